@@ -1,0 +1,48 @@
+# Every target sets up .venv by itself. PYTHON picks the interpreter it is made from; constraints.txt is for Python 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEV := $(VENV)/.dev-installed
+DOCS := $(VENV)/.docs-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs clean
+
+help:  ## show this list
+	@echo "narrowband: make TARGET"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1	\2/p' $(MAKEFILE_LIST)
+
+demo: $(DEV)  ## train a small GPT on four ranks with and without compression, and print a verdict (minutes)
+	$(BIN)/narrowband demo
+
+test: $(DEV)  ## run the tests (under 10 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
+	$(BIN)/python -m pytest
+
+lint: $(DEV)  ## ruff (lint and format), mypy, and the floors of the architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEV)  ## time every kernel against a plain copy of the same tensor
+	$(BIN)/narrowband bench kernels
+
+docs: $(DOCS)  ## build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+clean:  ## remove .venv and everything that was built, cached or run
+	rm -rf $(VENV) site runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEV): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once; PyTorch is large, this takes minutes on a slow network)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(DEV)
+	@echo "installing the documentation tools into $(VENV)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@

@@ -1,0 +1,52 @@
+"""Fixtures and settings of the whole suite. Distributed tests: see ``tests/ranks.py``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# No deadline: the first example compiles kernels, and tests never assert on the clock. Fixed examples in CI, so that a
+# red run means a change and not a die; new ones on every run elsewhere.
+settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# Two threads are enough to see what only goes wrong with threads, and do not swamp a small machine.
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("needs root: network namespaces and traffic shaping")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data sets that NARROWBAND_DATA names."""
+    folder = os.environ.get("NARROWBAND_DATA")
+    if not folder:
+        pytest.skip("real data needed: NARROWBAND_DATA names no folder")
+    if not Path(folder).is_dir():
+        pytest.skip(f"real data needed: NARROWBAND_DATA={folder} is no folder")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def data_file(data_dir: Path) -> Callable[[str], Path]:
+    """``data_file("tinyshakespeare/input.txt")``: its path, or a skip that names it."""
+
+    def find(name: str) -> Path:
+        path = data_dir / name
+        if not path.is_file():
+            pytest.skip(f"real data needed: {path} is missing")
+        return path
+
+    return find
