@@ -1,0 +1,784 @@
+"""The loops of :mod:`narrowband.kernels` on CPU, in Numba.
+
+Every loop is compiled without threads of its own and releases the GIL; :func:`_spread` cuts the work into one contiguous
+range per thread and runs the ranges on a small thread pool. That is what makes the kernels safe where Numba's own
+threading layers are not: several Python threads may call at once, and a forked child simply builds a new pool. The thread
+count is ``torch.get_num_threads()``, and results do not depend on it.
+
+What makes them fast: blocks that stay in L1 between two passes, integer loops that LLVM vectorizes (the magnitude of a
+float is its bits without the sign), no temporaries as large as the tensor, and a look at the maximum of a block before a
+look at its elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numba import njit
+
+from narrowband.errors import PayloadError
+from narrowband.kernels import elias_fano_low_bits, plane_widths, sample_rank, sample_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from narrowband.kernels import Scale
+
+    Array = npt.NDArray[Any]
+
+R = TypeVar("R")
+
+F32, I32, U8, U32 = np.float32, np.int32, np.uint8, np.uint32
+#: An index known not to be negative: Numba then leaves out the wrap-around, and the loop vectorizes.
+At = np.uintp
+
+MAGNITUDE = np.int32(0x7FFFFFFF)
+#: Magnitude bits of infinity; anything at or above it is inf or NaN.
+NON_FINITE = np.int32(0x7F800000)
+NAN_BITS = np.int32(0x7FC00000)
+TINY = np.float32(2.0**-126)
+
+#: Elements whose maximum decides whether they are looked at one by one.
+BLOCK = 64
+#: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
+MIN_ELEMENTS_PER_THREAD = 1 << 16
+
+_SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
+
+
+# ---- threads -----------------------------------------------------------------------------------------------------------
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+
+
+def _forget_pool() -> None:
+    global _pool, _pool_size  # noqa: PLW0603 - one pool per process
+    _pool, _pool_size = None, 0
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _spread(units: int, elements: int, work: Callable[[int, int], R]) -> list[R]:
+    """``work(start, stop)`` over [0, units), one contiguous range per thread; the results in order.
+
+    ``elements`` is how much the units amount to, and decides how many threads are worth waking.
+    """
+    global _pool, _pool_size  # noqa: PLW0603
+    threads = max(1, min(torch.get_num_threads(), units, elements // MIN_ELEMENTS_PER_THREAD))
+    if threads == 1:
+        return [work(0, units)]
+    pool = _pool
+    if pool is None or _pool_size < threads:
+        # A pool that another thread still uses finishes its work and is then collected.
+        pool = _pool = ThreadPoolExecutor(threads, thread_name_prefix="narrowband-kernel")
+        _pool_size = threads
+    cuts = [units * t // threads for t in range(threads + 1)]
+    rest = [pool.submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
+    return [work(cuts[0], cuts[1])] + [future.result() for future in rest]
+
+
+def _loop(function: Callable[..., Any]) -> Any:
+    return njit(function, nogil=True, cache=True, error_model="numpy", boundscheck=False)
+
+
+def _float_sum(function: Callable[..., Any]) -> Any:
+    """A loop whose sums may be reordered, so that they vectorize."""
+    return njit(function, nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+# ---- random numbers ----------------------------------------------------------------------------------------------------
+
+
+@_loop
+def _mix(h):
+    h = U32(h ^ (h >> U32(16)))
+    h = U32(h * U32(0x7FEB352D))
+    h = U32(h ^ (h >> U32(15)))
+    h = U32(h * U32(0x846CA68B))
+    return U32(h ^ (h >> U32(16)))
+
+
+def _mix_int(h: int) -> int:
+    h ^= h >> 16
+    h = h * 0x7FEB352D & 0xFFFFFFFF
+    h ^= h >> 15
+    h = h * 0x846CA68B & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+def _fold(seed: int) -> Any:
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return U32((_mix_int(low) + 0x9E3779B9 * _mix_int(high) + 0x85EBCA6B) & 0xFFFFFFFF)
+
+
+# ---- grouped quantization ----------------------------------------------------------------------------------------------
+
+
+@_loop
+def _max_magnitude(bits, begin, m):
+    top = I32(0)
+    for j in range(m):
+        top = max(top, I32(bits[At(begin + j)] & MAGNITUDE))
+    return top
+
+
+@_loop
+def _ordered_extremes(bits, begin, m):
+    """(min, max) of floats given as bits, mapped to integers that order as the floats do: this loop vectorizes.
+
+    inf and NaN land outside (−NON_FINITE, NON_FINITE), so one pass also tells whether everything is finite.
+    """
+    low, high = I32(0x7FFFFFFF), I32(-0x7FFFFFFF - 1)
+    for j in range(m):
+        b = I32(bits[At(begin + j)])
+        ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
+        low = min(low, ordered)
+        high = max(high, ordered)
+    return low, high
+
+
+@_loop
+def _bits_of(ordered):
+    return I32(ordered ^ I32(I32(ordered >> I32(31)) & MAGNITUDE))
+
+
+@_float_sum
+def _sum_of_squares(x, begin, m):
+    total = 0.0
+    for j in range(m):
+        v = np.float64(x[At(begin + j)])
+        total += v * v
+    return total
+
+
+@_float_sum
+def _sum_of_magnitudes(x, begin, m):
+    total = 0.0
+    for j in range(m):
+        total += np.float64(abs(x[At(begin + j)]))
+    return total
+
+
+@_loop
+def _minmax_range(bits, group, low_bits, high_bits, first, last):
+    for g in range(first, last):
+        begin = g * group
+        low, high = _ordered_extremes(bits, begin, min(group, bits.size - begin))
+        if high >= NON_FINITE or low < -NON_FINITE:
+            low_bits[g] = high_bits[g] = NAN_BITS
+        else:
+            low_bits[g] = _bits_of(low)
+            high_bits[g] = _bits_of(high)
+
+
+@_loop
+def _codes(x, begin, m, low, inverse, offset, top, q):
+    """Nearest: ``offset`` holds the ½."""
+    for j in range(m):
+        v = F32(F32(F32(x[At(begin + j)] - low) * inverse) + offset)
+        v = v if v > F32(0) else F32(0)  # NaN becomes 0
+        v = v if v < top else top
+        q[j] = U8(I32(v))
+
+
+@_loop
+def _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q):
+    for j in range(m):
+        u = F32(F32(I32(_mix(U32(start + U32(j))) >> U32(8))) * F32(2.0**-24))
+        v = F32(F32(F32(x[At(begin + j)] - low) * inverse) + F32(offset + u))
+        v = v if v > F32(0) else F32(0)  # NaN becomes 0
+        v = v if v < top else top
+        q[j] = U8(I32(v))
+
+
+@_loop
+def _codes_sign(x, begin, m, finite, q):
+    for j in range(m):
+        q[j] = U8(finite) & U8(x[At(begin + j)] >= F32(0))
+
+
+@_loop
+def _pack_plane(q, m, shift, width, codes, at):
+    """``stride`` bytes at ``codes[at:]``; the scratch ``q`` has zeros behind element m up to a multiple of 8."""
+    stride = (m * width + 7) >> 3
+    mask = U8((1 << width) - 1)
+    down = U8(shift)
+    if width == 4:
+        for t in range(stride):
+            codes[At(at + t)] = U8(((q[t] >> down) & mask) | U8(U8(q[At(stride + t)] >> down) << U8(4)))
+    elif width == 8:
+        for t in range(stride):
+            codes[At(at + t)] = q[t]
+    elif width == 2:
+        for t in range(stride):
+            a = U8((q[t] >> down) & mask) | U8(U8((q[At(stride + t)] >> down) & mask) << U8(2))
+            b = U8((q[At(2 * stride + t)] >> down) & mask) | U8(U8((q[At(3 * stride + t)] >> down) & mask) << U8(2))
+            codes[At(at + t)] = U8(a | U8(b << U8(4)))
+    else:
+        for t in range(stride):
+            codes[At(at + t)] = U8((q[t] >> down) & mask)
+        for p in range(1, 8):
+            up = U8(p)
+            for t in range(stride):
+                codes[At(at + t)] |= U8(U8((q[At(p * stride + t)] >> down) & mask) << up)
+
+
+@_loop
+def _unpack_plane(codes, at, m, shift, width, q):
+    """The inverse; writes up to 7 elements behind element m."""
+    stride = (m * width + 7) >> 3
+    mask = U8((1 << width) - 1)
+    up = U8(shift)
+    for p in range(8 // width):
+        down = U8(p * width)
+        if shift == 0:
+            for t in range(stride):
+                q[At(p * stride + t)] = U8((codes[At(at + t)] >> down) & mask)
+        else:
+            for t in range(stride):
+                q[At(p * stride + t)] |= U8(U8((codes[At(at + t)] >> down) & mask) << up)
+
+
+@_loop
+def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out, begin):
+    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``."""
+    if accumulate:
+        for j in range(m):
+            code = F32(I32((codes[At(at + j)] >> down) & mask))
+            out[At(begin + j)] += F32(weight * F32(low + F32(F32(code - offset) * step)))
+    else:
+        for j in range(m):
+            code = F32(I32((codes[At(at + j)] >> down) & mask))
+            out[At(begin + j)] = F32(weight * F32(low + F32(F32(code - offset) * step)))
+
+
+@_loop
+def _quantize_range(x, x_bits, lows, steps, codes, bits, widths, group, scale, stochastic, fold, first, last):
+    """Groups [first, last): header, then codes in ``q`` (one byte each), then the planes of ``q`` packed."""
+    group_bytes = 0
+    for w in widths:
+        group_bytes += (group * w + 7) >> 3
+    q = np.zeros(group + 8, np.uint8)
+    pair = np.empty(2, np.float32)
+    pair_bits = pair.view(np.int32)
+    centre = (1 << (bits - 1)) - 1
+    offset = F32(0) if scale == 0 else F32(centre)
+    top = F32((1 << bits) - 1) if scale == 0 else F32(2 * centre)
+    for g in range(first, last):
+        begin = g * group
+        m = min(group, x.size - begin)
+        if m < group:
+            q[m:] = 0
+        low = F32(0)
+        if scale == 0:
+            ordered_low, ordered_high = _ordered_extremes(x_bits, begin, m)
+            finite = ordered_high < NON_FINITE and ordered_low >= -NON_FINITE
+            pair_bits[0] = _bits_of(ordered_low)
+            pair_bits[1] = _bits_of(ordered_high)
+            low = pair[0]
+            step = F32(F32(pair[1] - low) / top)
+        else:
+            pair_bits[0] = _max_magnitude(x_bits, begin, m)
+            finite = pair_bits[0] < NON_FINITE
+            if scale == 1:
+                step = F32(pair[0] / F32(centre))
+            elif scale == 2:
+                step = F32(np.sqrt(_sum_of_squares(x, begin, m)) / centre)
+            else:
+                step = F32(2.0 * _sum_of_magnitudes(x, begin, m) / m)
+        if not finite:
+            low = step = F32(np.nan)
+        if scale == 0:
+            lows[g] = low
+        steps[g] = step
+        inverse = F32(0) if step < TINY else F32(F32(1) / step)
+        if scale == 3:
+            _codes_sign(x, begin, m, finite, q)
+        elif stochastic:
+            _codes_stochastic(x, begin, m, low, inverse, offset, top, U32(U32(begin) + fold), q)
+        else:
+            _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, q)
+        at = g * group_bytes
+        shift = 0
+        for w in widths:
+            _pack_plane(q, m, shift, w, codes, at)
+            at += (m * w + 7) >> 3
+            shift += w
+
+
+@_loop
+def _dequantize_range(lows, steps, codes, out, widths, group, offset, weight, accumulate, first, last):
+    group_bytes = 0
+    for w in widths:
+        group_bytes += (group * w + 7) >> 3
+    q = np.empty(group + 8, np.uint8)
+    for g in range(first, last):
+        begin = g * group
+        m = min(group, out.size - begin)
+        at = g * group_bytes
+        low = lows[g] if lows.size else F32(0)
+        if widths.size == 1:  # the whole code is in one place: no need to put it together first
+            width = widths[0]
+            stride = (m * width + 7) >> 3
+            mask = U8((1 << width) - 1)
+            for p in range(8 // width):
+                count = min(stride, m - p * stride)
+                down = U8(p * width)
+                to = begin + p * stride
+                _values(codes, at, count, down, mask, low, offset, steps[g], weight, accumulate, out, to)
+        else:
+            shift = 0
+            for w in widths:
+                _unpack_plane(codes, at, m, shift, w, q)
+                at += (m * w + 7) >> 3
+                shift += w
+            _values(q, 0, m, U8(0), U8(255), low, offset, steps[g], weight, accumulate, out, begin)
+
+
+def _sections(payload: Tensor, numel: int, bits: int, group: int, scale: Scale) -> tuple[Array, Array, Array]:
+    """(lows, steps, codes) as views of the payload."""
+    groups = -(-numel // group)
+    header = groups * (2 if scale == "minmax" else 1)
+    floats = payload[: 4 * header].numpy().view(np.float32)
+    lows = floats[:groups] if scale == "minmax" else floats[:0]
+    return lows, floats[header - groups :], payload[4 * header :].numpy()
+
+
+def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    groups = -(-x.numel() // group)
+    low, high = torch.empty(groups), torch.empty(groups)
+    arrays = x.numpy().view(np.int32), group, low.numpy().view(np.int32), high.numpy().view(np.int32)
+    _spread(groups, x.numel(), lambda a, b: _minmax_range(*arrays, a, b))
+    return low, high
+
+
+def quantize_groups(
+    x: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, stochastic: bool, seed: int = 0
+) -> None:
+    n = x.numel()
+    lows, steps, codes = _sections(out, n, bits, group, scale)
+    widths = tuple(plane_widths(bits))
+    used = sum(-(-group * w // 8) for w in widths) * (n // group) + sum(-(-(n % group) * w // 8) for w in widths)
+    codes[used:] = 0
+    values = x.numpy()
+    bits_of_x = values.view(np.int32)
+    form = bits, np.array(widths), group, _SCALES[scale], stochastic, _fold(seed)
+    arguments = values, bits_of_x, lows, steps, codes, *form
+    _spread(-(-n // group), n, lambda a, b: _quantize_range(*arguments, a, b))
+
+
+def dequantize_groups(
+    payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
+) -> None:
+    n = out.numel()
+    lows, steps, codes = _sections(payload, n, bits, group, scale)
+    offset = {"minmax": 0.0, "mean": 0.5}.get(scale, (1 << (bits - 1)) - 1)
+    widths = np.array(plane_widths(bits))
+    arguments = (lows, steps, codes, out.numpy(), widths, group, F32(offset), F32(weight), accumulate)
+    _spread(-(-n // group), n, lambda a, b: _dequantize_range(*arguments, a, b))
+
+
+# ---- selection ---------------------------------------------------------------------------------------------------------
+
+
+@_loop
+def _kth_largest(bits, k):
+    """The k-th largest of non-negative int32, by a radix histogram (11 + 10 + 10 bits) without moving anything."""
+    prefix = I32(0)
+    wanted = k
+    shift = 20
+    width = 11
+    histogram = np.empty(2048, np.int64)
+    while True:
+        histogram[:] = 0
+        digit_mask = I32((1 << width) - 1)
+        above = shift + width
+        for i in range(bits.size):
+            b = I32(bits[i] & MAGNITUDE)
+            if above >= 31 or (b >> above) == (prefix >> above):
+                histogram[(b >> shift) & digit_mask] += 1
+        digit = (1 << width) - 1
+        while histogram[digit] < wanted:
+            wanted -= histogram[digit]
+            digit -= 1
+        prefix |= I32(digit << shift)
+        if shift == 0:
+            return prefix
+        width = 10
+        shift -= 10
+
+
+@_loop
+def _survivors_of_block(bits, begin, m, threshold, found, count):
+    for j in range(m):
+        if (bits[At(begin + j)] & MAGNITUDE) >= threshold:
+            if count < found.size:
+                found[At(count)] = I32(begin + j)
+            count += 1
+    return count
+
+
+@_loop
+def _survivors_range(bits, threshold, found, first, last):
+    """Indices in blocks [first, last) with magnitude ≥ threshold; the count goes on where ``found`` is full."""
+    count = 0
+    for block in range(first, last):
+        begin = block * BLOCK
+        m = min(BLOCK, bits.size - begin)
+        if _max_magnitude(bits, begin, m) >= threshold:
+            count = _survivors_of_block(bits, begin, m, threshold, found, count)
+    return count
+
+
+@_loop
+def _swap_add(x, residual, begin, m):
+    for j in range(m):
+        old = residual[At(begin + j)]
+        residual[At(begin + j)] = F32(old + x[At(begin + j)])
+        x[At(begin + j)] = old
+
+
+@_loop
+def _compensate_range(x, residual, residual_bits, threshold, found, first, last):
+    """Swap-add, the survivors of the sum, and its largest magnitude, block by block."""
+    count = 0
+    top = I32(0)
+    for block in range(first, last):
+        begin = block * BLOCK
+        m = min(BLOCK, x.size - begin)
+        _swap_add(x, residual, begin, m)
+        block_top = _max_magnitude(residual_bits, begin, m)
+        top = max(top, block_top)
+        if block_top >= threshold:
+            count = _survivors_of_block(residual_bits, begin, m, threshold, found, count)
+    return count, top
+
+
+@_loop
+def _take_largest(bits, found, k, out):
+    """The k indices of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted."""
+    magnitudes = np.empty(found.size, np.int32)
+    for i in range(found.size):
+        magnitudes[i] = bits[found[i]] & MAGNITUDE
+    threshold = _kth_largest(magnitudes, k)
+    ties = k
+    for i in range(found.size):
+        ties -= magnitudes[i] > threshold
+    at = 0
+    for i in range(found.size):
+        if magnitudes[i] > threshold:
+            out[at] = found[i]
+            at += 1
+        elif magnitudes[i] == threshold and ties > 0:
+            out[at] = found[i]
+            at += 1
+            ties -= 1
+
+
+@_loop
+def _strata(n, size, fold, first, last, out):
+    """One position from each of the strata [first, last) of ``size`` equal ones over n elements."""
+    whole, part = n // size, n % size
+    low = first * n // size
+    left = first * n % size
+    for i in range(first, last):
+        width = np.int64(whole)
+        left += part
+        if left >= size:
+            left -= size
+            width += 1
+        draw = np.int64(_mix(U32(U32(i) + fold)))
+        out[i - first] = I32(low + ((draw * width) >> 32))
+        low += width
+
+
+@_loop
+def _sample_range(x, residual, size, fold, first, last, out):
+    """Values [first, last) of the sample of x, or of residual + x where there is a residual."""
+    at = np.empty(last - first, np.int32)
+    _strata(x.size, size, fold, first, last, at)
+    if residual.size:
+        for i in range(at.size):
+            out[first + i] = F32(residual[at[i]] + x[at[i]])
+    else:
+        for i in range(at.size):
+            out[first + i] = x[at[i]]
+
+
+@_loop
+def _histogram_range(bits, prefix, shift, width, first, last):
+    histogram = np.zeros(1 << width, np.int64)
+    above = shift + width
+    digit_mask = I32((1 << width) - 1)
+    for i in range(first, last):
+        b = I32(bits[i] & MAGNITUDE)
+        if above >= 31 or (b >> above) == prefix:
+            histogram[(b >> shift) & digit_mask] += 1
+    return histogram
+
+
+@_loop
+def _take_exact(bits, threshold, ties, out):
+    """All indices above the threshold and the first ``ties`` equal to it, sorted, into ``out`` (just large enough)."""
+    at = 0
+    for begin in range(0, bits.size, BLOCK):
+        m = min(BLOCK, bits.size - begin)
+        if _max_magnitude(bits, begin, m) < threshold:
+            continue
+        for j in range(m):
+            b = I32(bits[At(begin + j)] & MAGNITUDE)
+            if b > threshold or (b == threshold and ties > 0):
+                ties -= b == threshold
+                out[at] = I32(begin + j)
+                at += 1
+
+
+def _exact_topk(bits: Array, k: int) -> Array:
+    """Top-k of anything: three histograms over the bits of the magnitude, then one pass that takes."""
+    prefix, wanted = 0, k
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        above = I32(prefix >> (shift + width))
+        digit = functools.partial(_histogram_range, bits, above, shift, width)
+        parts = _spread(bits.size, bits.size, digit)
+        reached = np.cumsum(np.sum(parts, axis=0)[::-1])
+        down = int(np.searchsorted(reached, wanted))
+        wanted -= int(reached[down - 1]) if down else 0
+        prefix |= ((1 << width) - 1 - down) << shift
+    out = np.empty(k, np.int32)
+    _take_exact(bits, I32(prefix), wanted, out)
+    return out
+
+
+def _sampled_threshold(x: Array, residual: Array, k: int, seed: int) -> Any:
+    """The magnitude (as bits) that about 1.3·k elements of x (+ residual) should reach."""
+    size = sample_size(x.size, k)
+    sample = np.empty(size, np.float32)
+    fold = _fold(seed)
+    _spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
+    return _kth_largest(sample.view(np.int32), sample_rank(x.size, k))
+
+
+def _room(k: int, n: int) -> int:
+    """Survivors kept per thread: ample for a threshold that aims at 1.3·k, and small beside the tensor."""
+    return min(n, 3 * k + 1024)
+
+
+def _joined(parts: list[tuple[Array, int]]) -> Array | None:
+    """The survivors of all threads, sorted as the ranges are; None if a thread ran out of room."""
+    if any(count > found.size for found, count in parts):
+        return None
+    return np.concatenate([found[:count] for found, count in parts]) if len(parts) > 1 else parts[0][0][: parts[0][1]]
+
+
+def _finish_topk(bits: Array, found: Array | None, k: int, sampled: bool) -> Tensor:
+    if found is None or (found.size < k and not sampled):
+        found = _exact_topk(bits, k)  # the sample misled us: look at everything
+    elif found.size > k:
+        out = np.empty(k, np.int32)
+        _take_largest(bits, found, k, out)
+        found = out
+    return torch.from_numpy(found)
+
+
+def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
+    n = x.numel()
+    if k == n:
+        return torch.arange(n, dtype=torch.int32)
+    values = x.numpy()
+    bits = values.view(np.int32)
+    threshold = _sampled_threshold(values, values[:0], k, seed)
+    room = _room(k, n)
+
+    def work(first: int, last: int) -> tuple[Array, int]:
+        found = np.empty(min(room, (last - first) * BLOCK), np.int32)
+        return found, _survivors_range(bits, threshold, found, first, last)
+
+    return _finish_topk(bits, _joined(_spread(-(-n // BLOCK), n, work)), k, sampled)
+
+
+def select_threshold(x: Tensor, value: float) -> Tensor:
+    bits = x.numpy().view(np.int32)
+    threshold = np.array([value], np.float32).view(np.int32)[0]
+
+    def work(first: int, last: int) -> tuple[Array, int]:
+        found = np.empty((last - first) * BLOCK // 16 + 1024, np.int32)
+        count = _survivors_range(bits, threshold, found, first, last)
+        if count > found.size:  # now the exact size is known
+            found = np.empty(count, np.int32)
+            _survivors_range(bits, threshold, found, first, last)
+        return found, count
+
+    found = _joined(_spread(-(-bits.size // BLOCK), bits.size, work))
+    assert found is not None
+    return torch.from_numpy(found)
+
+
+def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
+    out = np.empty(k, np.int32)
+    _strata(n, k, _fold(seed), 0, k, out)
+    return torch.from_numpy(out).to(device)
+
+
+#: A threshold that no finite magnitude reaches: compensation without selection.
+_NEVER = np.int32(0x7FFFFFFF)
+
+
+def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[bool, list[tuple[Array, int]]]:
+    bits = residual.view(np.int32)
+
+    def work(first: int, last: int) -> tuple[Array, int, int]:
+        found = np.empty(min(room, (last - first) * BLOCK), np.int32)
+        count, top = _compensate_range(x, residual, bits, threshold, found, first, last)
+        return found, count, top
+
+    parts = _spread(-(-x.size // BLOCK), x.size, work)
+    return all(top < NON_FINITE for _, _, top in parts), [(found, count) for found, count, _ in parts]
+
+
+def compensate(x: Tensor, residual: Tensor) -> bool:
+    return _compensate(x.numpy(), residual.numpy(), _NEVER, 0)[0]
+
+
+def compensate_select_topk(
+    x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
+) -> tuple[bool, Tensor]:
+    gradient, owed = x.numpy(), residual.numpy()
+    every = k == gradient.size
+    threshold = _NEVER if every else _sampled_threshold(gradient, owed, k, seed)
+    finite, parts = _compensate(gradient, owed, threshold, 0 if every else _room(k, gradient.size))
+    if every or not finite:
+        return finite, torch.arange(k, dtype=torch.int32)
+    return True, _finish_topk(owed.view(np.int32), _joined(parts), k, sampled)
+
+
+@_loop
+def _finite_range(bits, first, last):
+    for begin in range(first, last, 4096):
+        if _max_magnitude(bits, begin, min(4096, last - begin)) >= NON_FINITE:
+            return False
+    return True
+
+
+def all_finite(x: Tensor) -> bool:
+    bits = x.numpy().view(np.int32)
+    return all(_spread(bits.size, bits.size, lambda a, b: _finite_range(bits, a, b)))
+
+
+# ---- sparse vectors ----------------------------------------------------------------------------------------------------
+
+
+@_loop
+def _accumulate_range(out, indices, values, weight, first, last):
+    for i in range(first, last):
+        out[indices[i]] += F32(weight * values[i])
+
+
+@_loop
+def _descends_or_leaves(indices, n):
+    previous = I32(0)
+    bad = False
+    for i in range(indices.size):
+        bad |= indices[i] < previous
+        previous = indices[i]
+    return bad or np.int64(previous) >= n
+
+
+def check_indices(indices: Tensor, n: int) -> None:
+    if indices.numel() and _descends_or_leaves(indices.numpy(), n):
+        raise PayloadError(f"indices must be sorted and lie in [0, {n}); this payload is damaged or not for this tensor")
+
+
+def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
+    at = indices.numpy()
+    arrays = out.numpy(), at, values.numpy(), F32(weight)
+
+    def work(first: int, last: int) -> None:
+        # Equal neighbours belong to one thread: a cut inside a run of them moves behind it.
+        while 0 < first < at.size and at[first] == at[first - 1]:
+            first += 1
+        while 0 < last < at.size and at[last] == at[last - 1]:
+            last += 1
+        _accumulate_range(*arrays, first, last)
+
+    _spread(at.size, 8 * at.size, work)
+
+
+@_loop
+def _elias_fano_encode(indices, low_bits, upper, lower):
+    upper[:] = 0
+    mask = np.int64((1 << low_bits) - 1)
+    pending = np.int64(0)
+    held = 0
+    at = 0
+    for i in range(indices.size):
+        index = np.int64(indices[i])
+        position = (index >> low_bits) + i
+        upper[position >> 3] |= U8(1 << (position & 7))
+        pending |= (index & mask) << held
+        held += low_bits
+        while held >= 8:
+            lower[at] = U8(pending & 255)
+            pending >>= 8
+            held -= 8
+            at += 1
+    if held:
+        lower[at] = U8(pending & 255)
+
+
+@_loop
+def _elias_fano_decode(upper, lower, low_bits, n, out):
+    """False unless the payload holds exactly ``out.size`` sorted indices below n, with unused bits zero."""
+    mask = np.int64((1 << low_bits) - 1)
+    pending = np.int64(0)
+    held = 0
+    at = 0
+    i = 0
+    previous = np.int64(0)
+    for byte in range(upper.size):
+        ones = upper[byte]
+        while ones:
+            bit = 0
+            while not (ones >> U8(bit)) & U8(1):
+                bit += 1
+            ones &= U8(ones - U8(1))
+            if i == out.size:
+                return False
+            while held < low_bits:
+                pending |= np.int64(lower[at]) << held
+                held += 8
+                at += 1
+            index = ((np.int64(byte) * 8 + bit - i) << low_bits) | (pending & mask)
+            pending >>= low_bits
+            held -= low_bits
+            if index < previous or index >= n:
+                return False
+            out[i] = I32(index)
+            previous = index
+            i += 1
+    return i == out.size
+
+
+def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
+    k = indices.numel()
+    parts = out.numpy()
+    cut = -(-2 * k // 8)
+    _elias_fano_encode(indices.numpy(), elias_fano_low_bits(k, n), parts[:cut], parts[cut:])
+
+
+def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
+    out = np.empty(k, np.int32)
+    parts = payload.numpy()
+    cut = -(-2 * k // 8)
+    if k and not _elias_fano_decode(parts[:cut], parts[cut:], elias_fano_low_bits(k, n), n, out):
+        raise PayloadError(f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
+    return torch.from_numpy(out)

@@ -1,0 +1,530 @@
+"""``cpu.py`` against ``reference.py``: the same bytes from the same input and seed, however many threads there are."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowband import kernels
+from narrowband.errors import PayloadError
+from narrowband.kernels import reference
+
+cpu = pytest.importorskip("narrowband.kernels.cpu", reason="Numba is not installed")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+MILLION = 1_000_003  # ends in a short group, a short block and uneven ranges per thread
+SIZES = [0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1000, 5000]
+KINDS = [
+    "normal", "equal", "zeros", "signed-zeros", "denormal", "around-tiny", "largest-floats", "ascending", "descending",
+    "few-levels", "nan", "inf", "any-bits",
+]  # fmt: skip
+
+
+def make(kind: str, n: int, seed: int = 0) -> Tensor:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n).astype(np.float32)
+    if kind == "equal":
+        x[:] = np.float32(-0.7)
+    elif kind == "zeros":
+        x[:] = 0
+    elif kind == "signed-zeros":
+        x = np.copysign(np.float32(0), x)
+    elif kind == "denormal":
+        x = (x * 1e-20).astype(np.float32) * np.float32(1e-20)
+    elif kind == "around-tiny":  # steps on both sides of 2**-126
+        x *= np.exp2(-rng.uniform(118, 130, n)).astype(np.float32)
+    elif kind == "largest-floats":  # max − min overflows
+        x = np.copysign(np.float32(3.4e38), x)
+    elif kind == "ascending":
+        x.sort()
+    elif kind == "descending":
+        x[::-1].sort()
+    elif kind == "few-levels":
+        x = np.round(x)
+    elif kind in ("nan", "inf") and n:
+        x[rng.integers(n, size=1 + n // 500)] = np.nan if kind == "nan" else -np.inf
+    elif kind == "any-bits":
+        x = np.frombuffer(rng.bytes(4 * n), np.float32).copy()
+    return torch.from_numpy(x)
+
+
+def header_nbytes(n: int, group: int, scale: str) -> int:
+    return 4 * -(-n // group) * (2 if scale == "minmax" else 1)
+
+
+def quantize(backend: Any, x: Tensor, bits: int, group: int, scale: Any, *, offset: int = 0, **options: Any) -> Tensor:
+    """The payload with 3 bytes of padding, after checking that the bytes around it were left alone."""
+    nbytes = header_nbytes(x.numel(), group, scale) + kernels.packed_nbytes(x.numel(), bits, group) + 3
+    around = torch.full((nbytes + offset + 16,), 0xAA, dtype=torch.uint8)
+    payload = around[offset : offset + nbytes]
+    backend.quantize_groups(x, payload, bits=bits, group=group, scale=scale, **options)
+    assert (around[:offset] == 0xAA).all()
+    assert (around[offset + nbytes :] == 0xAA).all()
+    return payload
+
+
+def dequantize(
+    backend: Any, payload: Tensor, into: Tensor, bits: int, group: int, scale: Any, **options: Any
+) -> Tensor:
+    around = torch.cat([torch.full((16,), 5.0), into, torch.full((16,), 5.0)])
+    backend.dequantize_groups(payload, around[16:-16], bits=bits, group=group, scale=scale, **options)
+    assert (around[:16] == 5).all()
+    assert (around[-16:] == 5).all()
+    return around[16:-16]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Equal to the bit, except that one NaN is as good as another."""
+    assert type(got) is type(expected)
+    if isinstance(got, (tuple, list)):
+        for a, b in zip(got, expected, strict=True):
+            assert_same(a, b)
+    elif isinstance(got, torch.Tensor):
+        assert got.dtype == expected.dtype
+        if got.dtype == torch.float32:
+            a, b = (torch.where(t.isnan(), torch.nan, t).view(torch.int32) for t in (got, expected))
+        else:
+            a, b = got, expected
+        assert torch.equal(a, b), f"first difference at {(a != b).nonzero()[:3].tolist()}" if a.shape == b.shape else ""
+    else:
+        assert got == expected
+
+
+def both(name: str, *arguments: Any, **options: Any) -> Any:
+    """One function on both backends, each with its own copy of the tensors; they must leave the same. The result."""
+    outcomes = []
+    for backend in (cpu, reference):
+        own = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+        outcomes.append([getattr(backend, name)(*own, **options), *own])
+    assert_same(outcomes[0], outcomes[1])
+    return outcomes[0][0]
+
+
+def codes(payload: Tensor, n: int, bits: int, group: int, scale: Any) -> Tensor:
+    """The codes alone: what decodes with the header lo = −offset, step = 1."""
+    header = header_nbytes(n, group, scale)
+    plain = payload.clone()
+    plain[:header] = torch.ones(header // 4).view(torch.uint8)
+    return dequantize(reference, plain, torch.zeros(n), bits, group, scale)
+
+
+def assert_same_payload(x: Tensor, bits: int, group: int, scale: Any, **options: Any) -> None:
+    got, expected = (quantize(backend, x, bits, group, scale, **options) for backend in (cpu, reference))
+    if torch.equal(got, expected):
+        return
+    # Sums in float64 may be ordered differently: the step by its last bit, and a code by one.
+    assert scale in ("l2", "mean"), f"first different byte: {(got != expected).nonzero()[0].item()}"
+    header = header_nbytes(x.numel(), group, scale)
+    steps = [p[:header].clone().view(torch.float32).numpy() for p in (got, expected)]
+    np.testing.assert_array_max_ulp(steps[0], steps[1], 1)
+    difference = codes(got, x.numel(), bits, group, scale) - codes(expected, x.numel(), bits, group, scale)
+    assert difference.abs().max() <= (0 if scale == "mean" else 1)
+    assert torch.equal(got[-3:], expected[-3:])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Turn an endless loop into a failure."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+inputs = st.builds(make, st.sampled_from(KINDS), st.sampled_from(SIZES), st.integers(0, 2**32 - 1))
+#: (scale, bits) of every quantizer there is; the symmetric scales need a code on each side of zero.
+quantizers = st.one_of(
+    st.tuples(st.just("minmax"), st.integers(1, 8)),
+    st.tuples(st.just("absmax"), st.integers(2, 8)),
+    st.tuples(st.just("l2"), st.integers(2, 8)),
+    st.just(("mean", 1)),
+)
+groups = st.sampled_from([1, 3, 8, 100, 128, 512, 8192])
+seeds = st.integers(0, 2**64 - 1)
+lean = settings(max_examples=80, deadline=None)
+
+
+# ---- function by function --------------------------------------------------------------------------------------------
+
+
+@given(x=inputs, group=groups)
+@lean
+def test_group_minmax(x: Tensor, group: int) -> None:
+    both("group_minmax", x, group)
+
+
+@given(x=inputs, group=groups, quantizer=quantizers, stochastic=st.booleans(), seed=seeds)
+@settings(max_examples=300, deadline=None)
+def test_quantize_groups(x: Tensor, group: int, quantizer: tuple[str, int], stochastic: bool, seed: int) -> None:
+    scale, bits = quantizer
+    assert_same_payload(x, bits, group, scale, stochastic=stochastic, seed=seed)
+
+
+@given(n=st.sampled_from(SIZES), group=groups, quantizer=quantizers, seed=seeds,
+       weight=st.sampled_from([1.0, 0.25, -1 / 3]), accumulate=st.booleans(), wild=st.booleans())  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_dequantize_groups_of_any_bytes(
+    n: int, group: int, quantizer: tuple[str, int], seed: int, weight: float, accumulate: bool, wild: bool
+) -> None:
+    scale, bits = quantizer
+    header = header_nbytes(n, group, scale)
+    raw = np.random.default_rng(seed).bytes(header + kernels.packed_nbytes(n, bits, group) + 3)
+    if not wild:
+        raw = make("few-levels", header // 4, seed).numpy().tobytes() + raw[header:]
+    payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    into = make("normal", n, seed)
+    options: dict[str, Any] = {"weight": weight, "accumulate": accumulate}
+    got, expected = (dequantize(b, payload, into, bits, group, scale, **options) for b in (cpu, reference))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize(("scale", "bits"), [("minmax", 4), ("absmax", 7), ("mean", 1)])
+def test_a_payload_may_start_at_any_address(scale: str, bits: int, offset: int) -> None:
+    x = make("normal", 1000)
+    aligned = quantize(cpu, x, bits, 128, scale, stochastic=True)
+    payload = quantize(cpu, x, bits, 128, scale, stochastic=True, offset=offset)
+    assert torch.equal(payload, aligned)
+    assert_same(
+        dequantize(cpu, payload, x, bits, 128, scale, accumulate=True),
+        dequantize(cpu, aligned, x, bits, 128, scale, accumulate=True),
+    )
+
+
+@given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
+@settings(max_examples=200, deadline=None)
+def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
+    if x.numel():
+        both("select_topk", x, max(1, round(share * x.numel())), sampled=sampled, seed=seed)
+    else:
+        assert both("select_topk", x, 0, sampled=sampled, seed=seed).numel() == 0
+
+
+@given(x=inputs, value=st.one_of(st.floats(1e-6, 10), st.sampled_from([1e-45, 1.0, 2.0, 3.4e38, float("inf")])))
+@lean
+def test_select_threshold(x: Tensor, value: float) -> None:
+    both("select_threshold", x, value)
+
+
+@given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 3000), seed=seeds)
+@lean
+def test_randomk_indices(n: int, k: int, seed: int) -> None:
+    indices = both("randomk_indices", n, min(n, k), seed, torch.device("cpu"))
+    assert (indices[1:] > indices[:-1]).all()
+
+
+def test_randomk_of_nothing() -> None:
+    both("randomk_indices", 0, 0, 1, torch.device("cpu"))
+
+
+@given(x=inputs, seed=seeds)
+@lean
+def test_compensate_and_its_undoing(x: Tensor, seed: int) -> None:
+    owed = make("any-bits" if seed % 2 else "normal", x.numel(), seed % 1000)
+    both("compensate", x, owed)
+    gradient, residual = x.clone(), owed.clone()
+    cpu.compensate(gradient, residual)
+    residual.copy_(gradient)
+    assert torch.equal(residual.view(torch.int32), owed.view(torch.int32))
+
+
+@given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
+@settings(max_examples=200, deadline=None)
+def test_compensate_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
+    n = x.numel()
+    k = min(n, max(1, round(share * n)))
+    outcomes = []
+    for backend in (cpu, reference):
+        gradient, residual = x.clone(), make("few-levels", n, 1)
+        finite, indices = backend.compensate_select_topk(gradient, residual, k, sampled=sampled, seed=seed)
+        assert indices.dtype == torch.int32
+        outcomes.append([finite, gradient, residual, indices if finite else None])
+    assert_same(outcomes[0], outcomes[1])
+    assert outcomes[0][0] is bool(outcomes[0][2].isfinite().all())
+
+
+@given(x=inputs)
+@lean
+def test_all_finite(x: Tensor) -> None:
+    both("all_finite", x)
+
+
+@pytest.mark.parametrize("where", [0, 1, 63, 64, 4095, 4096, 500_000, MILLION - 1])
+def test_one_nan_anywhere_is_found(where: int) -> None:
+    x = torch.zeros(MILLION)
+    assert cpu.all_finite(x)
+    x[where] = float("nan")
+    assert not cpu.all_finite(x)
+    assert not cpu.compensate(x, torch.zeros(MILLION))
+
+
+@given(indices=st.lists(st.integers(-3, 12), max_size=12), tidy=st.booleans(), n=st.integers(1, 12))
+@settings(max_examples=200, deadline=None)
+def test_check_indices(indices: list[int], tidy: bool, n: int) -> None:
+    if tidy:
+        indices = sorted(max(i, 0) for i in indices)
+    given_indices = torch.tensor(indices, dtype=torch.int32)
+    valid = indices == sorted(indices) and all(0 <= i < n for i in indices)
+    for backend in (cpu, reference):
+        if valid:
+            backend.check_indices(given_indices, n)
+        else:
+            with pytest.raises(PayloadError):
+                backend.check_indices(given_indices, n)
+
+
+@given(n=st.sampled_from(SIZES[1:]), k=st.integers(0, 3000), seed=st.integers(0, 999),
+       weight=st.sampled_from([1.0, 0.25, -1 / 3]), kind=st.sampled_from(["normal", "any-bits"]))  # fmt: skip
+@lean
+def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) -> None:
+    indices = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, n, k)).astype(np.int32))
+    both("sparse_accumulate", make("normal", n, seed), indices, make(kind, k, seed), weight)
+
+
+@given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 5000), seed=seeds)
+@lean
+def test_elias_fano(n: int, k: int, seed: int) -> None:
+    k = min(n, k)
+    indices = reference.randomk_indices(n, k, seed, torch.device("cpu"))
+    payload = torch.full((kernels.elias_fano_nbytes(k, n),), 0xAA, dtype=torch.uint8)
+    both("elias_fano_encode", indices, n, payload)
+    cpu.elias_fano_encode(indices, n, payload)
+    assert torch.equal(both("elias_fano_decode", payload, k, n), indices)
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_elias_fano_of_nothing(n: int) -> None:
+    with deadline(5):
+        both("elias_fano_encode", torch.empty(0, dtype=torch.int32), n, torch.empty(0, dtype=torch.uint8))
+        both("elias_fano_decode", torch.empty(0, dtype=torch.uint8), 0, n)
+
+
+@given(n=st.sampled_from([1, 5, 8, 9, 127, 1000, 10**6, 2**31 - 1]), k=st.integers(1, 300), seed=seeds)
+@settings(max_examples=300, deadline=None)
+def test_elias_fano_decoding_of_any_bytes(n: int, k: int, seed: int) -> None:
+    """Both refuse, or both give the same valid indices."""
+    rng = np.random.default_rng(seed)
+    payload = torch.from_numpy(np.frombuffer(rng.bytes(kernels.elias_fano_nbytes(k, n)), np.uint8).copy())
+    kind = seed % 4
+    if kind:  # k ones in the upper part, so that the later checks are reached; or one bit away from a valid payload
+        upper = np.zeros(8 * -(-2 * k // 8), np.uint8)
+        upper[rng.choice(2 * k, k, replace=False)] = 1
+        payload[: upper.size // 8] = torch.from_numpy(np.packbits(upper, bitorder="little"))
+    if kind >= 2 and k <= n:
+        reference.elias_fano_encode(reference.randomk_indices(n, k, seed, torch.device("cpu")), n, payload)
+        if kind == 3:
+            payload[rng.integers(payload.numel())] ^= 1 << int(rng.integers(8))
+    results: list[Tensor | None] = []
+    for backend in (cpu, reference):
+        try:
+            results.append(backend.elias_fano_decode(payload.clone(), k, n))
+        except PayloadError:
+            results.append(None)
+    assert_same(results[0], results[1])
+    if results[0] is not None:
+        reference.check_indices(results[0], n)
+        assert results[0].numel() == k
+
+
+# ---- large, adversarial ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "ascending", "descending", "few-levels", "nan"])
+def test_topk_of_a_million(kind: str, sampled: bool) -> None:
+    x = make(kind, MILLION)
+    for k in (1, 1000, 100_000):
+        indices = both("select_topk", x, k, sampled=sampled, seed=k)
+        assert indices.numel() == k or sampled
+
+
+@pytest.mark.parametrize("k", [MILLION * 9 // 10, MILLION - 1, MILLION])
+def test_topk_of_nearly_everything(k: int) -> None:
+    x = make("normal", MILLION)
+    assert both("select_topk", x, k).numel() == k
+    both("select_topk", x, k, sampled=True)
+
+
+@pytest.mark.parametrize(("n", "k"), [(5000, 2000), (MILLION, 10_000)])
+@pytest.mark.parametrize("large", ["where the sample looks", "where it does not look", "at its first positions"])
+def test_topk_when_the_sample_misleads(n: int, k: int, large: str) -> None:
+    seed = 3
+    looks = reference.randomk_indices(n, kernels.sample_size(n, k), seed, torch.device("cpu")).long()
+    x = make("normal", n).clamp_(-1, 1)
+    if large == "where it does not look":  # every element passes a threshold this low
+        aside = torch.ones(n, dtype=torch.bool)
+        aside[looks] = False
+        x[aside] += 1e6
+    else:  # the threshold is so high that few pass
+        x[looks[: kernels.sample_rank(n, k)] if large == "at its first positions" else looks] += 1e6
+    assert both("select_topk", x, k, seed=seed).numel() == k
+    sampled = both("select_topk", x, k, sampled=True, seed=seed)
+    assert sampled.numel() == k if large == "where it does not look" else 0 < sampled.numel() < k
+    for sampled_ in (False, True):
+        both("compensate_select_topk", x, torch.zeros(n), k, sampled=sampled_, seed=seed)
+
+
+# ---- threads, processes ----------------------------------------------------------------------------------------------
+
+
+def everything(seed: int, n: int = MILLION) -> list[Any]:
+    """Every function of the fast backend on one input, with shapes that make several threads worth while."""
+    x, y = make("normal", n, seed), make("normal", n, seed + 1)
+    k = n // 50
+    results: list[Any] = [cpu.group_minmax(x, 128), cpu.all_finite(x), cpu.select_topk(x, k)]
+    for scale, bits, stochastic in (("minmax", 4, True), ("minmax", 8, False), ("absmax", 4, True), ("l2", 3, True)):
+        payload = quantize(cpu, x, bits, 128, scale, stochastic=stochastic, seed=seed)
+        results += [payload, dequantize(cpu, payload, y, bits, 128, scale, weight=0.25, accumulate=True)]
+    results += [quantize(cpu, x, 1, 512, "mean", stochastic=False)]
+    indices = cpu.select_topk(x, k, sampled=True, seed=seed)
+    payload = torch.empty(kernels.elias_fano_nbytes(indices.numel(), n), dtype=torch.uint8)
+    cpu.elias_fano_encode(indices, n, payload)
+    decoded = cpu.elias_fano_decode(payload, indices.numel(), n)
+    cpu.check_indices(decoded, n)
+    repeated = torch.sort(torch.cat([decoded] * 12)).values
+    total = y.clone()
+    cpu.sparse_accumulate(total, repeated, x[repeated.long()], 0.3)
+    results += [indices, payload, decoded, total, cpu.select_threshold(x, 0.01), cpu.select_threshold(x, 3.0)]
+    gradient, residual = x.clone(), y.clone()
+    results += [cpu.compensate_select_topk(gradient, residual, k, sampled=True, seed=seed), gradient, residual]
+    gradient, residual = x.clone(), y.clone()
+    return [*results, cpu.compensate(gradient, residual), gradient, residual, cpu.randomk_indices(n, k, seed, "cpu")]
+
+
+def test_a_million_elements_on_any_number_of_threads() -> None:
+    with threads(1):
+        expected = everything(1)
+    for count in (2, 3, 7):
+        with threads(count):
+            assert_same(everything(1), expected)
+
+
+@pytest.mark.parametrize(("scale", "bits", "stochastic"), [
+    ("minmax", 4, True), ("minmax", 8, False), ("minmax", 3, True), ("absmax", 4, True), ("l2", 4, True),
+    ("mean", 1, False),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["normal", "around-tiny", "any-bits"])
+def test_quantizing_a_million(kind: str, scale: str, bits: int, stochastic: bool) -> None:
+    x = make(kind, MILLION)
+    assert_same_payload(x, bits, 128, scale, stochastic=stochastic, seed=2**33 + 1)
+    payload = quantize(cpu, x, bits, 128, scale, stochastic=stochastic)
+    into = make("normal", MILLION, 1)
+    options: dict[str, Any] = {"weight": 0.25, "accumulate": True}
+    got, expected = (dequantize(b, payload, into, bits, 128, scale, **options) for b in (cpu, reference))
+    assert_same(got, expected)
+
+
+def test_sparse_vectors_of_a_million() -> None:
+    x = make("normal", MILLION)
+    both("compensate_select_topk", x, make("normal", MILLION, 1), 10_000, sampled=True, seed=2)
+    both("select_threshold", x, 1e-3)
+    both("compensate", x, make("normal", MILLION, 1))
+    indices = both("randomk_indices", MILLION, 200_000, 7, torch.device("cpu"))
+    both("sparse_accumulate", x, torch.sort(torch.cat([indices, indices])).values, x[:400_000].clone(), 0.3)
+
+
+def test_equal_indices_across_a_cut_between_threads() -> None:
+    """Runs of one index longer than a thread's share: no thread may add to an element that another one adds to."""
+    indices = torch.arange(3, dtype=torch.int32).repeat_interleave(100_000)
+    with threads(4):
+        both("sparse_accumulate", torch.zeros(3), indices, make("normal", 300_000))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_python_threads_at_once(count: int) -> None:
+    n = 300_001
+    with threads(count):
+        expected = [everything(seed, n) for seed in range(4)]
+
+        def repeat(seed: int) -> list[Any]:
+            torch.set_num_threads(count)  # as every thread of a program may have its own
+            return [everything(seed, n) for _ in range(3)]
+
+        with ThreadPoolExecutor(4) as pool:
+            for seed, results in enumerate(pool.map(repeat, range(4))):
+                for result in results:
+                    assert_same(result, expected[seed])
+
+
+def test_a_forked_child_computes_the_same() -> None:
+    script = """
+        import hashlib, os, sys
+        import numpy as np
+        import torch
+        from narrowband import kernels
+
+        torch.set_num_threads(2)
+        x = torch.from_numpy(np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32))
+        payload = torch.empty(8 * 7813 + kernels.packed_nbytes(x.numel(), 4, 128), dtype=torch.uint8)
+
+        def digest():
+            kernels.quantize_groups(x, payload, bits=4, group=128, scale="minmax", stochastic=True, seed=1)
+            indices = kernels.select_topk(x, 1000, seed=2)
+            return hashlib.sha256(payload.numpy().tobytes() + indices.numpy().tobytes()).hexdigest().encode()
+
+        expected = digest()  # the parent's threads exist now
+        for _ in range(2):
+            read, write = os.pipe()
+            child = os.fork()
+            if not child:
+                os.write(write, digest())
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert status == 0, status
+            assert os.read(read, 64) == expected
+            assert digest() == expected
+        print("same")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "same"
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def test_the_backend_is_chosen_by_device_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NARROWBAND_KERNELS", raising=False)
+    assert kernels.backend_for("cpu") is cpu
+    assert kernels.backend_for("cuda") is reference
+    monkeypatch.setenv("NARROWBAND_KERNELS", "reference")
+    assert kernels.backend_for("cpu") is reference
+
+
+def test_importing_the_package_does_not_import_numba() -> None:
+    code = "import sys, narrowband.kernels; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
