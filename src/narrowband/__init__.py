@@ -1,0 +1,32 @@
+"""narrowband trains PyTorch models over slow links and in little memory, by compressing what training sends and keeps.
+
+Example:
+    >>> import narrowband as nb
+    >>> handle = nb.compress_gradients(DDP(model), "topk:density=0.01+ef")
+    >>> ...  # train as before
+    >>> print(handle.stats().total.ratio)
+"""
+
+from __future__ import annotations
+
+from narrowband.codecs import Codec, codec
+from narrowband.errors import PayloadError, UnsupportedError
+from narrowband.feedback import Compression, Feedback, compression
+from narrowband.gradients import GradientCompression, Stats, StepStats, compress_gradients
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Codec",
+    "Compression",
+    "Feedback",
+    "GradientCompression",
+    "PayloadError",
+    "Stats",
+    "StepStats",
+    "UnsupportedError",
+    "__version__",
+    "codec",
+    "compress_gradients",
+    "compression",
+]

@@ -1,0 +1,152 @@
+"""Codecs that keep a few bits of every element: uniform, QSGD, sign.
+
+All three cut the tensor into groups, give each group a step of its own, and store one small code per element; they differ
+in how the step is found and how a code is rounded. The loops and the payload format are in :mod:`narrowband.kernels`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from narrowband import kernels
+from narrowband.codecs.base import Codec, Shape, aligned, numel_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from narrowband.kernels import Scale
+
+__all__ = ["QSGD", "Sign", "Uniform"]
+
+#: Groups up to this long: a group is handled by one thread and its codes must stay in its L2.
+MAX_GROUP = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Grouping:
+    """What the kernels need to know of a codec of this family."""
+
+    bits: int
+    group: int
+    scale: Scale
+    stochastic: bool
+
+
+class _Grouped(Codec):
+    """A code of a few bits per element, and a header per group."""
+
+    requantizes = True
+
+    @abstractmethod
+    def _grouping(self) -> _Grouping: ...
+
+    @property
+    def granularity(self) -> int:
+        return self._grouping().group
+
+    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        g, numel = self._grouping(), numel_of(shape)
+        header = -(-numel // g.group) * (8 if g.scale == "minmax" else 4)
+        return aligned(header + kernels.packed_nbytes(numel, g.bits, g.group))
+
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
+        g = self._grouping()
+        kernels.quantize_groups(
+            x, out, bits=g.bits, group=g.group, scale=g.scale, stochastic=g.stochastic, seed=seed
+        )
+
+    def _decode(
+        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
+    ) -> None:
+        g = self._grouping()
+        kernels.dequantize_groups(
+            payload, out, bits=g.bits, group=g.group, scale=g.scale, weight=weight, accumulate=accumulate
+        )
+
+
+def _check_group(name: str, key: str, group: int) -> None:
+    if not 1 <= group <= MAX_GROUP:
+        raise ValueError(f"{name}: {key}={group} is not in [1, {MAX_GROUP}]")
+
+
+@dataclass(frozen=True)
+class Uniform(_Grouped):
+    """Evenly spaced levels between each group's smallest and largest value.
+
+    Args:
+        bits: 1–8 per element (symmetric: 2–8).
+        group: elements that share a smallest and a largest value; each group costs 8 bytes (symmetric: 4).
+        rounding: ``nearest``, or ``stochastic`` (unbiased).
+        symmetric: levels around zero, up to the group's largest magnitude; zero is kept exactly.
+    """
+
+    name: ClassVar[str] = "uniform"
+
+    bits: int = field(default=8, metadata={"always": True})
+    group: int = 128
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        lowest = 2 if self.symmetric else 1
+        if not lowest <= self.bits <= 8:
+            raise ValueError(f"uniform: bits={self.bits} is not in [{lowest}, 8] with symmetric={self.symmetric}")
+        _check_group("uniform", "group", self.group)
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"uniform: rounding={self.rounding!r} is neither 'nearest' nor 'stochastic'")
+
+    def _grouping(self) -> _Grouping:
+        return _Grouping(
+            self.bits, self.group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic"
+        )
+
+
+@dataclass(frozen=True)
+class QSGD(_Grouped):
+    """Stochastic levels around zero, scaled by each bucket's norm: unbiased (Alistarh et al., arXiv 1610.02132).
+
+    Section 3.1 of the paper: ``Q(v_i) = ‖v‖ · sgn(v_i) · ξ_i`` with ``s = 2**(bits − 1) − 1`` levels.
+
+    Args:
+        bits: 2–8 per element, sign included.
+        bucket: elements that share a norm; each bucket costs 4 bytes.
+        norm: ``max`` (smaller error) or ``l2`` (the paper's analysis).
+    """
+
+    name: ClassVar[str] = "qsgd"
+
+    bits: int = field(default=4, metadata={"always": True})
+    bucket: int = 128
+    norm: Literal["max", "l2"] = "max"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"qsgd: bits={self.bits} is not in [2, 8]; the sign takes one (for one bit, use sign)")
+        _check_group("qsgd", "bucket", self.bucket)
+        if self.norm not in ("max", "l2"):
+            raise ValueError(f"qsgd: norm={self.norm!r} is neither 'max' nor 'l2'")
+
+    def _grouping(self) -> _Grouping:
+        return _Grouping(self.bits, self.bucket, "absmax" if self.norm == "max" else "l2", stochastic=True)
+
+
+@dataclass(frozen=True)
+class Sign(_Grouped):
+    """One bit per element, and each bucket's mean magnitude (Karimireddy et al., arXiv 1901.09847). Use with ``+ef``.
+
+    Args:
+        bucket: elements that share a mean magnitude; each bucket costs 4 bytes.
+    """
+
+    name: ClassVar[str] = "sign"
+
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        _check_group("sign", "bucket", self.bucket)
+
+    def _grouping(self) -> _Grouping:
+        return _Grouping(1, self.bucket, "mean", stochastic=False)

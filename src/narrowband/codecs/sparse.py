@@ -1,0 +1,299 @@
+"""Codecs that keep a few elements: top-k, threshold, random-k.
+
+A payload holds the kept values, then their indices. Indices are sorted and stored Elias–Fano, which needs k·(2 + ⌈log₂ n/k⌉)
+bits whatever they are, so the size of a payload is known before anything is selected.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from narrowband import kernels
+from narrowband.codecs.base import Codec, Shape, aligned, numel_of
+from narrowband.codecs.quantized import Uniform
+from narrowband.errors import PayloadError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RandomK", "Threshold", "TopK"]
+
+#: Indices are 32-bit.
+MAX_NUMEL = 2**31 - 1
+
+#: How values are kept in 8 bits: the largest magnitude of every 256 kept values sets their step.
+_INT8 = Uniform(bits=8, group=256, symmetric=True)
+_FP16_MAX = 65504.0
+
+
+def kept(density: float, numel: int) -> int:
+    """How many of ``numel`` elements a density keeps: rounded, and at least one."""
+    return min(numel, max(1, int(density * numel + 0.5)))
+
+
+def _check_density(name: str, density: float) -> None:
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"{name}: density={density} is not in (0, 1]; 0.01 keeps one element in a hundred")
+
+
+def _check_numel(numel: int) -> int:
+    if numel > MAX_NUMEL:
+        raise ValueError(f"sparse codecs index with 32 bits: {numel} elements are more than {MAX_NUMEL}")
+    return numel
+
+
+def _index_nbytes(k: int, n: int, indices: str) -> int:
+    return 4 * k if indices == "int32" else kernels.elias_fano_nbytes(k, n)
+
+
+def _write_indices(at: Tensor, n: int, indices: str, out: Tensor) -> None:
+    used = _index_nbytes(at.numel(), n, indices)
+    if indices == "int32":
+        out[:used].view(torch.int32).copy_(at)
+    else:
+        kernels.elias_fano_encode(at, n, out[:used])
+    out[used:] = 0
+
+
+def _read_indices(payload: Tensor, k: int, n: int, indices: str) -> Tensor:
+    used = _index_nbytes(k, n, indices)
+    if indices == "int32":
+        at = payload[:used].view(torch.int32)
+        kernels.check_indices(at, n)
+        return at
+    return kernels.elias_fano_decode(payload[:used], k, n)
+
+
+def _scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate: bool) -> None:
+    if not accumulate:
+        out.zero_()
+    kernels.sparse_accumulate(out, at, values, weight)
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The elements of largest magnitude (Aji & Heafield, arXiv 1704.05021). Use with ``+ef``.
+
+    Args:
+        density: the share of elements that is kept.
+        select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which may keep
+            a few less than k and never looks at the tensor twice.
+        scope: ``tensor``, or ``sample``: k of each slice along the first dimension, so that no sample is silenced.
+        values: ``fp32``, ``fp16`` (clamped to ±65,504) or ``int8`` (in steps of 1/127 of the largest of 256).
+        indices: ``elias-fano``, or plain ``int32``.
+    """
+
+    name: ClassVar[str] = "topk"
+
+    density: float = field(default=0.01, metadata={"always": True})
+    select: Literal["exact", "sampled"] = "exact"
+    scope: Literal["tensor", "sample"] = "tensor"
+    values: Literal["fp32", "fp16", "int8"] = "fp32"
+    indices: Literal["elias-fano", "int32"] = "elias-fano"
+
+    def __post_init__(self) -> None:
+        _check_density("topk", self.density)
+        for key, choices in (
+            ("select", ("exact", "sampled")),
+            ("scope", ("tensor", "sample")),
+            ("values", ("fp32", "fp16", "int8")),
+            ("indices", ("elias-fano", "int32")),
+        ):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"topk: {key}={getattr(self, key)!r} is none of {', '.join(choices)}")
+
+    def _rows(self, shape: Shape) -> int:
+        if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
+            return 1
+        return shape[0]
+
+    def kept(self, shape: Shape) -> int:
+        """How many elements of a tensor of this shape are kept."""
+        rows = self._rows(shape)
+        return rows * kept(self.density, numel_of(shape) // rows)
+
+    def _values_nbytes(self, k: int) -> int:
+        if self.values == "int8":
+            return _INT8.payload_nbytes(k)
+        return aligned(k * (2 if self.values == "fp16" else 4))
+
+    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        k, n = self.kept(shape), _check_numel(numel_of(shape))
+        return self._values_nbytes(k) + aligned(_index_nbytes(k, n, self.indices))
+
+    def _select(self, x: Tensor, shape: Shape, seed: int) -> Tensor:
+        rows, sampled = self._rows(shape), self.select == "sampled"
+        if rows == 1:
+            return kernels.select_topk(x, self.kept(shape), sampled=sampled, seed=seed)
+        width = x.numel() // rows
+        k = kept(self.density, width)
+        parts = [
+            _padded(kernels.select_topk(x[r * width : (r + 1) * width], k, sampled=sampled, seed=seed + r), k, width)
+            + r * width
+            for r in range(rows)
+        ]
+        return torch.cat(parts)
+
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
+        self._write(x, self._select(x, shape, seed), shape, out)
+
+    def encode_compensated(
+        self, x: Tensor, residual: Tensor, *, shape: Shape, seed: int = 0, out: Tensor | None = None
+    ) -> tuple[bool, Tensor]:
+        if self._rows(shape) != 1 or not x.numel():
+            return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out)
+        if out is None:
+            out = torch.empty(self.payload_nbytes(shape), dtype=torch.uint8, device=x.device)
+        finite, at = kernels.compensate_select_topk(
+            x, residual, self.kept(shape), sampled=self.select == "sampled", seed=seed
+        )
+        if finite:
+            self._write(residual, at, shape, out)
+        return finite, out
+
+    def _write(self, x: Tensor, at: Tensor, shape: Shape, out: Tensor) -> None:
+        k = self.kept(shape)
+        found = at.numel()
+        values = torch.zeros(k, device=x.device)
+        torch.index_select(x, 0, at, out=values[:found])
+        cut = self._values_nbytes(k)
+        if self.values == "int8":
+            _INT8.encode(values, out=out[:cut])
+        elif self.values == "fp16":
+            # Saturate: with error feedback the rest is sent later. Inf and NaN go on as they are.
+            values = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values)
+            out[:cut].view(torch.float16)[:k].copy_(values)
+            out[2 * k : cut] = 0
+        else:
+            out[:cut].view(torch.float32).copy_(values)
+        _write_indices(_padded(at, k, x.numel()), x.numel(), self.indices, out[cut:])
+
+    def _decode(
+        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
+    ) -> None:
+        k, n = self.kept(shape), out.numel()
+        cut = self._values_nbytes(k)
+        at = _read_indices(payload[cut:], k, n, self.indices)
+        if self.values == "int8":
+            values = _INT8.decode(payload[:cut], torch.empty(k, device=out.device))
+        elif self.values == "fp16":
+            values = payload[:cut].view(torch.float16)[:k].float()
+        else:
+            values = payload[:cut].view(torch.float32)
+        _scatter(out, at, values, weight, accumulate)
+
+
+def _padded(at: Tensor, k: int, n: int) -> Tensor:
+    """Sampled selection may find less than k: the rest repeats the last element, and goes with a value of zero."""
+    if at.numel() == k:
+        return at
+    return torch.cat([at, at.new_full((k - at.numel(),), n - 1)])
+
+
+@dataclass(frozen=True)
+class Threshold(Codec):
+    """Every element of at least a given magnitude, in float32 (Sahu et al., arXiv 2108.00951). Use with ``+ef``.
+
+    How many there are depends on the data, so ``payload_nbytes`` is the capacity, reached when all elements are kept.
+
+    Args:
+        value: the smallest magnitude that is kept.
+    """
+
+    name: ClassVar[str] = "threshold"
+    fixed_size: ClassVar[bool] = False
+
+    value: float = field(metadata={"always": True})
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.value < math.inf:
+            raise ValueError(f"threshold: value={self.value} is not a positive number")
+
+    @staticmethod
+    def _nbytes_kept(k: int, n: int) -> int:
+        return 4 + 4 * k + aligned(kernels.elias_fano_nbytes(k, n))
+
+    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        n = _check_numel(numel_of(shape))
+        return self._nbytes_kept(n, n)
+
+    def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        """The payload of ``x``, as long as it needs to be; ``out`` must hold the capacity, and a prefix of it returns."""
+        self._check_dtype(x)
+        n = _check_numel(x.numel())
+        if out is not None and (out.dtype != torch.uint8 or out.numel() < self.payload_nbytes(n)):
+            raise ValueError(f"out must be uint8 with at least {self.payload_nbytes(n)} bytes for {n} elements")
+        if not n:
+            return torch.empty(0, dtype=torch.uint8, device=x.device)
+        flat = x.detach().reshape(-1).float()
+        at = kernels.select_threshold(flat, self.value)
+        k = at.numel()
+        payload = torch.empty(self._nbytes_kept(k, n), dtype=torch.uint8, device=x.device)
+        payload[:4].view(torch.int32)[0] = k
+        payload[4 : 4 + 4 * k].view(torch.float32).copy_(flat[at])
+        _write_indices(at, n, "elias-fano", payload[4 + 4 * k :])
+        if out is None:
+            return payload
+        return out[: payload.numel()].copy_(payload)
+
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
+        raise AssertionError("encode() is overridden as a whole")  # pragma: no cover
+
+    def _count(self, payload: Tensor) -> int:
+        return int(payload[:4].clone().view(torch.int32).item())
+
+    def _check_length(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> None:
+        n, size = numel_of(shape), payload.numel()
+        count = self._count(payload) if n and size >= 4 else 0
+        expected = (self._nbytes_kept(count, n) if 0 <= count <= n else -1) if n else 0
+        if size != expected:
+            raise PayloadError(f"a payload of {self} with {count} of {n} elements cannot have {size} bytes")
+
+    def _decode(
+        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
+    ) -> None:
+        k = self._count(payload)
+        at = _read_indices(payload[4 + 4 * k :], k, out.numel(), "elias-fano")
+        _scatter(out, at, payload[4 : 4 + 4 * k].view(torch.float32), weight, accumulate)
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """Elements at random places that both sides derive from the seed, so only values travel (Stich et al., arXiv 1809.07599).
+
+    One element from each of k equal stretches. All ranks pick the same places, so payloads can be added by an all-reduce.
+    Nothing is scaled up for what is left out: use with ``+ef``.
+
+    Args:
+        density: the share of elements that is kept.
+    """
+
+    name: ClassVar[str] = "randomk"
+    shared_seed: ClassVar[bool] = True
+
+    density: float = field(default=0.01, metadata={"always": True})
+
+    def __post_init__(self) -> None:
+        _check_density("randomk", self.density)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        return 4 * kept(self.density, _check_numel(numel_of(shape)))
+
+    def _places(self, n: int, seed: int, device: torch.device) -> Tensor:
+        return kernels.randomk_indices(n, kept(self.density, n), seed, device)
+
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
+        torch.index_select(x, 0, self._places(x.numel(), seed, x.device), out=out.view(torch.float32))
+
+    def _decode(
+        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
+    ) -> None:
+        at = self._places(out.numel(), seed, out.device)
+        _scatter(out, at, payload.view(torch.float32), weight, accumulate)

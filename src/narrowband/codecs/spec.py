@@ -1,0 +1,95 @@
+"""Spec strings: the human name of a codec, the same in code, on the command line, in plots and in checkpoints.
+
+``name[:key=value,…]`` — for instance ``topk:density=0.01``, ``qsgd:bits=4,bucket=512``, ``none``. Keys are the fields of
+the dataclass that the name stands for; ``str(codec)`` writes the canonical form, and :func:`parse_term` reads it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from narrowband.codecs.base import keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["parse_term"]
+
+T = TypeVar("T")
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
+    """The dataclass that ``text`` names.
+
+    Args:
+        text: ``name[:key=value,…]``.
+        kinds: the names there are.
+        what: the word for them in an error ("codec").
+
+    Raises:
+        ValueError: an unknown name or key (with the nearest match and what exists), or a value that does not fit.
+
+    Example:
+        >>> parse_term("qsgd:bits=4", {"qsgd": QSGD}, "codec")
+        QSGD(bits=4, bucket=128, norm='max')
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"a {what} spec is a string such as {_example(kinds)!r}, not {type(text).__name__}")
+    name, colon, rest = text.strip().partition(":")
+    if name not in kinds:
+        raise ValueError(f"unknown {what} {name!r} in {text!r}{_nearest(name, kinds)}; there are: {', '.join(kinds)}")
+    kind = kinds[name]
+    if colon and not rest:
+        raise ValueError(f"{text!r} ends with ':'; write {name!r}, or {name}:key=value with {_keys(kind)}")
+    hints = get_type_hints(kind)
+    known = {f.name: f for f in keys_of(kind)}
+    values: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")) if rest else ():
+        key, equals, value = pair.partition("=")
+        key = key.strip()
+        if key not in known:
+            raise ValueError(f"{name} has no key {key!r} (in {text!r}){_nearest(key, known)}; it has: {_keys(kind)}")
+        if not equals or not value.strip():
+            raise ValueError(f"{key!r} in {text!r} needs a value: {key}=…")
+        if key in values:
+            raise ValueError(f"{key!r} is given twice in {text!r}")
+        values[key] = _convert(value.strip(), hints[key], key, text)
+    missing = [key for key, f in known.items() if f.default is MISSING and key not in values]
+    if missing:
+        raise ValueError(f"{name} needs {' and '.join(missing)}: {name}:{','.join(f'{key}=…' for key in missing)}")
+    return kind(**values)
+
+
+def _convert(value: str, hint: Any, key: str, text: str) -> Any:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if value not in choices:
+            raise ValueError(f"{key}={value} in {text!r}{_nearest(value, choices)}; {key} is one of: {', '.join(choices)}")
+        return value
+    if hint is bool:
+        if value.lower() not in _BOOLEANS:
+            raise ValueError(f"{key}={value} in {text!r} is neither true nor false")
+        return _BOOLEANS[value.lower()]
+    try:
+        return hint(value)
+    except ValueError:
+        word = "a whole number" if hint is int else "a number"
+        raise ValueError(f"{key}={value} in {text!r} is not {word}") from None
+
+
+def _keys(kind: type) -> str:
+    names = [f.name for f in keys_of(kind)]
+    return ", ".join(names) if names else "no keys"
+
+
+def _nearest(word: str, among: Any) -> str:
+    close = get_close_matches(word, list(among), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _example(kinds: Mapping[str, Any]) -> str:
+    return next(iter(kinds))

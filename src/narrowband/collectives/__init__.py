@@ -1,0 +1,30 @@
+"""Payloads across ranks: all-reduce of payloads that add up, all-gather of those that do not, or a chunked reduction.
+
+``engine.py`` keeps one order on all ranks; ``exchange.py`` holds the three ways to average a set of tensors, and chooses.
+"""
+
+from __future__ import annotations
+
+from narrowband.collectives.engine import Engine, Job, Wire
+from narrowband.collectives.exchange import (
+    COLLECTIVES,
+    Exchange,
+    Item,
+    Peers,
+    allreduce_nbytes,
+    choose,
+    exchange,
+)
+
+__all__ = [
+    "COLLECTIVES",
+    "Engine",
+    "Exchange",
+    "Item",
+    "Job",
+    "Peers",
+    "Wire",
+    "allreduce_nbytes",
+    "choose",
+    "exchange",
+]

@@ -1,0 +1,426 @@
+"""Three ways to average a set of tensors over the ranks, each holding one payload per tensor.
+
+===================  ===================================================  =====================================
+collective           what happens                                         bytes a rank sends (payload P, N ranks)
+===================  ===================================================  =====================================
+``dense``            all-reduce of payloads that add up                   2·(N−1)/N · P
+``gather``           all-gather; every rank decodes all N, accumulating   (N−1) · P
+``scatter_reduce``   all-to-all of chunks; each rank decodes and sums     2·(N−1)/N · P, whatever N
+                     its chunk, encodes the mean; all-gather
+===================  ===================================================  =====================================
+
+Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the tensors
+as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good. A trailer of
+four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no further collective.
+
+Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid out.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from narrowband import kernels
+from narrowband.codecs import Codec, Shape
+from narrowband.codecs.base import dims, numel_of
+from narrowband.collectives.engine import Wire
+from narrowband.errors import UnsupportedError
+from narrowband.feedback.base import Norms, squared_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.collectives.engine import Job
+    from narrowband.feedback import Feedback
+
+__all__ = ["COLLECTIVES", "Collective", "Exchange", "Item", "Peers", "allreduce_nbytes", "choose", "exchange"]
+
+Collective = Literal["dense", "gather", "scatter_reduce"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+#: The trailer of a payload: one byte that says "not finite", and three that keep what follows aligned.
+TRAILER = 4
+#: What a second phase costs, in bytes that could have been sent meanwhile (0.5 ms at 1 Gbit/s).
+PHASE_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that average together."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclass(eq=False)
+class Item:
+    """One tensor to average.
+
+    Args:
+        key: names its feedback state.
+        x: flat, contiguous; the gradient before, the average after.
+        shape: the shape the codec should see.
+        codec: what to send it with.
+        feedback: what to do about what the codec loses.
+        seed: rank → seed of that rank's encoding in this step.
+    """
+
+    key: str
+    x: Tensor
+    shape: Shape
+    codec: Codec
+    feedback: Feedback | None
+    seed: Callable[[int], int]
+    #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank sends
+    #: nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
+    compensated: bool = field(default=False, init=False)
+
+    def seed_of(self, rank: int) -> int:
+        return self.seed(0 if self.codec.shared_seed else rank)
+
+
+def allreduce_nbytes(nbytes: int, size: int) -> int:
+    """What each rank sends in a ring all-reduce of ``nbytes``."""
+    return 2 * (size - 1) * nbytes // size
+
+
+def choose(codec: Codec, nbytes: int, size: int) -> Collective:
+    """The cheapest way for a codec whose payloads take ``nbytes`` together, among ``size`` ranks, by bytes sent."""
+    if codec.sum_dtype(torch.float32) is not None:
+        return "dense"
+    if codec.requantizes and (size - 1) * nbytes > allreduce_nbytes(nbytes, size) + PHASE_NBYTES:
+        return "scatter_reduce"
+    return "gather"
+
+
+def check(codec: Codec, collective: Collective) -> None:
+    """Raise :class:`UnsupportedError` where a forced collective cannot carry a codec."""
+    if collective == "dense" and codec.sum_dtype(torch.float32) is None:
+        raise UnsupportedError(f"payloads of {codec} cannot be added, so collective='dense' cannot carry them; use 'auto'")
+    if collective == "scatter_reduce" and not codec.requantizes:
+        raise UnsupportedError(
+            f"collective='scatter_reduce' encodes sums again, and {codec} would drop most of a sum; use 'gather' or 'auto'"
+        )
+
+
+def exchange(collective: Collective, items: Sequence[Item], peers: Peers, *, measure: bool = False) -> Exchange:
+    """An exchange of ``items``, to be run by an engine: ``engine.start(exchange.job(), done)``."""
+    kinds: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter_reduce": ScatterReduce}
+    return kinds[collective](items, peers, measure)
+
+
+class Exchange(ABC):
+    """What the three ways have in common: encoding, and the end of a step."""
+
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
+        self.items = items
+        self.peers = peers
+        self.measure = measure
+        self.sent_nbytes = 0
+        self.encode_seconds = 0.0
+        self.decode_seconds = 0.0
+        #: After the job: whether every rank's tensors were finite.
+        self.finite = True
+        #: After :meth:`deliver`, with ``measure``: one entry per item.
+        self.norms: list[Norms] = []
+        self._own: list[Tensor] = []
+        self._settled = False
+
+    @abstractmethod
+    def job(self) -> Job:
+        """The generator to run."""
+
+    @abstractmethod
+    def _write(self) -> None:
+        """Write the averages into the items."""
+
+    def deliver(self, good: bool) -> None:
+        """Write the averages; commit the feedback if the whole step is good on all ranks, and restore it if not."""
+        begin = time.perf_counter()
+        self._settle(good)
+        if self.finite:
+            self._write()
+        else:
+            for item in self.items:
+                item.x.fill_(torch.nan)
+        self._own.clear()
+        self.decode_seconds += time.perf_counter() - begin
+
+    def abandon(self) -> None:
+        """The step broke off: restore the feedback, leave the tensors."""
+        if not self._settled:
+            self._settle(good=False)
+
+    def _settle(self, good: bool) -> None:
+        self._settled = True
+        for item, payload in zip(self.items, self._own):
+            seed = item.seed_of(self.peers.rank)
+            if item.compensated:
+                assert item.feedback is not None
+                if not good:
+                    item.feedback.rollback(item.key, item.x)
+                    continue
+                norms = item.feedback.absorb(
+                    item.key, item.x, self._codec(item), payload, shape=item.shape, seed=seed, measure=self.measure
+                )
+                if norms:
+                    self.norms.append(norms)
+            elif self.measure and good:
+                lost = item.x.float().clone()
+                before = squared_norm(lost)
+                self._codec(item).decode(payload, lost.view(dims(item.shape)), seed=seed, weight=-1.0, accumulate=True)
+                self.norms.append(Norms(before, squared_norm(lost)))
+
+    def _codec(self, item: Item) -> Codec:
+        return item.codec
+
+    def _encode(self, item: Item, out: Tensor | None = None) -> tuple[bool, Tensor]:
+        """(whether it is finite, its payload), compensated by what is owed."""
+        seed = item.seed_of(self.peers.rank)
+        codec = self._codec(item)
+        if item.feedback is not None and _any_nonzero(item.x):
+            finite, payload = item.feedback.encode(item.key, item.x, codec, shape=item.shape, seed=seed, out=out)
+            item.compensated = True
+        else:
+            finite = kernels.all_finite(item.x.float())
+            payload = codec.encode(item.x.view(dims(item.shape)), seed=seed, out=out)
+        self._own.append(payload)
+        return finite, payload
+
+
+def _any_nonzero(x: Tensor) -> bool:
+    """Usually answered by the first few elements; only a gradient that is zero is read to its end."""
+    return bool(x[:256].any()) or bool(x.any())
+
+
+def _spans(sizes: Sequence[int]) -> list[slice]:
+    """Consecutive slices of these sizes."""
+    spans, at = [], 0
+    for size in sizes:
+        spans.append(slice(at, at + size))
+        at += size
+    return spans
+
+
+class Dense(Exchange):
+    """All-reduce of payloads that add up (``none``, ``fp16``, ``bf16``, ``randomk``)."""
+
+    def job(self) -> Job:
+        begin = time.perf_counter()
+        codecs = [item.codec for item in self.items]
+        self._spans = _spans([c.payload_nbytes(i.shape, i.x.dtype) for c, i in zip(codecs, self.items)])
+        self._payload = torch.empty(self._spans[-1].stop, dtype=torch.uint8, device=self.items[0].x.device)
+        for item, span in zip(self.items, self._spans):
+            self._encode(item, self._payload[span])
+        stateful = any(item.compensated for item in self.items)
+        if self.measure or stateful:
+            self._own = [payload.clone() for payload in self._own]  # the all-reduce works in place
+        wire_dtype = codecs[0].sum_dtype(self.items[0].x.dtype)
+        assert wire_dtype is not None
+        values = self._payload.view(wire_dtype)
+        values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
+        self.encode_seconds += time.perf_counter() - begin
+        if self.peers.size > 1:
+            self.sent_nbytes += allreduce_nbytes(self._payload.numel(), self.peers.size)
+            yield Wire(lambda: dist.all_reduce(values, group=self.peers.group, async_op=True))
+        if stateful:  # inf and NaN survive the sum, and every rank holds the same sum
+            self.finite = kernels.all_finite(values.float())
+
+    def _write(self) -> None:
+        for item, span in zip(self.items, self._spans):
+            seed = item.seed_of(self.peers.rank)
+            item.codec.decode(self._payload[span], item.x.view(dims(item.shape)), seed=seed)
+
+
+class Gather(Exchange):
+    """All-gather of payloads; every rank decodes all of them, one after the other, into the same memory."""
+
+    def job(self) -> Job:
+        begin = time.perf_counter()
+        finite = True
+        size, device = self.peers.size, self.items[0].x.device
+        fixed = all(item.codec.fixed_size for item in self.items)
+        if fixed:
+            sizes = [item.codec.payload_nbytes(item.shape, item.x.dtype) for item in self.items]
+            capacity = sum(sizes)
+            payload = torch.empty(capacity + TRAILER, dtype=torch.uint8, device=device)
+            for item, span in zip(self.items, _spans(sizes)):
+                finite &= self._encode(item, payload[span])[0]
+            self._spans = [_spans(sizes)] * size
+        else:
+            # Sizes depend on the data: they go first, and the longest payload sets the size of all.
+            for item in self.items:
+                finite &= self._encode(item)[0]
+            mine = torch.tensor([p.numel() for p in self._own], dtype=torch.int64, device=device)
+            table = torch.empty(size, len(self.items), dtype=torch.int64, device=device)
+            self.encode_seconds += time.perf_counter() - begin
+            yield Wire(lambda: _all_gather(table, mine, self.peers), last=False)
+            begin = time.perf_counter()
+            self._spans = [_spans(row) for row in table.tolist()]
+            capacity = max(spans[-1].stop for spans in self._spans)
+            self.sent_nbytes += (size - 1) * 8 * len(self.items)
+            payload = torch.zeros(capacity + TRAILER, dtype=torch.uint8, device=device)
+            torch.cat(self._own, out=payload[: self._spans[self.peers.rank][-1].stop])
+        payload[capacity:] = 0 if finite else 1
+        received = torch.empty(size, capacity + TRAILER, dtype=torch.uint8, device=device)
+        self.encode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += (size - 1) * payload.numel()
+        yield Wire(lambda: _all_gather(received, payload, self.peers))
+        self.finite = not bool(received[:, capacity].any())
+        self._received = received
+
+    def _write(self) -> None:
+        size = self.peers.size
+        for i, item in enumerate(self.items):
+            x = item.x.view(dims(item.shape))
+            # Half-precision gradients are summed in float32 and rounded once.
+            total = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+            for rank in range(size):
+                part = self._received[rank, self._spans[rank][i]]
+                item.codec.decode(part, total, seed=item.seed_of(rank), weight=1.0 / size, accumulate=rank > 0)
+            if total is not x:
+                x.copy_(total)
+        del self._received
+
+
+@dataclass(frozen=True)
+class _Chunked(Codec):
+    """A codec applied to each of N chunks of a tensor; its payload is the chunks' payloads end to end."""
+
+    codec: Codec
+    chunks: int
+
+    name = "chunked"
+
+    def cut(self, numel: int) -> list[slice]:
+        """Where the chunks lie: equal but for the last, on the codec's granularity; some may be empty."""
+        grain = self.codec.granularity
+        length = -(-numel // (self.chunks * grain)) * grain
+        return [slice(min(j * length, numel), min((j + 1) * length, numel)) for j in range(self.chunks)]
+
+    def sizes(self, numel: int) -> list[int]:
+        """Payload bytes of each chunk. Chunks travel as float32 says, whatever the gradient: their mean is float32."""
+        return [self.codec.payload_nbytes(cut.stop - cut.start) for cut in self.cut(numel)]
+
+    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        return sum(self.sizes(numel_of(shape)))
+
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
+        for j, (cut, span) in enumerate(zip(self.cut(x.numel()), _spans(self.sizes(x.numel())))):
+            self.codec.encode(x[cut], seed=seed + j, out=out[span])
+
+    def _decode(
+        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
+    ) -> None:
+        for j, (cut, span) in enumerate(zip(self.cut(out.numel()), _spans(self.sizes(out.numel())))):
+            self.codec.decode(payload[span], out[cut], seed=seed + j, weight=weight, accumulate=accumulate)
+
+
+class ScatterReduce(Exchange):
+    """Each rank averages one chunk of every tensor, and sends that average to all.
+
+    What encoding the average loses is owed by the rank that did it: with feedback, N times that error goes into its residual,
+    as one rank's residual counts 1/N in a later average.
+    """
+
+    def _codec(self, item: Item) -> _Chunked:
+        return _Chunked(item.codec, self.peers.size)
+
+    def job(self) -> Job:
+        begin = time.perf_counter()
+        finite = True
+        size, rank, device = self.peers.size, self.peers.rank, self.items[0].x.device
+        for item in self.items:
+            finite &= self._encode(item)[0]
+        sizes = [self._codec(item).sizes(item.x.numel()) for item in self.items]
+        columns = [[row[j] for row in sizes] for j in range(size)]
+        send_splits = [sum(column) + TRAILER for column in columns]
+        send = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
+        pieces = [_spans(row) for row in sizes]
+        at = 0
+        for j in range(size):
+            for own, spans in zip(self._own, pieces):
+                part = own[spans[j]]
+                send[at : at + part.numel()] = part
+                at += part.numel()
+            send[at : at + TRAILER] = 0 if finite else 1
+            at += TRAILER
+        received = torch.empty(size, send_splits[rank], dtype=torch.uint8, device=device)
+        self.encode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += send.numel() - send_splits[rank]
+        yield Wire(
+            lambda: _all_to_all(received, send, [send_splits[rank]] * size, send_splits, self.peers), last=False
+        )
+        begin = time.perf_counter()
+        finite = not bool(received[:, -1].any())
+        widest = max(send_splits)
+        second = torch.zeros(widest, dtype=torch.uint8, device=device)
+        self._errors: list[Tensor] = []
+        for item, span in zip(self.items, _spans(columns[rank])):
+            cut = self._codec(item).cut(item.x.numel())[rank]
+            mean = torch.zeros(cut.stop - cut.start, device=device)
+            for r in range(size):
+                item.codec.decode(received[r, span], mean, seed=0, weight=1.0 / size, accumulate=r > 0)
+            finite &= kernels.all_finite(mean)
+            seed = item.seed_of(rank) ^ 0x5BD1E995  # another draw than the first encoding's
+            item.codec.encode(mean, seed=seed, out=second[span])
+            if item.feedback is not None:
+                self._errors.append(item.codec.decode(second[span], mean, seed=seed, weight=-1.0, accumulate=True))
+        second[-TRAILER:] = 0 if finite else 1
+        self._received = torch.empty(size, widest, dtype=torch.uint8, device=device)
+        self.decode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += (size - 1) * widest
+        self._columns = columns
+        yield Wire(lambda: _all_gather(self._received, second, self.peers))
+        self.finite = not bool(self._received[:, -1].any())
+
+    def _settle(self, good: bool) -> None:
+        super()._settle(good)
+        if good:
+            for item, error in zip((i for i in self.items if i.feedback is not None), self._errors):
+                assert item.feedback is not None
+                owed = item.feedback.owed(item.key)
+                if owed is not None:
+                    owed[self._codec(item).cut(item.x.numel())[self.peers.rank]].add_(error, alpha=self.peers.size)
+
+    def _write(self) -> None:
+        spans = [_spans(column) for column in self._columns]
+        for i, item in enumerate(self.items):
+            for j, cut in enumerate(self._codec(item).cut(item.x.numel())):
+                item.codec.decode(self._received[j, spans[j][i]], item.x[cut])
+        del self._received
+
+
+# ---- torch.distributed -------------------------------------------------------------------------------------------------
+
+#: Named all_gather_into_tensor before PyTorch 2.13.
+all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_to_all_single: Callable[..., dist.Work | None] = dist.all_to_all_single
+
+
+def _all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
+    if peers.size == 1:
+        out.view(-1).copy_(x)
+        return None
+    return all_gather_single(out.view(-1), x, group=peers.group, async_op=True)
+
+
+def _all_to_all(
+    out: Tensor, x: Tensor, out_splits: list[int], splits: list[int], peers: Peers
+) -> dist.Work | None:
+    if peers.size == 1:
+        out.view(-1).copy_(x)
+        return None
+    return all_to_all_single(out.view(-1), x, out_splits, splits, group=peers.group, async_op=True)
+
+

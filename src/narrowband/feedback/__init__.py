@@ -1,0 +1,14 @@
+"""What compression lost, kept for later.
+
+A feedback holds state per key (a parameter's name). For each tensor and step it is called twice: :meth:`Feedback.encode`
+when the tensor is to be sent, then, when the step is known to be good on every rank, :meth:`Feedback.absorb` with the payload
+that went out, or else :meth:`Feedback.rollback`, which leaves the state as it was, to the bit.
+"""
+
+from __future__ import annotations
+
+from narrowband.feedback.base import Feedback
+from narrowband.feedback.ef import ErrorFeedback
+from narrowband.feedback.spec import Compression, available, compression
+
+__all__ = ["Compression", "ErrorFeedback", "Feedback", "available", "compression"]

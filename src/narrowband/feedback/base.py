@@ -1,0 +1,78 @@
+"""The contract of a feedback."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec, Shape
+
+__all__ = ["Feedback", "Norms", "squared_norm"]
+
+
+class Norms(NamedTuple):
+    """Squared norms of what was encoded and of what the payload did not say; their ratio is the relative error."""
+
+    encoded: float
+    lost: float
+
+
+def squared_norm(x: Tensor) -> float:
+    """``‖x‖²``, summed in float64."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64) ** 2)
+
+
+class Feedback(ABC):
+    """State per key between the gradient and the codec, changed only by steps that are good on every rank."""
+
+    #: The name in a spec string.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encode(
+        self, key: str, x: Tensor, codec: Codec, *, shape: Shape, seed: int, out: Tensor | None = None
+    ) -> tuple[bool, Tensor]:
+        """Compensate ``x`` with what is owed under ``key``, and encode the sum.
+
+        Args:
+            x: flat and contiguous; until :meth:`absorb` or :meth:`rollback`, its content belongs to the feedback.
+            shape: the shape that the codec should see.
+
+        Returns:
+            (whether everything was finite, the payload).
+        """
+
+    @abstractmethod
+    def absorb(
+        self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
+    ) -> Norms | None:
+        """The payload went out: what it did not say is owed from now on. ``x`` is free again.
+
+        With ``measure``, returns what the codec was given and what it lost.
+        """
+
+    @abstractmethod
+    def rollback(self, key: str, x: Tensor) -> None:
+        """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
+
+    @abstractmethod
+    def owed(self, key: str) -> Tensor | None:
+        """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply everything owed, when the unit of the gradients changes (a new loss scale)."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Key → state, plain tensors (not copies)."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...

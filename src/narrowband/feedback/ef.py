@@ -1,0 +1,81 @@
+"""Error feedback: what a codec leaves out is added to the next gradient (Seide et al. 2014; Karimireddy et al.,
+arXiv 1901.09847, algorithm 1).
+
+With gradient g, codec C and residual e::
+
+    p = e + g          # encode
+    send C(p)
+    e = p − C(p)       # absorb
+
+so that the sum of everything sent plus the residual is the sum of all gradients: nothing is lost, it is late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from narrowband.codecs.base import dims
+from narrowband.feedback.base import Feedback, Norms, squared_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from narrowband.codecs import Codec, Shape
+
+__all__ = ["ErrorFeedback"]
+
+
+@dataclass
+class ErrorFeedback(Feedback):
+    """One float32 residual per key.
+
+    For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e, which
+    makes :meth:`rollback` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a scratch
+    tensor, nothing changes before :meth:`absorb`, and rolling back is nothing to do.
+    """
+
+    name: ClassVar[str] = "ef"
+
+    _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def encode(
+        self, key: str, x: Tensor, codec: Codec, *, shape: Shape, seed: int, out: Tensor | None = None
+    ) -> tuple[bool, Tensor]:
+        residual = self._residuals.get(key)
+        if residual is None:
+            residual = self._residuals[key] = torch.zeros(x.numel(), device=x.device)
+        if x.dtype == torch.float32:
+            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out)
+        return codec.encode_compensated(x.float(), residual.clone(), shape=shape, seed=seed, out=out)
+
+    def absorb(
+        self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
+    ) -> Norms | None:
+        residual = self._residuals[key]
+        if x.dtype != torch.float32:
+            residual.add_(x)
+        before = squared_norm(residual) if measure else 0.0
+        codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
+        return Norms(before, squared_norm(residual)) if measure else None
+
+    def rollback(self, key: str, x: Tensor) -> None:
+        if x.dtype == torch.float32:
+            self._residuals[key].copy_(x)
+
+    def owed(self, key: str) -> Tensor | None:
+        return self._residuals.get(key)
+
+    def scale(self, factor: float) -> None:
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._residuals)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._residuals = {key: value.clone() for key, value in state.items()}
+

@@ -1,0 +1,593 @@
+"""Gradient compression for DistributedDataParallel, as one communication hook.
+
+DDP cuts the gradients into buckets and calls the hook when a bucket is complete, while backward goes on. The hook hands the
+bucket to the engine's thread and returns a future, for which DDP waits at the end of backward. In the engine:
+
+* matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor, so that neither the bytes
+  nor the result depend on how DDP laid out its buckets (it does that anew after the first step);
+* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce at the end,
+  in an order of its own;
+* a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every rank.
+  With feedback, averages are therefore written when the last bucket has arrived, from payloads; without, at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, for type checkers
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowband import kernels
+from narrowband.codecs import Codec, Identity
+from narrowband.codecs.base import dims
+from narrowband.collectives import COLLECTIVES, Engine, Exchange, Item, Peers, Wire, allreduce_nbytes, choose, exchange
+from narrowband.collectives.exchange import all_gather_single, check
+from narrowband.errors import UnsupportedError
+from narrowband.feedback import Compression, compression
+from narrowband.gradients.stats import Stats, StepStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from narrowband.collectives import Job
+
+__all__ = ["GradientCompression", "compress_gradients"]
+
+log = logging.getLogger(__name__)
+
+#: The relative error costs two passes over the gradients, so it is measured in one step of this many.
+MEASURE_EVERY = 50
+
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_NORMS = (
+    torch.nn.LayerNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RMSNorm,
+    torch.nn.modules.batchnorm._NormBase,  # the common base of all batch and instance norms
+)
+
+#: Models that have a handle; a second one would send every gradient twice.
+_handles: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[GradientCompression]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def compress_gradients(
+    ddp_model: DistributedDataParallel,
+    spec: str | Codec | Compression,
+    *,
+    min_numel: int = 1024,
+    start_step: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> GradientCompression:
+    """Compress the gradients that ``ddp_model`` averages. Call it on all ranks, once, before the first backward.
+
+    Args:
+        ddp_model: the wrapped model; nothing else of the training loop changes.
+        spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``.
+        min_numel: parameters with fewer elements travel uncompressed, as do all biases and norms.
+        start_step: average uncompressed until this many steps are done; early gradients change fast.
+        process_group: the ranks to average over; by default the model's own.
+        seed: for stochastic rounding and sampling. Equal seeds, equal runs.
+        collective: ``auto`` takes the one that sends least (see :mod:`narrowband.collectives.exchange`).
+        grad_scaler: the scaler of mixed-precision training, if there is one. What feedback owes is in units of scaled
+            gradients, and is rescaled when the scale changes.
+
+    Returns:
+        A handle: :meth:`~GradientCompression.stats`, :meth:`~GradientCompression.pause`,
+        :meth:`~GradientCompression.state_dict` …
+
+    Raises:
+        TypeError: not a DistributedDataParallel model.
+        ValueError: a spec, a number or a collective that does not exist, or ranks that disagree.
+        UnsupportedError: the model already has a hook, or does what no hook can follow.
+
+    Example:
+        >>> model = DistributedDataParallel(net)
+        >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
+        >>> loss(model(x)).backward()                            # averages arrive compressed
+        >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(
+            f"compress_gradients takes a DistributedDataParallel model, not {type(ddp_model).__name__}; "
+            "wrap it first: DistributedDataParallel(model)"
+        )
+    chosen = compression(spec)
+    if min_numel < 0 or start_step < 0:
+        raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
+    if collective != "auto":
+        if collective not in COLLECTIVES:
+            raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
+        check(chosen.codec, collective)
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
+    _check_model(ddp_model)
+    return GradientCompression(
+        ddp_model,
+        chosen,
+        min_numel=min_numel,
+        start_step=start_step,
+        group=process_group or ddp_model.process_group,
+        seed=seed,
+        collective=collective,
+        grad_scaler=grad_scaler,
+    )
+
+
+def _check_model(model: DistributedDataParallel) -> None:
+    if model in _handles:
+        raise UnsupportedError(
+            "this model's gradients are compressed already; keep the first handle, or wrap the module in a new "
+            "DistributedDataParallel to start over"
+        )
+    if model._comm_hooks:  # there is no public way to ask
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+        raise UnsupportedError(f"this model has a communication hook already ({name}); DDP allows one")
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        raise UnsupportedError(
+            "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
+            "step it after backward instead"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Parameter:
+    """What the hook needs to know of a parameter."""
+
+    name: str
+    index: int
+    shape: torch.Size
+    codec: Codec | None  # None: travels dense
+    dense_at: int  # where, among the dense parameters of its dtype
+
+
+class GradientCompression:
+    """The handle of :func:`compress_gradients`."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        chosen: Compression,
+        *,
+        min_numel: int,
+        start_step: int,
+        group: dist.ProcessGroup,
+        seed: int,
+        collective: str,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.compression = chosen
+        self._start_step = start_step
+        self._seed = seed
+        self._collective = collective
+        self._grad_scaler = grad_scaler
+        self._loss_scale: float | None = None
+        self._paused = False
+        self._feedback = chosen.new_feedback()
+        self._step = 0
+        self._current: _Step | None = None  # the step whose buckets are coming in
+        self._open_step: _Step | None = None  # the step that the engine works on
+        self._said_sparse = False
+        self._lock = threading.Lock()
+        self._total, self._last = StepStats(), StepStats()
+
+        self._dense_numel: dict[torch.dtype, int] = {}
+        self._parameters = self._classify(model, min_numel)
+        device = next(iter(self._parameters)).device if self._parameters else torch.device("cpu")
+        # A group of our own: DDP's other collectives (buffers, unused parameters) come from other threads, and must
+        # not slip between ours.
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(
+            ranks, backend=dist.get_backend(group), timeout=_timeout_of(group, device), use_local_synchronization=True
+        )
+        self._peers = Peers(own, dist.get_rank(own), len(ranks))
+        self._warn_if_not_worth_it()
+        self._agree(min_numel, device)
+        self._warm_up(device)
+
+        myself = weakref.ref(self)
+        self._engine = Engine(device, lambda error: _failed(myself, error))
+        weakref.finalize(self, self._engine.close)
+        model.register_comm_hook(self, _hook)
+        _handles[model] = myself
+
+    # ---- for the user --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Bytes, seconds and relative error: in total, and of the last finished step."""
+        with self._lock:
+            return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
+
+    @property
+    def step(self) -> int:
+        """How many steps have been averaged."""
+        return self._step
+
+    def pause(self) -> None:
+        """Average uncompressed from the next step on; what feedback owes stays until :meth:`resume`. Call on all ranks."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Compress again from the next step on. Call on all ranks."""
+        self._paused = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on to the bit. Every rank has its own: save one file per rank.
+
+        Tensors are those in use, not copies; save or clone them before the next step.
+        """
+        self._check_between_steps("state_dict")
+        return {
+            "version": 1,
+            "spec": str(self.compression),
+            "step": self._step,
+            "seed": self._seed,
+            "loss_scale": self._loss_scale,
+            "rank": self._peers.rank,
+            "world_size": self._peers.size,
+            "owed": self._feedback.state_dict() if self._feedback else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Args:
+            state: this rank's own state; or, when the number of ranks has changed, a list with the states of all the ranks
+                there were. What they owed to the average is then shared evenly among the ranks there are, its sum kept.
+
+        Raises:
+            ValueError: the state of another rank, another number of ranks or another model, or residuals without a feedback
+                to hold them.
+        """
+        self._check_between_steps("load_state_dict")
+        states: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
+        first = states[0]
+        if len(states) == 1:
+            here, there = (self._peers.rank, self._peers.size), (first["rank"], first["world_size"])
+            if here != there:
+                raise ValueError(
+                    f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every rank loads "
+                    "its own, or, after a change of the number of ranks, the list of all ranks' states"
+                )
+            owed = dict(first["owed"])
+        else:
+            owed = self._shared_out(states)
+        if owed and self._feedback is None:
+            raise ValueError(
+                f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} has no "
+                "feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
+            )
+        numel = {p.name: p.shape.numel() for p in self._parameters.values() if p.codec is not None}
+        for name, residual in owed.items():
+            if numel.get(name) != residual.numel():
+                raise ValueError(
+                    f"the state owes {residual.numel()} elements to {name!r}, of which this model compresses "
+                    f"{numel.get(name, 0)}; it is the state of another model, or was saved with another min_numel"
+                )
+        if self._feedback is not None:
+            device = next(iter(self._parameters)).device
+            self._feedback.load_state_dict({name: residual.to(device) for name, residual in owed.items()})
+        self._step = first["step"]
+        self._seed = first["seed"]
+        self._loss_scale = first["loss_scale"]
+        self._total, self._last = StepStats(), StepStats()
+
+    # ---- set-up --------------------------------------------------------------------------------------------------------
+
+    def _classify(self, model: DistributedDataParallel, min_numel: int) -> dict[Tensor, _Parameter]:
+        norms = {id(p) for m in model.module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+        found: dict[Tensor, _Parameter] = {}
+        odd: list[str] = []
+        for index, (name, p) in enumerate(model.module.named_parameters()):
+            if not p.requires_grad:
+                continue
+            if p.dtype not in _COMPRESSIBLE:
+                odd.append(f"{name} ({p.dtype})")
+            small = p.dim() < 2 or p.numel() < min_numel or id(p) in norms  # noqa: PLR2004 - a matrix has two
+            codec = None if small or p.dtype not in _COMPRESSIBLE else self.compression.codec
+            at = self._dense_numel.get(p.dtype, 0)
+            if codec is None:
+                self._dense_numel[p.dtype] = at + p.numel()
+            found[p] = _Parameter(name, index, p.shape, codec, at)
+        if odd:
+            log.warning("these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd))
+        if not any(p.codec for p in found.values()):
+            log.warning("nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel)
+        return found
+
+    def _warn_if_not_worth_it(self) -> None:
+        """Say so when more would be sent than without compression."""
+        size = self._peers.size
+        items = [(p.numel() * p.element_size(), q) for p, q in self._parameters.items() if q.codec is not None]
+        if size == 1 or not items or not self.compression.codec.fixed_size:
+            return
+        nbytes = sum(self.compression.codec.payload_nbytes(q.shape) for _, q in items)
+        kind = self._choice(self.compression.codec, nbytes)
+        sent = (size - 1) * nbytes if kind == "gather" else allreduce_nbytes(nbytes, size)
+        plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
+        if sent > plain:
+            log.warning(
+                "%s among %d ranks sends %.1f MB per step and rank where no compression sends %.1f MB: do not compress, "
+                "or keep less",
+                self.compression, size, sent / 1e6, plain / 1e6,
+            )  # fmt: skip
+
+    def _agree(self, min_numel: int, device: torch.device) -> None:
+        """Ranks that were set up differently would hang, or decode nonsense; find out now."""
+        what = [str(self.compression), min_numel, self._start_step, self._seed, self._collective]
+        what += [(p.name, tuple(p.shape), p.codec is None) for p in self._parameters.values()]
+        mine = torch.frombuffer(bytearray(hashlib.sha256(repr(what).encode()).digest()), dtype=torch.uint8).to(device)
+        all_of_them = torch.empty(self._peers.size, mine.numel(), dtype=torch.uint8, device=device)
+        all_gather_single(all_of_them.view(-1), mine, group=self._peers.group)
+        others = [r for r in range(self._peers.size) if not torch.equal(all_of_them[r], mine)]
+        if others:
+            raise ValueError(
+                f"ranks disagree: rank {self._peers.rank} compresses with {what[:5]}, and rank(s) {others} differ in that or "
+                "in the model's parameters"
+            )
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Compile the loops now, on one rank first, so that the others find them in the cache."""
+        codec, feedback = self.compression.codec, self.compression.new_feedback()
+        for turn in (True, False):
+            if turn == (self._peers.rank == 0):
+                x = torch.ones(4096, device=device)
+                out = torch.zeros_like(x)
+                if feedback is not None:
+                    payload = feedback.encode("", x.clone(), codec, shape=x.shape, seed=0)[1]
+                    feedback.absorb("", x.clone(), codec, payload, shape=x.shape, seed=0)
+                codec.decode(codec.encode(x), out, weight=0.5, accumulate=True)
+                kernels.all_finite(out)
+            dist.barrier(self._peers.group)
+
+    def _choice(self, codec: Codec, nbytes: int) -> Any:
+        return choose(codec, nbytes, self._peers.size) if self._collective == "auto" else self._collective
+
+    # ---- a step, in DDP's thread ---------------------------------------------------------------------------------------
+
+    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if self._engine.error is not None:
+            raise RuntimeError(f"gradient exchange stopped at an earlier step: {self._engine.error}") from self._engine.error
+        step = self._current
+        if step is None:
+            step = _Step(self, compressing=not self._paused and self._step >= self._start_step)
+            self._current = self._open_step = step
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()
+        last = bucket.is_last()
+        if last:
+            # The next call belongs to the next step, even if this one is still on the wire.
+            step.closed_at = time.perf_counter()
+            self._current = None
+        devices = [buffer.device] if buffer.device.type == "cuda" else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+        step.futures.append(future)
+        self._engine.post(lambda: step.add(buffer, parameters, future, last=last))
+        return future
+
+    def _scale_changed(self) -> None:
+        """Bring what is owed to the unit of this step's gradients."""
+        if self._grad_scaler is None or not self._grad_scaler.is_enabled():
+            return
+        scale = self._grad_scaler.get_scale()
+        if self._loss_scale is not None and self._loss_scale != scale and self._feedback is not None:
+            self._feedback.scale(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    def _finished(self, step: StepStats) -> None:
+        with self._lock:
+            self._step += 1
+            self._open_step = None
+            self._last = step
+            self._total.add(step)
+
+    # ---- helpers -------------------------------------------------------------------------------------------------------
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._current is not None:
+            raise RuntimeError(f"{what} was called inside backward, where what is owed is half-way; call it between steps")
+
+    def _shared_out(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The sum of (what each rank owed / number of ranks) is what the average still lacks; keep it."""
+        size = states[0]["world_size"]
+        if sorted(s["rank"] for s in states) != list(range(size)):
+            raise ValueError(
+                f"the states were saved by {size} ranks, but these are of ranks {[s['rank'] for s in states]}; pass all, once"
+            )
+        total: dict[str, Tensor] = {}
+        for state in sorted(states, key=lambda s: int(s["rank"])):
+            for name, residual in state["owed"].items():
+                total[name] = total[name] + residual if name in total else residual.clone()
+        return {name: residual / size for name, residual in total.items()}
+
+
+class _Step:
+    """One backward pass: its exchanges, its dense remainder, and the decision whether it counts. On the engine's thread."""
+
+    def __init__(self, handle: GradientCompression, *, compressing: bool) -> None:
+        self.handle = handle
+        self.compressing = compressing
+        self.futures: list[torch.futures.Future[Tensor]] = []
+        self.closed_at = 0.0
+        self._closed = False
+        self._begun = False
+        self._open_jobs = 0
+        self._exchanges: list[Exchange] = []
+        self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._dense: dict[torch.dtype, Tensor] = {}
+        self._dense_back: list[tuple[Tensor, Tensor]] = []
+        self._dense_finite = True
+        self._stats = StepStats(steps=1)
+        self._wire_before = handle._engine.wire_seconds
+        self._measure = compressing and handle.step % MEASURE_EVERY == 0
+
+    def add(
+        self, buffer: Tensor, parameters: Sequence[Tensor], future: torch.futures.Future[Tensor], *, last: bool
+    ) -> None:
+        """A bucket is complete: start what it needs."""
+        handle = self.handle
+        if not self._begun:
+            self._begun = True
+            handle._scale_changed()
+        size = handle._peers.size
+        self._results.append((future, buffer))
+        if buffer.is_sparse:
+            if not handle._said_sparse:
+                handle._said_sparse = True
+                log.warning("sparse gradients travel uncompressed")
+            nbytes = buffer._nnz() * buffer.element_size()
+            self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
+            self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size)))
+        else:
+            nbytes = buffer.numel() * buffer.element_size()
+            self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
+            if self.compressing and self._compressible(parameters):
+                self._compress(buffer, parameters)
+            else:
+                self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size)))
+        if last:
+            self._closed = True
+            for dtype in sorted(self._dense, key=str):
+                flat = self._dense[dtype]
+                self._start(self._all_reduce(flat, allreduce_nbytes(flat.numel() * flat.element_size(), size), check=True))
+        self._settle_if_complete()
+
+    def _compressible(self, parameters: Sequence[Tensor]) -> bool:
+        plain = Compression(Identity())
+        known = self.handle._parameters
+        return self.handle.compression != plain and any(known[p].codec is not None for p in parameters)
+
+    def _compress(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
+        handle = self.handle
+        items: list[Item] = []
+        at = 0
+        for p in parameters:
+            known = handle._parameters[p]
+            part = buffer[at : at + p.numel()]
+            at += p.numel()
+            if known.codec is None:
+                self._travels_dense(part, known)
+            else:
+                items.append(
+                    Item(known.name, part, known.shape, known.codec, handle._feedback, self._seeds(known.index))
+                )
+        nbytes = sum(i.codec.payload_nbytes(i.shape, i.x.dtype) for i in items)
+        kind = handle._choice(items[0].codec, nbytes)
+        work = exchange(kind, items, handle._peers, measure=self._measure)
+        self._exchanges.append(work)
+        if handle._feedback is None:  # nothing to commit: write the averages as soon as they are here
+            self._start(work.job(), lambda: work.deliver(good=True))
+        else:
+            self._start(work.job())
+
+    def _travels_dense(self, part: Tensor, known: _Parameter) -> None:
+        flat = self._dense.get(part.dtype)
+        if flat is None:
+            # Zero where a bucket did not come: all ranks have the same layout whatever the buckets.
+            numel = self.handle._dense_numel[part.dtype]
+            flat = self._dense[part.dtype] = torch.zeros(numel, dtype=part.dtype, device=part.device)
+        place = flat[known.dense_at : known.dense_at + part.numel()]
+        place.copy_(part)
+        self._dense_back.append((part, place))
+
+    def _seeds(self, index: int) -> Callable[[int], int]:
+        seed, step = self.handle._seed, self.handle.step
+        # 64 bits of (seed, step, parameter, rank); the kernels' hash does the mixing.
+        return lambda rank: (seed * 0x9E3779B97F4A7C15 + (step << 32) + (index << 12) + rank) & 0xFFFFFFFFFFFFFFFF
+
+    def _all_reduce(self, x: Tensor, nbytes: int, *, check: bool = False) -> Job:
+        """Average in place, uncompressed."""
+        peers = self.handle._peers
+        x.div_(peers.size)
+        if peers.size > 1:
+            self._stats.sent_bytes += nbytes
+            yield Wire(lambda: dist.all_reduce(x, group=peers.group, async_op=True))
+        if check and self.handle._feedback is not None:
+            self._dense_finite &= bool(x.isfinite().all())
+
+    def _start(self, job: Job, then: Callable[[], None] | None = None) -> None:
+        self._open_jobs += 1
+
+        def done() -> None:
+            if then is not None:
+                then()
+            self._open_jobs -= 1
+            self._settle_if_complete()
+
+        self.handle._engine.start(job, done)
+
+    def _settle_if_complete(self) -> None:
+        if not self._closed or self._open_jobs or not self._results:
+            return
+        for part, place in self._dense_back:
+            part.copy_(place)
+        if self.handle._feedback is not None:
+            good = self._dense_finite and all(work.finite for work in self._exchanges)
+            for work in self._exchanges:
+                work.deliver(good)
+        self._account()
+        results, self._results = self._results, []
+        for future, buffer in results:
+            future.set_result(buffer)
+
+    def _account(self) -> None:
+        stats = self._stats
+        for work in self._exchanges:
+            stats.sent_bytes += work.sent_nbytes
+            stats.encode_s += work.encode_seconds
+            stats.decode_s += work.decode_seconds
+        stats.wire_s = self.handle._engine.wire_seconds - self._wire_before
+        stats.waiting_s = time.perf_counter() - self.closed_at
+        norms = [n for work in self._exchanges for n in work.norms]
+        if norms:
+            encoded = sum(n.encoded for n in norms)
+            stats.relative_error = sum(n.lost for n in norms) / encoded if encoded else 0.0
+        self.handle._finished(stats)
+
+    def abandon(self, error: BaseException) -> None:
+        """The engine broke: put the feedback back, and let DDP hear why."""
+        for work in self._exchanges:
+            work.abandon()
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
+
+
+def _hook(handle: GradientCompression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return handle._on_bucket(bucket)
+
+
+# DDP compares annotations with these very types; postponed evaluation would leave strings.
+_hook.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+def _failed(handle: weakref.ref[GradientCompression], error: BaseException) -> None:
+    alive = handle()
+    if alive is not None and alive._open_step is not None:
+        alive._open_step.abandon(error)
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Our group waits as long as the user's does."""
+    try:
+        options = group._get_backend(device).options
+    except (RuntimeError, AttributeError):  # a backend without options
+        return None
+    return cast("timedelta | None", getattr(options, "_timeout", None))
