@@ -1,0 +1,249 @@
+"""Start a lab, wait for it, and say what the kernel counted.
+
+The work is done by ``holder.py``, in a process of its own: this one may have threads (torch starts some), and processes
+with threads can neither fork safely nor enter a user namespace.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import IO, Any
+
+from narrowband.errors import UnsupportedError
+from narrowband.lab import holder
+from narrowband.lab.config import LabConfig
+
+__all__ = ["LabReport", "RankReport", "rank_environment", "requirements", "run"]
+
+_MASTER_PORT = 29500  # torchrun's default; rank 0's host is its own, so the port is always free
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What became of one rank, and the kernel's counts for its link.
+
+    Attributes:
+        exit_code: That of the rank's process; 128 + n if signal n ended it.
+        sent_bytes: What the rank sent (so its port on the switch received), in Ethernet frames with their headers.
+            One of TCP's super-packets, up to 64 KiB, counts as one packet with one set of headers, so this is within
+            about 1 % of the payload for large messages.
+        received_bytes: What reached the rank.
+        sent_packets, received_packets: The same in packets.
+    """
+
+    rank: int
+    exit_code: int
+    sent_bytes: int
+    received_bytes: int
+    sent_packets: int
+    received_packets: int
+
+
+@dataclass(frozen=True)
+class LabReport:
+    """Outcome of :func:`run`.
+
+    Attributes:
+        seconds: From the start of the ranks to the end of the last.
+        exit_code: 0, or that of the first rank to fail (the others were ended then), or 124 after a time-out.
+        ranks: One report per rank, in order.
+    """
+
+    seconds: float
+    exit_code: int
+    ranks: list[RankReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values, under the names of the fields."""
+        return asdict(self)
+
+
+def run(
+    config: LabConfig,
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+) -> LabReport:
+    """Run ``command`` once per rank, each behind its own link, until all ranks have ended.
+
+    Ranks see torchrun's environment variables (:func:`rank_environment`), an empty standard input, the current
+    directory and no network but the lab's. Their output is passed on line by line after ``[rank N] ``, and untouched
+    when there is one rank only.
+
+    When a rank fails, the others get SIGTERM, and SIGKILL after ``config.grace_s``; so do all after
+    ``config.timeout_s``. On SIGINT or SIGTERM (in the main thread) the ranks get that signal first; once they are gone
+    it takes its usual course here, so Ctrl-C raises KeyboardInterrupt. A second one kills the ranks at once. Whatever
+    ends this process, SIGKILL included, no process, namespace or link of the lab is left.
+
+    Args:
+        config: The lab.
+        command: Program and arguments, started without a shell.
+        env: Variables laid over this process's and the lab's own.
+        stdout, stderr: Where the ranks' output goes, as in :func:`subprocess.run` but for PIPE; None is this process's.
+
+    Raises:
+        ValueError: ``command`` is empty or its program does not exist.
+        UnsupportedError: labs cannot run here; says what is missing, as :func:`requirements` does.
+
+    >>> report = run(LabConfig(nodes=2, rate="100mbit"), ["python", "train.py"])  # doctest: +SKIP
+    """
+    if isinstance(command, (str, bytes)):
+        raise TypeError(f"command is {command!r}; expected a list of arguments, e.g. ['python', 'train.py']")
+    command = [os.fspath(argument) for argument in command]
+    if not command:
+        raise ValueError("command is empty; expected a program and its arguments, e.g. ['python', 'train.py']")
+    overrides = {str(name): str(value) for name, value in (env or {}).items()}
+    base = _base_environment() | overrides
+    if shutil.which(command[0], path=base.get("PATH")) is None:
+        raise ValueError(f"command {command[0]!r} was not found or is not executable; give its path or correct PATH")
+    rank_env = [rank_environment(config, rank) | overrides for rank in range(config.nodes)]
+    reply = _hold(config, command, base, rank_env, stdout, stderr)
+    if "problems" in reply:
+        raise UnsupportedError("\n".join(reply["problems"]))
+    ranks = [
+        RankReport(rank=rank, exit_code=code, **counts)
+        for rank, (code, counts) in enumerate(zip(reply["exit_codes"], reply["counters"], strict=True))
+    ]
+    return LabReport(seconds=reply["seconds"], exit_code=reply["exit_code"], ranks=ranks)
+
+
+def requirements(config: LabConfig) -> list[str]:
+    """What this machine lacks for such a lab, one sentence each, with the way to get it; empty if it can run.
+
+    Tried rather than guessed: one rank's namespaces and links are made, and gone again when this returns.
+    """
+    problems: list[str] = _hold(config, None, {}, [], None, None, nodes=1).get("problems", [])
+    return problems
+
+
+def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
+    """What torchrun would set on rank ``rank`` of one process per host, and the network card to use.
+
+    >>> rank_environment(LabConfig(nodes=2), 1)["MASTER_ADDR"]
+    '10.213.0.1'
+    """
+    world, index = str(config.nodes), str(rank)
+    variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "ROLE_NAME": "default"}
+    variables |= dict.fromkeys(("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"), index)
+    variables |= dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), world)
+    variables |= {"MASTER_ADDR": holder.rank_address(0), "MASTER_PORT": str(_MASTER_PORT)}
+    # Without these gloo, NCCL and TensorPipe each guess the card, from the host name or the first that is up.
+    variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), holder.INTERFACE)
+    return variables
+
+
+def _base_environment() -> dict[str, str]:
+    """This process's variables, fit for ranks: one compute thread unless the user chose, and output as it is printed.
+    An outer torchrun's own are dropped, for they would send ranks to a store that is out of reach.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | inherited
+
+
+def _hold(
+    config: LabConfig,
+    command: list[str] | None,
+    env: dict[str, str],
+    rank_env: list[dict[str, str]],
+    stdout: int | IO[Any] | None,
+    stderr: int | IO[Any] | None,
+    nodes: int | None = None,
+) -> dict[str, Any]:
+    """Run a holder to its end and return its reply. All that it made is gone by then, or soon after an exception."""
+    if sys.platform != "linux":
+        return {"problems": [f"The lab needs Linux's network namespaces; this is {sys.platform}."]}
+    if importlib.util.find_spec("pyroute2") is None:
+        return {"problems": ["The package pyroute2 is missing: `pip install pyroute2`."]}
+    spec = holder.Spec(
+        runner_pid=os.getpid(),
+        nodes=nodes or config.nodes,
+        mtu=config.mtu,
+        shape=config.shape(),
+        command=command,
+        env=env,
+        rank_env=rank_env,
+        timeout_s=config.timeout_s,
+        grace_s=config.grace_s,
+    )
+    ours, theirs = socket.socketpair()
+    sys.stdout.flush()  # what was printed so far comes before what the ranks write
+    with ours, _relayed_signals() as relay_to:
+        with theirs, _blocked_signals():
+            # A session of its own: the terminal's Ctrl-C reaches this process only, which then ends the ranks in order.
+            holder_process = subprocess.Popen(
+                [sys.executable, holder.__file__],
+                stdin=theirs.fileno(),
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        try:
+            relay_to(holder_process)
+            with suppress(BrokenPipeError):
+                ours.sendall(spec.to_json())
+            with ours.makefile("rb") as replies:
+                line = replies.readline()
+        except BaseException:
+            holder_process.kill()
+            raise
+        finally:
+            exit_code = holder_process.wait()
+    if not line:
+        raise RuntimeError(f"the lab's holder process ended with exit code {exit_code} and without a report")
+    reply: dict[str, Any] = json.loads(line)
+    return reply
+
+
+@contextmanager
+def _relayed_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """SIGINT and SIGTERM go to the process given to the yielded function, a second one kills it; on leaving, the first
+    takes its usual course here. Python handles signals in the main thread only, so elsewhere nothing is relayed.
+    """
+    received: list[int] = []
+    target: list[subprocess.Popen[bytes]] = []
+
+    def relay(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if target:
+            target[0].send_signal(number if len(received) == 1 else signal.SIGKILL)
+
+    def relay_to(process: subprocess.Popen[bytes]) -> None:
+        target.append(process)
+        if received:
+            process.send_signal(received[0])
+
+    numbers = _STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    ours = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, relay) for number in ours}
+    try:
+        yield relay_to
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0])
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """For starting the holder: it inherits the mask, and takes signals when it knows what to do with them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

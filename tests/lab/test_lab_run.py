@@ -1,0 +1,513 @@
+"""Real ranks in real namespaces: what they see, what the kernel counts, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import narrowband
+from narrowband.errors import UnsupportedError
+from narrowband.lab import LabConfig, LabReport, requirements, run
+
+MISSING = requirements(LabConfig(nodes=1))
+NETEM_MISSING = requirements(LabConfig(nodes=1, delay="5ms", loss="50%"))
+needs_lab = pytest.mark.skipif(bool(MISSING), reason=" ".join(MISSING))
+needs_netem = pytest.mark.skipif(bool(NETEM_MISSING), reason=" ".join(NETEM_MISSING))
+
+SOURCE = str(Path(narrowband.__file__).parents[1])
+LIMIT_S = 60.0  # only a lab that hangs takes this long; no test measures it
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+# ------------------------------------------------------------------------------------------------ leftovers
+
+
+def processes(token: str) -> dict[int, str]:
+    """Process id and network namespace of each process with ``token`` among its arguments."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if token.encode() in (entry / "cmdline").read_bytes():
+                    found[int(entry.name)] = os.readlink(entry / "ns" / "net")
+            except OSError:  # it ended meanwhile
+                continue
+    return found
+
+
+def namespaces() -> set[str]:
+    """Network namespaces that a process lives in or that have a name."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.add(os.readlink(entry / "ns" / "net"))
+            except OSError:
+                continue
+    named = Path("/var/run/netns")
+    found |= {f"net:[{entry.stat().st_ino}]" for entry in named.iterdir()} if named.exists() else set()
+    return found
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def token() -> Iterator[str]:
+    """A word for the command line of every process that a test starts; when the test ends, none may be left, and no
+    link may have appeared outside the lab."""
+    word = f"lab-test-{uuid.uuid4().hex}"
+    links = socket.if_nameindex()
+    yield word
+    assert socket.if_nameindex() == links
+    left = processes(word)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+class Driver:
+    """A Python process that calls ``run``, for tests that end it from outside."""
+
+    def __init__(self, config: str, command: list[str], prepare: Callable[[], None] | None = None) -> None:
+        code = f"import sys; from narrowband.lab import *; r = run({config}, sys.argv[1:]); print(r.to_dict())"
+        self.process = subprocess.Popen(
+            python(code, *command),
+            env={**os.environ, "PYTHONPATH": SOURCE},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=prepare,  # noqa: PLW1509  the test process has no other thread at work
+        )
+
+    def wait_for_output(self, lines: int) -> list[str]:
+        assert self.process.stdout is not None
+        return [self.process.stdout.readline() for _ in range(lines)]
+
+    def finish(self) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, output, errors
+
+
+# a rank that starts a child in a session of its own, says so, and stays
+LINGERING = """
+    import subprocess, sys, time
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", sys.argv[1]], start_new_session=True)
+    print("ready")
+    time.sleep(1000)
+"""
+
+
+# ------------------------------------------------------------------------------------------------ what ranks see
+
+
+@needs_lab
+def test_ranks_see_torchruns_variables_and_a_host_of_their_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    code = """
+        import json, os, socket, sys
+        cards = [name for _, name in socket.if_nameindex()]
+        own = socket.gethostbyname(socket.gethostname())
+        print(json.dumps({"env": dict(os.environ), "cards": cards, "own": own, "stdin": sys.stdin.read()}))
+    """
+    report = run(LabConfig(nodes=3), python(code), env={"MASTER_PORT": "4711"})
+    assert report.exit_code == 0
+    lines = capfd.readouterr().out.splitlines()
+    seen = {int(line[6]): json.loads(line[9:]) for line in lines if line.startswith("[rank ")}
+    assert sorted(seen) == [0, 1, 2]
+    for rank, host in seen.items():
+        expected = {"RANK": str(rank), "NODE_RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": "3"}
+        expected |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "4711"}
+        expected |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lab0", "NCCL_SOCKET_IFNAME": "lab0"}
+        expected |= {"TP_SOCKET_IFNAME": "lab0", "PATH": os.environ["PATH"]}
+        assert {name: host["env"].get(name) for name in expected} == expected
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in host["env"]
+        assert sorted(host["cards"]) == ["lab0", "lo"]
+        assert host["own"] == f"10.213.0.{rank + 1}"
+        assert host["stdin"] == ""
+
+
+@needs_lab
+def test_the_users_number_of_threads_is_kept(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    run(LabConfig(nodes=1), ["sh", "-c", "echo $OMP_NUM_THREADS"])
+    assert capfd.readouterr().out == "7\n"
+
+
+@needs_lab
+def test_output_is_passed_on_in_whole_lines_of_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    code = r"""
+        import os, sys
+        for i in range(200):
+            os.write(1, b"a" * 50); os.write(1, b"b" * 50 + b"\n")
+        os.write(1, b"10%\r20%\r\n\nlast")
+        os.write(2, b"err\n")
+    """
+    run(LabConfig(nodes=2), python(code))
+    captured = capfd.readouterr()
+    assert sorted(captured.err.splitlines()) == ["[rank 0] err", "[rank 1] err"]
+    for rank in (0, 1):
+        mine = [line for line in captured.out.split("\n") if line.startswith(f"[rank {rank}] ")]
+        texts = [line[9:] for line in mine]
+        assert texts == ["a" * 50 + "b" * 50] * 200 + ["10%", "20%", "", "last"]
+    assert captured.out.count("\n") == 2 * 204
+
+
+@needs_lab
+def test_output_of_a_single_rank_is_untouched(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    run(LabConfig(nodes=1), ["printf", r"10%%\r20%%\n\nlast"])
+    assert capfdbinary.readouterr().out == b"10%\r20%\n\nlast"
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+@needs_lab
+@pytest.mark.parametrize("card", ["lab0", ""], ids=["named-card", "resolved-host-name"])
+def test_gloo_works_and_the_counters_match_its_traffic(card: str) -> None:
+    code = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        rank, world, numel = dist.get_rank(), dist.get_world_size(), 1_000_000
+        x = torch.full((numel,), float(rank + 1))
+        parts = [torch.empty(numel) for _ in range(world)]
+        dist.all_gather(parts, x)
+        assert all((part == r + 1).all() for r, part in enumerate(parts))
+        dist.all_reduce(x)
+        assert (x == world * (world + 1) / 2).all()
+        dist.destroy_process_group()
+    """
+    world, nbytes = 3, 4_000_000
+    report = run(
+        LabConfig(nodes=world, rate="200mbit", timeout_s=LIMIT_S), python(code), env={"GLOO_SOCKET_IFNAME": card}
+    )
+    assert report.exit_code == 0
+    # a ring gathers in (N - 1) · size and reduces in 2 · (N - 1) / N · size, sent by every rank
+    expected = (world - 1) * nbytes + 2 * (world - 1) / world * nbytes
+    for rank in report.ranks:
+        assert rank.exit_code == 0
+        assert rank.sent_bytes == pytest.approx(expected, rel=0.05)
+        assert rank.received_bytes == pytest.approx(expected, rel=0.05)
+        assert 0 < rank.sent_packets < rank.sent_bytes / 1000
+    assert sum(r.sent_bytes for r in report.ranks) == pytest.approx(
+        sum(r.received_bytes for r in report.ranks), rel=0.01
+    )
+
+
+# Ranks 1 and 2 both talk to rank 0: "in" to it, "out" of it.
+STAR = """
+    import os, socket, sys, threading
+    direction, numel, rank = sys.argv[1], int(sys.argv[2]), int(os.environ["RANK"])
+    def send(peer):
+        peer.sendall(bytes(numel)); peer.shutdown(socket.SHUT_WR); assert not peer.recv(1)
+    def receive(peer):
+        left = numel
+        while left:
+            chunk = peer.recv(1 << 16); assert chunk; left -= len(chunk)
+        assert not peer.recv(1); peer.close()
+    if rank == 0:
+        server = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        peers = [server.accept()[0] for _ in range(2)]
+        work = [threading.Thread(target=send if direction == "out" else receive, args=(peer,)) for peer in peers]
+        for thread in work: thread.start()
+        for thread in work: thread.join()
+    else:
+        while True:
+            try:
+                peer = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))); break
+            except ConnectionRefusedError:
+                pass
+        (receive if direction == "out" else send)(peer)
+"""
+
+
+@needs_lab
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_the_rate_limits_both_directions_of_a_link(direction: str) -> None:
+    numel, rate = 4_000_000, 64_000_000
+    report = run(LabConfig(nodes=3, rate="64mbit", timeout_s=LIMIT_S), python(STAR, direction, str(numel)))
+    assert report.exit_code == 0
+    hub = report.ranks[0]
+    moved = hub.sent_bytes if direction == "out" else hub.received_bytes
+    assert moved >= 2 * numel
+    assert moved * 8 / report.seconds <= 1.1 * rate
+
+
+@needs_lab
+def test_an_unshaped_lab_works() -> None:
+    report = run(LabConfig(nodes=3, rate=None, timeout_s=LIMIT_S), python(STAR, "out", "1000000"))
+    assert report.exit_code == 0
+    assert report.ranks[0].sent_bytes == pytest.approx(2_000_000, rel=0.05)
+
+
+@pytest.mark.skipif(not NETEM_MISSING, reason="this kernel has netem")
+@needs_lab
+def test_without_netem_the_error_names_the_module() -> None:
+    assert len(NETEM_MISSING) == 1
+    assert "modprobe sch_netem" in NETEM_MISSING[0]
+    for config in (LabConfig(delay="5ms"), LabConfig(loss="0.1%")):
+        assert requirements(config) == NETEM_MISSING
+        with pytest.raises(UnsupportedError, match="modprobe sch_netem"):
+            run(config, ["true"])
+    assert requirements(LabConfig(delay="0ms", loss="0%")) == []
+
+
+@needs_netem
+def test_a_round_trip_takes_twice_the_delay_at_least() -> None:
+    code = """
+        import os, socket, time
+        rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+        if rank == 0:
+            server = socket.create_server((address, 5000)); peer, _ = server.accept()
+            while peer.recv(1): peer.sendall(b"x")
+        else:
+            while True:
+                try:
+                    peer = socket.create_connection((address, 5000)); break
+                except ConnectionRefusedError:
+                    pass
+            for _ in range(5):
+                before = time.monotonic(); peer.sendall(b"x"); peer.recv(1)
+                assert time.monotonic() - before >= 0.02
+    """
+    assert run(LabConfig(nodes=2, delay="10ms", timeout_s=LIMIT_S), python(code)).exit_code == 0
+
+
+@needs_netem
+def test_lost_packets_are_sent_but_not_received() -> None:
+    code = """
+        import os, socket, time
+        if os.environ["RANK"] == "1":
+            out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            for _ in range(400):
+                out.sendto(bytes(1000), (os.environ["MASTER_ADDR"], 5000)); time.sleep(0.001)
+        else:
+            time.sleep(2)
+    """
+    receiver, sender = run(LabConfig(nodes=2, loss="50%", timeout_s=LIMIT_S), python(code)).ranks
+    assert sender.sent_packets >= 400
+    assert 100 < receiver.received_packets < 300
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+@needs_lab
+def test_a_rank_that_fails_ends_the_others(token: str) -> None:
+    code = "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\n" + textwrap.dedent(LINGERING)
+    report = run(LabConfig(nodes=3, timeout_s=LIMIT_S), python(code, token))
+    assert report.exit_code == 3
+    assert [rank.exit_code for rank in report.ranks] == [128 + signal.SIGTERM, 3, 128 + signal.SIGTERM]
+
+
+@needs_lab
+def test_a_rank_ended_by_a_signal_is_reported_as_the_shell_does() -> None:
+    assert run(LabConfig(nodes=1), ["sh", "-c", "kill -9 $$"]).exit_code == 128 + signal.SIGKILL
+
+
+@needs_lab
+def test_what_ranks_leave_running_ends_with_the_last_of_them(token: str) -> None:
+    report = run(LabConfig(nodes=2), python(LINGERING.replace("    time.sleep(1000)\n", ""), token))
+    assert report.exit_code == 0
+
+
+@needs_lab
+def test_a_time_out_ends_ranks_that_do_not_want_to(token: str) -> None:
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(LINGERING)
+    report = run(LabConfig(nodes=2, timeout_s=1.0, grace_s=0.2), python(code, token))
+    assert report.exit_code == 124
+    assert [rank.exit_code for rank in report.ranks] == [128 + signal.SIGKILL] * 2
+
+
+@needs_lab
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: str, number: signal.Signals) -> None:
+    code = """
+        import signal, sys, time
+        def save(number, frame):
+            print("saved after", number); sys.exit(0)
+        signal.signal(signal.SIGINT, save); signal.signal(signal.SIGTERM, save)
+        print("ready"); time.sleep(1000)
+    """
+    driver = Driver("LabConfig(nodes=2)", python(code, token))
+    driver.wait_for_output(2)
+    driver.process.send_signal(number)
+    exit_code, output, _ = driver.finish()
+    assert exit_code == -number
+    assert sorted(output.splitlines()) == [f"[rank {rank}] saved after {int(number)}" for rank in range(2)]
+
+
+@needs_lab
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: str) -> None:
+    code = """
+        import signal, time
+        signal.signal(signal.SIGINT, lambda number, frame: print("not now")); print("ready")
+        while True: time.sleep(1000)
+    """
+    driver = Driver("LabConfig(nodes=2, grace_s=1000)", python(code, token))
+    driver.wait_for_output(2)
+    driver.process.send_signal(signal.SIGINT)
+    assert sorted(driver.wait_for_output(2)) == ["[rank 0] not now\n", "[rank 1] not now\n"]
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.finish()[0] == -signal.SIGINT
+    wait_for(lambda: not processes(token), "the ranks' end")
+
+
+@needs_lab
+@pytest.mark.parametrize("victim", ["runner", "holder", "init"])
+def test_sigkill_leaves_no_process_and_no_namespace(token: str, victim: str) -> None:
+    driver = Driver("LabConfig(nodes=2)", python(LINGERING, token))
+    driver.wait_for_output(2)
+    (holder,) = children(driver.process.pid)
+    (init,) = children(holder)
+    used = set(processes(token).values()) | {os.readlink(f"/proc/{init}/ns/net")}
+    used.discard(os.readlink("/proc/self/ns/net"))
+    assert len(used) == 3  # two ranks and the switch; a rank's child shares the rank's
+    os.kill({"runner": driver.process.pid, "holder": holder, "init": init}[victim], signal.SIGKILL)
+    _, _, errors = driver.finish()
+    assert victim == "runner" or "without a report" in errors
+    wait_for(lambda: not processes(token), "the ranks' end")
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (holder, init)), "the holder's end")
+    assert not used & namespaces()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@needs_lab
+def test_a_lab_runs_from_a_thread() -> None:
+    reports: list[LabReport] = []
+    thread = threading.Thread(target=lambda: reports.append(run(LabConfig(nodes=2), ["true"])))
+    thread.start()
+    thread.join()
+    assert [report.exit_code for report in reports] == [0]
+
+
+@needs_lab
+def test_ranks_end_when_nobody_reads_their_output(token: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys, time\nwhile True: print(sys.argv[1]); time.sleep(0.01)"
+    report = run(LabConfig(nodes=2, timeout_s=LIMIT_S), python(code, token), stdout=write)
+    os.close(write)
+    assert report.exit_code == 128 + signal.SIGPIPE
+
+
+# ------------------------------------------------------------------------------------------------ who may
+
+
+def as_a_containers_root() -> None:
+    """Root without the two capabilities that a container's root usually lacks, from the next exec on."""
+    libc = ctypes.CDLL(None)
+    for capability in (12, 21):  # CAP_NET_ADMIN, CAP_SYS_ADMIN
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def as_nobody() -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: every other test here takes the unprivileged path already")
+@pytest.mark.parametrize("prepare", [as_a_containers_root, as_nobody])
+def test_an_unprivileged_user_gets_a_lab_or_a_clear_message(token: str, prepare: Callable[[], None]) -> None:
+    def allowed(command: list[str]) -> bool:
+        try:
+            done = subprocess.run(command, check=False, preexec_fn=prepare, capture_output=True)
+            return done.returncode == 0
+        except PermissionError:
+            return False
+
+    if not allowed([sys.executable, "-c", ""]):
+        pytest.skip("that user may not run this Python interpreter")
+    assert not allowed(["unshare", "--net", "true"])
+    driver = Driver("LabConfig(nodes=2)", python("import os; print(os.geteuid())", token), prepare)
+    exit_code, output, errors = driver.finish()
+    if allowed(["unshare", "--user", "--map-current-user", "--net", "true"]):
+        assert exit_code == 0, errors
+        uid = 65534 if prepare is as_nobody else 0
+        assert sorted(output.splitlines()[:2]) == [f"[rank {rank}] {uid}" for rank in range(2)]
+    else:
+        assert exit_code == 1
+        assert "UnsupportedError: This process may not create network namespaces" in errors
+        assert "sudo" in errors
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to take rights away")
+def test_without_namespaces_the_message_says_how_to_get_them(token: str) -> None:
+    def without_capabilities() -> None:  # such a root may make a user namespace but not map itself into it
+        libc = ctypes.CDLL(None)
+        for capability in range(64):
+            libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+    exit_code, _, errors = Driver("LabConfig(nodes=2)", ["echo", token], without_capabilities).finish()
+    assert exit_code == 1
+    assert "UnsupportedError: This process may not create network namespaces" in errors
+    assert "sudo" in errors
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def test_an_empty_or_unknown_command_is_refused() -> None:
+    with pytest.raises(ValueError, match="command is empty"):
+        run(LabConfig(), [])
+    with pytest.raises(ValueError, match="'no-such-program' was not found"):
+        run(LabConfig(), ["no-such-program"])
+    with pytest.raises(TypeError, match="expected a list of arguments"):
+        run(LabConfig(), "python train.py")
+
+
+@needs_lab
+def test_a_program_that_cannot_be_started_fails_like_in_a_shell(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "broken"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    assert run(LabConfig(nodes=1), [str(script)]).exit_code == 127
+    assert "cannot run" in capfd.readouterr().err
+
+
+def test_a_report_is_json() -> None:
+    if MISSING:
+        pytest.skip(" ".join(MISSING))
+    report = run(LabConfig(nodes=2), ["true"]).to_dict()
+    assert json.loads(json.dumps(report)) == report
+    assert sorted(report) == ["exit_code", "ranks", "seconds"]
+    assert sorted(report["ranks"][1]) == [
+        "exit_code",
+        "rank",
+        "received_bytes",
+        "received_packets",
+        "sent_bytes",
+        "sent_packets",
+    ]
