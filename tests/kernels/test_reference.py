@@ -48,7 +48,7 @@ def make(kind: str, n: int, seed: int) -> np.ndarray:
     elif kind == "tiny":
         x *= f32(2.0**-124)
     elif kind == "huge":
-        x = np.clip(x, -3, 3) * f32(5e37)
+        x = np.clip(x, -3, 3) * f32(5e36)  # the norm of a group is still finite
     elif kind == "one-large" and n:
         x[rng.integers(n)] = 1e6
     elif kind == "non-finite" and n:
@@ -110,12 +110,12 @@ def naive_code(
     if np.isnan(step):
         return 0
     if scale == "mean":
-        return int(value >= 0)
+        return 1 if value >= 0 else 0
     s = 2 ** (bits - 1) - 1
     inv = f32(1) / step if step >= 2.0**-126 else f32(0)
     u = naive_uniform(i, seed) if stochastic else f32(0.5)
     scaled = f32(value - lo) * inv + u if scale == "minmax" else f32(value * inv) + f32(f32(s) + u)
-    return min(max(math.floor(scaled), 0), 2**bits - 1 if scale == "minmax" else 2 * s)
+    return int(np.clip(np.floor(scaled), 0, 2**bits - 1 if scale == "minmax" else 2 * s))
 
 
 def naive_value(code: int, lo: np.float32, step: np.float32, bits: int, scale: str) -> np.float32:

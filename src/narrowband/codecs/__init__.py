@@ -1,7 +1,7 @@
 """What a tensor becomes on its way: one frozen dataclass per codec, and their spec strings.
 
-A codec is pure: it keeps nothing between calls and knows no process group. What compression loses, and when that is sent
-after all, is the business of :mod:`narrowband.feedback`.
+A codec is pure: it keeps nothing between calls and knows no process group. What compression loses, and when that is
+sent after all, is the business of :mod:`narrowband.feedback`.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ dataclass: its configuration is its identity, it holds no state and knows no pro
 
 Both sides know codec, shape and dtype, so a payload carries data only. Its size is known before encoding
 (:meth:`Codec.payload_nbytes`), a multiple of 4 bytes, so payloads laid end to end stay aligned and one collective moves
-one contiguous buffer. The one exception is a codec with ``fixed_size = False``, whose ``payload_nbytes`` is the capacity.
+one contiguous buffer. The one exception is a codec with ``fixed_size = False``, whose ``payload_nbytes`` is the
+capacity.
 
-Same seed, same input: same payload, on every backend. Arithmetic is float32 whatever comes in. Inf and NaN stay visible:
-what is decoded from them is not finite.
+Same seed, same input: same payload, on every backend. Arithmetic is float32 whatever comes in. Inf and NaN stay
+visible: what is decoded from them is not finite.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import Field, fields
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from narrowband.errors import PayloadError
 __all__ = ["ALIGNMENT", "Codec", "Shape", "aligned"]
 
 #: A number of elements, or a shape.
-Shape = Union[int, Sequence[int]]
+Shape: TypeAlias = "int | Sequence[int]"
 
 #: Payload sizes are multiples of this many bytes.
 ALIGNMENT = 4
@@ -55,7 +56,7 @@ class Codec(ABC):
 
     Example:
         >>> codec = nb.codec("qsgd:bits=4")
-        >>> payload = codec.encode(x, seed=7)                        # uint8, codec.payload_nbytes(x.shape, x.dtype) long
+        >>> payload = codec.encode(x, seed=7)  # uint8, codec.payload_nbytes(x.shape, x.dtype) long
         >>> total = codec.decode(payload, total, seed=7, weight=1 / 4, accumulate=True)
     """
 
@@ -68,7 +69,7 @@ class Codec(ABC):
     #: True: a sum of decoded tensors may be encoded again without losing the point (quantizers, not sparse codecs).
     requantizes: ClassVar[bool] = False
 
-    # ---- what a user calls ---------------------------------------------------------------------------------------------
+    # ---- what a user calls -------------------------------------------------------------------------------------------
 
     def payload_nbytes(self, shape: Shape, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the payload of a tensor of this shape (or number of elements) and dtype."""
@@ -109,7 +110,8 @@ class Codec(ABC):
         So the mean over N ranks is N calls with ``weight=1/N, accumulate=True``, with no dense copy per rank.
 
         Raises:
-            PayloadError: the payload is too short, too long, or names an element that ``out`` does not have. Nothing has
+            PayloadError: the payload is too short, too long, or names an element that ``out`` does not have. Nothing
+            has
                 been written then.
             TypeError: a dtype that no codec decodes to.
         """
@@ -155,7 +157,7 @@ class Codec(ABC):
         self.decode(self.encode(x, seed=seed), error, seed=seed, weight=-1.0, accumulate=True)
         return float(torch.linalg.vector_norm(error, dtype=torch.float64) ** 2)
 
-    # ---- what the collectives ask --------------------------------------------------------------------------------------
+    # ---- what the collectives ask ------------------------------------------------------------------------------------
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which payloads may simply be added (so that an all-reduce works on them), or None."""
@@ -166,7 +168,7 @@ class Codec(ABC):
         """Tensors may be cut at multiples of this many elements without changing what a piece decodes to."""
         return 1
 
-    # ---- what a codec implements, on flat contiguous float32 -----------------------------------------------------------
+    # ---- what a codec implements, on flat contiguous float32 ---------------------------------------------------------
 
     @abstractmethod
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
@@ -196,7 +198,7 @@ class Codec(ABC):
                 "convert it, or leave it uncompressed"
             )
 
-    # ---- the spec string -----------------------------------------------------------------------------------------------
+    # ---- the spec string ---------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         return format_term(self)
@@ -208,7 +210,9 @@ def keys_of(term: object) -> list[Field[Any]]:
 
 
 def format_term(term: object) -> str:
-    """The canonical ``name:key=value,…`` of a codec or feedback: its required keys, and what differs from the default."""
+    """The canonical ``name:key=value,…`` of a codec or feedback: its required keys, and what differs from the
+    default.
+    """
     pairs = [
         f"{f.name}={_format_value(value)}"
         for f in keys_of(term)

@@ -1,7 +1,8 @@
 """Codecs that keep a few bits of every element: uniform, QSGD, sign.
 
-All three cut the tensor into groups, give each group a step of its own, and store one small code per element; they differ
-in how the step is found and how a code is rounded. The loops and the payload format are in :mod:`narrowband.kernels`.
+All three cut the tensor into groups, give each group a step of its own, and store one small code per element; they
+differ in how the step is found and how a code is rounded. The loops and the payload format are in
+:mod:`narrowband.kernels`.
 """
 
 from __future__ import annotations
@@ -54,9 +55,7 @@ class _Grouped(Codec):
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         g = self._grouping()
-        kernels.quantize_groups(
-            x, out, bits=g.bits, group=g.group, scale=g.scale, stochastic=g.stochastic, seed=seed
-        )
+        kernels.quantize_groups(x, out, bits=g.bits, group=g.group, scale=g.scale, stochastic=g.stochastic, seed=seed)
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
@@ -99,9 +98,7 @@ class Uniform(_Grouped):
             raise ValueError(f"uniform: rounding={self.rounding!r} is neither 'nearest' nor 'stochastic'")
 
     def _grouping(self) -> _Grouping:
-        return _Grouping(
-            self.bits, self.group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic"
-        )
+        return _Grouping(self.bits, self.group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic")
 
 
 @dataclass(frozen=True)

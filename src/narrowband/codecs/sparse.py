@@ -1,12 +1,11 @@
 """Codecs that keep a few elements: top-k, threshold, random-k.
 
-A payload holds the kept values, then their indices. Indices are sorted and stored Elias–Fano, which needs k·(2 + ⌈log₂ n/k⌉)
-bits whatever they are, so the size of a payload is known before anything is selected.
+A payload holds the kept values, then their indices. Indices are sorted and stored Elias–Fano, which needs k·(2 + ⌈log₂
+n/k⌉) bits whatever they are, so the size of a payload is known before anything is selected.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -28,6 +27,7 @@ MAX_NUMEL = 2**31 - 1
 #: How values are kept in 8 bits: the largest magnitude of every 256 kept values sets their step.
 _INT8 = Uniform(bits=8, group=256, symmetric=True)
 _FP16_MAX = 65504.0
+_FP32_TINY, _FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def kept(density: float, numel: int) -> int:
@@ -80,7 +80,8 @@ class TopK(Codec):
 
     Args:
         density: the share of elements that is kept.
-        select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which may keep
+        select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which may
+        keep
             a few less than k and never looks at the tensor twice.
         scope: ``tensor``, or ``sample``: k of each slice along the first dimension, so that no sample is silenced.
         values: ``fp32``, ``fp16`` (clamped to ±65,504) or ``int8`` (in steps of 1/127 of the largest of 256).
@@ -210,8 +211,8 @@ class Threshold(Codec):
     value: float = field(metadata={"always": True})
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.value < math.inf:
-            raise ValueError(f"threshold: value={self.value} is not a positive number")
+        if not _FP32_TINY <= self.value <= _FP32_MAX:
+            raise ValueError(f"threshold: value={self.value} is not a positive float32 ({_FP32_TINY:.3g} and up)")
 
     @staticmethod
     def _nbytes_kept(k: int, n: int) -> int:
@@ -222,7 +223,9 @@ class Threshold(Codec):
         return self._nbytes_kept(n, n)
 
     def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
-        """The payload of ``x``, as long as it needs to be; ``out`` must hold the capacity, and a prefix of it returns."""
+        """The payload of ``x``, as long as it needs to be; ``out`` must hold the capacity, and a prefix of it
+        returns.
+        """
         self._check_dtype(x)
         n = _check_numel(x.numel())
         if out is not None and (out.dtype != torch.uint8 or out.numel() < self.payload_nbytes(n)):
@@ -263,10 +266,11 @@ class Threshold(Codec):
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Elements at random places that both sides derive from the seed, so only values travel (Stich et al., arXiv 1809.07599).
+    """Elements at random places that both sides derive from the seed, so only values travel (Stich et al., arXiv
+    1809.07599).
 
-    One element from each of k equal stretches. All ranks pick the same places, so payloads can be added by an all-reduce.
-    Nothing is scaled up for what is left out: use with ``+ef``.
+    One element from each of k equal stretches. All ranks pick the same places, so payloads can be added by an
+    all-reduce. Nothing is scaled up for what is left out: use with ``+ef``.
 
     Args:
         density: the share of elements that is kept.

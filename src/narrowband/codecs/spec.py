@@ -1,7 +1,8 @@
 """Spec strings: the human name of a codec, the same in code, on the command line, in plots and in checkpoints.
 
-``name[:key=value,…]`` — for instance ``topk:density=0.01``, ``qsgd:bits=4,bucket=512``, ``none``. Keys are the fields of
-the dataclass that the name stands for; ``str(codec)`` writes the canonical form, and :func:`parse_term` reads it back.
+``name[:key=value,…]`` — for instance ``topk:density=0.01``, ``qsgd:bits=4,bucket=512``, ``none``. Keys are the fields
+of the dataclass that the name stands for; ``str(codec)`` writes the canonical form, and :func:`parse_term` reads it
+back.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _convert(value: str, hint: Any, key: str, text: str) -> Any:
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value not in choices:
-            raise ValueError(f"{key}={value} in {text!r}{_nearest(value, choices)}; {key} is one of: {', '.join(choices)}")
+            raise ValueError(
+                f"{key}={value} in {text!r}{_nearest(value, choices)}; {key} is one of: {', '.join(choices)}"
+            )
         return value
     if hint is bool:
         if value.lower() not in _BOOLEANS:

@@ -1,6 +1,7 @@
 """Payloads across ranks: all-reduce of payloads that add up, all-gather of those that do not, or a chunked reduction.
 
-``engine.py`` keeps one order on all ranks; ``exchange.py`` holds the three ways to average a set of tensors, and chooses.
+``engine.py`` keeps one order on all ranks; ``exchange.py`` holds the three ways to average a set of tensors, and
+chooses.
 """
 
 from __future__ import annotations

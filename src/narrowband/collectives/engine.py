@@ -3,10 +3,10 @@
 Work comes as *jobs*: generators that compute, yield a :class:`Wire` (a collective to issue), are resumed when it has
 arrived, and so on. The engine keeps two promises.
 
-*One order.* Collectives are issued in the order in which jobs were started, and within a job in the order of its phases; all
-phases of a job are issued before the first of the next. As every rank starts the same jobs in the same order, collectives
-meet their peers whatever the timing. Nothing is ever issued from a completion callback: a callback only puts a note into
-the inbox.
+*One order.* Collectives are issued in the order in which jobs were started, and within a job in the order of its
+phases; all phases of a job are issued before the first of the next. As every rank starts the same jobs in the same
+order, collectives meet their peers whatever the timing. Nothing is ever issued from a completion callback: a callback
+only puts a note into the inbox.
 
 *No idle waiting.* While a collective is on the wire, the thread encodes the next job; only issuing waits for its turn.
 
@@ -88,7 +88,7 @@ class Engine:
         self.wire_seconds = 0.0
         self.error: BaseException | None = None
 
-    # ---- from any thread -----------------------------------------------------------------------------------------------
+    # ---- from any thread ---------------------------------------------------------------------------------------------
 
     def post(self, what: Callable[[], None]) -> None:
         """Run ``what`` on the engine's thread, after everything posted before."""
@@ -114,7 +114,7 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
-    # ---- on the engine's thread ----------------------------------------------------------------------------------------
+    # ---- on the engine's thread --------------------------------------------------------------------------------------
 
     def start(self, job: Job, done: Callable[[], None]) -> None:
         """Run ``job`` up to its first collective now; the rest, and then ``done()``, as its collectives arrive."""
@@ -133,7 +133,7 @@ class Engine:
                     continue  # late notes of collectives that were on the wire when it broke
                 try:
                     what()
-                except BaseException as error:  # noqa: BLE001 - whatever it is, waiting ranks must hear of it
+                except BaseException as error:
                     self.error = error
                     log.debug("the engine stopped", exc_info=True)
                     self._order.clear()

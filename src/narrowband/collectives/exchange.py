@@ -9,19 +9,21 @@ collective           what happens                                         bytes 
                      its chunk, encodes the mean; all-gather
 ===================  ===================================================  =====================================
 
-Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the tensors
-as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good. A trailer of
-four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no further collective.
+Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the
+tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good.
+A trailer of four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no
+further collective.
 
-Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid out.
+Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid
+out.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -81,8 +83,8 @@ class Item:
     codec: Codec
     feedback: Feedback | None
     seed: Callable[[int], int]
-    #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank sends
-    #: nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
+    #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank
+    #: sends nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
     compensated: bool = field(default=False, init=False)
 
     def seed_of(self, rank: int) -> int:
@@ -106,10 +108,13 @@ def choose(codec: Codec, nbytes: int, size: int) -> Collective:
 def check(codec: Codec, collective: Collective) -> None:
     """Raise :class:`UnsupportedError` where a forced collective cannot carry a codec."""
     if collective == "dense" and codec.sum_dtype(torch.float32) is None:
-        raise UnsupportedError(f"payloads of {codec} cannot be added, so collective='dense' cannot carry them; use 'auto'")
+        raise UnsupportedError(
+            f"payloads of {codec} cannot be added, so collective='dense' cannot carry them; use 'auto'"
+        )
     if collective == "scatter_reduce" and not codec.requantizes:
         raise UnsupportedError(
-            f"collective='scatter_reduce' encodes sums again, and {codec} would drop most of a sum; use 'gather' or 'auto'"
+            f"collective='scatter_reduce' encodes sums again, and {codec} would drop most of a sum; "
+            "use 'gather' or 'auto'"
         )
 
 
@@ -163,7 +168,7 @@ class Exchange(ABC):
 
     def _settle(self, good: bool) -> None:
         self._settled = True
-        for item, payload in zip(self.items, self._own):
+        for item, payload in zip(self.items, self._own, strict=False):
             seed = item.seed_of(self.peers.rank)
             if item.compensated:
                 assert item.feedback is not None
@@ -218,9 +223,9 @@ class Dense(Exchange):
     def job(self) -> Job:
         begin = time.perf_counter()
         codecs = [item.codec for item in self.items]
-        self._spans = _spans([c.payload_nbytes(i.shape, i.x.dtype) for c, i in zip(codecs, self.items)])
+        self._spans = _spans([c.payload_nbytes(i.shape, i.x.dtype) for c, i in zip(codecs, self.items, strict=True)])
         self._payload = torch.empty(self._spans[-1].stop, dtype=torch.uint8, device=self.items[0].x.device)
-        for item, span in zip(self.items, self._spans):
+        for item, span in zip(self.items, self._spans, strict=True):
             self._encode(item, self._payload[span])
         stateful = any(item.compensated for item in self.items)
         if self.measure or stateful:
@@ -237,7 +242,7 @@ class Dense(Exchange):
             self.finite = kernels.all_finite(values.float())
 
     def _write(self) -> None:
-        for item, span in zip(self.items, self._spans):
+        for item, span in zip(self.items, self._spans, strict=True):
             seed = item.seed_of(self.peers.rank)
             item.codec.decode(self._payload[span], item.x.view(dims(item.shape)), seed=seed)
 
@@ -254,7 +259,7 @@ class Gather(Exchange):
             sizes = [item.codec.payload_nbytes(item.shape, item.x.dtype) for item in self.items]
             capacity = sum(sizes)
             payload = torch.empty(capacity + TRAILER, dtype=torch.uint8, device=device)
-            for item, span in zip(self.items, _spans(sizes)):
+            for item, span in zip(self.items, _spans(sizes), strict=True):
                 finite &= self._encode(item, payload[span])[0]
             self._spans = [_spans(sizes)] * size
         else:
@@ -316,21 +321,21 @@ class _Chunked(Codec):
         return sum(self.sizes(numel_of(shape)))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        for j, (cut, span) in enumerate(zip(self.cut(x.numel()), _spans(self.sizes(x.numel())))):
+        for j, (cut, span) in enumerate(zip(self.cut(x.numel()), _spans(self.sizes(x.numel())), strict=True)):
             self.codec.encode(x[cut], seed=seed + j, out=out[span])
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
-        for j, (cut, span) in enumerate(zip(self.cut(out.numel()), _spans(self.sizes(out.numel())))):
+        for j, (cut, span) in enumerate(zip(self.cut(out.numel()), _spans(self.sizes(out.numel())), strict=True)):
             self.codec.decode(payload[span], out[cut], seed=seed + j, weight=weight, accumulate=accumulate)
 
 
 class ScatterReduce(Exchange):
     """Each rank averages one chunk of every tensor, and sends that average to all.
 
-    What encoding the average loses is owed by the rank that did it: with feedback, N times that error goes into its residual,
-    as one rank's residual counts 1/N in a later average.
+    What encoding the average loses is owed by the rank that did it: with feedback, N times that error goes into its
+    residual, as one rank's residual counts 1/N in a later average.
     """
 
     def _codec(self, item: Item) -> _Chunked:
@@ -349,7 +354,7 @@ class ScatterReduce(Exchange):
         pieces = [_spans(row) for row in sizes]
         at = 0
         for j in range(size):
-            for own, spans in zip(self._own, pieces):
+            for own, spans in zip(self._own, pieces, strict=True):
                 part = own[spans[j]]
                 send[at : at + part.numel()] = part
                 at += part.numel()
@@ -358,15 +363,13 @@ class ScatterReduce(Exchange):
         received = torch.empty(size, send_splits[rank], dtype=torch.uint8, device=device)
         self.encode_seconds += time.perf_counter() - begin
         self.sent_nbytes += send.numel() - send_splits[rank]
-        yield Wire(
-            lambda: _all_to_all(received, send, [send_splits[rank]] * size, send_splits, self.peers), last=False
-        )
+        yield Wire(lambda: _all_to_all(received, send, [send_splits[rank]] * size, send_splits, self.peers), last=False)
         begin = time.perf_counter()
         finite = not bool(received[:, -1].any())
         widest = max(send_splits)
         second = torch.zeros(widest, dtype=torch.uint8, device=device)
         self._errors: list[Tensor] = []
-        for item, span in zip(self.items, _spans(columns[rank])):
+        for item, span in zip(self.items, _spans(columns[rank]), strict=True):
             cut = self._codec(item).cut(item.x.numel())[rank]
             mean = torch.zeros(cut.stop - cut.start, device=device)
             for r in range(size):
@@ -387,7 +390,7 @@ class ScatterReduce(Exchange):
     def _settle(self, good: bool) -> None:
         super()._settle(good)
         if good:
-            for item, error in zip((i for i in self.items if i.feedback is not None), self._errors):
+            for item, error in zip((i for i in self.items if i.feedback is not None), self._errors, strict=True):
                 assert item.feedback is not None
                 owed = item.feedback.owed(item.key)
                 if owed is not None:
@@ -401,10 +404,12 @@ class ScatterReduce(Exchange):
         del self._received
 
 
-# ---- torch.distributed -------------------------------------------------------------------------------------------------
+# ---- torch.distributed -----------------------------------------------------------------------------------------------
 
 #: Named all_gather_into_tensor before PyTorch 2.13.
-all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 all_to_all_single: Callable[..., dist.Work | None] = dist.all_to_all_single
 
 
@@ -415,12 +420,8 @@ def _all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
     return all_gather_single(out.view(-1), x, group=peers.group, async_op=True)
 
 
-def _all_to_all(
-    out: Tensor, x: Tensor, out_splits: list[int], splits: list[int], peers: Peers
-) -> dist.Work | None:
+def _all_to_all(out: Tensor, x: Tensor, out_splits: list[int], splits: list[int], peers: Peers) -> dist.Work | None:
     if peers.size == 1:
         out.view(-1).copy_(x)
         return None
     return all_to_all_single(out.view(-1), x, out_splits, splits, group=peers.group, async_op=True)
-
-

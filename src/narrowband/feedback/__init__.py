@@ -1,8 +1,9 @@
 """What compression lost, kept for later.
 
-A feedback holds state per key (a parameter's name). For each tensor and step it is called twice: :meth:`Feedback.encode`
-when the tensor is to be sent, then, when the step is known to be good on every rank, :meth:`Feedback.absorb` with the payload
-that went out, or else :meth:`Feedback.rollback`, which leaves the state as it was, to the bit.
+A feedback holds state per key (a parameter's name). For each tensor and step it is called twice:
+:meth:`Feedback.encode` when the tensor is to be sent, then, when the step is known to be good on every rank,
+:meth:`Feedback.absorb` with the payload that went out, or else :meth:`Feedback.rollback`, which leaves the state as it
+was, to the bit.
 """
 
 from __future__ import annotations

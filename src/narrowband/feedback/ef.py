@@ -33,9 +33,9 @@ __all__ = ["ErrorFeedback"]
 class ErrorFeedback(Feedback):
     """One float32 residual per key.
 
-    For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e, which
-    makes :meth:`rollback` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a scratch
-    tensor, nothing changes before :meth:`absorb`, and rolling back is nothing to do.
+    For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
+    which makes :meth:`rollback` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
+    scratch tensor, nothing changes before :meth:`absorb`, and rolling back is nothing to do.
     """
 
     name: ClassVar[str] = "ef"
@@ -78,4 +78,3 @@ class ErrorFeedback(Feedback):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._residuals = {key: value.clone() for key, value in state.items()}
-

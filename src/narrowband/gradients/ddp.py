@@ -1,13 +1,16 @@
 """Gradient compression for DistributedDataParallel, as one communication hook.
 
-DDP cuts the gradients into buckets and calls the hook when a bucket is complete, while backward goes on. The hook hands the
-bucket to the engine's thread and returns a future, for which DDP waits at the end of backward. In the engine:
+DDP cuts the gradients into buckets and calls the hook when a bucket is complete, while backward goes on. The hook hands
+the bucket to the engine's thread and returns a future, for which DDP waits at the end of backward. In the engine:
 
-* matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor, so that neither the bytes
+* matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor, so that neither the
+bytes
   nor the result depend on how DDP laid out its buckets (it does that anew after the first step);
-* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce at the end,
+* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce at the
+end,
   in an order of its own;
-* a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every rank.
+* a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every
+rank.
   With feedback, averages are therefore written when the last bucket has arrived, from payloads; without, at once.
 """
 
@@ -30,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowband import kernels
 from narrowband.codecs import Codec, Identity
-from narrowband.codecs.base import dims
 from narrowband.collectives import COLLECTIVES, Engine, Exchange, Item, Peers, Wire, allreduce_nbytes, choose, exchange
 from narrowband.collectives.exchange import all_gather_single, check
 from narrowband.errors import UnsupportedError
@@ -101,7 +103,7 @@ def compress_gradients(
     Example:
         >>> model = DistributedDataParallel(net)
         >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
-        >>> loss(model(x)).backward()                            # averages arrive compressed
+        >>> loss(model(x)).backward()  # averages arrive compressed
         >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
     """
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -208,7 +210,7 @@ class GradientCompression:
         model.register_comm_hook(self, _hook)
         _handles[model] = myself
 
-    # ---- for the user --------------------------------------------------------------------------------------------------
+    # ---- for the user ------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Bytes, seconds and relative error: in total, and of the last finished step."""
@@ -221,7 +223,9 @@ class GradientCompression:
         return self._step
 
     def pause(self) -> None:
-        """Average uncompressed from the next step on; what feedback owes stays until :meth:`resume`. Call on all ranks."""
+        """Average uncompressed from the next step on; what feedback owes stays until :meth:`resume`. Call on all
+        ranks.
+        """
         self._paused = True
 
     def resume(self) -> None:
@@ -249,11 +253,13 @@ class GradientCompression:
         """Go on where :meth:`state_dict` was taken.
 
         Args:
-            state: this rank's own state; or, when the number of ranks has changed, a list with the states of all the ranks
+            state: this rank's own state; or, when the number of ranks has changed, a list with the states of all the
+            ranks
                 there were. What they owed to the average is then shared evenly among the ranks there are, its sum kept.
 
         Raises:
-            ValueError: the state of another rank, another number of ranks or another model, or residuals without a feedback
+            ValueError: the state of another rank, another number of ranks or another model, or residuals without a
+            feedback
                 to hold them.
         """
         self._check_between_steps("load_state_dict")
@@ -263,16 +269,16 @@ class GradientCompression:
             here, there = (self._peers.rank, self._peers.size), (first["rank"], first["world_size"])
             if here != there:
                 raise ValueError(
-                    f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every rank loads "
-                    "its own, or, after a change of the number of ranks, the list of all ranks' states"
+                    f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
+                    "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
                 )
             owed = dict(first["owed"])
         else:
             owed = self._shared_out(states)
         if owed and self._feedback is None:
             raise ValueError(
-                f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} has no "
-                "feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
+                f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} has "
+                "no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
             )
         numel = {p.name: p.shape.numel() for p in self._parameters.values() if p.codec is not None}
         for name, residual in owed.items():
@@ -289,7 +295,7 @@ class GradientCompression:
         self._loss_scale = first["loss_scale"]
         self._total, self._last = StepStats(), StepStats()
 
-    # ---- set-up --------------------------------------------------------------------------------------------------------
+    # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def _classify(self, model: DistributedDataParallel, min_numel: int) -> dict[Tensor, _Parameter]:
         norms = {id(p) for m in model.module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
@@ -300,16 +306,20 @@ class GradientCompression:
                 continue
             if p.dtype not in _COMPRESSIBLE:
                 odd.append(f"{name} ({p.dtype})")
-            small = p.dim() < 2 or p.numel() < min_numel or id(p) in norms  # noqa: PLR2004 - a matrix has two
+            small = p.dim() < 2 or p.numel() < min_numel or id(p) in norms
             codec = None if small or p.dtype not in _COMPRESSIBLE else self.compression.codec
             at = self._dense_numel.get(p.dtype, 0)
             if codec is None:
                 self._dense_numel[p.dtype] = at + p.numel()
             found[p] = _Parameter(name, index, p.shape, codec, at)
         if odd:
-            log.warning("these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd))
+            log.warning(
+                "these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd)
+            )
         if not any(p.codec for p in found.values()):
-            log.warning("nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel)
+            log.warning(
+                "nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel
+            )
         return found
 
     def _warn_if_not_worth_it(self) -> None:
@@ -324,8 +334,8 @@ class GradientCompression:
         plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
         if sent > plain:
             log.warning(
-                "%s among %d ranks sends %.1f MB per step and rank where no compression sends %.1f MB: do not compress, "
-                "or keep less",
+                "%s among %d ranks sends %.1f MB per step and rank where no compression sends %.1f MB: do not "
+                "compress, or keep less",
                 self.compression, size, sent / 1e6, plain / 1e6,
             )  # fmt: skip
 
@@ -339,8 +349,8 @@ class GradientCompression:
         others = [r for r in range(self._peers.size) if not torch.equal(all_of_them[r], mine)]
         if others:
             raise ValueError(
-                f"ranks disagree: rank {self._peers.rank} compresses with {what[:5]}, and rank(s) {others} differ in that or "
-                "in the model's parameters"
+                f"ranks disagree: rank {self._peers.rank} compresses with {what[:5]}, and rank(s) {others} differ in "
+                "that or in the model's parameters"
             )
 
     def _warm_up(self, device: torch.device) -> None:
@@ -360,11 +370,13 @@ class GradientCompression:
     def _choice(self, codec: Codec, nbytes: int) -> Any:
         return choose(codec, nbytes, self._peers.size) if self._collective == "auto" else self._collective
 
-    # ---- a step, in DDP's thread ---------------------------------------------------------------------------------------
+    # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if self._engine.error is not None:
-            raise RuntimeError(f"gradient exchange stopped at an earlier step: {self._engine.error}") from self._engine.error
+            raise RuntimeError(
+                f"gradient exchange stopped at an earlier step: {self._engine.error}"
+            ) from self._engine.error
         step = self._current
         if step is None:
             step = _Step(self, compressing=not self._paused and self._step >= self._start_step)
@@ -398,18 +410,21 @@ class GradientCompression:
             self._last = step
             self._total.add(step)
 
-    # ---- helpers -------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _check_between_steps(self, what: str) -> None:
         if self._current is not None:
-            raise RuntimeError(f"{what} was called inside backward, where what is owed is half-way; call it between steps")
+            raise RuntimeError(
+                f"{what} was called inside backward, where what is owed is half-way; call it between steps"
+            )
 
     def _shared_out(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The sum of (what each rank owed / number of ranks) is what the average still lacks; keep it."""
         size = states[0]["world_size"]
         if sorted(s["rank"] for s in states) != list(range(size)):
             raise ValueError(
-                f"the states were saved by {size} ranks, but these are of ranks {[s['rank'] for s in states]}; pass all, once"
+                f"the states were saved by {size} ranks, but these are of ranks {[s['rank'] for s in states]}; "
+                "pass all, once"
             )
         total: dict[str, Tensor] = {}
         for state in sorted(states, key=lambda s: int(s["rank"])):
@@ -419,7 +434,9 @@ class GradientCompression:
 
 
 class _Step:
-    """One backward pass: its exchanges, its dense remainder, and the decision whether it counts. On the engine's thread."""
+    """One backward pass: its exchanges, its dense remainder, and the decision whether it counts. On the engine's
+    thread.
+    """
 
     def __init__(self, handle: GradientCompression, *, compressing: bool) -> None:
         self.handle = handle
@@ -466,7 +483,9 @@ class _Step:
             self._closed = True
             for dtype in sorted(self._dense, key=str):
                 flat = self._dense[dtype]
-                self._start(self._all_reduce(flat, allreduce_nbytes(flat.numel() * flat.element_size(), size), check=True))
+                self._start(
+                    self._all_reduce(flat, allreduce_nbytes(flat.numel() * flat.element_size(), size), check=True)
+                )
         self._settle_if_complete()
 
     def _compressible(self, parameters: Sequence[Tensor]) -> bool:

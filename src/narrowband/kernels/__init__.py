@@ -5,8 +5,8 @@ here picks a backend by the device of its first tensor and forwards; both backen
 input and seed (stochastic rounding may differ by one quantization level where fp32 sums are ordered differently).
 
 Everything below works on flat, contiguous tensors: values are float32, payloads uint8, indices int32 and sorted
-ascending. Callers (``narrowband.codecs``) flatten, convert and check sizes; kernels trust their shapes and check only what
-comes from a wire.
+ascending. Callers (``narrowband.codecs``) flatten, convert and check sizes; kernels trust their shapes and check only
+what comes from a wire.
 
 **Random numbers** are a counter-based hash, so they depend on (seed, element index) and on nothing else::
 
@@ -15,8 +15,8 @@ comes from a wire.
     hash(i,seed) = mix(i + fold(seed))                                                              (uint32, wrapping)
     uniform(i)   = (hash(i, seed) >> 8) * 2**-24                                                    (float32 in [0, 1))
 
-**Grouped quantization.** ``x`` is cut into groups of ``group`` elements (the last may be shorter). A code of ``bits`` bits
-per element, and a header per group:
+**Grouped quantization.** ``x`` is cut into groups of ``group`` elements (the last may be shorter). A code of ``bits``
+bits per element, and a header per group:
 
 ===========  ==========================  =================================  ==========================  ==============
 ``scale``    header (float32 arrays)     step of a group                    code (then clamped)         value decoded
@@ -32,17 +32,17 @@ per element, and a header per group:
 fused multiply-add; sums (l2, mean) are taken in float64. A group that holds inf or NaN gets lo = step = NaN and
 codes 0, so everything decoded from it is NaN: a broken gradient stays visible.
 
-Codes are packed group by group. ``bits`` is split into planes whose widths are the powers of two that sum to it, largest
-first (7 = 4 + 2 + 1); the first plane holds the code's lowest bits. In a plane of width w over a group of m elements,
-``stride = ceil(m·w / 8)`` bytes; element j sits in byte ``j % stride`` at bit ``(j // stride)·w``. So a 4-bit byte holds
-elements j and j + 64, not 2j and 2j + 1, which lets every loop vectorize. Unused bits are zero.
+Codes are packed group by group. ``bits`` is split into planes whose widths are the powers of two that sum to it,
+largest first (7 = 4 + 2 + 1); the first plane holds the code's lowest bits. In a plane of width w over a group of m
+elements, ``stride = ceil(m·w / 8)`` bytes; element j sits in byte ``j % stride`` at bit ``(j // stride)·w``. So a 4-bit
+byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vectorize. Unused bits are zero.
 
 **Selection** compares magnitudes by the bits of the float with the sign cleared, as integers: inf and NaN are the
 largest of all. Ties go to the lower index.
 
 **Elias–Fano** of k sorted indices below n: ``l`` = the smallest integer ≥ 0 with k·2**l ≥ n. First the upper part:
-2k bits, little-endian within bytes, bit ``(index_i >> l) + i`` set for each i: ceil(2k / 8) bytes. Then the lower part: the
-l low bits of each index one after the other, least significant first: ceil(k·l / 8) bytes. That is k·(2 + l) bits.
+2k bits, little-endian within bytes, bit ``(index_i >> l) + i`` set for each i: ceil(2k / 8) bytes. Then the lower part:
+the l low bits of each index one after the other, least significant first: ceil(k·l / 8) bytes. That is k·(2 + l) bits.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _backend(tensor: Tensor) -> Any:
     return found
 
 
-# ---- sizes: plain arithmetic, the same on every backend ----------------------------------------------------------------
+# ---- sizes: plain arithmetic, the same on every backend --------------------------------------------------------------
 
 
 def plane_widths(bits: int) -> list[int]:
@@ -151,7 +151,7 @@ def sample_rank(n: int, k: int) -> int:
     return min(size, math.ceil(OVERSAMPLE * size * k / n))
 
 
-# ---- grouped quantization ----------------------------------------------------------------------------------------------
+# ---- grouped quantization --------------------------------------------------------------------------------------------
 
 
 def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -169,22 +169,24 @@ def quantize_groups(
 def dequantize_groups(
     payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
 ) -> None:
-    """``out = weight · decoded`` or, accumulating, ``out += weight · decoded``. The payload's size is the caller's check."""
+    """``out = weight · decoded`` or, accumulating, ``out += weight · decoded``. The payload's size is the caller's
+    check.
+    """
     _backend(out).dequantize_groups(
         payload, out, bits=bits, group=group, scale=scale, weight=weight, accumulate=accumulate
     )
 
 
-# ---- selection ---------------------------------------------------------------------------------------------------------
+# ---- selection -------------------------------------------------------------------------------------------------------
 
 
 def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
     """Sorted int32 indices of the k elements of largest magnitude.
 
-    ``sampled=True`` is DGC's hierarchical selection: a threshold from a sample (see :func:`sample_size`: position i of s
-    is ``lo + (hash(i, seed)·(hi − lo) >> 32)`` with lo = i·n // s, hi = (i+1)·n // s) that about 1.3·k elements should
-    pass (see :func:`sample_rank`), then the k largest among those that do. When fewer than k pass, only those are
-    returned; the exact variant then looks again.
+    ``sampled=True`` is DGC's hierarchical selection: a threshold from a sample (see :func:`sample_size`: position i of
+    s is ``lo + (hash(i, seed)·(hi − lo) >> 32)`` with lo = i·n // s, hi = (i+1)·n // s) that about 1.3·k elements
+    should pass (see :func:`sample_rank`), then the k largest among those that do. When fewer than k pass, only those
+    are returned; the exact variant then looks again.
     """
     return cast("Tensor", _backend(x).select_topk(x, k, sampled=sampled, seed=seed))
 
@@ -195,8 +197,9 @@ def select_threshold(x: Tensor, value: float) -> Tensor:
 
 
 def randomk_indices(n: int, k: int, seed: int, device: Any = "cpu") -> Tensor:
-    """k distinct sorted int32 indices below n, one from each of k equal strata: ``lo + (hash(i, seed)·(hi − lo) >> 32)``
-    with lo = i·n // k, hi = (i+1)·n // k."""
+    """k distinct sorted int32 indices below n, one from each of k equal strata: ``lo + (hash(i, seed)·(hi − lo) >>
+    32)`` with lo = i·n // k, hi = (i+1)·n // k.
+    """
     import torch
 
     device = torch.device(device)
@@ -215,9 +218,7 @@ def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor]:
     """:func:`compensate` and :func:`select_topk` of the sum, fused. When not finite, the indices are meaningless."""
-    return cast(
-        "tuple[bool, Tensor]", _backend(x).compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
-    )
+    return cast("tuple[bool, Tensor]", _backend(x).compensate_select_topk(x, residual, k, sampled=sampled, seed=seed))
 
 
 def all_finite(x: Tensor) -> bool:
@@ -225,7 +226,7 @@ def all_finite(x: Tensor) -> bool:
     return cast("bool", _backend(x).all_finite(x))
 
 
-# ---- sparse vectors ----------------------------------------------------------------------------------------------------
+# ---- sparse vectors --------------------------------------------------------------------------------------------------
 
 
 def check_indices(indices: Tensor, n: int) -> None:

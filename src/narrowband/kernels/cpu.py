@@ -1,13 +1,13 @@
 """The loops of :mod:`narrowband.kernels` on CPU, in Numba.
 
-Every loop is compiled without threads of its own and releases the GIL; :func:`_spread` cuts the work into one contiguous
-range per thread and runs the ranges on a small thread pool. That is what makes the kernels safe where Numba's own
-threading layers are not: several Python threads may call at once, and a forked child simply builds a new pool. The thread
-count is ``torch.get_num_threads()``, and results do not depend on it.
+Every loop is compiled without threads of its own and releases the GIL; :func:`_spread` cuts the work into one
+contiguous range per thread and runs the ranges on a small thread pool. That is what makes the kernels safe where
+Numba's own threading layers are not: several Python threads may call at once, and a forked child simply builds a new
+pool. The thread count is ``torch.get_num_threads()``, and results do not depend on it.
 
 What makes them fast: blocks that stay in L1 between two passes, integer loops that LLVM vectorizes (the magnitude of a
-float is its bits without the sign), no temporaries as large as the tensor, and a look at the maximum of a block before a
-look at its elements.
+float is its bits without the sign), no temporaries as large as the tensor, and a look at the maximum of a block before
+a look at its elements.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ MIN_ELEMENTS_PER_THREAD = 1 << 16
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
 
 
-# ---- threads -----------------------------------------------------------------------------------------------------------
+# ---- threads ---------------------------------------------------------------------------------------------------------
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
 def _forget_pool() -> None:
-    global _pool, _pool_size  # noqa: PLW0603 - one pool per process
+    global _pool, _pool_size
     _pool, _pool_size = None, 0
 
 
@@ -96,7 +96,7 @@ def _float_sum(function: Callable[..., Any]) -> Any:
     return njit(function, nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
-# ---- random numbers ----------------------------------------------------------------------------------------------------
+# ---- random numbers --------------------------------------------------------------------------------------------------
 
 
 @_loop
@@ -121,7 +121,7 @@ def _fold(seed: int) -> Any:
     return U32((_mix_int(low) + 0x9E3779B9 * _mix_int(high) + 0x85EBCA6B) & 0xFFFFFFFF)
 
 
-# ---- grouped quantization ----------------------------------------------------------------------------------------------
+# ---- grouped quantization --------------------------------------------------------------------------------------------
 
 
 @_loop
@@ -345,7 +345,7 @@ def _dequantize_range(lows, steps, codes, out, widths, group, offset, weight, ac
             _values(q, 0, m, U8(0), U8(255), low, offset, steps[g], weight, accumulate, out, begin)
 
 
-def _sections(payload: Tensor, numel: int, bits: int, group: int, scale: Scale) -> tuple[Array, Array, Array]:
+def _sections(payload: Tensor, numel: int, group: int, scale: Scale) -> tuple[Array, Array, Array]:
     """(lows, steps, codes) as views of the payload."""
     groups = -(-numel // group)
     header = groups * (2 if scale == "minmax" else 1)
@@ -366,7 +366,7 @@ def quantize_groups(
     x: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, stochastic: bool, seed: int = 0
 ) -> None:
     n = x.numel()
-    lows, steps, codes = _sections(out, n, bits, group, scale)
+    lows, steps, codes = _sections(out, n, group, scale)
     widths = tuple(plane_widths(bits))
     used = sum(-(-group * w // 8) for w in widths) * (n // group) + sum(-(-(n % group) * w // 8) for w in widths)
     codes[used:] = 0
@@ -381,14 +381,14 @@ def dequantize_groups(
     payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
 ) -> None:
     n = out.numel()
-    lows, steps, codes = _sections(payload, n, bits, group, scale)
+    lows, steps, codes = _sections(payload, n, group, scale)
     offset = {"minmax": 0.0, "mean": 0.5}.get(scale, (1 << (bits - 1)) - 1)
     widths = np.array(plane_widths(bits))
     arguments = (lows, steps, codes, out.numpy(), widths, group, F32(offset), F32(weight), accumulate)
     _spread(-(-n // group), n, lambda a, b: _dequantize_range(*arguments, a, b))
 
 
-# ---- selection ---------------------------------------------------------------------------------------------------------
+# ---- selection -------------------------------------------------------------------------------------------------------
 
 
 @_loop
@@ -663,7 +663,7 @@ def compensate_select_topk(
 
 @_loop
 def _finite_range(bits, first, last):
-    for begin in range(first, last, 4096):
+    for begin in range(first, last, 4096):  # noqa: SIM110 - Numba compiles no generator
         if _max_magnitude(bits, begin, min(4096, last - begin)) >= NON_FINITE:
             return False
     return True
@@ -674,7 +674,7 @@ def all_finite(x: Tensor) -> bool:
     return all(_spread(bits.size, bits.size, lambda a, b: _finite_range(bits, a, b)))
 
 
-# ---- sparse vectors ----------------------------------------------------------------------------------------------------
+# ---- sparse vectors --------------------------------------------------------------------------------------------------
 
 
 @_loop
@@ -695,19 +695,21 @@ def _descends_or_leaves(indices, n):
 
 def check_indices(indices: Tensor, n: int) -> None:
     if indices.numel() and _descends_or_leaves(indices.numpy(), n):
-        raise PayloadError(f"indices must be sorted and lie in [0, {n}); this payload is damaged or not for this tensor")
+        raise PayloadError(
+            f"indices must be sorted and lie in [0, {n}); this payload is damaged or not for this tensor"
+        )
 
 
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
     at = indices.numpy()
     arrays = out.numpy(), at, values.numpy(), F32(weight)
 
+    def behind_equals(cut: int) -> int:
+        """Equal neighbours belong to one thread: a cut inside a run of them moves behind it."""
+        return int(np.searchsorted(at, at[cut - 1], side="right")) if 0 < cut < at.size else cut
+
     def work(first: int, last: int) -> None:
-        # Equal neighbours belong to one thread: a cut inside a run of them moves behind it.
-        while 0 < first < at.size and at[first] == at[first - 1]:
-            first += 1
-        while 0 < last < at.size and at[last] == at[last - 1]:
-            last += 1
+        first, last = behind_equals(first), behind_equals(last)
         _accumulate_range(*arrays, first, last)
 
     _spread(at.size, 8 * at.size, work)
@@ -737,7 +739,7 @@ def _elias_fano_encode(indices, low_bits, upper, lower):
 
 @_loop
 def _elias_fano_decode(upper, lower, low_bits, n, out):
-    """False unless the payload holds exactly ``out.size`` sorted indices below n, with unused bits zero."""
+    """False unless the payload holds exactly ``out.size`` sorted indices below n, and no more."""
     mask = np.int64((1 << low_bits) - 1)
     pending = np.int64(0)
     held = 0
