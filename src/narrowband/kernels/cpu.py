@@ -420,6 +420,13 @@ def _kth_largest(bits, k):
 
 @_loop
 def _survivors_of_block(bits, begin, m, threshold, found, count):
+    if (
+        count + m <= found.size
+    ):  # every element is written, and the next one overwrites it unless it survived: no branch
+        for j in range(m):
+            found[At(count)] = I32(begin + j)
+            count += np.int64(I32(bits[At(begin + j)] & MAGNITUDE) >= threshold)
+        return count
     for j in range(m):
         if (bits[At(begin + j)] & MAGNITUDE) >= threshold:
             if count < found.size:
@@ -466,23 +473,20 @@ def _compensate_range(x, residual, residual_bits, threshold, found, first, last)
 
 @_loop
 def _take_largest(bits, found, k, out):
-    """The k indices of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted."""
+    """The k indices of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted; ``out`` has room for k + 1."""
     magnitudes = np.empty(found.size, np.int32)
     for i in range(found.size):
         magnitudes[i] = bits[found[i]] & MAGNITUDE
     threshold = _kth_largest(magnitudes, k)
     ties = k
     for i in range(found.size):
-        ties -= magnitudes[i] > threshold
+        ties -= np.int64(magnitudes[i] > threshold)
     at = 0
-    for i in range(found.size):
-        if magnitudes[i] > threshold:
-            out[at] = found[i]
-            at += 1
-        elif magnitudes[i] == threshold and ties > 0:
-            out[at] = found[i]
-            at += 1
-            ties -= 1
+    for i in range(found.size):  # every index is written, and overwritten by the next unless it is taken: no branch
+        out[At(at)] = found[i]
+        tie = np.int64(magnitudes[i] == threshold) & np.int64(ties > 0)
+        ties -= tie
+        at += np.int64(magnitudes[i] > threshold) | tie
 
 
 @_loop
@@ -584,9 +588,9 @@ def _finish_topk(bits: Array, found: Array | None, k: int, sampled: bool) -> Ten
     if found is None or (found.size < k and not sampled):
         found = _exact_topk(bits, k)  # the sample misled us: look at everything
     elif found.size > k:
-        out = np.empty(k, np.int32)
+        out = np.empty(k + 1, np.int32)
         _take_largest(bits, found, k, out)
-        found = out
+        found = out[:k]
     return torch.from_numpy(found)
 
 
