@@ -478,7 +478,7 @@ def _take_largest(bits, found, k, out):
     for i in range(found.size):
         magnitudes[i] = bits[found[i]] & MAGNITUDE
     threshold = _kth_largest(magnitudes, k)
-    ties = k
+    ties = np.int64(k)
     for i in range(found.size):
         ties -= np.int64(magnitudes[i] > threshold)
     at = 0
