@@ -18,7 +18,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import Field, fields
-from typing import Any, ClassVar, TypeAlias
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -51,6 +52,18 @@ def dims(shape: Shape) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
+def flattened(x: Tensor) -> Tensor:
+    """``x`` as the kernels take it: flat, contiguous float32; in its own memory where it is so already."""
+    return x.detach().reshape(-1).float().contiguous()
+
+
+def squared_norm(x: Tensor) -> float:
+    """``‖x‖²``, summed in float64; piece by piece, because a norm in another dtype copies all that it is given."""
+    flat, piece = x.reshape(-1), 1 << 20
+    norms = (torch.linalg.vector_norm(flat[i : i + piece], dtype=torch.float64) for i in range(0, len(flat), piece))
+    return sum((float(norm) ** 2 for norm in norms), start=0.0)
+
+
 class Codec(ABC):
     """What a tensor becomes on its way, and how it comes back.
 
@@ -81,23 +94,16 @@ class Codec(ABC):
         Args:
             x: float32, float16 or bfloat16, any shape and strides.
             seed: drives stochastic rounding and sampling; the same seed gives the same payload.
-            out: where to write: uint8, contiguous, exactly ``payload_nbytes`` long (fixed-size codecs only).
+            out: where to write: uint8, flat, contiguous, exactly ``payload_nbytes`` long (fixed-size codecs only).
 
         Raises:
-            TypeError: another dtype, or an ``out`` that is not uint8.
+            TypeError: another dtype, or an ``out`` that is not flat, contiguous uint8.
             ValueError: an ``out`` of another size.
         """
         self._check_dtype(x)
-        nbytes = self.payload_nbytes(x.shape, x.dtype)
-        if out is None:
-            out = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        elif out.dtype != torch.uint8 or not out.is_contiguous():
-            raise TypeError(f"out must be a contiguous uint8 tensor, not {out.dtype}")
-        elif out.numel() != nbytes:
-            raise ValueError(f"out has {out.numel()} bytes; {self} needs {nbytes} for shape {tuple(x.shape)}")
-        if nbytes:
-            target = out if out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out)
-            self._encode(x.detach().reshape(-1).float(), x.shape, x.dtype, target, seed)
+        out, target = self._target(out, x.shape, x.dtype, x.device)
+        if out.numel():
+            self._encode(flattened(x), x.shape, x.dtype, target, seed)
             if target is not out:
                 out.copy_(target)
         return out
@@ -110,9 +116,8 @@ class Codec(ABC):
         So the mean over N ranks is N calls with ``weight=1/N, accumulate=True``, with no dense copy per rank.
 
         Raises:
-            PayloadError: the payload is too short, too long, or names an element that ``out`` does not have. Nothing
-            has
-                been written then.
+            PayloadError: the payload is too short, too long, or names an element that ``out`` does not have.
+                Nothing has been written then.
             TypeError: a dtype that no codec decodes to.
         """
         self._check_dtype(out)
@@ -124,7 +129,7 @@ class Codec(ABC):
         if payload.data_ptr() % ALIGNMENT or not payload.is_contiguous():
             payload = payload.clone(memory_format=torch.contiguous_format)
         direct = out.dtype == torch.float32 and out.is_contiguous()
-        flat = (out if direct else out.float()).detach().reshape(-1)
+        flat = flattened(out)  # out's own memory where it can be
         self._decode(payload, flat, out.shape, out.dtype, seed, weight, accumulate)
         if not direct:
             out.detach().copy_(flat.view(out.shape))
@@ -140,11 +145,14 @@ class Codec(ABC):
         the call to the bit.
 
         Returns:
-            (whether the sum is finite, the payload). When not finite the payload is of the right size and meaningless.
+            (whether the sum, and what its payload decodes to, is finite; the payload). When not finite the payload is
+            of the right size and meaningless.
         """
+        if self.fixed_size:
+            out, _ = self._target(out, shape, x.dtype, x.device)  # refuse a wrong one before anything changes
         finite = kernels.compensate(x, residual)
-        payload = self.encode(residual.view(shape), seed=seed, out=out)
-        return finite, payload
+        payload = self.encode(residual.view(dims(shape)), seed=seed, out=out)
+        return finite and self._is_finite(payload, shape), payload
 
     def roundtrip(self, x: Tensor, *, seed: int = 0) -> Tensor:
         """What arrives when ``x`` is sent: ``decode(encode(x))``, of x's shape and dtype."""
@@ -153,9 +161,10 @@ class Codec(ABC):
 
     def squared_error(self, x: Tensor, *, seed: int = 0) -> float:
         """``‖x − roundtrip(x)‖²``, summed in float64."""
-        error = x.detach().float().clone(memory_format=torch.contiguous_format)
-        self.decode(self.encode(x, seed=seed), error, seed=seed, weight=-1.0, accumulate=True)
-        return float(torch.linalg.vector_norm(error, dtype=torch.float64) ** 2)
+        error = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        # Encoded from float32, too: a payload may depend on the dtype.
+        self.decode(self.encode(error, seed=seed), error, seed=seed, weight=-1.0, accumulate=True)
+        return squared_norm(error)
 
     # ---- what the collectives ask ------------------------------------------------------------------------------------
 
@@ -184,12 +193,29 @@ class Codec(ABC):
     ) -> None:
         """``payload`` has the right length; what it says inside is not to be trusted."""
 
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        """Whether a payload of finite float32 stayed finite, for codecs that can overflow."""
+        return True
+
     def _check_length(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> None:
         expected = self.payload_nbytes(shape, dtype)
         if payload.numel() != expected:
             raise PayloadError(
                 f"a payload of {self} for {numel_of(shape)} elements has {expected} bytes, this one {payload.numel()}"
             )
+
+    def _target(
+        self, out: Tensor | None, shape: Shape, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """(``out``, made if there is none; where to write first: ``out``, or aligned memory to copy from)."""
+        nbytes = self.payload_nbytes(shape, dtype)
+        if out is None:
+            out = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        elif out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():
+            raise TypeError(f"out must be flat, contiguous uint8, not {out.dtype} of shape {tuple(out.shape)}")
+        elif out.numel() != nbytes:
+            raise ValueError(f"out has {out.numel()} bytes; {self} needs {nbytes} for shape {dims(shape)}")
+        return out, out if out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out)
 
     def _check_dtype(self, x: Tensor) -> None:
         if x.dtype not in _DTYPES or x.layout != torch.strided:
@@ -209,6 +235,31 @@ def keys_of(term: object) -> list[Field[Any]]:
     return [f for f in fields(term) if f.init]  # type: ignore[arg-type]
 
 
+def check_keys(term: object) -> None:
+    """Give every key the very type of its annotation, so that ``str(codec)`` reads back as the same codec.
+
+    A NumPy number becomes Python's own, and a whole number a float where a float belongs.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a word that is none of those a key takes.
+    """
+    hints = get_type_hints(type(term))
+    for f in keys_of(term):
+        value, hint = getattr(term, f.name), hints[f.name]
+        where = f"{term.name}: {f.name}={value!r}"  # type: ignore[attr-defined]
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"{where} is none of {', '.join(get_args(hint))}")
+        elif hint is bool:
+            if not isinstance(value, bool):
+                raise TypeError(f"{where} is neither True nor False")
+        elif isinstance(value, bool) or not isinstance(value, Integral if hint is int else Real):
+            raise TypeError(f"{where} is not {'a whole number' if hint is int else 'a number'}")
+        else:
+            object.__setattr__(term, f.name, hint(value))  # frozen: this is part of making it
+
+
 def format_term(term: object) -> str:
     """The canonical ``name:key=value,…`` of a codec or feedback: its required keys, and what differs from the
     default.
@@ -225,4 +276,5 @@ def format_term(term: object) -> str:
 def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else str(value)
+    # 1e+30 is written 1e30: behind a plus sign stands a feedback
+    return repr(value).replace("+", "") if isinstance(value, float) else str(value)

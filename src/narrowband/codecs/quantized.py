@@ -11,11 +11,12 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
+
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, numel_of
+from narrowband.codecs.base import ALIGNMENT, Codec, Shape, aligned, check_keys, numel_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from narrowband.kernels import Scale
@@ -48,10 +49,19 @@ class _Grouped(Codec):
     def granularity(self) -> int:
         return self._grouping().group
 
+    def _header_nbytes(self, numel: int) -> int:
+        g = self._grouping()
+        return -(-numel // g.group) * (8 if g.scale == "minmax" else 4)
+
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         g, numel = self._grouping(), numel_of(shape)
-        header = -(-numel // g.group) * (8 if g.scale == "minmax" else 4)
-        return aligned(header + kernels.packed_nbytes(numel, g.bits, g.group))
+        return aligned(self._header_nbytes(numel) + kernels.packed_nbytes(numel, g.bits, g.group))
+
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        """A span or a norm may leave float32 where no element does."""
+        header = payload[: self._header_nbytes(numel_of(shape))]
+        aligned_header = header if header.data_ptr() % ALIGNMENT == 0 else header.clone()
+        return bool(aligned_header.view(torch.float32).isfinite().all())
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         g = self._grouping()
@@ -90,12 +100,11 @@ class Uniform(_Grouped):
     symmetric: bool = False
 
     def __post_init__(self) -> None:
+        check_keys(self)
         lowest = 2 if self.symmetric else 1
         if not lowest <= self.bits <= 8:
             raise ValueError(f"uniform: bits={self.bits} is not in [{lowest}, 8] with symmetric={self.symmetric}")
         _check_group("uniform", "group", self.group)
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"uniform: rounding={self.rounding!r} is neither 'nearest' nor 'stochastic'")
 
     def _grouping(self) -> _Grouping:
         return _Grouping(self.bits, self.group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic")
@@ -120,11 +129,10 @@ class QSGD(_Grouped):
     norm: Literal["max", "l2"] = "max"
 
     def __post_init__(self) -> None:
+        check_keys(self)
         if not 2 <= self.bits <= 8:
             raise ValueError(f"qsgd: bits={self.bits} is not in [2, 8]; the sign takes one (for one bit, use sign)")
         _check_group("qsgd", "bucket", self.bucket)
-        if self.norm not in ("max", "l2"):
-            raise ValueError(f"qsgd: norm={self.norm!r} is neither 'max' nor 'l2'")
 
     def _grouping(self) -> _Grouping:
         return _Grouping(self.bits, self.bucket, "absmax" if self.norm == "max" else "l2", stochastic=True)
@@ -143,6 +151,7 @@ class Sign(_Grouped):
     bucket: int = 512
 
     def __post_init__(self) -> None:
+        check_keys(self)
         _check_group("sign", "bucket", self.bucket)
 
     def _grouping(self) -> _Grouping:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, numel_of
+from narrowband.codecs.base import Codec, Shape, aligned, check_keys, flattened, numel_of
 from narrowband.codecs.quantized import Uniform
 from narrowband.errors import PayloadError
 
@@ -80,9 +80,8 @@ class TopK(Codec):
 
     Args:
         density: the share of elements that is kept.
-        select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which may
-        keep
-            a few less than k and never looks at the tensor twice.
+        select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which
+            may keep a few less than k and never looks at the tensor twice.
         scope: ``tensor``, or ``sample``: k of each slice along the first dimension, so that no sample is silenced.
         values: ``fp32``, ``fp16`` (clamped to ±65,504) or ``int8`` (in steps of 1/127 of the largest of 256).
         indices: ``elias-fano``, or plain ``int32``.
@@ -97,15 +96,8 @@ class TopK(Codec):
     indices: Literal["elias-fano", "int32"] = "elias-fano"
 
     def __post_init__(self) -> None:
+        check_keys(self)
         _check_density("topk", self.density)
-        for key, choices in (
-            ("select", ("exact", "sampled")),
-            ("scope", ("tensor", "sample")),
-            ("values", ("fp32", "fp16", "int8")),
-            ("indices", ("elias-fano", "int32")),
-        ):
-            if getattr(self, key) not in choices:
-                raise ValueError(f"topk: {key}={getattr(self, key)!r} is none of {', '.join(choices)}")
 
     def _rows(self, shape: Shape) -> int:
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
@@ -115,7 +107,7 @@ class TopK(Codec):
     def kept(self, shape: Shape) -> int:
         """How many elements of a tensor of this shape are kept."""
         rows = self._rows(shape)
-        return rows * kept(self.density, numel_of(shape) // rows)
+        return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
     def _values_nbytes(self, k: int) -> int:
         if self.values == "int8":
@@ -126,34 +118,29 @@ class TopK(Codec):
         k, n = self.kept(shape), _check_numel(numel_of(shape))
         return self._values_nbytes(k) + aligned(_index_nbytes(k, n, self.indices))
 
-    def _select(self, x: Tensor, shape: Shape, seed: int) -> Tensor:
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         rows, sampled = self._rows(shape), self.select == "sampled"
-        if rows == 1:
-            return kernels.select_topk(x, self.kept(shape), sampled=sampled, seed=seed)
         width = x.numel() // rows
         k = kept(self.density, width)
         parts = [
-            _padded(kernels.select_topk(x[r * width : (r + 1) * width], k, sampled=sampled, seed=seed + r), k, width)
-            + r * width
+            kernels.select_topk(x[r * width : (r + 1) * width], k, sampled=sampled, seed=seed + r).add_(r * width)
             for r in range(rows)
         ]
-        return torch.cat(parts)
-
-    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        self._write(x, self._select(x, shape, seed), shape, out)
+        self._write(x, torch.cat(parts) if rows > 1 else parts[0], shape, out)
 
     def encode_compensated(
         self, x: Tensor, residual: Tensor, *, shape: Shape, seed: int = 0, out: Tensor | None = None
     ) -> tuple[bool, Tensor]:
         if self._rows(shape) != 1 or not x.numel():
             return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out)
-        if out is None:
-            out = torch.empty(self.payload_nbytes(shape), dtype=torch.uint8, device=x.device)
+        out, target = self._target(out, shape, x.dtype, x.device)
         finite, at = kernels.compensate_select_topk(
             x, residual, self.kept(shape), sampled=self.select == "sampled", seed=seed
         )
         if finite:
-            self._write(residual, at, shape, out)
+            self._write(residual, at, shape, target)
+            if target is not out:
+                out.copy_(target)
         return finite, out
 
     def _write(self, x: Tensor, at: Tensor, shape: Shape, out: Tensor) -> None:
@@ -199,7 +186,7 @@ def _padded(at: Tensor, k: int, n: int) -> Tensor:
 class Threshold(Codec):
     """Every element of at least a given magnitude, in float32 (Sahu et al., arXiv 2108.00951). Use with ``+ef``.
 
-    How many there are depends on the data, so ``payload_nbytes`` is the capacity, reached when all elements are kept.
+    How many there are depends on the data, so ``payload_nbytes`` is the capacity: what the longest payload needs.
 
     Args:
         value: the smallest magnitude that is kept.
@@ -211,6 +198,7 @@ class Threshold(Codec):
     value: float = field(metadata={"always": True})
 
     def __post_init__(self) -> None:
+        check_keys(self)
         if not _FP32_TINY <= self.value <= _FP32_MAX:
             raise ValueError(f"threshold: value={self.value} is not a positive float32 ({_FP32_TINY:.3g} and up)")
 
@@ -220,7 +208,8 @@ class Threshold(Codec):
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         n = _check_numel(numel_of(shape))
-        return self._nbytes_kept(n, n)
+        # Keeping all is the most values; keeping all but one costs a value less and a low bit per index more.
+        return max(self._nbytes_kept(n, n), self._nbytes_kept(n - 1, n))
 
     def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
         """The payload of ``x``, as long as it needs to be; ``out`` must hold the capacity, and a prefix of it
@@ -228,11 +217,13 @@ class Threshold(Codec):
         """
         self._check_dtype(x)
         n = _check_numel(x.numel())
-        if out is not None and (out.dtype != torch.uint8 or out.numel() < self.payload_nbytes(n)):
-            raise ValueError(f"out must be uint8 with at least {self.payload_nbytes(n)} bytes for {n} elements")
+        if out is not None and (out.dtype != torch.uint8 or out.dim() != 1):
+            raise TypeError(f"out must be flat uint8, not {out.dtype} of shape {tuple(out.shape)}")
+        if out is not None and out.numel() < self.payload_nbytes(n):
+            raise ValueError(f"out has {out.numel()} bytes; {self} may need {self.payload_nbytes(n)} for {n} elements")
         if not n:
             return torch.empty(0, dtype=torch.uint8, device=x.device)
-        flat = x.detach().reshape(-1).float()
+        flat = flattened(x)
         at = kernels.select_threshold(flat, self.value)
         k = at.numel()
         payload = torch.empty(self._nbytes_kept(k, n), dtype=torch.uint8, device=x.device)
@@ -266,11 +257,10 @@ class Threshold(Codec):
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Elements at random places that both sides derive from the seed, so only values travel (Stich et al., arXiv
-    1809.07599).
+    """Elements at random places that both sides derive from the seed, so that only values travel. Use with ``+ef``.
 
-    One element from each of k equal stretches. All ranks pick the same places, so payloads can be added by an
-    all-reduce. Nothing is scaled up for what is left out: use with ``+ef``.
+    One element from each of k equal stretches (after Stich et al., arXiv 1809.07599). All ranks pick the same places,
+    so payloads can be added by an all-reduce. Nothing is scaled up for what is left out.
 
     Args:
         density: the share of elements that is kept.
@@ -282,6 +272,7 @@ class RandomK(Codec):
     density: float = field(default=0.01, metadata={"always": True})
 
     def __post_init__(self) -> None:
+        check_keys(self)
         _check_density("randomk", self.density)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:

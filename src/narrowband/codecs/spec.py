@@ -49,7 +49,9 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     hints = get_type_hints(kind)
     known = {f.name: f for f in keys_of(kind)}
     values: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")) if rest else ():
+    for pair in rest.split(",") if rest else ():
+        if not pair.strip():
+            raise ValueError(f"{text!r} has a comma with no key=value beside it")
         key, equals, value = pair.partition("=")
         key = key.strip()
         if key not in known:

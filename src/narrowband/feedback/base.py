@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 
     from narrowband.codecs import Codec, Shape
 
-__all__ = ["Feedback", "Norms", "squared_norm"]
+__all__ = ["Feedback", "Norms"]
 
 
 class Norms(NamedTuple):
@@ -22,11 +20,6 @@ class Norms(NamedTuple):
 
     encoded: float
     lost: float
-
-
-def squared_norm(x: Tensor) -> float:
-    """``‖x‖²``, summed in float64."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64) ** 2)
 
 
 class Feedback(ABC):

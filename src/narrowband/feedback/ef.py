@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from narrowband.codecs.base import dims
-from narrowband.feedback.base import Feedback, Norms, squared_norm
+from narrowband.codecs.base import dims, squared_norm
+from narrowband.feedback.base import Feedback, Norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ErrorFeedback"]
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # equal configurations hash alike; the residuals are not part of it
 class ErrorFeedback(Feedback):
     """One float32 residual per key.
 
@@ -48,6 +48,11 @@ class ErrorFeedback(Feedback):
         residual = self._residuals.get(key)
         if residual is None:
             residual = self._residuals[key] = torch.zeros(x.numel(), device=x.device)
+        elif residual.numel() != x.numel():
+            raise ValueError(
+                f"{residual.numel()} elements are owed under {key!r}, so {x.numel()} cannot be encoded there; "
+                "use another key, or load the state of this model"
+            )
         if x.dtype == torch.float32:
             return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out)
         return codec.encode_compensated(x.float(), residual.clone(), shape=shape, seed=seed, out=out)
@@ -77,4 +82,7 @@ class ErrorFeedback(Feedback):
         return dict(self._residuals)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._residuals = {key: value.clone() for key, value in state.items()}
+        self._residuals = {
+            key: value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            for key, value in state.items()
+        }

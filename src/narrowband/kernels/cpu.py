@@ -473,7 +473,10 @@ def _compensate_range(x, residual, residual_bits, threshold, found, first, last)
 
 @_loop
 def _take_largest(bits, found, k, out):
-    """The k indices of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted; ``out`` has room for k + 1."""
+    """The k indices of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted.
+
+    ``out`` has room for k + 1.
+    """
     magnitudes = np.empty(found.size, np.int32)
     for i in range(found.size):
         magnitudes[i] = bits[found[i]] & MAGNITUDE
@@ -481,8 +484,8 @@ def _take_largest(bits, found, k, out):
     ties = np.int64(k)
     for i in range(found.size):
         ties -= np.int64(magnitudes[i] > threshold)
-    at = 0
-    for i in range(found.size):  # every index is written, and overwritten by the next unless it is taken: no branch
+    at = np.int64(0)
+    for i in range(found.size):  # every index is written, and overwritten unless it is taken: no branch
         out[At(at)] = found[i]
         tie = np.int64(magnitudes[i] == threshold) & np.int64(ties > 0)
         ties -= tie

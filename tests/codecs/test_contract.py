@@ -1,0 +1,299 @@
+"""The contract written in ``narrowband.codecs.base``, held by every codec with every value of its keys."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import narrowband as nb
+from narrowband import codecs
+from tests.codecs.common import DTYPES, SPECS, SUMS, WRITABLE, backend, bits_of, decoded, seeds, tensor, tensors
+
+every_codec = pytest.mark.parametrize("spec", SPECS)
+few = settings(max_examples=10)
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds)
+def test_a_payload_has_the_size_that_was_announced(spec, x, seed):
+    codec = nb.codec(spec)
+    payload = codec.encode(x, seed=seed)
+    announced = codec.payload_nbytes(x.shape, x.dtype)
+    assert payload.dtype == torch.uint8
+    assert payload.dim() == 1
+    assert payload.numel() % codecs.ALIGNMENT == 0
+    assert announced % codecs.ALIGNMENT == 0
+    if codec.fixed_size:
+        assert payload.numel() == announced
+    else:
+        assert payload.numel() <= announced
+    assert (announced == 0) == (x.numel() == 0)
+    if x.dim() == 1:
+        assert codec.payload_nbytes(x.numel(), x.dtype) == announced
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds)
+def test_encoding_is_a_function_of_tensor_and_seed(spec, x, seed):
+    codec = nb.codec(spec)
+    before = bits_of(x)
+    payload = codec.encode(x, seed=seed)
+    assert bits_of(x) == before, "the input was changed"
+    assert torch.equal(payload, nb.codec(spec).encode(x.contiguous(), seed=seed)), "strides or the instance matter"
+    if codec.name != "none":  # whose payload is in the tensor's dtype
+        assert torch.equal(payload, codec.encode(x.float(), seed=seed)), "arithmetic is not float32"
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds, offset=st.integers(0, 5))
+def test_encode_writes_into_out_at_any_address(spec, x, seed, offset):
+    codec = nb.codec(spec)
+    payload = codec.encode(x, seed=seed)
+    capacity = codec.payload_nbytes(x.shape, x.dtype)
+    around = torch.full((offset + capacity + 16,), 0xA5, dtype=torch.uint8)
+    out = around[offset : offset + capacity]
+    returned = codec.encode(x, seed=seed, out=out)
+    assert torch.equal(returned, payload)
+    if capacity:
+        assert returned.data_ptr() == out.data_ptr()
+    assert (around[:offset] == 0xA5).all()
+    assert (around[offset + payload.numel() :] == 0xA5).all()
+
+
+@every_codec
+def test_encode_refuses_an_out_that_is_not_a_flat_payload(spec):
+    codec, x = nb.codec(spec), torch.randn(40)
+    nbytes = codec.payload_nbytes(40)
+    with pytest.raises(ValueError, match=rf"{nbytes - 4} bytes"):
+        codec.encode(x, out=torch.empty(nbytes - 4, dtype=torch.uint8))
+    with pytest.raises(TypeError, match="uint8"):
+        codec.encode(x, out=torch.empty(nbytes, dtype=torch.int8))
+    for shape in [(1, nbytes), (nbytes // 4, 4), (nbytes, 1)]:
+        with pytest.raises(TypeError, match="flat"):
+            codec.encode(x, out=torch.empty(shape, dtype=torch.uint8))
+    if codec.fixed_size:
+        with pytest.raises(ValueError, match=rf"{nbytes + 4} bytes"):
+            codec.encode(x, out=torch.empty(nbytes + 4, dtype=torch.uint8))
+        with pytest.raises(TypeError, match="contiguous"):
+            codec.encode(x, out=torch.empty(2 * nbytes, dtype=torch.uint8)[::2])
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds)
+def test_roundtrip_is_decode_of_encode(spec, x, seed):
+    codec = nb.codec(spec)
+    there_and_back = codec.roundtrip(x, seed=seed)
+    assert there_and_back.shape == x.shape
+    assert there_and_back.dtype == x.dtype
+    out = torch.full(x.shape, torch.nan, dtype=x.dtype)
+    assert codec.decode(codec.encode(x, seed=seed), out, seed=seed) is out
+    assert bits_of(there_and_back) == bits_of(out)
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds)
+def test_squared_error_is_that_of_what_is_decoded(spec, x, seed):
+    codec = nb.codec(spec)
+    lost = x.double() - decoded(codec, codec.encode(x, seed=seed), x, seed).double()
+    expected = float((lost**2).sum())
+    scale = float((x.double() ** 2).sum())
+    assert codec.squared_error(x, seed=seed) == pytest.approx(expected, rel=1e-5, abs=1e-12 * scale)
+
+
+@every_codec
+@settings(max_examples=15)
+@given(
+    x=tensors(),
+    data=st.data(),
+    seed=seeds,
+    weight=st.sampled_from([1.0, 0.25, -1.0, 1 / 3, 0.0]),
+    accumulate=st.booleans(),
+)
+def test_decode_is_the_dense_formula(spec, x, data, seed, weight, accumulate):
+    """Into float32, float16, bfloat16 of any strides: ``out ← [out +] weight · decoded``, rounded once."""
+    codec = nb.codec(spec)
+    payload = codec.encode(x, seed=seed)
+    values = decoded(codec, payload, x, seed)
+    if x.is_contiguous():
+        form = data.draw(st.sampled_from(["contiguous", "every second", "transposed", "offset"]))
+    else:
+        form = data.draw(st.sampled_from(["contiguous", "every second"]))
+    dtype = x.dtype if codec.name == "none" else data.draw(st.sampled_from(DTYPES))
+    out = torch.randn(x.shape).to(dtype)
+    if form == "every second":
+        out = torch.stack([out, out], -1)[..., 0]
+    elif form == "transposed" and x.dim() == 2:
+        out = out.t().contiguous().t()
+    elif form == "offset":
+        out = torch.cat([out.reshape(-1)[:1], out.reshape(-1)])[1 if x.numel() else 0 :].view(x.shape)
+    before = out.double()
+    exact = weight * values.double() + (before if accumulate else 0.0)
+    returned = codec.decode(payload, out, seed=seed, weight=weight, accumulate=accumulate)
+    assert returned is out
+    assert out.dtype == dtype
+    terms = weight * values.double().abs() + (before.abs() if accumulate else 0.0)
+    slack = 2.0**-22 * terms.abs() + torch.finfo(dtype).eps * exact.abs() + 1e-7 * (dtype != torch.float32) + 1e-37
+    assert ((out.double() - exact).abs() <= slack).all()
+
+
+@every_codec
+def test_accumulating_n_payloads_is_their_mean(spec):
+    codec = nb.codec(spec)
+    parts = [tensor("odd", seed=rank) for rank in range(4)]
+    total = torch.zeros(parts[0].shape)
+    for rank, part in enumerate(parts):
+        codec.decode(codec.encode(part, seed=rank), total, seed=rank, weight=0.25, accumulate=True)
+    mean = sum(codec.roundtrip(part, seed=rank).double() for rank, part in enumerate(parts)) / 4
+    torch.testing.assert_close(total.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds)
+def test_the_payload_may_lie_anywhere(spec, x, seed):
+    codec = nb.codec(spec)
+    payload = codec.encode(x, seed=seed)
+    expected = bits_of(decoded(codec, payload, x, seed))
+    for offset in (1, 2, 3):
+        moved = torch.cat([payload.new_zeros(offset), payload])[offset:]
+        assert bits_of(decoded(codec, moved, x, seed)) == expected
+    strided = torch.stack([payload, payload], 1)[:, 0]
+    assert bits_of(decoded(codec, strided, x, seed)) == expected
+
+
+@every_codec
+@few
+@given(x=tensors(), seed=seeds)
+def test_both_backends_write_and_read_the_same(spec, x, seed):
+    codec = nb.codec(spec)
+    with backend("cpu"):
+        payload = codec.encode(x, seed=seed)
+        values = decoded(codec, payload, x, seed)
+    with backend("reference"):
+        reference = codec.encode(x, seed=seed)
+        assert bits_of(decoded(codec, payload, x, seed)) == bits_of(values)
+        reference_values = decoded(codec, reference, x, seed)
+    assert payload.numel() == reference.numel()
+    if spec in SUMS:  # one level at most, where the last bit of a step decides
+        step = x.float().norm() if "l2" in spec else x.float().abs().amax() if x.numel() else 0.0
+        assert ((values - reference_values).abs() <= step * (1 + 1e-5)).all()
+        assert ((values - reference_values).abs() > 1e-5 * step).float().mean().nan_to_num() < 0.01
+    else:
+        assert torch.equal(payload, reference)
+
+
+@every_codec
+def test_parameters_and_tensors_in_a_graph_are_taken_as_values(spec):
+    codec = nb.codec(spec)
+    for x in (nn.Parameter(torch.randn(5, 60)), torch.randn(5, 60, requires_grad=True) * 2):
+        before = x.detach().clone()
+        payload = codec.encode(x)
+        assert not payload.requires_grad
+        assert type(payload) is Tensor
+        assert not codec.roundtrip(x).requires_grad
+        assert codec.squared_error(x) == codec.squared_error(before)
+        assert torch.equal(x.detach(), before)
+        assert x.requires_grad
+    for out in (nn.Parameter(torch.ones(5, 60)), nn.Parameter(torch.ones(60, 5)).t()):  # a leaf, and a view of one
+        assert codec.decode(payload, out, accumulate=True) is out
+        torch.testing.assert_close(out.detach(), 1 + codec.roundtrip(before))
+
+
+@every_codec
+def test_a_half_precision_parameter_can_be_written_to(spec):
+    codec, out = nb.codec(spec), nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    codec.decode(codec.encode(torch.randn(300).bfloat16()), out)
+    assert out.requires_grad
+
+
+@every_codec
+def test_other_dtypes_are_refused_on_both_sides(spec):
+    codec = nb.codec(spec)
+    for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool, torch.uint8):
+        with pytest.raises(TypeError, match=r"float32, float16 or bfloat16.*convert it"):
+            codec.encode(torch.zeros(8, dtype=dtype))
+        with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
+            codec.decode(codec.encode(torch.zeros(8)), torch.zeros(8, dtype=dtype))
+
+
+@every_codec
+def test_sparse_tensors_are_refused(spec):
+    with pytest.raises(TypeError, match="dense"):
+        nb.codec(spec).encode(torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize("form", WRITABLE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_none_loses_nothing(form, dtype):
+    x = tensor(form, dtype=dtype)
+    assert bits_of(nb.codec("none").roundtrip(x)) == bits_of(x)
+    assert nb.codec("none").squared_error(x) == 0.0
+
+
+@pytest.mark.parametrize("spec", ["topk", "threshold:value=1", "randomk"])
+def test_sparse_codecs_index_with_32_bits(spec):
+    codec = nb.codec(spec)
+    assert codec.payload_nbytes(2**31 - 1) > 0  # a number, not an allocation
+    for shape in (2**31, (2**16, 2**15), [2, 2**15, 2**15]):
+        with pytest.raises(ValueError, match="32 bits"):
+            codec.payload_nbytes(shape)
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "uniform", "qsgd", "sign"])
+def test_the_others_take_any_number_of_elements(spec):
+    assert nb.codec(spec).payload_nbytes(2**33) > 2**30
+
+
+def test_what_seeds_drive():
+    """Stochastic rounding, sampling and random places depend on the seed; nothing else does."""
+    x = torch.randn(100_000)
+    for spec in SPECS:
+        codec = nb.codec(spec)
+        stochastic = any(word in spec for word in ("stochastic", "qsgd", "randomk"))
+        # In a group of one there is nothing to round, and nothing to choose where all is kept.
+        stochastic &= not any(word in spec for word in ("group=1,", "bucket=1,", "randomk:density=1.0"))
+        same = torch.equal(codec.encode(x, seed=1), codec.encode(x, seed=2**40 + 1))
+        if "sampled" not in spec:  # of which another sample rarely finds another k
+            assert same != stochastic, spec
+
+
+@every_codec
+def test_threads_change_nothing(spec):
+    """Neither how many share the work of one call, nor how many call at once."""
+    codec = nb.codec(spec)
+    x = torch.randn(2, 100_003, generator=torch.Generator().manual_seed(2))
+
+    def work(seed):
+        payload = codec.encode(x, seed=seed)
+        return payload, codec.decode(payload, torch.ones(x.shape), seed=seed, weight=0.5, accumulate=True)
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = [work(seed) for seed in range(4)]
+    finally:
+        torch.set_num_threads(threads)
+    with ThreadPoolExecutor(4) as pool:
+        for (payload, out), (payload_1, out_1) in zip(pool.map(work, range(4)), expected, strict=True):
+            assert torch.equal(payload, payload_1)
+            assert torch.equal(out, out_1)
+
+
+@every_codec
+def test_a_codec_has_no_state(spec):
+    codec = nb.codec(spec)
+    before = copy.deepcopy(vars(codec))
+    codec.squared_error(torch.randn(1000))
+    codec.encode(torch.randn(3, 7), seed=5)
+    assert vars(codec) == before

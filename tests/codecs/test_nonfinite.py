@@ -1,0 +1,104 @@
+"""Inf and NaN stay visible: what is decoded from them is not finite, and how far that reaches is fixed here.
+
+``randomk`` is the exception: it cannot show what it does not send, so a collective must not rely on payloads alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband import kernels
+from tests.codecs.common import QUANTIZED, SPECS, backend
+
+every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
+BAD = (torch.nan, torch.inf, -torch.inf)
+N = 1000
+
+
+def break_at(place, bad):
+    x = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    whole = x.clone()
+    x[place] = bad
+    return whole, x
+
+
+@every_backend
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_broken_element_is_never_decoded_as_a_finite_tensor(name, spec):
+    codec = nb.codec(spec)
+    for place, bad in itertools.product((0, 517, N - 1), BAD):
+        _, x = break_at(place, bad)
+        with backend(name):
+            after = codec.roundtrip(x, seed=3)
+        sent = codec.name != "randomk" or place in kernels.randomk_indices(N, round(codec.density * N), 3)
+        assert bool(after.isfinite().all()) != sent
+        if codec.name in ("none", "fp16", "bf16", "threshold") or ("topk" in spec and "int8" not in spec):
+            assert after.isfinite().sum() == N - 1
+            torch.testing.assert_close(after[place], torch.tensor(bad), equal_nan=True)
+
+
+@every_backend
+@pytest.mark.parametrize("spec", QUANTIZED)
+def test_a_group_with_a_broken_element_is_nan_and_the_others_are_as_ever(name, spec):
+    codec, place = nb.codec(spec), 517
+    group = codec.bucket if hasattr(codec, "bucket") else codec.group
+    begin = place // group * group
+    for bad in BAD:
+        whole, x = break_at(place, bad)
+        with backend(name):
+            expected, after = codec.roundtrip(whole, seed=3), codec.roundtrip(x, seed=3)
+        expected[begin : begin + group] = torch.nan
+        torch.testing.assert_close(after, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@every_backend
+def test_more_broken_elements_than_are_kept(name):
+    for spec in ("topk:density=0.01", "topk:density=0.01,select=sampled", "topk:density=0.01,values=int8"):
+        with backend(name):
+            after = nb.codec(spec).roundtrip(torch.full((N,), torch.nan))
+        assert 1 <= (~after.isfinite()).sum() <= 10
+
+
+@every_backend
+@pytest.mark.parametrize("spec", ["fp16", "uniform:bits=4", "qsgd:bits=4,norm=l2", "sign"])
+def test_finite_values_beyond_the_range_of_a_codec_are_not_finite_afterwards(name, spec):
+    """max − min, ‖x‖₂ or twice the mean magnitude leave float32; a wrong number would be worse than none."""
+    x = torch.full((128,), 3e38)
+    x[::2] = -3e38
+    with backend(name):
+        assert not nb.codec(spec).roundtrip(x).isfinite().any()
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "none",
+        "bf16",
+        "uniform:bits=4,symmetric=true",
+        "qsgd:bits=4",
+        "topk:density=0.5",
+        "topk:density=0.5,values=int8",
+        "topk:density=0.5,values=fp16",
+        "randomk",
+    ],
+)
+def test_the_others_hold_the_largest_floats(name, spec):
+    x = torch.full((128,), 3e38)
+    x[::2] = -3e38
+    with backend(name):
+        assert nb.codec(spec).roundtrip(x).isfinite().all()
+
+
+@every_backend
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_smallest_floats_stay_finite_and_small(name, spec):
+    x = torch.randn(300) * 1e-39
+    with backend(name):
+        after = nb.codec(spec).roundtrip(x)
+    assert after.isfinite().all()
+    assert after.abs().max() < 1e-36

@@ -1,0 +1,330 @@
+"""Error feedback against a float64 derivation of Karimireddy et al., algorithm 1, and its transaction to the bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import narrowband as nb
+from narrowband.codecs.base import squared_norm
+from narrowband.feedback import ErrorFeedback
+from tests.codecs.common import SPECS, backend, bits_of, seeds, tensors
+
+every_codec = pytest.mark.parametrize(
+    "spec",
+    [
+        "none",
+        "fp16",
+        "bf16",
+        "uniform:bits=2",
+        "uniform:bits=4,rounding=stochastic,symmetric=true",
+        "qsgd:bits=4,bucket=64",
+        "qsgd:bits=8,norm=l2",
+        "sign",
+        "topk:density=0.05",
+        "topk:density=0.05,select=sampled",
+        "topk:density=0.05,scope=sample",
+        "topk:density=0.1,values=fp16",
+        "topk:density=0.1,values=int8,indices=int32",
+        "threshold:value=1.5",
+        "randomk:density=0.1",
+    ],
+)
+SHAPE = (6, 50)
+N = 300
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def gradient(step, dtype=torch.float32):
+    return torch.randn(N, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def send(feedback, key, g, codec, seed=0, shape=SHAPE):
+    """One good step: what arrives on the other side, flat float32. ``g`` is used up."""
+    finite, payload = feedback.encode(key, g, codec, shape=shape, seed=seed)
+    assert finite
+    feedback.absorb(key, g, codec, payload, shape=shape, seed=seed)
+    return codec.decode(payload, torch.empty(shape), seed=seed).reshape(-1)
+
+
+def after_some_steps(codec, steps=3):
+    feedback = ErrorFeedback()
+    for step in range(steps):
+        send(feedback, "w", gradient(step), codec, seed=step)
+    return feedback
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_step_is_the_algorithm(spec, dtype):
+    """p = e + g; send C(p); e = p − C(p), followed in float64 with the payloads that were sent."""
+    codec, feedback = nb.codec(spec), ErrorFeedback()
+    e = torch.zeros(N, dtype=torch.float64)
+    for step in range(10):
+        g = gradient(step, dtype)
+        p = e + g.double()
+        finite, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=step)
+        assert finite
+        # C is applied to p: the same payload as that of p rounded to float32, up to what rounding differently decides
+        again = codec.decode(codec.encode(p.float().view(SHAPE), seed=step), torch.empty(SHAPE), seed=step).view(-1)
+        sent = codec.decode(payload, torch.empty(SHAPE), seed=step).view(-1).double()
+        assert ((sent - again.double()).abs() > 1e-5).float().mean() <= 0.01
+        feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=step)
+        e = p - sent
+        torch.testing.assert_close(feedback.owed("w").double(), e, rtol=0, atol=1e-5)
+        e = feedback.owed("w").double()
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_lost_it_is_late(spec, dtype):
+    """Over 30 steps: everything sent, plus what is owed, is the sum of all gradients."""
+    codec, feedback = nb.codec(spec), ErrorFeedback()
+    gradients = torch.zeros(N, dtype=torch.float64)
+    arrived = torch.zeros(N, dtype=torch.float64)
+    for step in range(30):
+        g = gradient(step, dtype)
+        gradients += g.double()
+        arrived += send(feedback, "w", g, codec, seed=step).double()
+    owed = feedback.owed("w")
+    assert owed.dtype == torch.float32
+    assert owed.shape == (N,)
+    torch.testing.assert_close(arrived + owed.double(), gradients, rtol=0, atol=1e-4)
+    if spec == "none":
+        assert not owed.any()
+    elif spec.startswith(("topk", "randomk", "sign")):
+        assert float(owed.norm()) > 1.0, "this codec loses much in each step"
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.1", "topk:density=0.1,select=sampled", "sign", "randomk:density=0.1"])
+def test_what_is_owed_stays_bounded(spec):
+    """A contraction by δ keeps ‖e‖ below 2/δ · ‖g‖ (Karimireddy et al., lemma 3), however long the run."""
+    codec, feedback = nb.codec(spec), ErrorFeedback()
+    norms = []
+    for step in range(200):
+        g = gradient(step)
+        send(feedback, "w", g, codec, seed=step)
+        norms.append(float(feedback.owed("w").norm()))
+    assert max(norms) < 2 / 0.1 * (N**0.5 * 1.2)
+    assert max(norms[100:]) < 2 * max(norms[50:100])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@settings(max_examples=6)
+@given(x=tensors(), seed=seeds)
+def test_rollback_undoes_encode_to_the_bit(spec, x, seed):
+    codec, feedback = nb.codec(spec), ErrorFeedback()
+    g = x.contiguous().view(-1)
+    first = g.clone()
+    feedback.encode("w", first, codec, shape=x.shape, seed=seed)
+    feedback.rollback("w", first)
+    assert not any(bits_of(feedback.owed("w"))), "nothing was owed"
+    first = g.clone()
+    _, payload = feedback.encode("w", first, codec, shape=x.shape, seed=seed)
+    feedback.absorb("w", first, codec, payload, shape=x.shape, seed=seed)
+    before = bits_of(feedback.owed("w"))
+    again = g.clone()
+    finite, _ = feedback.encode("w", again, codec, shape=x.shape, seed=seed + 1)
+    assert finite
+    feedback.rollback("w", again)
+    assert bits_of(feedback.owed("w")) == before
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_gradient_that_is_not_finite_is_reported_and_can_be_rolled_back(spec, dtype, name):
+    codec = nb.codec(spec)
+    with backend(name):
+        feedback = after_some_steps(codec)
+        before = bits_of(feedback.owed("w"))
+        for place, bad in itertools.product((0, 77, N - 1), (torch.inf, -torch.inf, torch.nan)):
+            g = gradient(9, dtype)
+            g[place] = bad
+            finite, _ = feedback.encode("w", g, codec, shape=SHAPE, seed=9)
+            assert finite is False
+            feedback.rollback("w", g)
+            assert bits_of(feedback.owed("w")) == before
+        arrived = send(feedback, "w", gradient(10), codec, seed=10)
+    undisturbed = after_some_steps(codec)
+    with backend(name):
+        assert bits_of(arrived) == bits_of(send(undisturbed, "w", gradient(10), codec, seed=10))
+
+
+def test_a_sum_that_overflows_is_reported_although_both_parts_are_finite():
+    feedback, codec = ErrorFeedback(), nb.codec("randomk:density=0.01")
+    large = torch.full((N,), 3e38)
+    finite, payload = feedback.encode("w", large.clone(), codec, shape=SHAPE, seed=0)
+    assert finite
+    feedback.absorb("w", large, codec, payload, shape=SHAPE, seed=0)
+    g = torch.full((N,), 3e38)
+    before = bits_of(feedback.owed("w"))
+    assert not feedback.encode("w", g, codec, shape=SHAPE, seed=1)[0]
+    feedback.rollback("w", g)
+    assert bits_of(feedback.owed("w")) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_half_precision_gradient_is_left_as_it_is(dtype):
+    feedback, codec = after_some_steps(nb.codec("topk:density=0.05")), nb.codec("topk:density=0.05")
+    g = gradient(4, dtype)
+    before, owed = g.clone(), bits_of(feedback.owed("w"))
+    _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=4)
+    assert bits_of(feedback.owed("w")) == owed, "nothing changes before absorb"
+    assert torch.equal(g, before)
+    feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=4)
+    assert torch.equal(g, before)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_measure_gives_the_norms_of_what_was_encoded_and_what_was_lost(spec, dtype):
+    codec, feedback = nb.codec(spec), after_some_steps(nb.codec("topk:density=0.05"))
+    e, g = feedback.owed("w").double(), gradient(5, dtype)
+    p = e + g.double()
+    _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=5)
+    norms = feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=5, measure=True)
+    sent = codec.decode(payload, torch.empty(SHAPE), seed=5).view(-1).double()
+    assert norms.encoded == pytest.approx(float((p**2).sum()), rel=1e-5)
+    assert norms.lost == pytest.approx(float(((p - sent) ** 2).sum()), rel=1e-4, abs=1e-8)
+    assert norms.lost == squared_norm(feedback.owed("w"))
+
+
+def test_without_measure_there_are_no_norms():
+    feedback, codec, g = ErrorFeedback(), nb.codec("sign"), gradient(0)
+    _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=0)
+    assert feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=0) is None
+
+
+@every_codec
+def test_encode_writes_into_out(spec):
+    codec = nb.codec(spec)
+    expected = ErrorFeedback().encode("w", gradient(1), codec, shape=SHAPE, seed=2)[1]
+    for offset in (0, 1, 4):
+        memory = torch.zeros(codec.payload_nbytes(SHAPE) + offset, dtype=torch.uint8)
+        finite, payload = ErrorFeedback().encode("w", gradient(1), codec, shape=SHAPE, seed=2, out=memory[offset:])
+        assert finite
+        assert payload.data_ptr() == memory[offset:].data_ptr()
+        assert torch.equal(payload, expected)
+
+
+def test_keys_are_independent():
+    codec, both, alone = nb.codec("topk:density=0.05"), ErrorFeedback(), ErrorFeedback()
+    for step in range(5):
+        send(both, "a", gradient(step), codec)
+        send(both, "b", gradient(100 + step)[:77].clone(), codec, shape=77)
+        send(alone, "a", gradient(step), codec)
+    assert set(both.state_dict()) == {"a", "b"}
+    assert torch.equal(both.owed("a"), alone.owed("a"))
+    g = gradient(9)
+    both.encode("a", g, codec, shape=SHAPE, seed=0)
+    before = both.owed("b").clone()
+    both.rollback("a", g)
+    assert torch.equal(both.owed("b"), before)
+    assert torch.equal(both.owed("a"), alone.owed("a"))
+
+
+def test_owed_is_none_where_nothing_ever_was_and_the_state_itself_otherwise():
+    feedback, codec = ErrorFeedback(), nb.codec("topk:density=0.05")
+    assert feedback.owed("w") is None
+    send(feedback, "w", gradient(0), codec)
+    feedback.owed("w").zero_()
+    arrived = send(feedback, "w", gradient(1), codec)
+    assert torch.equal(arrived, codec.roundtrip(gradient(1)))
+
+
+def test_scale_changes_the_unit_of_all_that_is_owed():
+    feedback, codec = ErrorFeedback(), nb.codec("topk:density=0.05")
+    for key in ("a", "b"):
+        send(feedback, key, gradient(len(key)), codec)
+    before = {key: value.clone() for key, value in feedback.state_dict().items()}
+    feedback.scale(0.25)
+    for key, value in before.items():
+        assert torch.equal(feedback.owed(key), value * 0.25)
+    ErrorFeedback().scale(2.0)  # nothing owed: nothing to do
+
+
+@every_codec
+def test_a_run_that_is_stopped_and_resumed_goes_on_bit_by_bit(spec):
+    codec = nb.codec(spec)
+    feedback, resumed = after_some_steps(codec), ErrorFeedback()
+    resumed.load_state_dict({key: value.clone() for key, value in feedback.state_dict().items()})
+    assert bits_of(resumed.owed("w")) == bits_of(feedback.owed("w"))
+    for step in range(3, 6):
+        arrived = [bits_of(send(one, "w", gradient(step), codec, seed=step)) for one in (feedback, resumed)]
+        assert arrived[0] == arrived[1]
+
+
+def test_loading_replaces_all_state_and_keeps_nothing_of_what_was_given():
+    codec = nb.codec("topk:density=0.05")
+    source, target = after_some_steps(codec), ErrorFeedback()
+    send(target, "other", gradient(0), codec)
+    state = source.state_dict()
+    target.load_state_dict(state)
+    assert set(target.state_dict()) == {"w"}
+    assert target.owed("other") is None
+    before = target.owed("w").clone()
+    send(source, "w", gradient(7), codec)  # changes the tensors in state
+    state["w"].fill_(5)
+    assert torch.equal(target.owed("w"), before)
+    target.owed("w").fill_(3)
+    assert (state["w"] == 5).all()
+
+
+def test_the_state_dict_is_plain_tensors_of_the_state_itself():
+    feedback = after_some_steps(nb.codec("topk:density=0.05"))
+    state = feedback.state_dict()
+    assert all(type(value) is torch.Tensor and not value.requires_grad for value in state.values())
+    assert state["w"].data_ptr() == feedback.owed("w").data_ptr()
+    state.clear()
+    assert feedback.owed("w") is not None, "the dictionary is not"
+
+
+def test_a_state_saved_in_another_form_is_loaded_as_float32():
+    feedback = ErrorFeedback()
+    saved = torch.randn(SHAPE).half()
+    feedback.load_state_dict({"w": saved.t()})
+    assert feedback.owed("w").dtype == torch.float32
+    assert torch.equal(feedback.owed("w"), saved.t().reshape(-1).float())
+    send(feedback, "w", gradient(0), nb.codec("sign"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("owed", [1, N - 1, N + 1])
+def test_a_state_of_another_size_is_refused_before_anything_is_written(dtype, owed):
+    feedback, g = ErrorFeedback(), gradient(0, dtype)
+    feedback.load_state_dict({"w": torch.ones(owed)})
+    with pytest.raises(ValueError, match=rf"{owed} elements are owed under 'w'"):
+        feedback.encode("w", g, nb.codec("topk"), shape=SHAPE, seed=0)
+    assert torch.equal(g, gradient(0, dtype))
+    assert (feedback.owed("w") == 1).all()
+
+
+def test_new_feedback_has_no_state():
+    compression = nb.compression("topk:density=0.05+ef")
+    first = compression.new_feedback()
+    send(first, "w", gradient(0), compression.codec)
+    second = compression.new_feedback()
+    assert second is not first
+    assert second.state_dict() == {}
+    assert second.owed("w") is None
+    assert compression.feedback.owed("w") is None
+    assert nb.compression("topk").new_feedback() is None
+    assert first == second, "configuration is identity, state is not"
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize(
+    ("spec", "value"),
+    [("fp16", 7e4), ("uniform:bits=4", 3.3e38), ("sign", 3e38), ("qsgd:bits=2,norm=l2", 1e38)],
+)
+def test_a_payload_that_overflows_counts_as_not_finite(spec, value):
+    """Every element is finite, what the codec makes of them is not: absorbing it would poison the residual for good."""
+    x = torch.full((256,), value)
+    x[::2] *= -1
+    feedback = ErrorFeedback()
+    finite, _ = feedback.encode("w", x.clone(), nb.codec(spec), shape=256, seed=0)
+    assert not finite
