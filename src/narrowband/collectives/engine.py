@@ -73,7 +73,7 @@ class Engine:
 
     Args:
         device: where tensors live.
-        failed: called on the thread, once, with the error that ended it.
+        failed: called on the thread with the error that ended it, and again for everything posted after that.
     """
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
@@ -130,14 +130,16 @@ class Engine:
                 stack.enter_context(torch.cuda.stream(self._stream))
             while (what := self._inbox.get()) is not None:
                 if self.error is not None:
-                    continue  # late notes of collectives that were on the wire when it broke
+                    self._failed(self.error)  # whoever posted this before hearing of it must hear of it
+                    continue
                 try:
                     what()
                 except BaseException as error:
-                    self.error = error
-                    log.debug("the engine stopped", exc_info=True)
+                    log.exception("the exchange stopped, and every later backward will say so")
                     self._order.clear()
                     self._failed(error)
+                    self.error = error  # last: who reads it finds everything undone
+                what = None  # keep nothing of it alive while waiting: the end of its owner is what ends this thread
 
     def _advance(self, running: _Running) -> bool:
         """Resume a job; False when it is finished."""

@@ -31,10 +31,10 @@ import torch.distributed as dist
 
 from narrowband import kernels
 from narrowband.codecs import Codec, Shape
-from narrowband.codecs.base import dims, numel_of
+from narrowband.codecs.base import dims, numel_of, squared_norm
 from narrowband.collectives.engine import Wire
 from narrowband.errors import UnsupportedError
-from narrowband.feedback.base import Norms, squared_norm
+from narrowband.feedback.base import Norms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,7 +193,8 @@ class Exchange(ABC):
         """(whether it is finite, its payload), compensated by what is owed."""
         seed = item.seed_of(self.peers.rank)
         codec = self._codec(item)
-        if item.feedback is not None and _any_nonzero(item.x):
+        # At first also where it is zero: a chunk's error in scatter_reduce needs a place to be owed in.
+        if item.feedback is not None and (item.feedback.owed(item.key) is None or _any_nonzero(item.x)):
             finite, payload = item.feedback.encode(item.key, item.x, codec, shape=item.shape, seed=seed, out=out)
             item.compensated = True
         else:
@@ -226,8 +227,11 @@ class Dense(Exchange):
         self._spans = _spans([c.payload_nbytes(i.shape, i.x.dtype) for c, i in zip(codecs, self.items, strict=True)])
         self._payload = torch.empty(self._spans[-1].stop, dtype=torch.uint8, device=self.items[0].x.device)
         for item, span in zip(self.items, self._spans, strict=True):
-            self._encode(item, self._payload[span])
-        stateful = any(item.compensated for item in self.items)
+            finite, payload = self._encode(item, self._payload[span])
+            if not finite:
+                payload.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
+        # Not whether feedback took part in this step, which differs between ranks: all must come to the same answer.
+        stateful = any(item.feedback is not None for item in self.items)
         if self.measure or stateful:
             self._own = [payload.clone() for payload in self._own]  # the all-reduce works in place
         wire_dtype = codecs[0].sum_dtype(self.items[0].x.dtype)
@@ -319,6 +323,11 @@ class _Chunked(Codec):
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         return sum(self.sizes(numel_of(shape)))
+
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        numel = numel_of(shape)
+        pieces = zip(self.cut(numel), _spans(self.sizes(numel)), strict=True)
+        return all(self.codec._is_finite(payload[span], cut.stop - cut.start) for cut, span in pieces)
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         for j, (cut, span) in enumerate(zip(self.cut(x.numel()), _spans(self.sizes(x.numel())), strict=True)):

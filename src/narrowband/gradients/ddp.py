@@ -4,20 +4,19 @@ DDP cuts the gradients into buckets and calls the hook when a bucket is complete
 the bucket to the engine's thread and returns a future, for which DDP waits at the end of backward. In the engine:
 
 * matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor, so that neither the
-bytes
-  nor the result depend on how DDP laid out its buckets (it does that anew after the first step);
-* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce at the
-end,
-  in an order of its own;
+  bytes nor, with ``gather`` and ``scatter_reduce``, the result depend on how DDP laid out its buckets (it does that
+  anew after the first step; an all-reduce of a bucket adds up in an order that its layout decides);
+* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce at
+  the end, in an order of its own;
 * a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every
-rank.
-  With feedback, averages are therefore written when the last bucket has arrived, from payloads; without, at once.
+  rank. With feedback, averages are therefore written when the last bucket has arrived, from payloads; without, at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.collectives import Job
+    from narrowband.collectives.exchange import Collective
 
 __all__ = ["GradientCompression", "compress_gradients"]
 
@@ -90,6 +90,9 @@ def compress_gradients(
         collective: ``auto`` takes the one that sends least (see :mod:`narrowband.collectives.exchange`).
         grad_scaler: the scaler of mixed-precision training, if there is one. What feedback owes is in units of scaled
             gradients, and is rescaled when the scale changes.
+
+    ``model.join()`` works: ranks that have run out of data send zeros, and keep what they owe. Its
+    ``divide_by_initial_world_size=False`` is refused by the first backward.
 
     Returns:
         A handle: :meth:`~GradientCompression.stats`, :meth:`~GradientCompression.pause`,
@@ -187,6 +190,7 @@ class GradientCompression:
         self._current: _Step | None = None  # the step whose buckets are coming in
         self._open_step: _Step | None = None  # the step that the engine works on
         self._said_sparse = False
+        self._model = weakref.ref(model)
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
 
@@ -200,7 +204,7 @@ class GradientCompression:
             ranks, backend=dist.get_backend(group), timeout=_timeout_of(group, device), use_local_synchronization=True
         )
         self._peers = Peers(own, dist.get_rank(own), len(ranks))
-        self._warn_if_not_worth_it()
+        self._kind = self._choose()
         self._agree(min_numel, device)
         self._warm_up(device)
 
@@ -254,18 +258,19 @@ class GradientCompression:
 
         Args:
             state: this rank's own state; or, when the number of ranks has changed, a list with the states of all the
-            ranks
-                there were. What they owed to the average is then shared evenly among the ranks there are, its sum kept.
+                ranks there were. What they owed to the average is then shared evenly among the ranks there are, its
+                sum kept.
 
         Raises:
             ValueError: the state of another rank, another number of ranks or another model, or residuals without a
-            feedback
-                to hold them.
+                feedback to hold them.
         """
         self._check_between_steps("load_state_dict")
         states: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
+        if not states:
+            raise ValueError("the list of states is empty; pass this rank's own state, or the states of all ranks")
         first = states[0]
-        if len(states) == 1:
+        if isinstance(state, Mapping):
             here, there = (self._peers.rank, self._peers.size), (first["rank"], first["world_size"])
             if here != there:
                 raise ValueError(
@@ -277,8 +282,8 @@ class GradientCompression:
             owed = self._shared_out(states)
         if owed and self._feedback is None:
             raise ValueError(
-                f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} has "
-                "no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
+                f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} "
+                "has no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
             )
         numel = {p.name: p.shape.numel() for p in self._parameters.values() if p.codec is not None}
         for name, residual in owed.items():
@@ -322,14 +327,17 @@ class GradientCompression:
             )
         return found
 
-    def _warn_if_not_worth_it(self) -> None:
-        """Say so when more would be sent than without compression."""
-        size = self._peers.size
+    def _choose(self) -> Collective:
+        """The collective, once for the whole model: chosen by the bucket, it would make the result depend on buckets.
+
+        Says so when more would be sent than without compression.
+        """
+        codec, size = self.compression.codec, self._peers.size
         items = [(p.numel() * p.element_size(), q) for p, q in self._parameters.items() if q.codec is not None]
-        if size == 1 or not items or not self.compression.codec.fixed_size:
-            return
-        nbytes = sum(self.compression.codec.payload_nbytes(q.shape) for _, q in items)
-        kind = self._choice(self.compression.codec, nbytes)
+        nbytes = sum(codec.payload_nbytes(q.shape) for _, q in items)
+        kind = choose(codec, nbytes, size) if self._collective == "auto" else cast("Collective", self._collective)
+        if size == 1 or not items or not codec.fixed_size:
+            return kind
         sent = (size - 1) * nbytes if kind == "gather" else allreduce_nbytes(nbytes, size)
         plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
         if sent > plain:
@@ -338,10 +346,12 @@ class GradientCompression:
                 "compress, or keep less",
                 self.compression, size, sent / 1e6, plain / 1e6,
             )  # fmt: skip
+        return kind
 
     def _agree(self, min_numel: int, device: torch.device) -> None:
         """Ranks that were set up differently would hang, or decode nonsense; find out now."""
-        what = [str(self.compression), min_numel, self._start_step, self._seed, self._collective]
+        what: list[Any] = [str(self.compression), min_numel, self._start_step, self._seed, self._collective]
+        what.append("with a scaler" if self._grad_scaler is not None else "no scaler")
         what += [(p.name, tuple(p.shape), p.codec is None) for p in self._parameters.values()]
         mine = torch.frombuffer(bytearray(hashlib.sha256(repr(what).encode()).digest()), dtype=torch.uint8).to(device)
         all_of_them = torch.empty(self._peers.size, mine.numel(), dtype=torch.uint8, device=device)
@@ -349,7 +359,7 @@ class GradientCompression:
         others = [r for r in range(self._peers.size) if not torch.equal(all_of_them[r], mine)]
         if others:
             raise ValueError(
-                f"ranks disagree: rank {self._peers.rank} compresses with {what[:5]}, and rank(s) {others} differ in "
+                f"ranks disagree: rank {self._peers.rank} compresses with {what[:6]}, and rank(s) {others} differ in "
                 "that or in the model's parameters"
             )
 
@@ -367,9 +377,6 @@ class GradientCompression:
                 kernels.all_finite(out)
             dist.barrier(self._peers.group)
 
-    def _choice(self, codec: Codec, nbytes: int) -> Any:
-        return choose(codec, nbytes, self._peers.size) if self._collective == "auto" else self._collective
-
     # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -379,6 +386,12 @@ class GradientCompression:
             ) from self._engine.error
         step = self._current
         if step is None:
+            model = self._model()
+            if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
+                raise UnsupportedError(
+                    "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, "
+                    "which compressed averages do not know; use join(divide_by_initial_world_size=True), the default"
+                )
             step = _Step(self, compressing=not self._paused and self._step >= self._start_step)
             self._current = self._open_step = step
         buffer = bucket.buffer()
@@ -413,7 +426,7 @@ class GradientCompression:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _check_between_steps(self, what: str) -> None:
-        if self._current is not None:
+        if self._open_step is not None and not self._open_step.abandoned:
             raise RuntimeError(
                 f"{what} was called inside backward, where what is owed is half-way; call it between steps"
             )
@@ -453,7 +466,9 @@ class _Step:
         self._dense_finite = True
         self._stats = StepStats(steps=1)
         self._wire_before = handle._engine.wire_seconds
-        self._measure = compressing and handle.step % MEASURE_EVERY == 0
+        self._measure = compressing and (handle._total.relative_error is None or handle.step % MEASURE_EVERY == 0)
+        #: Whether the engine broke in this step, and the feedback is again what it was before.
+        self.abandoned = False
 
     def add(
         self, buffer: Tensor, parameters: Sequence[Tensor], future: torch.futures.Future[Tensor], *, last: bool
@@ -471,27 +486,24 @@ class _Step:
                 log.warning("sparse gradients travel uncompressed")
             nbytes = buffer._nnz() * buffer.element_size()
             self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
-            self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size)))
+            self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
         else:
             nbytes = buffer.numel() * buffer.element_size()
             self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
-            if self.compressing and self._compressible(parameters):
+            plain = isinstance(handle.compression.codec, Identity)  # loses nothing, so feedback has nothing to do
+            known = buffer.dtype == parameters[0].dtype  # complex gradients come as pairs of real numbers
+            if self.compressing and known and not plain:
                 self._compress(buffer, parameters)
             else:
-                self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size)))
+                self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
         if last:
-            self._closed = True
             for dtype in sorted(self._dense, key=str):
                 flat = self._dense[dtype]
                 self._start(
                     self._all_reduce(flat, allreduce_nbytes(flat.numel() * flat.element_size(), size), check=True)
                 )
+            self._closed = True
         self._settle_if_complete()
-
-    def _compressible(self, parameters: Sequence[Tensor]) -> bool:
-        plain = Compression(Identity())
-        known = self.handle._parameters
-        return self.handle.compression != plain and any(known[p].codec is not None for p in parameters)
 
     def _compress(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
         handle = self.handle
@@ -507,9 +519,9 @@ class _Step:
                 items.append(
                     Item(known.name, part, known.shape, known.codec, handle._feedback, self._seeds(known.index))
                 )
-        nbytes = sum(i.codec.payload_nbytes(i.shape, i.x.dtype) for i in items)
-        kind = handle._choice(items[0].codec, nbytes)
-        work = exchange(kind, items, handle._peers, measure=self._measure)
+        if not items:
+            return
+        work = exchange(handle._kind, items, handle._peers, measure=self._measure)
         self._exchanges.append(work)
         if handle._feedback is None:  # nothing to commit: write the averages as soon as they are here
             self._start(work.job(), lambda: work.deliver(good=True))
@@ -539,7 +551,7 @@ class _Step:
             self._stats.sent_bytes += nbytes
             yield Wire(lambda: dist.all_reduce(x, group=peers.group, async_op=True))
         if check and self.handle._feedback is not None:
-            self._dense_finite &= bool(x.isfinite().all())
+            self._dense_finite &= bool((x._values() if x.is_sparse else x).isfinite().all())
 
     def _start(self, job: Job, then: Callable[[], None] | None = None) -> None:
         self._open_jobs += 1
@@ -575,15 +587,17 @@ class _Step:
         stats.wire_s = self.handle._engine.wire_seconds - self._wire_before
         stats.waiting_s = time.perf_counter() - self.closed_at
         norms = [n for work in self._exchanges for n in work.norms]
-        if norms:
-            encoded = sum(n.encoded for n in norms)
+        encoded = sum(n.encoded for n in norms)
+        if norms and math.isfinite(encoded):
             stats.relative_error = sum(n.lost for n in norms) / encoded if encoded else 0.0
         self.handle._finished(stats)
 
     def abandon(self, error: BaseException) -> None:
         """The engine broke: put the feedback back, and let DDP hear why."""
-        for work in self._exchanges:
-            work.abandon()
+        if not self.abandoned:
+            for work in self._exchanges:
+                work.abandon()
+            self.abandoned = True
         for future in self.futures:
             if not future.done():
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]

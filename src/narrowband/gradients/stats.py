@@ -15,15 +15,16 @@ class StepStats:
 
     Attributes:
         steps: how many steps.
-        raw_bytes: what this rank would have sent uncompressed: 2·(N−1)/N of its gradients' bytes, as a ring all-reduce
-        does. sent_bytes: what it sent: payloads, trailers, and what travelled dense; without the headers of the
-        network. encode_s: seconds in encoding, on the engine's thread.
+        raw_bytes: what this rank would have sent uncompressed: 2·(N−1)/N of its gradients' bytes, as a ring
+            all-reduce does.
+        sent_bytes: what it sent: payloads, trailers, and what travelled dense; without the headers of the network.
+        encode_s: seconds in encoding, on the engine's thread.
         wire_s: seconds from issuing a collective to its arrival, summed over collectives; most of it passes during
-        backward. decode_s: seconds in decoding and feedback, on the engine's thread.
+            backward.
+        decode_s: seconds in decoding and feedback, on the engine's thread.
         waiting_s: seconds between the end of backward's own work and the last average: what compression costs you.
-        relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: what was owed included),
-        of the
-            latest step that measured it (the first, and every 50th); None before.
+        relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: what was owed
+            included), of the latest step that measured it (the first, and every 50th); None before.
     """
 
     steps: int = 0

@@ -1,0 +1,353 @@
+"""What an exchange promises: the mean of what the ranks encoded, the same bits everywhere, and bytes as announced."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.collectives import Engine, Item, Peers, allreduce_nbytes, choose, exchange
+from narrowband.collectives.exchange import PHASE_NBYTES, TRAILER, check
+from tests.ranks import run_ranks
+
+DENSE = ["none", "fp16", "bf16", "randomk:density=0.1"]
+GATHER = [
+    "none",
+    "fp16",
+    "bf16",
+    "uniform:bits=3,group=32",
+    "uniform:bits=8,rounding=stochastic",
+    "uniform:bits=4,symmetric=true",
+    "qsgd:bits=4",
+    "qsgd:bits=2,bucket=64,norm=l2",
+    "sign:bucket=64",
+    "topk:density=0.05",
+    "topk:density=0.05,select=sampled",
+    "topk:density=0.1,scope=sample,values=fp16",
+    "topk:density=0.1,values=int8,indices=int32",
+    "threshold:value=1.5",
+    "randomk:density=0.1",
+]
+SCATTER_REDUCE = [
+    "none",
+    "fp16",
+    "bf16",
+    "uniform:bits=8,group=32",
+    "uniform:bits=4,rounding=stochastic",
+    "qsgd:bits=8,bucket=64",
+    "qsgd:bits=4,norm=l2",
+    "sign:bucket=64",
+]
+#: Every way to send, with every codec that it carries.
+WAYS = (
+    [("dense", spec) for spec in DENSE]
+    + [("gather", spec) for spec in GATHER]
+    + [("scatter_reduce", spec) for spec in SCATTER_REDUCE]
+)
+#: The second and third leave most ranks' chunks empty, the fourth all of them.
+SHAPES = [(33, 47), (5,), (3, 5), (0, 4), (2, 8, 16)]
+
+
+def seed_of(step, index):
+    return lambda rank: (7 << 40) + (step << 32) + (index << 12) + rank
+
+
+def gradients(rank, step=0, dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def items_of(tensors, codec, feedback=None, step=0):
+    return [
+        Item(f"p{i}", x.clone().reshape(-1), tuple(x.shape), codec, feedback, seed_of(step, i))
+        for i, x in enumerate(tensors)
+    ]
+
+
+def average(kind, items, rank, world_size, *, good=None, measure=False):
+    """Run one exchange to its end; ``good=None`` takes the exchange's own word."""
+    finished = threading.Event()
+    errors = []
+
+    def failed(error):
+        errors.append(error)
+        finished.set()
+
+    work = exchange(kind, items, Peers(None, rank, world_size), measure=measure)
+    engine = Engine(torch.device("cpu"), failed)
+    engine.post(lambda: engine.start(work.job(), finished.set))
+    assert finished.wait(30)
+    engine.close()
+    if errors:
+        raise errors[0]
+    work.deliver(work.finite if good is None else good)
+    return work
+
+
+def average_by_all_ways(rank, world_size, ways, dtype, shapes):
+    answers = []
+    for kind, spec in ways:
+        items = items_of(gradients(rank, dtype=dtype, shapes=shapes), nb.codec(spec))
+        work = average(kind, items, rank, world_size, measure=True)
+        answers.append(([item.x for item in items], work.sent_nbytes, work.finite, work.norms))
+    return answers
+
+
+def decoded(codec, x, seed):
+    """What arrives, in float64, of one rank's tensor: half-precision tensors are summed before they are rounded."""
+    wide = torch.empty(x.shape, dtype=x.dtype if str(codec) == "none" else torch.float32)
+    return codec.decode(codec.encode(x, seed=seed), wide, seed=seed).double()
+
+
+def mean_of_decoded(codec, tensors_by_rank, index):
+    """Float64 re-derivation of a single-phase average."""
+    total = torch.zeros(tensors_by_rank[0][index].shape, dtype=torch.float64)
+    for rank, tensors in enumerate(tensors_by_rank):
+        seed = seed_of(0, index)(0 if codec.shared_seed else rank)
+        total += decoded(codec, tensors[index], seed)
+    return total / len(tensors_by_rank)
+
+
+def chunks(numel, grain, size):
+    """Where scatter_reduce cuts: multiples of ceil(numel / (size · grain)) · grain."""
+    length = -(-numel // (size * grain)) * grain
+    return [(min(j * length, numel), min((j + 1) * length, numel)) for j in range(size)]
+
+
+def quantization_step(codec, x):
+    """At least the largest error that encoding ``x`` can make at any element."""
+    return {"none": 2**-22, "fp16": 2**-10, "bf16": 2**-7, "uniform": 0.5, "qsgd": 1.0, "sign": 2.0}[
+        codec.name
+    ] * float(x.abs().max())
+
+
+def expected_nbytes(kind, codec, tensors_by_rank, rank, size):
+    """Bytes that a rank sends, written from the table at the top of exchange.py."""
+    tensors = tensors_by_rank[rank]
+    if kind == "dense":
+        return 2 * (size - 1) * sum(codec.payload_nbytes(x.shape, x.dtype) for x in tensors) // size
+    if kind == "gather" and codec.fixed_size:
+        return (size - 1) * (sum(codec.payload_nbytes(x.shape, x.dtype) for x in tensors) + TRAILER)
+    if kind == "gather":
+        longest = max(sum(codec.encode(x).numel() for x in of_rank) for of_rank in tensors_by_rank)
+        return (size - 1) * (8 * len(tensors) + longest + TRAILER)
+    columns = [
+        TRAILER + sum(codec.payload_nbytes(end - begin) for begin, end in column)
+        for column in zip(*(chunks(x.numel(), codec.granularity, size) for x in tensors), strict=True)
+    ]
+    return sum(columns) - columns[rank] + (size - 1) * max(columns)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_way_averages_what_the_codec_keeps(world_size, dtype):
+    # `none` of 16 bits is nobody's: callers all-reduce such tensors as they are.
+    ways = [way for way in WAYS if dtype == torch.float32 or way[1] != "none"]
+    by_rank = [gradients(rank, dtype=dtype) for rank in range(world_size)]
+    answers = run_ranks(average_by_all_ways, world_size, ways, dtype, SHAPES)
+    for way, (kind, spec) in enumerate(ways):
+        codec = nb.codec(spec)
+        for rank in range(world_size):
+            averages, sent, finite, norms = answers[rank][way]
+            name = f"{kind} {spec} rank {rank}"
+            assert finite, name
+            assert sent == (expected_nbytes(kind, codec, by_rank, rank, world_size) if world_size > 1 else 0), name
+            assert len(norms) == len(SHAPES), name
+            for index, average_ in enumerate(averages):
+                shape = by_rank[0][index].shape
+                assert average_.dtype == dtype
+                assert torch.equal(average_, answers[0][way][0][index]), f"{name}: other bits than rank 0"
+                if not average_.numel():
+                    continue
+                if kind == "scatter_reduce":
+                    # Two encodings, each off by a step at most, of tensors whose extremes are known.
+                    largest = torch.stack([x[index].float().abs().max() for x in by_rank]).max()
+                    bound = 2.1 * quantization_step(codec, largest) + 1e-6
+                    wanted = torch.stack([x[index].double() for x in by_rank]).mean(0)
+                else:
+                    wanted = mean_of_decoded(codec, by_rank, index)
+                    # Summation in float32, or in 16 bits where payloads are added on the wire.
+                    on_wire = {"fp16": 2**-10, "bf16": 2**-7}.get(spec if kind == "dense" else "", 1e-6)
+                    bound = on_wire * float(wanted.abs().max()) * 2
+                bound += float(wanted.abs().max()) * {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 0.0) * 2
+                error = (average_.view(shape).double() - wanted).abs().max()
+                assert error <= bound, f"{name}, item {index}: off by {error}, allowed {bound}"
+
+
+def test_norms_are_those_of_the_own_gradient_and_its_loss():
+    ways = [("dense", "randomk:density=0.1"), ("gather", "topk:density=0.05"), ("gather", "qsgd:bits=4")]
+    answers = run_ranks(average_by_all_ways, 2, ways, torch.float32, SHAPES)
+    for way, (_, spec) in enumerate(ways):
+        codec = nb.codec(spec)
+        for rank in range(2):
+            for index, x in enumerate(gradients(rank)):
+                seed = seed_of(0, index)(0 if codec.shared_seed else rank)
+                norms = answers[rank][way][3][index]
+                assert norms.encoded == pytest.approx(float(x.double().square().sum()))
+                assert norms.lost == pytest.approx(codec.squared_error(x, seed=seed), rel=1e-5, abs=1e-9)
+
+
+def steps_with_feedback(rank, world_size, ways, dtype):
+    """Averages and residuals of steps of which the third is bad, and where some ranks sometimes have nothing to say."""
+    answers = []
+    for kind, spec in ways:
+        chosen = nb.compression(spec + "+ef")
+        feedback = chosen.new_feedback()
+        averages, undone = [], []
+        for step in range(5):
+            tensors = [x * (rank + 1) for x in gradients(rank, step, dtype)]
+            if step == 0 and rank == 0:
+                tensors = [torch.zeros_like(x) for x in tensors]
+            if step == 3 and rank == world_size - 1:
+                tensors[0].zero_()
+            before = {key: value.clone() for key, value in feedback.state_dict().items()}
+            items = items_of(tensors, chosen.codec, feedback, step)
+            work = average(kind, items, rank, world_size, good=step != 2, measure=step == 1)
+            assert work.finite
+            if step == 2:
+                after = feedback.state_dict()
+                undone = [torch.equal(before[key], after[key]) for key in before]
+            else:
+                averages.append([item.x for item in items])
+        answers.append((averages, {key: value.clone() for key, value in feedback.state_dict().items()}, undone))
+    return answers
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_with_feedback_nothing_is_lost_it_is_late(world_size):
+    ways = (
+        [(kind, spec) for kind, spec in WAYS if spec not in ("none", "bf16") and "symmetric" not in spec]
+        if world_size == 4
+        else [
+            ("gather", "topk:density=0.05"),
+            ("scatter_reduce", "qsgd:bits=4,norm=l2"),
+            ("dense", "randomk:density=0.1"),
+        ]
+    )
+    answers = run_ranks(steps_with_feedback, world_size, ways, torch.float32)
+    check_conservation(answers, ways, world_size, torch.float32, tolerance=4e-4)
+
+
+def test_half_precision_gradients_owe_in_float32():
+    ways = [
+        ("gather", "topk:density=0.05"),
+        ("gather", "threshold:value=1.5"),
+        ("scatter_reduce", "uniform:bits=4"),
+        ("dense", "randomk:density=0.1"),
+    ]
+    for dtype, eps in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
+        answers = run_ranks(steps_with_feedback, 2, ways, dtype)
+        # Averages are rounded to the gradient's dtype at delivery, which feedback does not see.
+        check_conservation(answers, ways, 2, dtype, tolerance=100 * eps)
+
+
+def check_conservation(answers, ways, world_size, dtype, tolerance):
+    """Σ averages + Σ residuals / N = Σ mean gradients."""
+    for way, (kind, spec) in enumerate(ways):
+        for index in range(len(SHAPES)):
+            given = torch.zeros(SHAPES[index], dtype=torch.float64)
+            for step in (0, 1, 3, 4):
+                for rank in range(world_size):
+                    x = (gradients(rank, step, dtype)[index] * (rank + 1)).double()
+                    silent = (step == 0 and rank == 0) or (step == 3 and rank == world_size - 1 and index == 0)
+                    given += 0 * x if silent else x / world_size
+            arrived = torch.zeros_like(given)
+            for average_ in answers[0][way][0]:
+                arrived += average_[index].view(given.shape).double()
+            for rank in range(world_size):
+                assert all(answers[rank][way][2]), f"{kind} {spec}: a bad step changed what rank {rank} owes"
+                arrived += answers[rank][way][1][f"p{index}"].view(given.shape).double() / world_size
+            torch.testing.assert_close(
+                arrived,
+                given,
+                rtol=0,
+                atol=tolerance * (20 if (kind, spec) == ("dense", "fp16") else 1),
+                msg=lambda text, k=kind, s=spec: f"{k} {s}+ef: {text}",
+            )
+
+
+def one_rank_is_not_finite(rank, world_size, ways, value, place, silent):
+    answers = []
+    for kind, spec in ways:
+        chosen = nb.compression(spec)
+        feedback = chosen.new_feedback()
+        if feedback is not None:
+            average(kind, items_of(gradients(rank), chosen.codec, feedback), rank, world_size)
+        tensors = gradients(rank, 1)
+        if rank == world_size - 1:
+            tensors[0].view(-1)[place] = value
+        elif rank == silent:
+            tensors = [torch.zeros_like(x) for x in tensors]
+        owed = feedback.state_dict() if feedback is not None else {}
+        before = {key: x.clone() for key, x in owed.items()}
+        items = items_of(tensors, chosen.codec, feedback, 1)
+        work = average(kind, items, rank, world_size)
+        unchanged = all(torch.equal(before[key], x) for key, x in owed.items())
+        answers.append((work.finite, bool(items[0].x.isfinite().all()), unchanged))
+    return answers
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_not_finite_on_one_rank_is_not_finite_on_all(value):
+    # Also where the codec, left to itself, would not have sent that element.
+    ways = [*WAYS, *((kind, f"{spec}+ef") for kind, spec in WAYS)]
+    for place in (0, 777):
+        answers = run_ranks(one_rank_is_not_finite, 2, ways, value, place, None)
+        for way, (kind, spec) in enumerate(ways):
+            for rank in range(2):
+                told, finite, unchanged = answers[rank][way]
+                name = f"{kind} {spec}, element {place}, rank {rank}"
+                assert not finite, name
+                assert unchanged, name
+                assert not told or not spec.endswith("+ef"), f"{name}: feedback would have been committed"
+
+
+def test_a_rank_with_nothing_to_say_hears_that_another_is_not_finite():
+    ways = [("dense", "randomk:density=0.1+ef"), ("gather", "topk:density=0.05+ef"), ("scatter_reduce", "sign+ef")]
+    answers = run_ranks(one_rank_is_not_finite, 3, ways, float("inf"), 5, 0)
+    assert [[told for told, _, _ in answers[rank]] for rank in range(3)] == [[False] * 3] * 3
+    assert all(unchanged for rank in range(3) for _, _, unchanged in answers[rank])
+
+
+# ---- which way -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("nbytes", [4, 1 << 10, 1 << 15, 1 << 17, 1 << 22])
+def test_what_is_chosen_sends_least(size, nbytes):
+    for spec in DENSE:
+        assert choose(nb.codec(spec), nbytes, size) == "dense"
+    for spec in ("topk:density=0.01", "threshold:value=1"):
+        assert choose(nb.codec(spec), nbytes, size) == "gather"
+    gather, scatter = (size - 1) * nbytes, 2 * (size - 1) * nbytes // size
+    for spec in ("qsgd:bits=4", "uniform:bits=8", "sign"):
+        expected = "scatter_reduce" if gather > scatter + PHASE_NBYTES else "gather"
+        assert choose(nb.codec(spec), nbytes, size) == expected
+
+
+def test_among_two_ranks_a_second_phase_never_pays():
+    assert choose(nb.codec("qsgd:bits=8"), 1 << 40, 2) == "gather"
+    assert choose(nb.codec("qsgd:bits=8"), 1 << 40, 3) == "scatter_reduce"
+
+
+def test_a_ring_all_reduce_sends_everything_but_the_own_share_twice():
+    assert [allreduce_nbytes(1000, size) for size in (1, 2, 4, 10)] == [0, 1000, 1500, 1800]
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.01", "qsgd:bits=4", "uniform:bits=8", "sign", "threshold:value=1"])
+def test_dense_is_refused_where_payloads_do_not_add_up(spec):
+    with pytest.raises(nb.UnsupportedError, match="cannot be added"):
+        check(nb.codec(spec), "dense")
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.01", "threshold:value=1", "randomk:density=0.1"])
+def test_scatter_reduce_is_refused_where_a_sum_cannot_be_encoded(spec):
+    with pytest.raises(nb.UnsupportedError, match=r"would drop most of a sum.*'gather' or 'auto'"):
+        check(nb.codec(spec), "scatter_reduce")
+
+
+@pytest.mark.parametrize(("kind", "spec"), WAYS)
+def test_what_works_is_not_refused(kind, spec):
+    check(nb.codec(spec), kind)

@@ -1,0 +1,132 @@
+"""What cannot work is refused at set-up, with what to do instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import narrowband as nb
+from tests.gradients.training import flat, heard, mlp, refusal, train, wrap
+from tests.ranks import run_ranks
+
+
+def wrong_calls(rank, world_size):
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns of torch.jit when it is imported
+
+    plain = mlp()
+    model = wrap(mlp())
+    compress = nb.compress_gradients
+    errors = {
+        "not DDP": refusal(lambda: compress(plain, "none")),
+        "unknown codec": refusal(lambda: compress(model, "topkk:density=0.1")),
+        "unknown key": refusal(lambda: compress(model, "topk:densty=0.1")),
+        "unknown feedback": refusal(lambda: compress(model, "topk:density=0.1+eff")),
+        "value out of range": refusal(lambda: compress(model, "qsgd:bits=9")),
+        "unknown collective": refusal(lambda: compress(model, "qsgd:bits=4", collective="ring")),
+        "dense cannot": refusal(lambda: compress(model, "qsgd:bits=4", collective="dense")),
+        "scatter_reduce cannot": refusal(lambda: compress(model, "topk:density=0.1", collective="scatter_reduce")),
+        "negative min_numel": refusal(lambda: compress(model, "none", min_numel=-1)),
+        "negative start_step": refusal(lambda: compress(model, "none", start_step=-1)),
+    }
+    train(model, rank, range(1))  # none of these has touched the model
+    hooked = wrap(mlp())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    errors["hook"] = refusal(lambda: compress(hooked, "none"))
+    in_backward = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
+    in_backward = wrap(in_backward)
+    errors["optimizer in backward"] = refusal(lambda: compress(in_backward, "none"))
+    twice = wrap(mlp())
+    handle = compress(twice, "topk:density=0.1+ef", min_numel=64)
+    errors["twice"] = refusal(lambda: compress(twice, "topk:density=0.1+ef"))
+    train(twice, rank, range(2))  # the first goes on
+    errors["steps of the first"] = handle.step
+    left = wrap(mlp())
+    dist.destroy_process_group()
+    errors["no process group"] = refusal(lambda: compress(left, "none"))
+    return errors
+
+
+def test_what_cannot_work_is_an_error_that_says_what_to_do():
+    errors = run_ranks(wrong_calls, 1)[0]
+    expected = {
+        "not DDP": ("TypeError", "wrap it first: DistributedDataParallel(model)"),
+        "unknown codec": ("ValueError", "did you mean 'topk'?"),
+        "unknown key": ("ValueError", "did you mean 'density'?"),
+        "unknown feedback": ("ValueError", "did you mean 'ef'?"),
+        "value out of range": ("ValueError", "bits=9 is not in [2, 8]"),
+        "unknown collective": ("ValueError", "none of auto, dense, gather, scatter_reduce"),
+        "dense cannot": ("UnsupportedError", "use 'auto'"),
+        "scatter_reduce cannot": ("UnsupportedError", "use 'gather' or 'auto'"),
+        "negative min_numel": ("ValueError", "min_numel=-1"),
+        "negative start_step": ("ValueError", "start_step=-1"),
+        "hook": ("UnsupportedError", "fp16_compress_hook"),
+        "optimizer in backward": ("UnsupportedError", "step it after backward instead"),
+        "twice": ("UnsupportedError", "compressed already"),
+        "no process group": ("UnsupportedError", "init_process_group"),
+    }
+    assert errors.pop("steps of the first") == 2
+    assert errors.keys() == expected.keys()
+    for name, (kind, words) in expected.items():
+        assert errors[name] is not None, name
+        assert errors[name][0] == kind, f"{name}: {errors[name]}"
+        assert words in errors[name][1], f"{name}: {errors[name][1]}"
+
+
+def disagree(rank, world_size):
+    odd = rank == world_size - 1
+    differences = [
+        {"spec": "topk:density=0.02+ef" if odd else "topk:density=0.01+ef"},
+        {"spec": "topk:density=0.01" if odd else "topk:density=0.01+ef"},
+        {"seed": 1 if odd else 0},
+        {"min_numel": 10 if odd else 100},
+        {"start_step": 5 if odd else 0},
+        {"collective": "gather" if odd else "auto"},
+    ]
+    errors = []
+    for difference in differences:
+        model = wrap(mlp())
+        arguments = {"spec": "qsgd:bits=4", **difference}
+        errors.append(refusal(lambda m=model, a=arguments: nb.compress_gradients(m, **a)))
+    model = wrap(mlp())
+    nb.compress_gradients(model, "none")  # the next attempt, in agreement, works
+    train(model, rank, range(1))
+    return errors, flat(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_disagree_all_hear_of_it(world_size):
+    answers = run_ranks(disagree, world_size)
+    for errors, parameters in answers:
+        assert [error and error[0] for error in errors] == ["ValueError"] * 6
+        assert all("ranks disagree" in error[1] for error in errors)
+        assert torch.equal(parameters, answers[0][1])
+    assert f"rank(s) [{world_size - 1}] differ" in answers[0][0][0][1]
+
+
+def what_is_said(rank, world_size):
+    said = {}
+    for name, make, arguments in (
+        ("nothing to compress", mlp, {"spec": "topk:density=0.01", "min_numel": 10**6}),
+        ("only vectors", lambda: nn.LayerNorm((40, 40)), {"spec": "topk:density=0.01"}),
+        ("too dense", mlp, {"spec": "topk:density=1.0", "min_numel": 64}),
+        ("worth it", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 64}),
+    ):
+        with heard() as messages:
+            nb.compress_gradients(wrap(make()), **arguments)
+        said[name] = messages
+    return said
+
+
+def test_what_makes_no_sense_is_said():
+    for said in run_ranks(what_is_said, 2):
+        assert said["worth it"] == []
+        assert len(said["nothing to compress"]) == 1
+        assert "nothing to compress" in said["nothing to compress"][0]
+        assert "nothing to compress" in said["only vectors"][0]
+        assert len(said["too dense"]) == 1
+        assert "do not compress, or keep less" in said["too dense"][0]
+        assert "topk:density=1.0 among 2 ranks sends" in said["too dense"][0]

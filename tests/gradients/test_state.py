@@ -1,0 +1,219 @@
+"""State: a stopped run goes on to the bit, and what cannot be loaded is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import narrowband as nb
+from tests.gradients.training import TINY, data, flat, loss_of, mlp, owed, refusal, same, sgd, train, wrap
+from tests.ranks import run_ranks
+
+RUNS = [
+    ("topk:density=0.05+ef", "auto"),
+    ("topk:density=0.05,select=sampled+ef", "auto"),
+    ("qsgd:bits=4", "gather"),
+    ("uniform:bits=4,rounding=stochastic+ef", "scatter_reduce"),
+    ("randomk:density=0.1+ef", "gather"),
+]
+
+
+def start(spec, collective="auto", **options):
+    model = wrap(mlp(), cap=0.004)
+    return model, nb.compress_gradients(model, spec, min_numel=64, collective=collective, seed=5, **options)
+
+
+def first_half_and_whole(rank, world_size, runs):
+    """For each run: parameters after six steps, and all that a program saves after three of them."""
+    answers = []
+    for spec, collective in runs:
+        model, handle = start(spec, collective)
+        optimizer = sgd(model, momentum=0.9)
+        train(model, rank, range(3), optimizer)
+        saved = copy.deepcopy((model.module.state_dict(), optimizer.state_dict(), handle.state_dict()))
+        train(model, rank, range(3, 6), optimizer)
+        answers.append((flat(model), saved))
+    return answers
+
+
+def second_half(rank, world_size, runs, saved):
+    answers = []
+    for (spec, collective), (parameters, optimizer_state, handle_state) in zip(runs, saved[rank], strict=True):
+        model, handle = start(spec, collective)
+        optimizer = sgd(model, momentum=0.9)
+        model.module.load_state_dict(parameters)
+        optimizer.load_state_dict(optimizer_state)
+        handle.load_state_dict(handle_state)
+        assert handle.step == 3
+        train(model, rank, range(3, 6), optimizer)
+        answers.append(flat(model))
+    return answers
+
+
+def test_a_run_that_was_stopped_and_resumed_has_the_same_bits():
+    whole = run_ranks(first_half_and_whole, 4, RUNS)
+    saved = [[save for _, save in of_rank] for of_rank in whole]
+    resumed = run_ranks(second_half, 4, RUNS, saved, fresh=True)
+    for rank in range(4):
+        for index, (spec, collective) in enumerate(RUNS):
+            assert torch.equal(resumed[rank][index], whole[rank][index][0]), f"{spec} {collective}"
+    # The state matters: resuming without what is owed, and without the step that seeds, gives another run.
+    for of_rank in saved:
+        for _, _, handle_state in of_rank:
+            handle_state["owed"].clear()
+            handle_state["seed"] += 1
+    forgetful = run_ranks(second_half, 4, RUNS, saved)
+    for index in range(len(RUNS)):
+        assert not torch.equal(forgetful[0][index], whole[0][index][0])
+
+
+def states_after_two_steps(rank, world_size, spec):
+    model, handle = start(spec)
+    train(model, rank, range(2))
+    return copy.deepcopy(handle.state_dict())
+
+
+def load_list(rank, world_size, spec, states):
+    model, handle = start(spec)
+    handle.load_state_dict(states)
+    loaded = owed(handle)
+    train(model, rank, range(2, 4))
+    return loaded, handle.step, flat(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 2), (2, 1), (2, 2)])
+def test_what_is_owed_to_the_average_survives_a_change_of_the_number_of_ranks(before, after):
+    spec = "topk:density=0.05+ef"
+    states = run_ranks(states_after_two_steps, before, spec)
+    answers = run_ranks(load_list, after, spec, list(reversed(states)))
+    for name in states[0]["owed"]:
+        there = sum(state["owed"][name].double() for state in states) / before
+        here = sum(loaded[name].double() for loaded, _, _ in answers) / after
+        assert there.any()
+        torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-7)
+    for _, step, parameters in answers:
+        assert step == 4
+        assert torch.equal(parameters, answers[0][2])
+
+
+def wrong_states(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    train(model, rank, range(2))
+    good = copy.deepcopy(handle.state_dict())
+    errors = {}
+
+    def load(name, state, into=handle):
+        errors[name] = refusal(lambda: into.load_state_dict(state))
+
+    load("another rank", {**good, "rank": 1 - rank})
+    load("another world size", {**good, "world_size": 4})
+    load("one of several", [good])
+    load("one twice", [good, good])
+    load("none at all", [])
+    load("unknown layer", {**good, "owed": {**good["owed"], "9.weight": torch.zeros(4)}})
+    load("another shape", {**good, "owed": {**good["owed"], "0.weight": torch.zeros(4)}})
+    load("a dense layer", {**good, "owed": {**good["owed"], "0.bias": torch.zeros(40)}})
+    _, bare = start("topk:density=0.05")
+    load("no feedback", good, bare)
+    load("no feedback, nothing owed", {**good, "owed": {}}, bare)
+    unchanged = same(owed(handle), good["owed"]) and handle.step == 2
+    train(model, rank, range(2, 3))
+    return errors, unchanged, flat(model)
+
+
+def test_states_that_do_not_belong_here_are_refused_and_change_nothing():
+    answers = run_ranks(wrong_states, 2)
+    for errors, unchanged, parameters in answers:
+        assert unchanged
+        assert errors.pop("no feedback, nothing owed") is None
+        assert {error and error[0] for error in errors.values()} == {"ValueError"}
+        assert "every rank loads its own" in errors["another rank"][1]
+        assert "every rank loads its own" in errors["another world size"][1]
+        assert "pass all, once" in errors["one of several"][1]
+        assert "pass all, once" in errors["one twice"][1]
+        assert "'9.weight'" in errors["unknown layer"][1]
+        assert "another model" in errors["another shape"][1]
+        assert "has no feedback" in errors["no feedback"][1]
+        assert torch.equal(parameters, answers[0][2])
+
+
+def inside_backward(rank, world_size, layer):
+    model = wrap(mlp(), cap=TINY)
+    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    train(model, rank, range(2))
+    state = copy.deepcopy(handle.state_dict())
+    errors = []
+
+    def ask(_):
+        errors.append(refusal(handle.state_dict))
+        errors.append(refusal(lambda: handle.load_state_dict(state)))
+
+    p = model.module[layer].weight
+    if layer == 0:  # the gradient that is last: when this is called, the last bucket is with the engine
+        p.register_post_accumulate_grad_hook(ask)
+    else:
+        p.register_hook(ask)
+    loss_of(model, 2, rank).backward()
+    return errors, refusal(handle.state_dict), handle.step
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_there_is_no_state_inside_backward(layer):
+    for errors, afterwards, step in run_ranks(inside_backward, 2, layer):
+        assert [error and error[0] for error in errors] == ["RuntimeError"] * 2
+        assert "state_dict was called inside backward" in errors[0][1]
+        assert "load_state_dict was called inside backward" in errors[1][1]
+        assert afterwards is None
+        assert step == 3
+
+
+def while_another_model_is_on_its_way_back(rank, world_size):
+    """Backward has left the compressed model, whose buckets are still on the wire: rank 1 has not begun."""
+    store = dist.distributed_c10d._get_default_store()
+    below, above = nn.Linear(24, 24), wrap(mlp())
+    handle = nb.compress_gradients(above, "topk:density=0.05+ef", min_numel=64)
+    errors = []
+
+    def ask(_):
+        if rank == 0:
+            errors.append(refusal(handle.state_dict))
+            store.set("asked", "yes")
+
+    below.weight.register_hook(ask)
+    x, y = data(0, rank)
+    loss = (above(below(x)) - y).square().mean()
+    if rank == 1:
+        store.wait(["asked"], timedelta(seconds=30))
+    loss.backward()
+    return errors, refusal(handle.state_dict)
+
+
+def test_there_is_no_state_while_buckets_are_on_the_wire():
+    (errors, afterwards), _ = run_ranks(while_another_model_is_on_its_way_back, 2)
+    assert [error and error[0] for error in errors] == ["RuntimeError"]
+    assert afterwards is None
+
+
+def through_a_file(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    train(model, rank, range(1))
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    saved = owed(handle)
+    _, other = start("topk:density=0.05+ef")
+    other.load_state_dict(read)
+    for residual in read["owed"].values():
+        residual.zero_()  # the file's tensors are the caller's
+    return same(owed(other), saved), other.step
+
+
+def test_a_state_is_saved_by_torch_and_read_as_weights_only():
+    assert run_ranks(through_a_file, 2) == [(True, 1)] * 2

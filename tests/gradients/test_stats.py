@@ -1,0 +1,161 @@
+"""Bytes to the byte, errors as they are, and no more memory than promised."""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from tests.gradients.training import HUGE, TINY, buckets, loss_of, mlp, owed, train, wrap
+from tests.ranks import run_ranks
+
+WEIGHTS = [(40, 24), (32, 40), (16, 32), (8, 16)]
+#: Biases and the norm of the model, in float32.
+REST = 4 * (40 + 40 + 40 + 32 + 16 + 8)
+#: Four bytes that follow each bucket's payloads.
+TRAILER = 4
+
+
+def ring(nbytes, size):
+    return 2 * (size - 1) * nbytes // size
+
+
+def chunk_nbytes(codec, shape, size):
+    """Payload bytes of each chunk that scatter_reduce makes of a tensor."""
+    numel = math.prod(shape)
+    length = -(-numel // (size * codec.granularity)) * codec.granularity
+    return [codec.payload_nbytes(min((j + 1) * length, numel) - min(j * length, numel)) for j in range(size)]
+
+
+def two_steps(rank, world_size, specs, cap):
+    answers = []
+    for spec, collective in specs:
+        model = wrap(mlp(), cap=cap)
+        handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective)
+        train(model, rank, range(3))
+        answers.append((handle.stats(), buckets(model), handle.stats().total.to_dict()))
+    return answers
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_are_those_of_the_payloads(world_size):
+    specs = [
+        ("topk:density=0.05+ef", "auto"),
+        ("topk:density=0.05,values=int8,scope=sample", "gather"),
+        ("uniform:bits=3,group=32", "gather"),
+        ("uniform:bits=3,group=32+ef", "scatter_reduce"),
+        ("qsgd:bits=4", "scatter_reduce"),
+        ("randomk:density=0.1+ef", "auto"),
+        ("fp16", "auto"),
+        ("none", "auto"),
+    ]
+    raw = sum(4 * math.prod(shape) for shape in WEIGHTS) + REST
+    answers = run_ranks(two_steps, world_size, specs, HUGE)
+    for rank in range(world_size):
+        for (spec, _), (stats, count, as_dict) in zip(specs, answers[rank], strict=True):
+            assert count == 1
+            codec = nb.compression(spec).codec
+            payload = sum(codec.payload_nbytes(shape) for shape in WEIGHTS)
+            if spec == "none":
+                sent = ring(raw, world_size)
+            elif codec.sum_dtype(torch.float32) is not None:
+                sent = ring(payload, world_size) + ring(REST, world_size)
+            elif _ == "scatter_reduce":
+                columns = [
+                    TRAILER + sum(column)
+                    for column in zip(*(chunk_nbytes(codec, shape, world_size) for shape in WEIGHTS), strict=True)
+                ]
+                sent = sum(columns) - columns[rank] + (world_size - 1) * max(columns) + ring(REST, world_size)
+            else:
+                sent = (world_size - 1) * (payload + TRAILER) + ring(REST, world_size)
+            assert stats.last.raw_bytes == ring(raw, world_size), spec
+            assert stats.last.sent_bytes == sent, spec
+            assert stats.total.raw_bytes == 3 * ring(raw, world_size)
+            assert stats.total.sent_bytes == 3 * sent
+            assert (stats.total.steps, stats.last.steps) == (3, 1)
+            if world_size == 1:
+                assert math.isnan(stats.total.ratio)
+                assert as_dict["ratio"] is None
+            else:
+                assert stats.total.ratio == pytest.approx(ring(raw, world_size) / sent)
+                assert as_dict["ratio"] == stats.total.ratio
+            for seconds in ("encode_s", "wire_s", "decode_s", "waiting_s"):
+                assert getattr(stats.last, seconds) >= 0
+                assert getattr(stats.total, seconds) >= getattr(stats.last, seconds)
+
+
+def test_a_bucket_costs_its_trailer_and_nothing_else():
+    specs = [("topk:density=0.05+ef", "gather")]
+    one, many = (run_ranks(two_steps, 2, specs, cap)[0][0] for cap in (HUGE, TINY))
+    assert many[1] > one[1] == 1
+    exchanges = len(WEIGHTS)  # buckets of one parameter each: those without a matrix exchange nothing
+    assert many[0].last.sent_bytes - one[0].last.sent_bytes == (exchanges - 1) * TRAILER
+    assert many[0].last.raw_bytes == one[0].last.raw_bytes
+
+
+def measured_error(rank, world_size, spec):
+    model = wrap(mlp())
+    handle = nb.compress_gradients(model, spec, min_numel=64)
+    local = mlp()
+    loss_of(local, 0, rank).backward()
+    loss_of(model, 0, rank).backward()
+    matrices = {name: p.grad for name, p in local.named_parameters() if p.dim() == 2}
+    lost = sum(owed(handle)[name].double().square().sum() for name in matrices)
+    return handle.stats().last.relative_error, float(lost / sum(g.double().square().sum() for g in matrices.values()))
+
+
+def test_the_relative_error_is_the_share_of_the_gradient_that_is_still_owed():
+    for measured, expected in run_ranks(measured_error, 2, "topk:density=0.05+ef"):
+        assert 0.05 < expected < 0.95
+        assert measured == pytest.approx(expected, rel=1e-4)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+WIDTH = 4096  # one matrix of 4096 × 4096: 64 MiB
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peaks(rank, world_size, ways):
+    """The largest resident size after plain DDP, after the first way, after the second."""
+    for spec, collective in ways:  # loads what compression needs, before anything is measured
+        small = wrap(nn.Linear(64, 64, bias=False))
+        nb.compress_gradients(small, spec, collective=collective)
+        small(torch.ones(1, 64)).sum().backward()
+
+    def two_backwards(way):
+        model = wrap(nn.Linear(WIDTH, WIDTH, bias=False))
+        if way is not None:
+            nb.compress_gradients(model, way[0], collective=way[1])
+        for step in range(2):
+            model.zero_grad()
+            x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().sum().backward()
+
+    answers = []
+    for way in (None, *ways):
+        two_backwards(way)
+        gc.collect()
+        answers.append(peak_bytes())
+    return answers
+
+
+def test_memory_is_feedback_a_bucket_and_payloads_and_no_copy_per_rank():
+    size, bucket = 4, 4 * WIDTH * WIDTH
+    sparse, quantized = "topk:density=0.01+ef", "qsgd:bits=4+ef"
+    gathered = size * nb.compression(sparse).codec.payload_nbytes((WIDTH, WIDTH))
+    chunked = 4 * nb.compression(quantized).codec.payload_nbytes((WIDTH, WIDTH)) + bucket // size  # and its own error
+    answers = run_ranks(peaks, size, [(sparse, "gather"), (quantized, "scatter_reduce")], fresh=True)
+    for plain, after_sparse, after_quantized in answers:
+        assert plain > 2 * bucket  # the measure sees the model
+        # Feedback, one bucket, payloads, and a margin; copies of what the ranks sent would be four buckets more.
+        assert after_sparse - plain <= bucket + bucket + gathered + (32 << 20)
+        assert after_quantized - plain <= bucket + bucket + chunked + (32 << 20)

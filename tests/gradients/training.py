@@ -1,0 +1,107 @@
+"""Small models and a training loop, the same on every rank but for the data."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+#: One bucket for everything; a bucket for every parameter.
+HUGE, TINY = 100.0, 1e-6
+
+#: Keeps everything and travels the compressed way, so it must agree with plain DDP to the bit among two ranks: there a
+#: mean is one addition and a division by two.
+LOSSLESS = "topk:density=1.0+ef"
+
+
+def mlp(dtype=torch.float32):
+    """Four matrices to compress, a norm and biases that travel dense."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(24, 40),
+        nn.LayerNorm(40),
+        nn.Tanh(),
+        nn.Linear(40, 32),
+        nn.ReLU(),
+        nn.Linear(32, 16),
+        nn.Linear(16, 8),
+    ).to(dtype)
+
+
+def data(step, rank, dtype=torch.float32, inputs=24, outputs=8):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (
+        torch.randn(6, inputs, generator=generator).to(dtype),
+        torch.randn(6, outputs, generator=generator).to(dtype),
+    )
+
+
+def loss_of(model, step, rank, dtype=torch.float32):
+    x, y = data(step, rank, dtype)
+    return (model(x) - y).square().mean()
+
+
+def wrap(model, cap=HUGE, **options):
+    return DistributedDataParallel(model, bucket_cap_mb=cap, **options)
+
+
+def sgd(model, lr=0.05, momentum=0.0):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+
+
+def train(model, rank, steps, optimizer=None, dtype=torch.float32):
+    optimizer = optimizer or sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank, dtype).backward()
+        optimizer.step()
+
+
+def flat(model):
+    """All parameters, one after the other."""
+    parts = [torch.view_as_real(p) if p.is_complex() else p for p in model.parameters()]
+    return torch.cat([part.detach().double().reshape(-1) for part in parts])
+
+
+def owed(handle):
+    """A copy of what is owed."""
+    return {name: value.clone() for name, value in handle.state_dict()["owed"].items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def buckets(model):
+    """Into how many buckets DDP has cut the gradients, after it did so anew."""
+    sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return len(sizes.split(","))
+
+
+@contextlib.contextmanager
+def heard():
+    """What narrowband logs meanwhile."""
+    messages = []
+
+    class Ear(logging.Handler):
+        def emit(self, record):
+            messages.append(record.getMessage())
+
+    ear, logger = Ear(), logging.getLogger("narrowband")
+    logger.addHandler(ear)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(ear)
+
+
+def refusal(what):
+    """The error that calling ``what`` raises, as (type, text)."""
+    try:
+        what()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
