@@ -154,8 +154,9 @@ def test_memory_is_feedback_a_bucket_and_payloads_and_no_copy_per_rank():
     gathered = size * nb.compression(sparse).codec.payload_nbytes((WIDTH, WIDTH))
     chunked = 4 * nb.compression(quantized).codec.payload_nbytes((WIDTH, WIDTH)) + bucket // size  # and its own error
     answers = run_ranks(peaks, size, [(sparse, "gather"), (quantized, "scatter_reduce")], fresh=True)
+    margin = bucket * 7 // 8  # the allocator's, and compiled loops that come late
     for plain, after_sparse, after_quantized in answers:
         assert plain > 2 * bucket  # the measure sees the model
-        # Feedback, one bucket, payloads, and a margin; copies of what the ranks sent would be four buckets more.
-        assert after_sparse - plain <= bucket + bucket + gathered + (32 << 20)
-        assert after_quantized - plain <= bucket + bucket + chunked + (32 << 20)
+        # Feedback, one bucket, payloads, and a margin below one more copy; one per rank would be four buckets more.
+        assert after_sparse - plain <= bucket + bucket + gathered + margin
+        assert after_quantized - plain <= bucket + bucket + chunked + margin
