@@ -182,23 +182,23 @@ def _minmax_range(bits, group, low_bits, high_bits, first, last):
 
 
 @_loop
-def _codes(x, begin, m, low, inverse, offset, top, q):
+def _codes(x, begin, m, low, inverse, offset, top, q, to):
     """Nearest: ``offset`` holds the ½."""
     for j in range(m):
         v = F32(F32(F32(x[At(begin + j)] - low) * inverse) + offset)
         v = v if v > F32(0) else F32(0)  # NaN becomes 0
         v = v if v < top else top
-        q[j] = U8(I32(v))
+        q[At(to + j)] = U8(I32(v))
 
 
 @_loop
-def _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q):
+def _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, to):
     for j in range(m):
         u = F32(F32(I32(_mix(U32(start + U32(j))) >> U32(8))) * F32(2.0**-24))
         v = F32(F32(F32(x[At(begin + j)] - low) * inverse) + F32(offset + u))
         v = v if v > F32(0) else F32(0)  # NaN becomes 0
         v = v if v < top else top
-        q[j] = U8(I32(v))
+        q[At(to + j)] = U8(I32(v))
 
 
 @_loop
@@ -216,9 +216,6 @@ def _pack_plane(q, m, shift, width, codes, at):
     if width == 4:
         for t in range(stride):
             codes[At(at + t)] = U8(((q[t] >> down) & mask) | U8(U8(q[At(stride + t)] >> down) << U8(4)))
-    elif width == 8:
-        for t in range(stride):
-            codes[At(at + t)] = q[t]
     elif width == 2:
         for t in range(stride):
             a = U8((q[t] >> down) & mask) | U8(U8((q[At(stride + t)] >> down) & mask) << U8(2))
@@ -302,13 +299,20 @@ def _quantize_range(x, x_bits, lows, steps, codes, bits, widths, group, scale, s
             lows[g] = low
         steps[g] = step
         inverse = F32(0) if step < TINY else F32(F32(1) / step)
+        at = g * group_bytes
+        start = U32(U32(begin) + fold)
+        if bits == 8:  # a code is a byte: no packing
+            if stochastic:
+                _codes_stochastic(x, begin, m, low, inverse, offset, top, start, codes, at)
+            else:
+                _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, codes, at)
+            continue
         if scale == 3:
             _codes_sign(x, begin, m, finite, q)
         elif stochastic:
-            _codes_stochastic(x, begin, m, low, inverse, offset, top, U32(U32(begin) + fold), q)
+            _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, 0)
         else:
-            _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, q)
-        at = g * group_bytes
+            _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, q, 0)
         shift = 0
         for w in widths:
             _pack_plane(q, m, shift, w, codes, at)
