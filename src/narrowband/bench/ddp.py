@@ -1,0 +1,341 @@
+"""A training step behind a link: how much longer than the same step with no communication at all?
+
+All rows live in the same rank processes: one model, optimizer and process group per row, with the same initial
+parameters and the same data. Rounds of steps go through the rows in turn, so what disturbs the machine disturbs every
+row alike. A round is a block of consecutive steps between two barriers, timed as a whole; its time is that of the
+slowest rank, and a row's step time is the median over its rounds.
+
+Two byte counts stand in each row, per rank and step: what the library says that it sent (``sent_bytes_per_step``), and
+what the kernel counted on the rank's network card (``link_bytes_per_step``), protocol headers included.
+
+``run`` starts the ranks and puts the rows together; this module run as ``python -m`` is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from narrowband.bench.models import GPT, MODELS
+from narrowband.bench.ranks import Loopback, Worker, run_ranks
+from narrowband.feedback import compression
+from narrowband.lab import LabConfig
+
+__all__ = ["NO_COMMUNICATION", "Config", "run", "skip_communication"]
+
+#: The row that every other is measured against: a hook that sends nothing and returns the bucket at once.
+NO_COMMUNICATION = "no-communication"
+
+#: Steps before anything is timed: DDP rebuilds its buckets after the first, compiled loops are loaded, PowerSGD's hook
+#: sends dense for two.
+_WARM_UP_STEPS = 4
+
+_TIMEOUT = timedelta(seconds=120)
+_LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure.
+
+    Attributes:
+        nodes: Number of ranks.
+        rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
+        model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
+        codecs: Spec strings; the row without communication is always there.
+        peers: Also measure PyTorch's own: DDP without a hook, and its fp16, bf16 and PowerSGD hooks.
+        rounds: Timed rounds per row.
+        steps: Training steps per round.
+        delay: One-way delay between two ranks: 5ms, …
+        loss: Share of packets lost: 0.1%, …
+        seed: Of parameters and data.
+    """
+
+    nodes: int = 4
+    rate: str = "200mbit"
+    model: str = "gpt-13m"
+    codecs: tuple[str, ...] = ("none", "fp16", "topk:density=0.01+ef", "qsgd:bits=4")
+    peers: bool = False
+    rounds: int = 5
+    steps: int = 4
+    delay: str | None = None
+    loss: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
+        if not self.codecs and not self.peers:
+            raise ValueError("nothing to measure: give codecs, or ask for peers")
+        for spec in self.codecs:
+            compression(spec)
+        if self.rate == "none" and (self.delay or self.loss):
+            raise ValueError("delay and loss need an emulated link: give a rate too, e.g. rate=1gbit")
+        self.place()
+
+    def place(self) -> Loopback | LabConfig:
+        """Where the ranks run."""
+        if self.rate == "none":
+            return Loopback(self.nodes)
+        return LabConfig(nodes=self.nodes, rate=self.rate, delay=self.delay, loss=self.loss)
+
+
+def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+    """Measure all rows in one session of ranks.
+
+    Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for peers)
+    and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), and beside these what the codec's
+    handle says of its time. A row that failed holds ``error`` and None for what it could not measure.
+
+    Args:
+        on_event: called with ``{"event": "round", "done": …, "of": …, "codec": …}`` while the ranks work.
+
+    Raises:
+        UnsupportedError: the machine cannot emulate links; says what is missing.
+        RankError: a rank ended early.
+    """
+    ranks = run_ranks("narrowband.bench.ddp", asdict(config), config.place(), on_event)
+    rows = [_merged(config, [rank[i] for rank in ranks]) for i in range(len(ranks[0]))]
+    compute = rows[0]["step_s"]
+    for row in rows:
+        row["ratio_to_compute"] = row["step_s"] / compute if row["step_s"] and compute else None
+    return rows
+
+
+def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row from what each rank measured: the slowest rank's time per round, everyone's bytes on average."""
+    row: dict[str, Any] = {
+        "codec": parts[0]["codec"],
+        "rate": config.rate,
+        "nodes": config.nodes,
+        "step_s": None,
+        "ratio_to_compute": None,
+        "sent_bytes_per_step": None,
+        "link_bytes_per_step": None,
+    }
+    if "note" in parts[0]:
+        row["note"] = parts[0]["note"]
+    errors = [part["error"] for part in parts if part["error"]]
+    if errors:
+        return row | {"error": errors[0]}
+    rounds = [max(times) for times in zip(*(part["round_step_s"] for part in parts), strict=True)]
+    row["step_s"] = statistics.median(rounds)
+    row["round_step_s"] = rounds
+    for name in ("sent_bytes_per_step", "link_bytes_per_step", *_TIMES):
+        if all(name in part for part in parts):
+            row[name] = statistics.fmean(part[name] for part in parts)
+    return row
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+_TIMES = ("encode_s", "wire_s", "decode_s", "waiting_s")
+
+
+def skip_communication(model: DDP) -> None:
+    """Make backward send nothing: every rank's buckets are done as soon as they are full."""
+
+    def done(bucket: Any) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # A lambda, because DDP compares the annotation of ``bucket`` with the class, and ours are strings.
+    model.register_comm_hook(None, lambda _, bucket: done(bucket))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What distinguishes one row: its name, and what is done to a DDP model to get it."""
+
+    codec: str
+    attach: Callable[[DDP], Any] | None  # returns a handle with stats(), or None; None: nothing is done
+    bucket_cap_mb: int | None = None
+    note: str | None = None
+
+
+def _kinds(config: Config) -> list[_Kind]:
+    return [
+        _Kind(NO_COMMUNICATION, skip_communication),
+        *(_Kind(spec, _attach_codec(spec, config.seed)) for spec in config.codecs),
+        *(_peers() if config.peers else ()),
+    ]
+
+
+def _attach_codec(spec: str, seed: int) -> Callable[[DDP], Any]:
+    def attach(model: DDP) -> Any:
+        import narrowband
+
+        return narrowband.compress_gradients(model, spec, seed=seed)
+
+    return attach
+
+
+def _peers() -> list[_Kind]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def power_sgd(model: DDP) -> None:
+        state = powerSGD_hook.PowerSGDState(model.process_group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return [
+        _Kind("torch: DDP fp32", None),
+        _Kind(
+            "torch: fp16 hook",
+            lambda model: model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook),
+        ),
+        _Kind(
+            "torch: bf16 hook",
+            lambda model: model.register_comm_hook(model.process_group, default_hooks.bf16_compress_hook),
+        ),
+        _Kind(
+            "torch: PowerSGD hook, rank 4",
+            power_sgd,
+            bucket_cap_mb=1 << 14,
+            note="one bucket for the whole model, so nothing overlaps: over gloo the hook fails with two",
+        ),
+    ]
+
+
+class _Row:
+    """One row on one rank: its model, and what was measured so far."""
+
+    def __init__(self, kind: _Kind, config: Config) -> None:
+        self.kind = kind
+        self.error: str | None = None
+        self.round_step_s: list[float] = []
+        self.link_bytes = 0
+        self._config = config
+        self._handle: Any = None
+        self._before: Any = None
+
+    def build(self, tokens_SBL: Tensor) -> None:
+        """Make the model and take the warm-up steps."""
+        group = dist.new_group(timeout=_TIMEOUT)  # of its own: a row that fails takes no other with it
+        torch.manual_seed(self._config.seed)
+        self._model = DDP(
+            GPT(MODELS[self._config.model]),
+            process_group=group,
+            bucket_cap_mb=self.kind.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+        )
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
+        self._handle = self.kind.attach(self._model) if self.kind.attach is not None else None
+        self._train(tokens_SBL)
+        if self._handle is not None:
+            self._before = self._handle.stats().total
+
+    def measure(self, tokens_SBL: Tensor) -> None:
+        """One timed round: as many steps as ``tokens_SBL`` holds batches."""
+        start = time.perf_counter()
+        self._train(tokens_SBL)
+        self.round_step_s.append((time.perf_counter() - start) / len(tokens_SBL))
+
+    def _train(self, tokens_SBL: Tensor) -> None:
+        for tokens_BL in tokens_SBL:
+            self._optimizer.zero_grad()
+            logits_BLV = self._model(tokens_BL[:, :-1])
+            loss = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
+            torch.autograd.backward(loss)
+            self._optimizer.step()
+
+    def result(self, card: str | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"codec": self.kind.codec, "error": self.error, "round_step_s": self.round_step_s}
+        if self.kind.note:
+            found["note"] = self.kind.note
+        if self.error:
+            return found
+        steps = len(self.round_step_s) * self._config.steps
+        if card:
+            found["link_bytes_per_step"] = self.link_bytes / steps
+        if self.kind.codec == NO_COMMUNICATION:
+            found["sent_bytes_per_step"] = 0.0
+        if self._handle is not None:
+            after = self._handle.stats().total
+            found["sent_bytes_per_step"] = (after.sent_bytes - self._before.sent_bytes) / steps
+            for name in _TIMES:
+                found[name] = (getattr(after, name) - getattr(self._before, name)) / steps
+        return found
+
+
+def _transmitted(card: str) -> int:
+    """Bytes that the kernel has sent on this network card, in this process's network namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == card:
+            return int(counters.split()[8])
+    raise RuntimeError(f"there is no network card {card!r}")
+
+
+def _together(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> None:
+    """Do ``job`` on all ranks and wait for all; if it fails on any, the row is over on all."""
+    try:
+        job(tokens_SBL)
+    except Exception as error:  # whatever a peer's hook raises is that row's result
+        lines = str(error).strip().splitlines()
+        row.error = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    failed = torch.tensor([row.error is not None], dtype=torch.int32)
+    dist.all_reduce(failed)
+    if failed.item() and row.error is None:
+        row.error = "failed on another rank"
+
+
+def _work(worker: Worker) -> None:
+    config = Config(**{**worker.config, "codecs": tuple(worker.config["codecs"])})
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
+    shape = MODELS[config.model]
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + worker.rank)
+
+    def tokens(steps: int) -> Tensor:
+        return torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
+
+    rows = [_Row(kind, config) for kind in _kinds(config)]
+    total = len(rows) * (config.rounds + 1)
+    done = 0
+
+    def tell(row: _Row) -> None:
+        nonlocal done
+        done += 1
+        worker.tell(event="round", done=done, of=total, codec=row.kind.codec)
+
+    warm_up = tokens(_WARM_UP_STEPS)
+    for row in rows:
+        _together(row, row.build, warm_up)
+        tell(row)
+    for turn in range(config.rounds):
+        batches = tokens(config.steps)
+        first = turn % len(rows)  # so that no row always follows the same other
+        for row in rows[first:] + rows[:first]:
+            if row.error is None:
+                dist.barrier()
+                sent = _transmitted(card) if card else 0
+                _together(row, row.measure, batches)
+                # All ranks have all they wait for by now, so everything that this one sent has left its card.
+                row.link_bytes += _transmitted(card) - sent if card else 0
+            tell(row)
+    worker.finish([row.result(card) for row in rows])
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process group of a row that failed may never shut down
+
+
+if __name__ == "__main__":
+    _work(Worker(sys.argv[1]))

@@ -1,0 +1,297 @@
+"""The demo: one model trained on real text, once per codec, from one seed.
+
+Every row starts from the same parameters, sees the same batches in the same order and takes the same number of steps;
+what differs is what the ranks send each other. Rows run one after the other in one set of rank processes, and each is
+written to ``rows/`` as soon as it is done, under a name that holds everything it depends on: ``resume`` takes it from
+there.
+
+``run`` starts the ranks; this module run as ``python -m`` is one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowband
+from narrowband.bench.ddp import skip_communication
+from narrowband.bench.models import GPT, MODELS
+from narrowband.bench.ranks import Loopback, Worker, run_ranks
+from narrowband.bench.text import Text, batch_of, standard_library
+from narrowband.feedback import compression
+from narrowband.report.estimate import FORMULA, Row, estimates, verdict
+from narrowband.report.record import versions, write_json
+
+__all__ = ["BASELINES", "Config", "run"]
+
+#: What compression has to beat. The first is the one that losses are compared with.
+BASELINES = ("none", "fp16")
+
+#: Share of steps over which the learning rate rises; then it falls along a cosine to a tenth.
+_WARM_UP = 0.3
+_LAST_RATE = 0.1
+
+#: Adam without a first moment. With error feedback a gradient arrives late and in one piece; momentum would stretch it
+#: further, over steps in which the model has moved on.
+_BETAS = (0.0, 0.999)
+_CLIP = 0.5
+
+#: Windows of held-out text per rank: few while training, to draw a curve, more at the end.
+_CURVE_WINDOWS = 32
+_FINAL_WINDOWS = 256
+_CURVE_POINTS = 10
+
+#: Steps that DDP, the allocator and compiled loops need to settle, left out of the step time.
+_UNTIMED_STEPS = 3
+_COMPUTE_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the demo trains.
+
+    Attributes:
+        codecs: Spec strings; the baselines none and fp16 are always there.
+        nodes: Number of ranks on this machine.
+        steps: Optimizer steps per row.
+        model: Which GPT: gpt-demo or gpt-tiny (3.3 and 0.13 million parameters). It reads bytes.
+        learning_rate: Of Adam, at its peak.
+        seed: Of parameters, data and codecs.
+    """
+
+    codecs: tuple[str, ...] = ("topk:density=0.04,values=int8+ef", "qsgd:bits=4", "sign+ef")
+    nodes: int = 4
+    steps: int = 400
+    model: str = "gpt-demo"
+    learning_rate: float = 4e-4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.model not in MODELS or MODELS[self.model].vocab != 256:
+            fit = ", ".join(name for name, shape in MODELS.items() if shape.vocab == 256)
+            raise ValueError(f"model {self.model!r} is not one that reads bytes; there are: {fit}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be above 0")
+        for spec in self.codecs:
+            compression(spec)
+
+    def specs(self) -> tuple[str, ...]:
+        """All rows: the baselines, then the codecs that are not among them."""
+        return tuple(dict.fromkeys((*BASELINES, *self.codecs)))
+
+
+def run(
+    config: Config,
+    directory: Path,
+    *,
+    resume: bool = False,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train every row and return the summary: ``rows``, ``verdict``, ``estimates`` and what they were made from.
+
+    Rows hold ``codec``, ``sent_bytes_per_step``, ``times_less_traffic``, ``step_s``, ``heldout_loss``, and beside
+    these the held-out curve and the codec's times per step. Losses of a run that diverged are None.
+
+    Args:
+        directory: finished rows are kept in its ``rows/``.
+        resume: take rows that an earlier run with the same configuration finished.
+        on_event: called with ``{"event": "step", "codec": …, "step": …, "of": …, "loss": …}`` and
+            ``{"event": "row", "codec": …, "row": …}`` as the ranks work.
+
+    Raises:
+        FileNotFoundError: this Python's standard library is not there as source.
+        RankError: a rank ended early.
+    """
+    text = standard_library()
+    kept = {spec: directory / "rows" / f"{_key(config, spec, text)}.json" for spec in config.specs()}
+    rows: dict[str, dict[str, Any]] = {}
+    for spec, path in kept.items():
+        if resume and path.exists():
+            rows[spec] = json.loads(path.read_text())
+            if on_event is not None:
+                on_event({"event": "row", "codec": spec, "row": rows[spec]})
+
+    def note(event: dict[str, Any]) -> None:
+        if event["event"] == "row":
+            rows[event["codec"]] = event["row"]
+            write_json(kept[event["codec"]], event["row"])
+        if on_event is not None:
+            on_event(event)
+
+    missing = [spec for spec in config.specs() if spec not in rows]
+    if missing:
+        run_ranks("narrowband.bench.demo", asdict(config) | {"rows": missing}, Loopback(config.nodes), note)
+    return _summary(config, text, [rows[spec] for spec in config.specs()])
+
+
+def _key(config: Config, spec: str, text: Text) -> str:
+    """A file name that changes with anything that changes the row."""
+    identity = asdict(config) | {"codecs": spec, "text": text.digest, "model": asdict(MODELS[config.model])}
+    digest = hashlib.sha256(json.dumps(identity | versions(), sort_keys=True).encode()).hexdigest()
+    name = "".join(c if c.isalnum() else "-" for c in spec)
+    return f"{name}-{digest[:12]}"
+
+
+def _summary(config: Config, text: Text, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    dense = rows[0]["sent_bytes_per_step"]
+    for row in rows:
+        row["times_less_traffic"] = dense / row["sent_bytes_per_step"] if row["sent_bytes_per_step"] else None
+    compute = statistics.median(row["compute_s"] for row in rows)
+    judged = [
+        Row(
+            codec=row["codec"],
+            baseline=row["codec"] in BASELINES,
+            sent_bytes=row["sent_bytes_per_step"],
+            codec_s=row["encode_s"] + row["decode_s"],
+            heldout_loss=math.inf if row["heldout_loss"] is None else row["heldout_loss"],
+        )
+        for row in rows
+    ]
+    return {
+        "rows": rows,
+        "verdict": verdict(judged, compute),
+        "estimate": FORMULA,
+        "estimates": estimates(judged, compute),
+        "compute_s": compute,
+        "config": asdict(config) | {"parameters": MODELS[config.model].numel(), "shape": asdict(MODELS[config.model])},
+        "text": text.identity(),
+    }
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    """A model on this rank, its data, and one step after the other."""
+
+    def __init__(self, config: Config, text: Text, rank: int) -> None:
+        torch.manual_seed(config.seed)
+        self.shape = MODELS[config.model]
+        self.model = DDP(GPT(self.shape), gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, betas=_BETAS, fused=True)
+        warm_up = max(1, round(_WARM_UP * config.steps))
+
+        def rate(step: int) -> float:
+            if step < warm_up:
+                return (step + 1) / warm_up
+            progress = (step - warm_up) / max(1, config.steps - warm_up)
+            return _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+        self._text = text
+        self._batches = torch.Generator().manual_seed(config.seed * 1_000_003 + rank)
+        self._heldout_seed = config.seed * 1_000_003 + 500_000 + rank
+
+    def step(self) -> float:
+        """One optimizer step; this rank's loss before it."""
+        x_BL, y_BL = batch_of(self._text.train, self.shape.batch, self.shape.sequence, self._batches)
+        self.optimizer.zero_grad()
+        loss = self._loss(self.model(x_BL), y_BL)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def heldout_loss(self, windows: int) -> float:
+        """Mean loss in nats per byte over ``windows`` windows of held-out text per rank, always the same ones."""
+        generator = torch.Generator().manual_seed(self._heldout_seed)
+        losses = []
+        for start in range(0, windows, _CURVE_WINDOWS):
+            batch = min(_CURVE_WINDOWS, windows - start)
+            x_BL, y_BL = batch_of(self._text.heldout, batch, self.shape.sequence, generator)
+            losses.append(self._loss(self.model.module(x_BL), y_BL))
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        return mean.item() / dist.get_world_size()
+
+    @staticmethod
+    def _loss(logits_BLV: Tensor, y_BL: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BLV.flatten(0, 1), y_BL.flatten())
+
+
+def _compute_seconds(config: Config, text: Text, rank: int) -> float:
+    """Seconds of a step that sends nothing, at its slowest rank."""
+    trainer = _Trainer(config, text, rank)
+    skip_communication(trainer.model)
+    taken = []
+    for _ in range(_UNTIMED_STEPS + _COMPUTE_STEPS):
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.step()
+        taken.append(time.perf_counter() - start)
+    slowest = torch.tensor(taken[_UNTIMED_STEPS:])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.median().item()
+
+
+def _train_row(config: Config, spec: str, text: Text, worker: Worker) -> dict[str, Any]:
+    trainer = _Trainer(config, text, worker.rank)
+    handle = narrowband.compress_gradients(trainer.model, spec, seed=config.seed)
+    every = max(1, config.steps // _CURVE_POINTS)
+    taken: list[float] = []
+    curve: list[tuple[int, float | None]] = []
+    for step in range(1, config.steps + 1):
+        start = time.perf_counter()
+        loss = trainer.step()
+        taken.append(time.perf_counter() - start)
+        if step % every == 0 and step < config.steps:
+            curve.append((step, _finite(trainer.heldout_loss(_CURVE_WINDOWS))))
+        worker.tell(event="step", codec=spec, step=step, of=config.steps, loss=loss)
+    final = _finite(trainer.heldout_loss(_FINAL_WINDOWS))
+    total = handle.stats().total
+    return {
+        "codec": spec,
+        "sent_bytes_per_step": total.sent_bytes / config.steps,
+        "raw_bytes_per_step": total.raw_bytes / config.steps,
+        "step_s": statistics.median(taken[_UNTIMED_STEPS:] or taken),
+        "heldout_loss": final,
+        "curve": [*curve, (config.steps, final)],
+        "encode_s": total.encode_s / config.steps,
+        "wire_s": total.wire_s / config.steps,
+        "decode_s": total.decode_s / config.steps,
+        "waiting_s": total.waiting_s / config.steps,
+        "relative_error": total.relative_error,
+    }
+
+
+def _finite(loss: float) -> float | None:
+    """JSON has no NaN: a loss that is not finite is written as null."""
+    return loss if math.isfinite(loss) else None
+
+
+def _work(worker: Worker) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    specs = worker.config.pop("rows")
+    config = Config(**{**worker.config, "codecs": tuple(worker.config["codecs"])})
+    dist.init_process_group("gloo")
+    text = standard_library()
+    compute = _compute_seconds(config, text, worker.rank)
+    for spec in specs:
+        row = _train_row(config, spec, text, worker) | {"compute_s": compute}
+        worker.tell(event="row", codec=spec, row=row)
+    worker.finish(None)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(Worker(sys.argv[1]))

@@ -1,0 +1,287 @@
+"""Each hot loop against ``y.copy_(x)`` of the same tensor: how far from memory speed is it?
+
+A millisecond means little across machines, a ratio to a plain copy in the same run means the same everywhere. Loop and
+copy alternate, so both see the same neighbours; ``ratio_to_copy`` is the smallest time of the loop over the smallest
+time of the copy, because on a shared machine noise only adds. ``ratio_median``, the median of the ratios of
+neighbouring repeats, stands beside it: where the two differ much, the run was disturbed.
+
+Every repeat starts from a like state: what a loop changes is restored before it, outside the timed region.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+
+__all__ = ["BACKENDS", "Config", "count", "loops", "run"]
+
+BACKENDS = ("cpu", "reference")
+
+#: The group of the quantizers and the density of the sparse loops, as in the table of targets.
+GROUP = 128
+DENSITY = 0.001
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure.
+
+    Attributes:
+        numel: Elements of the float32 tensor.
+        backend: cpu (Numba), reference (plain torch), or all.
+        repeats: Timed repeats of each loop.
+        loops: Only these; all when none is named.
+        peers: Also time what a user would write in plain torch.
+        seed: Of the data and the stochastic loops.
+    """
+
+    numel: int = 25_000_000
+    backend: Literal["cpu", "reference", "all"] = "cpu"
+    repeats: int = 7
+    loops: tuple[str, ...] = ()
+    peers: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1024 <= self.numel < 2**31:
+            raise ValueError(f"numel={self.numel} is not in [1024, 2**31): smaller tensors fit a cache and say nothing")
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1")
+        if self.backend not in (*BACKENDS, "all"):
+            raise ValueError(f"backend={self.backend!r} is none of {', '.join((*BACKENDS, 'all'))}")
+        unknown = [name for name in self.loops if name not in loops()]
+        if unknown:
+            raise ValueError(f"unknown loop {', '.join(unknown)}; there are: {', '.join(loops())}")
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """One thing to time, and what puts back the state it needs."""
+
+    body: Callable[[int], object]
+    restore: Callable[[], object] | None = None
+
+
+class _Data:
+    """The tensors that loops share: ``x`` ~ N(0, 1), ``y`` an output, both float32."""
+
+    def __init__(self, numel: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.numel = numel
+        self.k = max(1, round(numel * DENSITY))
+        self.x = torch.randn(numel, generator=generator)
+        self.y = torch.zeros(numel)
+        self.generator = generator
+
+
+_Maker = Callable[[_Data, Any], _Loop]
+
+
+def _quantizer(bits: int, scale: kernels.Scale, stochastic: bool, group: int = GROUP) -> _Maker:
+    def make(data: _Data, backend: Any) -> _Loop:
+        payload = _payload(data.numel, bits, scale, group)
+        return _Loop(
+            lambda seed: backend.quantize_groups(
+                data.x, payload, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed
+            )
+        )
+
+    return make
+
+
+def _dequantizer(bits: int, scale: kernels.Scale) -> _Maker:
+    def make(data: _Data, backend: Any) -> _Loop:
+        payload = _payload(data.numel, bits, scale, GROUP)
+        backend.quantize_groups(data.x, payload, bits=bits, group=GROUP, scale=scale, stochastic=True, seed=0)
+        return _Loop(
+            lambda _: backend.dequantize_groups(
+                payload, data.y, bits=bits, group=GROUP, scale=scale, weight=0.25, accumulate=True
+            )
+        )
+
+    return make
+
+
+def _payload(numel: int, bits: int, scale: kernels.Scale, group: int) -> Tensor:
+    header = -(-numel // group) * (8 if scale == "minmax" else 4)
+    return torch.empty((header + kernels.packed_nbytes(numel, bits, group) + 3) // 4 * 4, dtype=torch.uint8)
+
+
+def _select(sampled: bool) -> _Maker:
+    return lambda data, backend: _Loop(lambda seed: backend.select_topk(data.x, data.k, sampled=sampled, seed=seed))
+
+
+def _ef_topk_encode(data: _Data, backend: Any) -> _Loop:
+    """``topk:density=0.001+ef`` of one tensor: compensate, select, write values and Elias–Fano indices, reset.
+
+    The residual of a run in progress is as large as the gradient or larger, so both start as N(0, 1).
+    """
+    n, k = data.numel, data.k
+    residual_before = torch.randn(n, generator=data.generator)
+    x, residual = torch.empty(n), torch.empty(n)
+    values = torch.empty(k)
+    indices = torch.empty(kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
+
+    def body(seed: int) -> None:
+        _, at = backend.compensate_select_topk(x, residual, k, seed=seed)
+        torch.index_select(residual, 0, at, out=values)
+        residual.index_fill_(0, at.long(), 0.0)
+        backend.elias_fano_encode(at, n, indices)
+
+    def restore() -> None:
+        x.copy_(data.x)
+        residual.copy_(residual_before)
+
+    return _Loop(body, restore)
+
+
+def _compensate(data: _Data, backend: Any) -> _Loop:
+    x, residual = data.x.clone(), torch.zeros(data.numel)
+    return _Loop(lambda _: backend.compensate(x, residual), residual.zero_)
+
+
+def _threshold(data: _Data, backend: Any) -> _Loop:
+    value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
+    return _Loop(lambda _: backend.select_threshold(data.x, value))
+
+
+def _elias_fano_encode(data: _Data, backend: Any) -> _Loop:
+    at = backend.select_topk(data.x, data.k)
+    out = torch.empty(kernels.elias_fano_nbytes(data.k, data.numel), dtype=torch.uint8)
+    return _Loop(lambda _: backend.elias_fano_encode(at, data.numel, out))
+
+
+def _elias_fano_decode(data: _Data, backend: Any) -> _Loop:
+    at = backend.select_topk(data.x, data.k)
+    out = torch.empty(kernels.elias_fano_nbytes(data.k, data.numel), dtype=torch.uint8)
+    backend.elias_fano_encode(at, data.numel, out)
+    return _Loop(lambda _: backend.elias_fano_decode(out, data.k, data.numel))
+
+
+def _sparse_accumulate(data: _Data, backend: Any) -> _Loop:
+    at = backend.select_topk(data.x, data.k)
+    values = data.x[at.long()]
+    return _Loop(lambda _: backend.sparse_accumulate(data.y, at, values, 0.25))
+
+
+_LOOPS: dict[str, _Maker] = {
+    "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
+    "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
+    "uniform-8bit-nearest-encode": _quantizer(8, "minmax", False),
+    "uniform-8bit-decode-accumulate": _dequantizer(8, "minmax"),
+    "uniform-2bit-stochastic-encode": _quantizer(2, "minmax", True),
+    "uniform-2bit-decode-accumulate": _dequantizer(2, "minmax"),
+    "qsgd-4bit-encode": _quantizer(4, "absmax", True),
+    "qsgd-4bit-l2-encode": _quantizer(4, "l2", True),
+    "qsgd-4bit-decode-accumulate": _dequantizer(4, "absmax"),
+    "sign-encode": _quantizer(1, "mean", False),
+    "group-minmax": lambda data, backend: _Loop(lambda _: backend.group_minmax(data.x, GROUP)),
+    "topk-sampled-select": _select(sampled=True),
+    "topk-exact-select": _select(sampled=False),
+    "threshold-select": _threshold,
+    "compensate": _compensate,
+    "ef-topk-encode": _ef_topk_encode,
+    "all-finite": lambda data, backend: _Loop(lambda _: backend.all_finite(data.x)),
+    "elias-fano-encode": _elias_fano_encode,
+    "elias-fano-decode": _elias_fano_decode,
+    "sparse-accumulate": _sparse_accumulate,
+}
+
+
+# ---- peers: the same jobs as a user would write them in plain torch --------------------------------------------------
+
+
+def _peer_quantize(data: _Data, _: Any) -> _Loop:
+    grouped = data.x[: data.numel // GROUP * GROUP].view(-1, GROUP)
+
+    def body(_: int) -> Tensor:
+        low = grouped.amin(1, keepdim=True)
+        step = (grouped.amax(1, keepdim=True) - low) / 15
+        codes = ((grouped - low) / step + torch.rand_like(grouped)).floor_().clamp_(0, 15).to(torch.uint8)
+        return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+    return _Loop(body)
+
+
+def _peer_threshold(data: _Data, _: Any) -> _Loop:
+    value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
+    return _Loop(lambda _: (data.x.abs() >= value).nonzero())
+
+
+_PEERS: dict[str, _Maker] = {
+    "torch.topk": lambda data, _: _Loop(lambda _: data.x.abs().topk(data.k, sorted=False)),
+    "torch 4-bit stochastic quantize": _peer_quantize,
+    "torch threshold and nonzero": _peer_threshold,
+    "torch.isfinite().all()": lambda data, _: _Loop(lambda _: data.x.isfinite().all()),
+}
+
+_PEER_REPEATS = 2
+
+
+def loops() -> tuple[str, ...]:
+    """The names of all loops, in the order in which they run."""
+    return tuple(_LOOPS)
+
+
+def count(config: Config) -> int:
+    """How many rows :func:`run` yields."""
+    backends = len(BACKENDS) if config.backend == "all" else 1
+    return backends * len(config.loops or _LOOPS) + (len(_PEERS) if config.peers else 0)
+
+
+def run(config: Config) -> Iterator[dict[str, Any]]:
+    """Measure, and yield one row per loop and backend as it is done.
+
+    Rows hold ``loop``, ``backend``, ``numel``, ``ms`` (smallest), ``ratio_to_copy``, and beside these ``ratio_median``,
+    ``copy_ms`` and ``threads``.
+
+    Example:
+        >>> rows = list(run(Config(numel=4096, loops=("all-finite",), repeats=2)))
+        >>> rows[0]["loop"]
+        'all-finite'
+    """
+    data = _Data(config.numel, config.seed)
+    chosen = config.loops or loops()
+    backends = BACKENDS if config.backend == "all" else (config.backend,)
+    for backend in backends:
+        module = import_module(f"narrowband.kernels.{backend}")
+        for name in chosen:
+            yield _row(name, backend, data, _LOOPS[name](data, module), config.repeats)
+    if config.peers:
+        for name, make in _PEERS.items():
+            yield _row(name, "torch", data, make(data, None), min(config.repeats, _PEER_REPEATS))
+
+
+def _row(name: str, backend: str, data: _Data, loop: _Loop, repeats: int) -> dict[str, Any]:
+    target = torch.empty_like(data.x)
+    taken, copied = [], []
+    for repeat in range(-1, repeats):  # the first compiles and touches memory
+        if loop.restore is not None:
+            loop.restore()
+        start = time.perf_counter()
+        target.copy_(data.x)
+        between = time.perf_counter()
+        loop.body(repeat + 1)
+        end = time.perf_counter()
+        if repeat >= 0:
+            copied.append(between - start)
+            taken.append(end - between)
+    return {
+        "loop": name,
+        "backend": backend,
+        "numel": data.numel,
+        "ms": min(taken) * 1e3,
+        "ratio_to_copy": min(taken) / min(copied),
+        "ratio_median": statistics.median(t / c for t, c in zip(taken, copied, strict=True)),
+        "copy_ms": min(copied) * 1e3,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,218 @@
+"""Start the ranks of a benchmark, hear from rank 0 while they work, collect what each of them found.
+
+A benchmark is a module with a worker side, run as ``python -m MODULE DIRECTORY`` once per rank with torchrun's
+environment variables. The directory is all they share with the parent: ``config.json`` goes in, rank 0 appends progress
+to ``events.jsonl`` (:func:`tell`), each rank leaves its result in ``rank<N>.json`` (:func:`finish`).
+
+Ranks run on this machine's loopback (:class:`Loopback`, no rights needed) or behind emulated links
+(:class:`narrowband.lab.LabConfig`). Either way they end when their parent does, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowband.lab import LabConfig, run
+
+__all__ = ["Loopback", "RankError", "Worker", "run_ranks"]
+
+_POLL_S = 0.1
+_GRACE_S = 5.0
+_TAIL_LINES = 30
+
+
+class RankError(RuntimeError):
+    """A rank of a benchmark ended with an error; the message holds the end of what it said."""
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """``nodes`` ranks on this machine's loopback interface, unshaped."""
+
+    nodes: int
+
+
+def run_ranks(
+    module: str,
+    config: dict[str, Any],
+    where: Loopback | LabConfig,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> list[Any]:
+    """Run ``python -m module`` once per rank and return what each passed to :meth:`Worker.finish`, in rank order.
+
+    Args:
+        module: dotted name of the benchmark.
+        config: JSON-able; a worker finds it as ``Worker.config``.
+        where: the network that the ranks are on.
+        on_event: called (from another thread) with every event that rank 0 tells.
+
+    Raises:
+        RankError: a rank ended with an error or without a result.
+        UnsupportedError: emulated links are asked for and cannot be made here; says what is missing.
+        KeyboardInterrupt: after Ctrl-C, when all ranks are gone.
+    """
+    with tempfile.TemporaryDirectory(prefix="narrowband-") as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(config))
+        events = directory / "events.jsonl"
+        events.touch()
+        log = directory / "ranks.log"
+        command = [sys.executable, "-m", module, name]
+        with _following(events, on_event), log.open("wb") as output:
+            if isinstance(where, LabConfig):
+                code = run(where, command, stdout=output, stderr=subprocess.STDOUT).exit_code
+            else:
+                code = _run_on_loopback(command, where.nodes, output.fileno())
+        results = [directory / f"rank{rank}.json" for rank in range(where.nodes)]
+        if code or not all(path.exists() for path in results):
+            raise RankError(f"a rank ended with exit code {code}:\n{_tail(log)}")
+        return [json.loads(path.read_text()) for path in results]
+
+
+class Worker:
+    """The worker side: this rank's place, its configuration, and its way to talk to the parent."""
+
+    def __init__(self, directory: str) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self._directory = Path(directory)
+        self.config: dict[str, Any] = json.loads((self._directory / "config.json").read_text())
+        if os.environ.get(_WATCH_STDIN) == "1":
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def tell(self, **event: Any) -> None:
+        """Send the parent an event, if this is rank 0."""
+        if self.rank == 0:
+            with (self._directory / "events.jsonl").open("a") as file:
+                file.write(json.dumps(event) + "\n")
+
+    def finish(self, result: Any) -> None:
+        """Leave this rank's result for the parent."""
+        target = self._directory / f"rank{self.rank}.json"
+        unfinished = target.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(result))
+        unfinished.replace(target)
+
+
+# ---- loopback --------------------------------------------------------------------------------------------------------
+
+_WATCH_STDIN = "NARROWBAND_END_WITH_STDIN"
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of our standard input and never writes: it can only end, and then so do we."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _run_on_loopback(command: list[str], nodes: int, output: int) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(nodes),
+        "LOCAL_WORLD_SIZE": str(nodes),
+        "GLOO_SOCKET_IFNAME": loopback,
+        _WATCH_STDIN: "1",
+    }
+    shared.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores already
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(nodes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=shared | place,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends them
+                )
+            )
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = [code for code in codes if code]
+            if failed:
+                return failed[0] if failed[0] > 0 else 128 - failed[0]
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(_POLL_S)
+    finally:
+        _end(ranks)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+        if rank.stdin is not None:
+            rank.stdin.close()
+
+
+# ---- events and errors -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _following(path: Path, on_event: Callable[[dict[str, Any]], None] | None) -> Iterator[None]:
+    """Call ``on_event`` with each line appended to ``path``, until the block ends and all were read."""
+    if on_event is None:
+        yield
+        return
+    done = threading.Event()
+    failed: list[Exception] = []
+
+    def follow() -> None:
+        with path.open() as file:
+            rest = ""
+            while True:
+                last = done.is_set()  # looked at before reading, so nothing written earlier is missed
+                *lines, rest = (rest + file.read()).split("\n")
+                try:
+                    for line in lines:
+                        on_event(json.loads(line))
+                except Exception as error:
+                    failed.append(error)
+                    return
+                if last:
+                    return
+                done.wait(_POLL_S)
+
+    thread = threading.Thread(target=follow, name="narrowband-events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return "\n".join(lines[-_TAIL_LINES:]) or "(it said nothing)"

@@ -1,0 +1,7 @@
+"""The command ``narrowband``: one dataclass per subcommand; its fields are the options, its docstring is the help."""
+
+from __future__ import annotations
+
+from narrowband.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,97 @@
+"""``narrowband bench kernels`` and ``narrowband bench ddp``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from narrowband.bench import ddp, kernels
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["BenchDDP", "BenchKernels"]
+
+
+@dataclass(frozen=True)
+class BenchKernels:
+    """Time each hot loop against a plain copy of the same tensor.
+
+    A ratio of 1.6 means: 1.6 times as long as ``y.copy_(x)`` in the same run. Ratios hold on a busy machine,
+    milliseconds do not.
+
+    Examples:
+      narrowband bench kernels
+      narrowband bench kernels --loops topk-exact-select ef-topk-encode --repeats 20
+      narrowband bench kernels --backend all --peers --json kernels.json
+    """
+
+    config: Annotated[kernels.Config, tyro.conf.arg(name="")] = field(default_factory=kernels.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import kernels_table
+
+        rows = []
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("measuring", total=kernels.count(self.config))
+            for row in kernels.run(self.config):
+                rows.append(row)
+                progress.update(task, advance=1, description=row["loop"])
+        console.print(kernels_table(rows))
+        _record(console, self.json, asdict(self.config), rows)
+        return 0
+
+
+@dataclass(frozen=True)
+class BenchDDP:
+    """Measure training steps behind emulated links, against the same step without communication.
+
+    All rows run in one session of the same processes, in turn, so their ratios can be trusted even when the machine is
+    busy. Needs what ``narrowband lab`` needs (see ``narrowband doctor``); ``--rate none`` needs nothing, and runs the
+    ranks on loopback.
+
+    Examples:
+      narrowband bench ddp --nodes 4 --rate 200mbit --codecs none fp16 topk:density=0.01+ef qsgd:bits=4
+      narrowband bench ddp --rate 1gbit --peers --json ddp-1gbit.json
+      narrowband bench ddp --nodes 2 --rate none --model gpt-tiny
+    """
+
+    config: Annotated[ddp.Config, tyro.conf.arg(name="")] = field(default_factory=ddp.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import ddp_table
+
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("starting ranks", total=None)
+
+            def show(event: dict[str, Any]) -> None:
+                progress.update(task, completed=event["done"], total=event["of"], description=event["codec"])
+
+            rows = ddp.run(self.config, show)
+        console.print(ddp_table(rows))
+        for row in rows:
+            for key, style in (("note", "dim"), ("error", "red")):
+                if key in row:
+                    console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
+        _record(console, self.json, asdict(self.config), rows)
+        return 0
+
+
+def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    if path is None:
+        return
+    from narrowband.report.record import provenance, write_json
+
+    write_json(path, provenance(config["seed"]) | {"config": config, "rows": rows})
+    console.print(f"written to {path}", style="dim", markup=False, highlight=False)

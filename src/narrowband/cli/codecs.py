@@ -1,0 +1,71 @@
+"""``narrowband codecs``."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from narrowband.codecs import Codec
+
+__all__ = ["Codecs", "example"]
+
+#: The tensor whose payload is quoted.
+_NUMEL = 25_000_000
+
+#: What stands for a key that has no default.
+_EXAMPLE_VALUE = 0.001
+
+
+def example(kind: type[Codec]) -> Codec:
+    """A codec of this kind: its defaults, and an example value for keys that have none."""
+    required = [f.name for f in fields(kind) if f.default is MISSING]  # type: ignore[arg-type]
+    return kind(**dict.fromkeys(required, _EXAMPLE_VALUE))
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """List every codec and feedback: what it does, its keys with their defaults, and what it costs.
+
+    A spec string is ``name[:key=value,…][+feedback]``. It is the same in code, on the command line and in checkpoints.
+
+    Examples:
+      narrowband codecs
+      python -c "import narrowband as nb; print(nb.codec('qsgd:bits=2').payload_nbytes(1_000_000))"
+    """
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.markup import escape
+        from rich.table import Table
+
+        from narrowband import codecs, feedback
+
+        table = Table(
+            title=f"Codecs, and bits per element of {_NUMEL:,} float32", title_justify="left", show_lines=True
+        )
+        table.add_column("example, keys and defaults", no_wrap=True)
+        table.add_column("bits", justify="right")
+        table.add_column("what it does")
+        for kind in codecs.available().values():
+            codec = example(kind)
+            bits = f"{codec.payload_nbytes(_NUMEL) * 8 / _NUMEL:.3g}" if kind.fixed_size else "by data"
+            table.add_row("\n".join([f"[bold]{escape(str(codec))}", *_keys(kind)]), bits, escape(_summary(kind)))
+        console.print(table)
+        console.print("Behind a '+', what is done about what compression loses:")
+        for name, kept in feedback.available().items():
+            console.print(f"  [bold]+{name}[/bold]  {escape(_summary(kept))}", highlight=False)
+        return 0
+
+
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+
+
+def _keys(kind: type[Codec]) -> list[str]:
+    shown = []
+    for f in fields(kind):  # type: ignore[arg-type]
+        default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default)
+        shown.append(f"  {f.name} (required)" if f.default is MISSING else f"  {f.name}={default}")
+    return shown

@@ -1,0 +1,109 @@
+"""``narrowband demo``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from narrowband.bench import demo
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+__all__ = ["Demo"]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train a small GPT on real text with and without compression, and say whether it was worth it.
+
+    Four ranks on this machine train a byte-level GPT on the source of Python's standard library: dense fp32 and fp16
+    first, then each codec, from the same parameters, on the same batches. At the end stand a table, estimates for
+    slow and fast links, a verdict in plain words, and, in runs/demo, summary.json and a picture of the loss curves.
+    Nothing is downloaded; no rights are needed.
+
+    Examples:
+      narrowband demo
+      narrowband demo --resume
+      narrowband demo --codecs topk:density=0.001+ef sign+ef --steps 400 --out runs/longer
+    """
+
+    config: Annotated[demo.Config, tyro.conf.arg(name="")] = field(default_factory=demo.Config)
+    out: Path = Path("runs/demo")
+    """Directory of the results."""
+    resume: bool = False
+    """Keep rows that an earlier run with the same options finished; each is kept as soon as it is done."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.panel import Panel
+
+        from narrowband.report import plots
+        from narrowband.report.record import provenance, write_json
+        from narrowband.report.tables import demo_table, estimate_table
+
+        try:
+            with _progress(console) as progress:
+                show = _Show(progress, self.config)
+                summary = demo.run(self.config, self.out, resume=self.resume, on_event=show)
+        except KeyboardInterrupt:
+            console.print("Rows that were finished are kept: `narrowband demo --resume` goes on from there.")
+            raise
+        console.print(demo_table(summary["rows"]))
+        console.print(estimate_table(summary["estimates"], summary["estimate"]))
+        console.print(
+            f"Estimates for machines as fast as one rank here (compute: {summary['compute_s'] * 1e3:.0f} ms), "
+            "nothing overlapped, no latency.",
+            style="dim",
+            highlight=False,
+        )
+        console.print(Panel(summary["verdict"], title="Verdict", title_align="left"), highlight=False, markup=False)
+        written = [self.out / "summary.json"]
+        write_json(written[0], provenance(self.config.seed) | summary)
+        if plots.can_plot():
+            written.append(self.out / "loss.png")
+            plots.loss_curves(summary["rows"], written[1])
+        else:
+            console.print(
+                "No picture: it needs matplotlib, pip install 'narrowband[plots]'", style="yellow", markup=False
+            )
+        console.print(f"written: {', '.join(map(str, written))}", style="dim", markup=False, highlight=False)
+        return 0
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+class _Show:
+    """One bar per row, brought up to date by what the ranks tell."""
+
+    def __init__(self, progress: Progress, config: demo.Config) -> None:
+        self._progress = progress
+        self._bars = {
+            spec: progress.add_task(spec, total=config.steps, start=False, loss="") for spec in config.specs()
+        }
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        bar = self._bars[event["codec"]]
+        self._progress.start_task(bar)
+        if event["event"] == "step":
+            self._progress.update(bar, completed=event["step"], loss=f"loss {event['loss']:.2f}")
+        else:
+            task = self._progress.tasks[bar]
+            loss = event["row"]["heldout_loss"]
+            said = "diverged" if loss is None else f"held-out {loss:.3f}"
+            self._progress.update(bar, completed=task.total, loss=said)
+            self._progress.stop_task(bar)

@@ -1,0 +1,102 @@
+"""``narrowband doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+__all__ = ["Doctor"]
+
+#: Package → (what goes without it, how to get it).
+_PACKAGES = {
+    "numba": ("fast loops on CPU", "pip install numba, or NARROWBAND_KERNELS=reference to do without"),
+    "pyroute2": ("narrowband lab and narrowband bench ddp behind links", "pip install pyroute2"),
+    "matplotlib": ("pictures", "pip install 'narrowband[plots]'"),
+}
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """One line: a name, whether it is there, and more about it."""
+
+    name: str
+    good: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine can do, what is missing, and how to get it.
+
+    Whether links can be emulated is tried, not guessed: one rank's namespaces are made and removed again.
+
+    Examples:
+      narrowband doctor
+    """
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.markup import escape
+        from rich.table import Table
+
+        from narrowband.report.record import machine, versions
+
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        for finding in (*_backends(), *_packages(), *_links()):
+            mark = "[green]yes" if finding.good else "[yellow]no"
+            table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
+        about = machine()
+        console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
+        console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
+        console.print(table)
+        return 0
+
+
+def _backends() -> Iterator[_Finding]:
+    import torch
+    import torch.distributed as dist
+
+    from narrowband import kernels
+
+    threads = torch.get_num_threads()
+    backend = kernels.backend_for("cpu").__name__.rpartition(".")[2]
+    loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
+    yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
+    if torch.cuda.is_available():
+        yield _Finding("CUDA", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
+    else:
+        built = torch.version.cuda
+        why = (
+            "this build of torch is for CPU" if built is None else f"torch is built for CUDA {built}, no GPU was found"
+        )
+        yield _Finding("CUDA", False, why)
+    if not dist.is_available():
+        yield _Finding("torch.distributed", False, "this build of torch has none: install torch from pytorch.org")
+        return
+    yield _Finding("gloo", dist.is_gloo_available(), "collectives on CPU")
+    yield _Finding("NCCL", dist.is_nccl_available(), "collectives on GPU; comes with CUDA builds of torch")
+
+
+def _packages() -> Iterator[_Finding]:
+    for name, (purpose, remedy) in _PACKAGES.items():
+        if importlib.util.find_spec(name) is None:
+            yield _Finding(name, False, f"needed for {purpose}: {remedy}")
+        else:
+            yield _Finding(name, True, importlib.metadata.version(name))
+
+
+def _links() -> Iterator[_Finding]:
+    from narrowband.lab import LabConfig, requirements
+
+    for name, config in (
+        ("emulated rates", LabConfig(nodes=2)),
+        ("emulated delay and loss", LabConfig(nodes=2, delay="1ms", loss="0.1%")),
+    ):
+        missing = requirements(config)
+        yield _Finding(name, not missing, "\n".join(missing) or "narrowband lab, narrowband bench ddp")

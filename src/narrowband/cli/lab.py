@@ -1,0 +1,65 @@
+"""``narrowband lab``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Lab"]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Run a command once per rank, each rank behind an emulated link of its own.
+
+    What follows ``--`` is started once per rank with torchrun's environment variables, in a network namespace whose
+    only card is shaped in both directions. So an unchanged training script runs as if on that many machines. The
+    kernel's byte counts are printed at the end. Linux; root, or unprivileged user namespaces (see ``narrowband
+    doctor``).
+
+    Examples:
+      narrowband lab --nodes 4 --rate 200mbit -- python train.py
+      narrowband lab --nodes 2 --rate 1gbit --delay 5ms --loss 0.1% -- python train.py --epochs 1
+      narrowband lab --rate none --json counts.json -- python train.py
+    """
+
+    nodes: int = 4
+    """Number of ranks."""
+    rate: str = "200mbit"
+    """Of every link in both directions: 200mbit, 1gbit, …; none leaves the links unshaped."""
+    delay: str | None = None
+    """One-way delay between two ranks: 5ms, …"""
+    loss: str | None = None
+    """Share of packets lost: 0.1%, …"""
+    timeout: float | None = None
+    """Seconds after which all ranks are ended, with exit code 124."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the counts to this file."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.lab import LabConfig, run
+        from narrowband.report.record import provenance, write_json
+        from narrowband.report.tables import lab_table
+
+        if not behind:
+            raise ValueError(
+                "which command? Put it behind '--': narrowband lab --nodes 4 --rate 200mbit -- python train.py"
+            )
+        config = LabConfig(
+            nodes=self.nodes,
+            rate=None if self.rate == "none" else self.rate,
+            delay=self.delay,
+            loss=self.loss,
+            timeout_s=self.timeout,
+        )
+        report = run(config, behind)
+        console.print(lab_table(report))
+        if self.json is not None:
+            write_json(self.json, provenance() | {"config": asdict(config)} | report.to_dict())
+        return report.exit_code

@@ -1,0 +1,122 @@
+"""From steps measured here to steps on other links, and from those to a verdict.
+
+The model is one sum, on purpose simple enough to check by hand::
+
+    step = compute + codec + 8 · sent_bytes / rate
+
+``compute`` is the same training step measured without any communication, ``codec`` the measured time in encode and
+decode, ``sent_bytes`` what one rank sends per step and ``rate`` the link's bits per second in each direction. Nothing
+is assumed to overlap and no latency is counted, so it is an estimate and is marked as one wherever it is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowband.report.units import format_rate, format_seconds
+
+__all__ = ["FORMULA", "LINKS", "Row", "estimated_step", "estimates", "verdict"]
+
+FORMULA = "step = compute + codec + 8 · sent_bytes / rate"
+
+#: The links that a verdict speaks about, in bits per second.
+LINKS = (100e6, 1e9, 10e9)
+
+#: A compressed run's held-out loss may be this much above the dense run's to count as equal.
+LOSS_TOLERANCE = 0.02
+
+#: Compression that saves less than this share of a step is not worth its place in a training script.
+WORTH_IT = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured with one codec.
+
+    Attributes:
+        codec: its spec string.
+        baseline: whether it is one of those that compression has to beat (dense fp32, fp16).
+        sent_bytes: bytes one rank sends per step.
+        codec_s: seconds per step in encode and decode.
+        heldout_loss: nats per token at the end; inf if training diverged.
+    """
+
+    codec: str
+    baseline: bool
+    sent_bytes: float
+    codec_s: float
+    heldout_loss: float
+
+
+def estimated_step(row: Row, compute_s: float, rate: float) -> float:
+    """Seconds per step on a link of ``rate`` bits per second, by :data:`FORMULA`."""
+    return compute_s + row.codec_s + 8.0 * row.sent_bytes / rate
+
+
+def estimates(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINKS) -> list[dict[str, str | float]]:
+    """One JSON-able entry per codec and link."""
+    return [
+        {"codec": row.codec, "rate_bits_per_s": rate, "estimated_step_s": estimated_step(row, compute_s, rate)}
+        for rate in links
+        for row in rows
+    ]
+
+
+def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINKS) -> str:
+    """Plain words: which codec, how many times less traffic, at what cost in loss, and on which links it pays.
+
+    ``rows`` starts with the dense fp32 run. A codec is eligible when its loss is within 2 % of the dense one. Among
+    those the one that sends least is named first; on each link, the fastest by estimate is held against the fastest
+    baseline.
+
+    Raises:
+        ValueError: ``rows`` is empty or does not begin with a baseline.
+    """
+    if not rows or not rows[0].baseline:
+        raise ValueError("a verdict needs rows, and the first has to be the dense baseline")
+    dense = rows[0]
+    baselines = [row for row in rows if row.baseline]
+    compressed = [row for row in rows if not row.baseline]
+    eligible = [row for row in compressed if row.heldout_loss <= dense.heldout_loss * (1 + LOSS_TOLERANCE)]
+    if not compressed:
+        return "Only baselines were run: there is nothing to judge."
+    if not dense.sent_bytes:
+        return "One rank sends nothing, so there is nothing to compress."
+    if not math.isfinite(dense.heldout_loss):
+        return "The dense run itself diverged: with a lower learning rate there will be something to compare."
+    if not eligible:
+        close = min(compressed, key=lambda row: row.heldout_loss)
+        return (
+            f"Do not compress here: no codec came within {LOSS_TOLERANCE:.0%} of the dense held-out loss "
+            f"({dense.heldout_loss:.3f}); the closest, {close.codec}, ended at {close.heldout_loss:.3f} "
+            f"({close.heldout_loss / dense.heldout_loss - 1:+.1%})."
+        )
+    best = min(eligible, key=lambda row: row.sent_bytes)
+    change = best.heldout_loss / dense.heldout_loss - 1
+    times = dense.sent_bytes / best.sent_bytes
+    sentences = [
+        (
+            f"{best.codec} sends {times:.0f} times less than dense fp32 and ends at a held-out loss of "
+            f"{best.heldout_loss:.3f} against {dense.heldout_loss:.3f} ({change:+.1%})."
+        )
+    ]
+    failed = [row for row in compressed if row not in eligible]
+    if failed:
+        listed = ", ".join(f"{row.codec} ({row.heldout_loss / dense.heldout_loss - 1:+.1%})" for row in failed)
+        sentences.append(f"More than {LOSS_TOLERANCE:.0%} above the dense loss after this many steps: {listed}.")
+    for rate in links:
+        fastest = min(baselines, key=lambda row: estimated_step(row, compute_s, rate))
+        before = estimated_step(fastest, compute_s, rate)
+        choice = min(eligible, key=lambda row: estimated_step(row, compute_s, rate))
+        after = estimated_step(choice, compute_s, rate)
+        steps = (
+            f"{choice.codec} would take {format_seconds(after)} per step against {format_seconds(before)} with "
+            f"{fastest.codec} (estimate)"
+        )
+        if after <= before * (1 - WORTH_IT):
+            sentences.append(f"At {format_rate(rate)} it would be {before / after:.1f} times as fast: {steps}.")
+        else:
+            sentences.append(f"At {format_rate(rate)} compression is not worth it on this link: {steps}.")
+    return "\n".join(sentences)

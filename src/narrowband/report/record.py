@@ -1,0 +1,119 @@
+"""Where a result comes from, and files that hold it.
+
+A result that nobody can repeat is an anecdote: every JSON file names the command, the commit, the machine, the versions
+and the seed beside its rows.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+__all__ = ["commit", "machine", "provenance", "versions", "write_json"]
+
+#: Distributions whose versions change results.
+_DISTRIBUTIONS = ("narrowband", "torch", "numpy", "numba")
+
+
+def machine() -> dict[str, str | int | float | None]:
+    """The hardware and the kernel, without anything that names the host or its user."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "system": platform.system(),
+        "release": platform.release(),
+        "architecture": platform.machine(),
+        "gpu": _gpu(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the distributions that results depend on; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit that this code was checked out from, with ``-dirty`` after it if changed; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=here, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None
+
+
+def provenance(seed: int | None = None, command: list[str] | None = None) -> dict[str, Any]:
+    """The fields that stand beside the rows of every result file.
+
+    Args:
+        seed: None where nothing is random.
+        command: this process's own when None.
+    """
+    if command is None:
+        command = ["narrowband", *sys.argv[1:]]
+    return {
+        "command": shlex.join(command),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": seed,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` to ``path``, whole or not at all, creating the directories above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -1,0 +1,102 @@
+"""Tables for people, drawn by Rich from the same rows that go into JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from narrowband.report.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from narrowband.lab import LabReport
+
+__all__ = ["ddp_table", "demo_table", "estimate_table", "kernels_table", "lab_table"]
+
+_NOTHING = "–"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """The first column holds names, the others numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position else "left", no_wrap=True)
+    return table
+
+
+def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench kernels``."""
+    table = _table(f"{rows[0]['numel']:,} float32 elements, against a plain copy", "loop", "backend", "ms", "× copy")
+    for row in rows:
+        table.add_row(escape(row["loop"]), row["backend"], f"{row['ms']:.2f}", f"{row['ratio_to_copy']:.2f}")
+    return table
+
+
+def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench ddp``."""
+    place = "loopback" if rows[0]["rate"] == "none" else f"links of {rows[0]['rate']}"
+    table = _table(f"{rows[0]['nodes']} ranks, {place}", "codec", "step", "× compute", "sent/step", "on link")
+    for row in rows:
+        table.add_row(
+            escape(row["codec"]),
+            _optional(format_seconds, row["step_s"]),
+            _optional(lambda ratio: f"{ratio:.2f}", row["ratio_to_compute"]),
+            _optional(format_bytes, row["sent_bytes_per_step"]),
+            _optional(format_bytes, row["link_bytes_per_step"]),
+        )
+    return table
+
+
+def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of the demo; the first is the dense one that losses are compared with."""
+    table = _table(
+        "Trained on this machine (bytes per rank and step, loss in nats per held-out byte)",
+        *("codec", "sent", "× less", "step", "loss", "loss ±"),
+    )
+    dense = rows[0]["heldout_loss"]
+    for row in rows:
+        table.add_row(
+            escape(row["codec"]),
+            format_bytes(row["sent_bytes_per_step"]),
+            _optional(lambda times: f"{times:.1f}", row["times_less_traffic"]),
+            format_seconds(row["step_s"]),
+            "diverged" if row["heldout_loss"] is None else f"{row['heldout_loss']:.3f}",
+            _NOTHING if None in (row["heldout_loss"], dense) else f"{row['heldout_loss'] / dense - 1:+.1%}",
+        )
+    return table
+
+
+def estimate_table(entries: Sequence[dict[str, Any]], formula: str) -> Table:
+    """Estimated steps, a column per link."""
+    rates = list(dict.fromkeys(entry["rate_bits_per_s"] for entry in entries))
+    codecs = list(dict.fromkeys(entry["codec"] for entry in entries))
+    steps = {(entry["codec"], entry["rate_bits_per_s"]): entry["estimated_step_s"] for entry in entries}
+    table = _table(f"Estimated step: {formula}", "codec", *(format_rate(rate) for rate in rates))
+    for codec in codecs:
+        table.add_row(escape(codec), *(format_seconds(steps[codec, rate]) for rate in rates))
+    return table
+
+
+def lab_table(report: LabReport) -> Table:
+    """What the kernel counted on each rank's link."""
+    table = _table(
+        f"{len(report.ranks)} ranks, {format_seconds(report.seconds)}",
+        "rank", "exit code", "sent", "received", "packets sent", "packets received",
+    )  # fmt: skip
+    for rank in report.ranks:
+        table.add_row(
+            str(rank.rank),
+            str(rank.exit_code) if rank.exit_code == 0 else f"[red]{rank.exit_code}",
+            format_bytes(rank.sent_bytes),
+            format_bytes(rank.received_bytes),
+            f"{rank.sent_packets:,}",
+            f"{rank.received_packets:,}",
+        )
+    return table
+
+
+def _optional(form: Any, value: float | None) -> str:
+    return _NOTHING if value is None else str(form(value))

@@ -1,0 +1,38 @@
+"""Numbers as people read them. Decimal units, as links and storage are sold: 1 MB is 10**6 bytes."""
+
+from __future__ import annotations
+
+__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds"]
+
+
+def format_bytes(count: float) -> str:
+    """``format_bytes(13_267_200) == "13.3 MB"``."""
+    return _scaled(count, 1000.0, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_count(count: float) -> str:
+    """``format_count(3_307_008) == "3.31 M"``."""
+    return _scaled(count, 1000.0, ("", "k", "M", "G")).rstrip()
+
+
+def format_rate(bits_per_second: float) -> str:
+    """``format_rate(200e6) == "200 Mbit/s"``."""
+    return _scaled(bits_per_second, 1000.0, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"))
+
+
+def format_seconds(seconds: float) -> str:
+    """``format_seconds(0.0123) == "12.3 ms"``."""
+    if seconds >= 120.0:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    if seconds >= 1.0 or seconds == 0.0:
+        return f"{seconds:.3g} s"
+    return _scaled(seconds * 1e9, 1000.0, ("ns", "µs", "ms", "s"))
+
+
+def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
+    position = 0
+    while abs(value) >= base * 0.9995 and position < len(units) - 1:
+        value /= base
+        position += 1
+    return f"{value:.3g} {units[position]}"

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from narrowband.bench.ddp import NO_COMMUNICATION, Config, run
+from narrowband.bench.models import MODELS
+from narrowband.lab import LabConfig, requirements
+
+RAW = MODELS["gpt-tiny"].numel() * 4  # with two ranks a ring all-reduce sends 2·(2 − 1)/2 of it
+
+LAB_MISSING = requirements(LabConfig(nodes=2, rate="1gbit"))
+
+
+def measured(**options):
+    events = []
+    config = Config(nodes=2, model="gpt-tiny", rounds=2, steps=2, **options)
+    rows = run(config, events.append)
+    assert [event["done"] for event in events] == list(range(1, events[-1]["of"] + 1))
+    return {row["codec"]: row for row in rows}, rows
+
+
+def test_on_loopback_with_peers():
+    rows, ordered = measured(rate="none", codecs=("none", "qsgd:bits=4"), peers=True)
+    assert ordered[0]["codec"] == NO_COMMUNICATION
+    assert rows[NO_COMMUNICATION]["ratio_to_compute"] == 1.0
+    assert rows[NO_COMMUNICATION]["sent_bytes_per_step"] == 0
+    assert rows["none"]["sent_bytes_per_step"] == RAW
+    assert rows["qsgd:bits=4"]["sent_bytes_per_step"] < RAW / 6
+    for name in (NO_COMMUNICATION, "none", "qsgd:bits=4", "torch: DDP fp32", "torch: fp16 hook"):
+        row = rows[name]
+        assert row["ratio_to_compute"] == pytest.approx(row["step_s"] / ordered[0]["step_s"])
+        assert (row["rate"], row["nodes"], len(row["round_step_s"])) == ("none", 2, 2)
+        assert row["link_bytes_per_step"] is None  # all ranks share one card
+    assert rows["torch: DDP fp32"]["sent_bytes_per_step"] is None
+
+
+def test_a_peer_that_fails_is_a_row_and_not_the_end():
+    rows, ordered = measured(rate="none", codecs=(), peers=True)
+    bf16 = rows["torch: bf16 hook"]  # PyTorch has it for NCCL only
+    assert "error" in bf16
+    assert bf16["step_s"] is None
+    assert ordered[-1]["codec"] == "torch: PowerSGD hook, rank 4"
+    assert ordered[-1]["step_s"] > 0
+    assert "one bucket" in ordered[-1]["note"]
+
+
+@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+def test_the_kernel_counts_what_the_library_says_that_it_sent():
+    rows, _ = measured(rate="1gbit", codecs=("none", "fp16"))
+    for name in ("none", "fp16"):
+        assert rows[name]["link_bytes_per_step"] == pytest.approx(rows[name]["sent_bytes_per_step"], rel=0.05)
+    assert rows[NO_COMMUNICATION]["link_bytes_per_step"] < 0.02 * RAW
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nodes": 0}, "nodes=0"),
+        ({"model": "gpt-5"}, "unknown model 'gpt-5'; there are: gpt-13m"),
+        ({"codecs": ("topk:densty=1",)}, "did you mean 'density'"),
+        ({"codecs": ()}, "nothing to measure"),
+        ({"rate": "fast"}, "rate 'fast' cannot be read"),
+        ({"rate": "none", "delay": "5ms"}, "need an emulated link"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**arguments)

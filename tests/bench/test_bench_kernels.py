@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from narrowband.bench.kernels import Config, count, loops, run
+
+NUMEL = 5000
+
+#: Other programs read these names.
+PUBLISHED = {
+    "uniform-4bit-stochastic-encode",
+    "uniform-4bit-decode-accumulate",
+    "uniform-8bit-nearest-encode",
+    "qsgd-4bit-encode",
+    "topk-sampled-select",
+    "topk-exact-select",
+    "ef-topk-encode",
+    "elias-fano-encode",
+    "elias-fano-decode",
+    "sparse-accumulate",
+}
+
+
+def test_every_loop_runs_on_every_backend():
+    config = Config(numel=NUMEL, backend="all", repeats=1, peers=True)
+    rows = list(run(config))
+    assert len(rows) == count(config)
+    assert set(loops()) >= PUBLISHED
+    assert {(row["loop"], row["backend"]) for row in rows} >= {
+        (loop, backend) for loop in loops() for backend in ("cpu", "reference")
+    }
+    assert {row["backend"] for row in rows} == {"cpu", "reference", "torch"}
+    for row in rows:
+        assert row["numel"] == NUMEL
+        assert row["ms"] > 0
+        assert row["ratio_to_copy"] == pytest.approx(row["ms"] / row["copy_ms"])
+
+
+def test_loops_can_be_chosen():
+    rows = list(run(Config(numel=NUMEL, repeats=2, loops=("all-finite", "group-minmax"))))
+    assert [row["loop"] for row in rows] == ["all-finite", "group-minmax"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"numel": 10}, "numel=10"),
+        ({"numel": 2**31}, "numel=2147483648"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"backend": "gpu"}, "backend='gpu'"),
+        ({"loops": ("topk",)}, "unknown loop topk; there are: .*topk-exact-select"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**arguments)

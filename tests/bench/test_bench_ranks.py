@@ -1,0 +1,113 @@
+"""Starting ranks: results and events arrive, errors are told, and nobody outlives the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowband.bench.ranks import Loopback, RankError, run_ranks
+
+LIMIT_S = 60.0  # only a failure takes this long
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a worker module that ``python -m`` finds, and return its name."""
+
+    def write(code):
+        (tmp_path / "bench_worker_under_test.py").write_text(
+            "import os, sys, time\nfrom narrowband.bench.ranks import Worker\nworker = Worker(sys.argv[1])\n"
+            + textwrap.dedent(code)
+        )
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        return "bench_worker_under_test"
+
+    return write
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_results_come_in_rank_order_and_events_from_rank_0(module):
+    name = module(
+        """
+        for i in range(3):
+            worker.tell(i=i, rank=worker.rank)
+        worker.finish([worker.rank, worker.world_size, worker.config["text"], os.environ["MASTER_ADDR"]])
+        """
+    )
+    events = []
+    results = run_ranks(name, {"text": "é"}, Loopback(3), events.append)
+    assert results == [[rank, 3, "é", "127.0.0.1"] for rank in range(3)]
+    assert events == [{"i": i, "rank": 0} for i in range(3)]
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_quoted(module, tmp_path):
+    name = module(
+        """
+        open(os.path.join(worker.config["pids"], str(worker.rank)), "w").write(str(os.getpid()))
+        if worker.rank == 1:
+            while len(os.listdir(worker.config["pids"])) < 2:
+                time.sleep(0.01)
+            raise ValueError("the second rank is unwell")
+        time.sleep(3600)
+        """
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    with pytest.raises(RankError, match="the second rank is unwell"):
+        run_ranks(name, {"pids": str(pids)}, Loopback(2))
+    assert not any(alive(int(path.read_text())) for path in pids.iterdir())
+
+
+def test_an_error_in_the_callers_callback_is_the_callers(module):
+    def refuse(event):
+        raise KeyError(event["i"])
+
+    with pytest.raises(KeyError, match="7"):
+        run_ranks(module("worker.tell(i=7)\nworker.finish(None)"), {}, Loopback(1), refuse)
+
+
+def test_a_rank_without_a_result_is_an_error(module):
+    with pytest.raises(RankError, match="said nothing"):
+        run_ranks(module("pass"), {}, Loopback(1))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_parent(module, tmp_path, how):
+    name = module(
+        """
+        open(os.path.join(worker.config["pids"], str(worker.rank)), "w").write(str(os.getpid()))
+        time.sleep(3600)
+        """
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    code = f"from narrowband.bench.ranks import *; run_ranks({name!r}, {{'pids': {str(pids)!r}}}, Loopback(2))"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_until(lambda: sum(bool(path.read_text()) for path in pids.iterdir()) == 2)
+        parent.send_signal(how)
+        parent.wait(LIMIT_S)
+        wait_until(lambda: not any(alive(int(path.read_text())) for path in pids.iterdir()))
+    finally:
+        parent.kill()
+        parent.wait()

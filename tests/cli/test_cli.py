@@ -1,0 +1,194 @@
+"""The command as a user meets it: through ``main`` where that is enough, as a process where signals matter."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import narrowband
+from narrowband.cli import main
+from narrowband.codecs import available
+from narrowband.lab import LabConfig, requirements
+
+LIMIT_S = 120.0  # only a failure takes this long
+LAB_MISSING = requirements(LabConfig(nodes=2))
+
+
+@pytest.fixture
+def narrow(capsys, monkeypatch):
+    """Run a command line; returns (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
+
+    def run(*words):
+        try:
+            code = main(words)
+        except SystemExit as end:  # tyro ends a command line that it cannot read, or --help
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_version(narrow):
+    assert narrow("--version") == (0, f"narrowband {narrowband.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_help_names_every_command(narrow, words):
+    code, out, _ = narrow(*words)
+    assert code == 0
+    for command in ("demo", "bench kernels", "bench ddp", "lab", "codecs", "doctor"):
+        assert f"narrowband {command}" in out
+
+
+@pytest.mark.parametrize("words", [("bench",), ("bench", "--help")])
+def test_help_of_a_family_names_its_commands(narrow, words):
+    code, out, _ = narrow(*words)
+    assert code == 0
+    assert "narrowband bench ddp" in out
+    assert "narrowband demo" not in out
+
+
+@pytest.mark.parametrize("command", ["demo", "bench kernels", "bench ddp", "lab", "codecs", "doctor"])
+def test_help_teaches_with_examples(narrow, command):
+    code, out, _ = narrow(*command.split(), "--help")
+    assert code == 0
+    assert "Examples:" in out
+    assert len(re.findall(rf"^  (narrowband {command}|python)", out, re.MULTILINE)) >= 1
+    assert "``" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("demmo",), "unknown command 'demmo' (did you mean 'demo'?)"),
+        (("bench", "kernls"), "unknown command 'bench kernls' (did you mean 'bench kernels'?)"),
+        (("bench", "ddp", "--codecs", "topk:densty=1"), "did you mean 'density'?"),
+        (("bench", "kernels", "--numel", "3"), "numel=3"),
+        (("demo", "--steps", "0"), "steps=0"),
+        (("demo", "--", "python"), "takes nothing behind '--'"),
+        (("lab", "--nodes", "2"), "narrowband lab --nodes 4 --rate 200mbit -- python train.py"),
+        (("lab", "--rate", "quick", "--", "true"), "rate 'quick' cannot be read"),
+        (("lab", "--", "no-such-program-anywhere"), "'no-such-program-anywhere'"),
+    ],
+)
+def test_a_mistake_is_one_line_without_a_traceback(narrow, words, message):
+    code, out, err = narrow(*words)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not out
+
+
+def test_options_that_do_not_exist_are_refused(narrow):
+    code, _, err = narrow("demo", "--stepz", "3")
+    assert code == 2
+    assert "--stepz" in err
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_debug_shows_the_traceback(narrow, monkeypatch, how):
+    if how == "environment":
+        monkeypatch.setenv("NARROWBAND_DEBUG", "1")
+    with pytest.raises(ValueError, match="steps=0"):
+        main(["demo", "--steps", "0", *(["--debug"] if how == "option" else [])])
+
+
+def test_debug_behind_the_dashes_belongs_to_the_user(narrow):
+    code, _, err = narrow("lab", "--nodes", "0", "--", "true", "--debug")
+    assert code == 2
+    assert "nodes" in err
+
+
+def test_codecs_are_all_there_with_keys_and_costs(narrow):
+    code, out, _ = narrow("codecs")
+    assert code == 0
+    for name in available():
+        assert re.search(rf"\b{name}\b", out)
+    assert "density=0.01" in out
+    assert "4.25" in out  # qsgd: 4 bits and 32 per bucket of 128
+    assert "+ef" in out
+
+
+def test_doctor_says_what_there_is(narrow):
+    code, out, _ = narrow("doctor")
+    assert code == 0
+    for word in ("torch", "gloo", "CUDA", "numba", "matplotlib", "emulated rates"):
+        assert word in out
+
+
+def test_bench_kernels_writes_what_other_programs_read(narrow, tmp_path):
+    target = tmp_path / "kernels.json"
+    code, out, _ = narrow(
+        "bench", "kernels", "--numel", "5000", "--repeats", "1", "--loops", "all-finite", "--json", str(target)
+    )
+    assert code == 0
+    assert "all-finite" in out
+    written = json.loads(target.read_text())
+    assert written.keys() >= {"command", "commit", "machine", "versions", "seed", "rows"}
+    assert written["rows"][0].keys() >= {"loop", "backend", "numel", "ms", "ratio_to_copy"}
+
+
+def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):
+    target = tmp_path / "ddp.json"
+    words = "--nodes 2 --rate none --model gpt-tiny --codecs none --rounds 1 --steps 1"
+    code, out, _ = narrow("bench", "ddp", *words.split(), "--json", str(target))
+    assert code == 0
+    assert "no-communication" in out
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["codec"] for row in rows] == ["no-communication", "none"]
+    for row in rows:
+        assert row.keys() >= {
+            "codec", "rate", "nodes", "step_s", "ratio_to_compute", "sent_bytes_per_step", "link_bytes_per_step",
+        }  # fmt: skip
+
+
+@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
+    target = tmp_path / "lab.json"
+    code, out, _ = narrow("lab", "--nodes", "2", "--json", str(target), "--", "sh", "-c", "exit $RANK")
+    assert code == 1
+    assert "exit code" in out
+    written = json.loads(target.read_text())
+    assert [rank["rank"] for rank in written["ranks"]] == [0, 1]
+    assert written["exit_code"] == 1
+
+
+def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):
+    command = [
+        sys.executable, "-m", "narrowband.cli", "demo", "--nodes", "2", "--model", "gpt-tiny", "--steps", "40",
+        "--codecs", "qsgd:bits=4", "--out", str(tmp_path),
+    ]  # fmt: skip
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        end = time.monotonic() + LIMIT_S
+        while not list(tmp_path.glob("rows/none-*.json")):
+            assert time.monotonic() < end
+            assert demo.poll() is None
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+        out, err = demo.communicate(timeout=LIMIT_S)
+    finally:
+        demo.kill()
+        demo.wait()
+    assert demo.returncode == 130
+    assert "Traceback" not in err
+    assert "--resume" in out
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("rows/*.json")}
+
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert "Verdict" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["codec"] for row in summary["rows"]] == ["none", "fp16", "qsgd:bits=4"]
+    assert summary.keys() >= {"rows", "verdict", "machine", "versions", "seed", "commit", "command"}
+    assert Path(tmp_path / "loss.png").exists() or "matplotlib" in done.stdout
