@@ -53,7 +53,7 @@ def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
 def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of the demo; the first is the dense one that losses are compared with."""
     table = _table(
-        "Trained on this machine (bytes per rank and step, loss in nats per held-out byte)",
+        "Bytes per rank and step; held-out loss in nats per byte",
         *("codec", "sent", "× less", "step", "loss", "loss ±"),
     )
     dense = rows[0]["heldout_loss"]
