@@ -182,23 +182,48 @@ def _minmax_range(bits, group, low_bits, high_bits, first, last):
 
 
 @_loop
+def _code(x, low, inverse, offset, top):
+    v = F32(F32(F32(x - low) * inverse) + offset)
+    v = v if v > F32(0) else F32(0)  # NaN becomes 0
+    return I32(v if v < top else top)
+
+
+@_loop
+def _uniform(i):
+    return F32(F32(I32(_mix(i) >> U32(8))) * F32(2.0**-24))
+
+
+@_loop
 def _codes(x, begin, m, low, inverse, offset, top, q, to):
     """Nearest: ``offset`` holds the ½."""
     for j in range(m):
-        v = F32(F32(F32(x[At(begin + j)] - low) * inverse) + offset)
-        v = v if v > F32(0) else F32(0)  # NaN becomes 0
-        v = v if v < top else top
-        q[At(to + j)] = U8(I32(v))
+        q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, offset, top))
 
 
 @_loop
 def _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, to):
     for j in range(m):
-        u = F32(F32(I32(_mix(U32(start + U32(j))) >> U32(8))) * F32(2.0**-24))
-        v = F32(F32(F32(x[At(begin + j)] - low) * inverse) + F32(offset + u))
-        v = v if v > F32(0) else F32(0)  # NaN becomes 0
-        v = v if v < top else top
-        q[At(to + j)] = U8(I32(v))
+        shift = F32(offset + _uniform(U32(start + U32(j))))
+        q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, shift, top))
+
+
+@_loop
+def _nibbles(x, begin, half, low, inverse, offset, top, q, to):
+    """Four bits, packed at once: element j and element j + half of the group in one byte."""
+    for j in range(half):
+        first = _code(x[At(begin + j)], low, inverse, offset, top)
+        second = _code(x[At(begin + half + j)], low, inverse, offset, top)
+        q[At(to + j)] = U8(first | I32(second << I32(4)))
+
+
+@_loop
+def _nibbles_stochastic(x, begin, half, low, inverse, offset, top, start, q, to):
+    for j in range(half):
+        shift = F32(offset + _uniform(U32(start + U32(j))))
+        first = _code(x[At(begin + j)], low, inverse, shift, top)
+        shift = F32(offset + _uniform(U32(start + U32(half + j))))
+        second = _code(x[At(begin + half + j)], low, inverse, shift, top)
+        q[At(to + j)] = U8(first | I32(second << I32(4)))
 
 
 @_loop
@@ -247,16 +272,41 @@ def _unpack_plane(codes, at, m, shift, width, q):
 
 
 @_loop
+def _value(code, low, offset, step, weight):
+    return F32(weight * F32(low + F32(F32(F32(I32(code)) - offset) * step)))
+
+
+@_loop
 def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out, begin):
-    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``."""
-    if accumulate:
-        for j in range(m):
-            code = F32(I32((codes[At(at + j)] >> down) & mask))
-            out[At(begin + j)] += F32(weight * F32(low + F32(F32(code - offset) * step)))
+    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``.
+
+    Shifts by a constant stay in vectors of bytes, shifts by a variable do not; hence a loop each for the usual ones.
+    """
+    if mask == 255:
+        if accumulate:
+            for j in range(m):
+                out[At(begin + j)] += _value(codes[At(at + j)], low, offset, step, weight)
+        else:
+            for j in range(m):
+                out[At(begin + j)] = _value(codes[At(at + j)], low, offset, step, weight)
+    elif mask == 15 and down == 0:
+        if accumulate:
+            for j in range(m):
+                out[At(begin + j)] += _value(codes[At(at + j)] & U8(15), low, offset, step, weight)
+        else:
+            for j in range(m):
+                out[At(begin + j)] = _value(codes[At(at + j)] & U8(15), low, offset, step, weight)
+    elif mask == 15:
+        if accumulate:
+            for j in range(m):
+                out[At(begin + j)] += _value(codes[At(at + j)] >> U8(4), low, offset, step, weight)
+        else:
+            for j in range(m):
+                out[At(begin + j)] = _value(codes[At(at + j)] >> U8(4), low, offset, step, weight)
     else:
         for j in range(m):
-            code = F32(I32((codes[At(at + j)] >> down) & mask))
-            out[At(begin + j)] = F32(weight * F32(low + F32(F32(code - offset) * step)))
+            value = _value((codes[At(at + j)] >> down) & mask, low, offset, step, weight)
+            out[At(begin + j)] = F32(out[At(begin + j)] + value) if accumulate else value
 
 
 @_loop
@@ -301,6 +351,12 @@ def _quantize_range(x, x_bits, lows, steps, codes, bits, widths, group, scale, s
         inverse = F32(0) if step < TINY else F32(F32(1) / step)
         at = g * group_bytes
         start = U32(U32(begin) + fold)
+        if bits == 4 and m & 1 == 0:
+            if stochastic:
+                _nibbles_stochastic(x, begin, m >> 1, low, inverse, offset, top, start, codes, at)
+            else:
+                _nibbles(x, begin, m >> 1, low, inverse, F32(offset + F32(0.5)), top, codes, at)
+            continue
         if bits == 8:  # a code is a byte: no packing
             if stochastic:
                 _codes_stochastic(x, begin, m, low, inverse, offset, top, start, codes, at)
