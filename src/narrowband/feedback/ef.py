@@ -31,7 +31,7 @@ __all__ = ["ErrorFeedback"]
 
 @dataclass(unsafe_hash=True)  # equal configurations hash alike; the residuals are not part of it
 class ErrorFeedback(Feedback):
-    """One float32 residual per key.
+    """What a codec leaves out is added to the next gradient; costs one float32 per element.
 
     For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
     which makes :meth:`rollback` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
