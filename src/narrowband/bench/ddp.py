@@ -61,8 +61,8 @@ class Config:
         steps: Training steps per round.
         delay: One-way delay between two ranks: 5ms, …
         loss: Share of packets lost: 0.1%, …
-        bucket_cap_mb: DDP's bucket size, for every row. Smaller than PyTorch's 25: a model of 53 MB then has enough
-            buckets for communication to begin while backward goes on.
+        bucket_cap_mb: DDP's bucket size, for every row but PowerSGD's. Smaller buckets begin to travel earlier, and
+            each costs a collective; PyTorch's own default is 25.
         seed: Of parameters and data.
     """
 

@@ -265,7 +265,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
 def _timed(body: Callable[[], object]) -> float:
     """Seconds of one call, begun when the machine is at rest.
 
-    PyTorch's OpenMP workers go on spinning for some milliseconds after their work is done, on cores the loop wants.
+    The pause keeps a loop out of the wake of the copy before it, whose worker threads may still hold a core.
     """
     time.sleep(_REST_S)
     start = time.perf_counter()
