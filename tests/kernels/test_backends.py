@@ -281,6 +281,16 @@ def test_all_finite(x: Tensor) -> None:
     both("all_finite", x)
 
 
+@pytest.mark.parametrize("where", [0, 63, 4095, 4096, MILLION - 1])
+@pytest.mark.parametrize("value", [1e-45, -1.0, float("nan")])
+def test_one_element_that_is_not_zero_is_found(where: int, value: float) -> None:
+    x = torch.zeros(MILLION)
+    x[7] = -0.0
+    assert both("all_zero", x) is True
+    x[where] = value
+    assert both("all_zero", x) is False
+
+
 @pytest.mark.parametrize("where", [0, 1, 63, 64, 4095, 4096, 500_000, MILLION - 1])
 def test_one_nan_anywhere_is_found(where: int) -> None:
     x = torch.zeros(MILLION)
@@ -311,6 +321,22 @@ def test_check_indices(indices: list[int], tidy: bool, n: int) -> None:
 def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) -> None:
     indices = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, n, k)).astype(np.int32))
     both("sparse_accumulate", make("normal", n, seed), indices, make(kind, k, seed), weight)
+
+
+@given(n=st.sampled_from([1, 1000, cpu.CACHED, cpu.CACHED + 1, 3 * cpu.CACHED + 7]), seed=st.integers(0, 99),
+       ks=st.lists(st.integers(0, 3000), min_size=1, max_size=5), weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
+@lean
+def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
+    """To the bit what zeroing and accumulating part by part gives, on both backends, whatever was there before."""
+    rng = np.random.default_rng(seed)
+    parts = [(torch.from_numpy(np.sort(rng.integers(0, n, k)).astype(np.int32)), make("normal", k, seed)) for k in ks]
+    expected = torch.zeros(n)
+    for indices, values in parts:
+        cpu.sparse_accumulate(expected, indices, values, weight)
+    for backend in (cpu, reference):
+        out = torch.full((n,), torch.nan)
+        backend.sparse_sum(out, parts, weight)
+        assert torch.equal(out, expected)
 
 
 @given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 5000), seed=seeds)

@@ -53,6 +53,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
     from torch import Tensor
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Scale",
     "all_finite",
+    "all_zero",
     "backend_for",
     "check_indices",
     "compensate",
@@ -78,6 +80,7 @@ __all__ = [
     "select_threshold",
     "select_topk",
     "sparse_accumulate",
+    "sparse_sum",
 ]
 
 Scale = Literal["minmax", "absmax", "l2", "mean"]
@@ -124,10 +127,7 @@ def packed_nbytes(numel: int, bits: int, group: int) -> int:
 
 def elias_fano_low_bits(k: int, n: int) -> int:
     """Number of low bits stored per index: the smallest l ≥ 0 with k·2**l ≥ n (0 when there is nothing to store)."""
-    low = 0
-    while k and (k << low) < n:
-        low += 1
-    return low
+    return (-(-n // k) - 1).bit_length() if 0 < k < n else 0
 
 
 def elias_fano_nbytes(k: int, n: int) -> int:
@@ -226,6 +226,11 @@ def all_finite(x: Tensor) -> bool:
     return cast("bool", _backend(x).all_finite(x))
 
 
+def all_zero(x: Tensor) -> bool:
+    """True if no element differs from zero (NaN does)."""
+    return cast("bool", _backend(x).all_zero(x))
+
+
 # ---- sparse vectors --------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +242,13 @@ def check_indices(indices: Tensor, n: int) -> None:
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
     """``out[indices] += weight · values``; indices sorted (equal neighbours add up) and already checked."""
     _backend(out).sparse_accumulate(out, indices, values, weight)
+
+
+def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
+    """``out = Σ weight · part``, each part as (indices, values) for :func:`sparse_accumulate`; to the bit what zeroing
+    and accumulating part by part gives.
+    """
+    _backend(out).sparse_sum(out, parts, weight)
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:

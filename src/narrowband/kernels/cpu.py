@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from narrowband.errors import PayloadError
 from narrowband.kernels import elias_fano_low_bits, plane_widths, sample_rank, sample_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -48,8 +50,13 @@ TINY = np.float32(2.0**-126)
 
 #: Elements whose maximum decides whether they are looked at one by one.
 BLOCK = 64
+#: Neighbours that a sample takes together where it may: they share a cache line, and are not too much alike.
+RUN = 8
 #: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
 MIN_ELEMENTS_PER_THREAD = 1 << 16
+
+#: Elements of an output that take part in several passes while they stay in L2.
+CACHED = 1 << 16
 
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
 
@@ -91,6 +98,20 @@ def _loop(function: Callable[..., Any]) -> Any:
     return njit(function, nogil=True, cache=True, error_model="numpy", boundscheck=False)
 
 
+def _inlined(function: Callable[..., Any]) -> Any:
+    """A part of a loop, put into it before types are known.
+
+    A call costs about 30 ns, the counting of references to the arrays it is given; that is what a block of 64 elements
+    takes altogether.
+    """
+    return njit(function, inline="always", nogil=True, error_model="numpy", boundscheck=False)
+
+
+def _instruction(function: Callable[..., Any]) -> Any:
+    """A part of a loop that is written in LLVM's own terms."""
+    return intrinsic(function)
+
+
 def _float_sum(function: Callable[..., Any]) -> Any:
     """A loop whose sums may be reordered, so that they vectorize."""
     return njit(function, nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
@@ -124,7 +145,7 @@ def _fold(seed: int) -> Any:
 # ---- grouped quantization --------------------------------------------------------------------------------------------
 
 
-@_loop
+@_inlined
 def _max_magnitude(bits, begin, m):
     top = I32(0)
     for j in range(m):
@@ -226,13 +247,13 @@ def _nibbles_stochastic(x, begin, half, low, inverse, offset, top, start, q, to)
         q[At(to + j)] = U8(first | I32(second << I32(4)))
 
 
-@_loop
+@_inlined
 def _codes_sign(x, begin, m, finite, q):
     for j in range(m):
         q[j] = U8(finite) & U8(x[At(begin + j)] >= F32(0))
 
 
-@_loop
+@_inlined
 def _pack_plane(q, m, shift, width, codes, at):
     """``stride`` bytes at ``codes[at:]``; the scratch ``q`` has zeros behind element m up to a multiple of 8."""
     stride = (m * width + 7) >> 3
@@ -255,7 +276,7 @@ def _pack_plane(q, m, shift, width, codes, at):
                 codes[At(at + t)] |= U8(U8((q[At(p * stride + t)] >> down) & mask) << up)
 
 
-@_loop
+@_inlined
 def _unpack_plane(codes, at, m, shift, width, q):
     """The inverse; writes up to 7 elements behind element m."""
     stride = (m * width + 7) >> 3
@@ -276,7 +297,7 @@ def _value(code, low, offset, step, weight):
     return F32(weight * F32(low + F32(F32(F32(I32(code)) - offset) * step)))
 
 
-@_loop
+@_inlined
 def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out, begin):
     """m values from the codes at bits ``down`` of the bytes ``codes[at:]``.
 
@@ -478,36 +499,68 @@ def _kth_largest(bits, k):
         shift -= 10
 
 
-@_loop
-def _survivors_of_block(bits, begin, m, threshold, found, count):
-    if (
-        count + m <= found.size
-    ):  # every element is written, and the next one overwrites it unless it survived: no branch
-        for j in range(m):
-            found[At(count)] = I32(begin + j)
-            count += np.int64(I32(bits[At(begin + j)] & MAGNITUDE) >= threshold)
-        return count
-    for j in range(m):
-        if (bits[At(begin + j)] & MAGNITUDE) >= threshold:
+@_instruction
+def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types here
+    """A word with a one for each of the BLOCK elements from ``begin`` on whose magnitude reaches the threshold."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        i32, i64, lanes = ir.IntType(32), ir.IntType(64), 16  # wider vectors make LLVM put the word together bit by bit
+        vector = ir.VectorType(i32, lanes)
+        unset = ir.Constant(vector, ir.Undefined)
+        one = builder.insert_element(unset, arguments[2], ir.Constant(i32, 0))
+        thresholds = builder.shuffle_vector(one, unset, ir.Constant(vector, [0] * lanes))
+        word = ir.Constant(i64, 0)
+        for at in range(0, BLOCK, lanes):
+            place = builder.gep(data, [builder.add(arguments[1], ir.Constant(i64, at))])
+            values = builder.load(builder.bitcast(place, vector.as_pointer()))
+            values.align = 4
+            magnitudes = builder.and_(values, ir.Constant(vector, [0x7FFFFFFF] * lanes))
+            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, thresholds), ir.IntType(lanes))
+            word = builder.or_(word, builder.shl(builder.zext(reached, i64), ir.Constant(i64, at)))
+        return word
+
+    return types.uint64(bits, types.uintp, types.int32), generate
+
+
+@_instruction
+def _lowest(typing, word):  # noqa: ARG001
+    """The place of the lowest one in a word that is not zero."""
+
+    def generate(context, builder, signature, arguments):
+        del context, signature
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+# The two loops below treat the elements behind the last whole block by themselves: with a length that varies, the
+# compiler makes the whole loop twice as slow.
+
+
+@_inlined
+def _survivors_of_block(bits, begin, threshold, found, count):
+    """Write the survivors' indices behind ``found[:count]``; count on where it is full."""
+    word = _reaching(bits, At(begin), threshold)
+    while word:
+        if count < found.size:
+            found[At(count)] = I32(begin + _lowest(word))
+        word &= word - np.uint64(1)
+        count += 1
+    return count
+
+
+@_inlined
+def _survivors_of_rest(bits, begin, end, threshold, found, count):
+    for j in range(begin, end):
+        if (bits[At(j)] & MAGNITUDE) >= threshold:
             if count < found.size:
-                found[At(count)] = I32(begin + j)
+                found[At(count)] = I32(j)
             count += 1
     return count
 
 
-@_loop
-def _survivors_range(bits, threshold, found, first, last):
-    """Indices in blocks [first, last) with magnitude ≥ threshold; the count goes on where ``found`` is full."""
-    count = 0
-    for block in range(first, last):
-        begin = block * BLOCK
-        m = min(BLOCK, bits.size - begin)
-        if _max_magnitude(bits, begin, m) >= threshold:
-            count = _survivors_of_block(bits, begin, m, threshold, found, count)
-    return count
-
-
-@_loop
+@_inlined
 def _swap_add(x, residual, begin, m):
     for j in range(m):
         old = residual[At(begin + j)]
@@ -516,18 +569,33 @@ def _swap_add(x, residual, begin, m):
 
 
 @_loop
+def _survivors_range(bits, threshold, found, first, last):
+    """Indices in blocks [first, last) with magnitude ≥ threshold; the count goes on where ``found`` is full."""
+    count = np.int64(0)
+    whole = min(last, bits.size // BLOCK)
+    for block in range(first, whole):
+        count = _survivors_of_block(bits, block * BLOCK, threshold, found, count)
+    if whole < last:
+        count = _survivors_of_rest(bits, whole * BLOCK, bits.size, threshold, found, count)
+    return count
+
+
+@_loop
 def _compensate_range(x, residual, residual_bits, threshold, found, first, last):
     """Swap-add, the survivors of the sum, and its largest magnitude, block by block."""
-    count = 0
+    count = np.int64(0)
     top = I32(0)
-    for block in range(first, last):
+    whole = min(last, x.size // BLOCK)
+    for block in range(first, whole):
         begin = block * BLOCK
-        m = min(BLOCK, x.size - begin)
+        _swap_add(x, residual, begin, BLOCK)
+        top = max(top, _max_magnitude(residual_bits, begin, BLOCK))
+        count = _survivors_of_block(residual_bits, begin, threshold, found, count)
+    if whole < last:
+        begin, m = whole * BLOCK, x.size - whole * BLOCK
         _swap_add(x, residual, begin, m)
-        block_top = _max_magnitude(residual_bits, begin, m)
-        top = max(top, block_top)
-        if block_top >= threshold:
-            count = _survivors_of_block(residual_bits, begin, m, threshold, found, count)
+        top = max(top, _max_magnitude(residual_bits, begin, m))
+        count = _survivors_of_rest(residual_bits, begin, x.size, threshold, found, count)
     return count, top
 
 
@@ -583,6 +651,18 @@ def _sample_range(x, residual, size, fold, first, last, out):
 
 
 @_loop
+def _sample_runs(x, residual, fold, out):
+    """A sample of runs of RUN neighbours, one from each of equal strata."""
+    runs = -(-out.size // RUN)
+    at = np.empty(runs, np.int32)
+    _strata(x.size - RUN, runs, fold, 0, runs, at)
+    for r in range(runs):
+        for j in range(min(RUN, out.size - r * RUN)):
+            value = x[At(at[r] + j)]
+            out[At(r * RUN + j)] = F32(residual[At(at[r] + j)] + value) if residual.size else value
+
+
+@_loop
 def _histogram_range(bits, prefix, shift, width, first, last):
     histogram = np.zeros(1 << width, np.int64)
     above = shift + width
@@ -626,12 +706,15 @@ def _exact_topk(bits: Array, k: int) -> Array:
     return out
 
 
-def _sampled_threshold(x: Array, residual: Array, k: int, seed: int) -> Any:
+def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool) -> Any:
     """The magnitude (as bits) that about 1.3·k elements of x (+ residual) should reach."""
     size = sample_size(x.size, k)
     sample = np.empty(size, np.float32)
     fold = _fold(seed)
-    _spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
+    if sampled or x.size < 4 * size:
+        _spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
+    else:  # which sample it is makes no difference to the result, so take the one that costs the fewest cache misses
+        _sample_runs(x, residual, fold, sample)
     return _kth_largest(sample.view(np.int32), sample_rank(x.size, k))
 
 
@@ -663,7 +746,7 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
         return torch.arange(n, dtype=torch.int32)
     values = x.numpy()
     bits = values.view(np.int32)
-    threshold = _sampled_threshold(values, values[:0], k, seed)
+    threshold = _sampled_threshold(values, values[:0], k, seed, sampled)
     room = _room(k, n)
 
     def work(first: int, last: int) -> tuple[Array, int]:
@@ -721,7 +804,7 @@ def compensate_select_topk(
 ) -> tuple[bool, Tensor]:
     gradient, owed = x.numpy(), residual.numpy()
     every = k == gradient.size
-    threshold = _NEVER if every else _sampled_threshold(gradient, owed, k, seed)
+    threshold = _NEVER if every else _sampled_threshold(gradient, owed, k, seed, sampled)
     finite, parts = _compensate(gradient, owed, threshold, 0 if every else _room(k, gradient.size))
     if every or not finite:
         return finite, torch.arange(k, dtype=torch.int32)
@@ -739,6 +822,19 @@ def _finite_range(bits, first, last):
 def all_finite(x: Tensor) -> bool:
     bits = x.numpy().view(np.int32)
     return all(_spread(bits.size, bits.size, lambda a, b: _finite_range(bits, a, b)))
+
+
+@_loop
+def _zero_range(bits, first, last):
+    for begin in range(first, last, 4096):  # noqa: SIM110
+        if _max_magnitude(bits, begin, min(4096, last - begin)) > 0:
+            return False
+    return True
+
+
+def all_zero(x: Tensor) -> bool:
+    bits = x.numpy().view(np.int32)
+    return bool(_zero_range(bits, 0, bits.size))  # on one thread, as it usually ends soon
 
 
 # ---- sparse vectors --------------------------------------------------------------------------------------------------
@@ -783,6 +879,31 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
 
 
 @_loop
+def _sum_range(out, indices, values, bounds, weight, begin, end):
+    """The parts indices[bounds[p] : bounds[p + 1]], one after the other, into out[begin:end], piece by piece."""
+    at = np.empty(bounds.size - 1, np.int64)
+    for p in range(at.size):
+        at[p] = bounds[p] + np.searchsorted(indices[bounds[p] : bounds[p + 1]], begin)
+    for first in range(begin, end, CACHED):
+        last = min(first + CACHED, end)
+        out[first:last] = F32(0)
+        for p in range(at.size):
+            i, stop = at[p], bounds[p + 1]
+            while i < stop and indices[At(i)] < last:
+                out[At(indices[At(i)])] += F32(weight * values[At(i)])
+                i += 1
+            at[p] = i
+
+
+def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
+    indices = np.concatenate([at.numpy() for at, _ in parts])
+    values = np.concatenate([values.numpy() for _, values in parts])
+    bounds = np.cumsum([0] + [at.numel() for at, _ in parts])
+    form = out.numpy(), indices, values, bounds, F32(weight)
+    _spread(out.numel(), out.numel() + 8 * indices.size, lambda a, b: _sum_range(*form, a, b))
+
+
+@_loop
 def _elias_fano_encode(indices, low_bits, upper, lower):
     upper[:] = 0
     mask = np.int64((1 << low_bits) - 1)
@@ -813,28 +934,31 @@ def _elias_fano_decode(upper, lower, low_bits, n, out):
     at = 0
     i = 0
     previous = np.int64(0)
-    for byte in range(upper.size):
-        ones = upper[byte]
-        while ones:
-            bit = 0
-            while not (ones >> U8(bit)) & U8(1):
-                bit += 1
-            ones &= U8(ones - U8(1))
+    good = True
+    for begin in range(0, upper.size, 8):
+        word = np.uint64(0)
+        if begin + 8 <= upper.size:
+            for byte in range(8):  # one load
+                word |= np.uint64(upper[At(begin + byte)]) << np.uint64(8 * byte)
+        else:
+            for byte in range(upper.size - begin):
+                word |= np.uint64(upper[At(begin + byte)]) << np.uint64(8 * byte)
+        while word:
             if i == out.size:
                 return False
             while held < low_bits:
-                pending |= np.int64(lower[at]) << held
+                pending |= np.int64(lower[At(at)]) << held
                 held += 8
                 at += 1
-            index = ((np.int64(byte) * 8 + bit - i) << low_bits) | (pending & mask)
+            index = ((np.int64(8 * begin - i) + np.int64(_lowest(word))) << low_bits) | (pending & mask)
             pending >>= low_bits
             held -= low_bits
-            if index < previous or index >= n:
-                return False
-            out[i] = I32(index)
+            word &= word - np.uint64(1)
+            good &= previous <= index < n
+            out[At(i)] = I32(index)
             previous = index
             i += 1
-    return i == out.size
+    return good and i == out.size
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:

@@ -18,7 +18,7 @@ from narrowband.errors import PayloadError
 from narrowband.kernels import elias_fano_low_bits, plane_widths, sample_rank, sample_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -284,6 +284,10 @@ def compensate_select_topk(
     return finite, select_topk(residual, k, sampled=sampled, seed=seed)
 
 
+def all_zero(x: Tensor) -> bool:
+    return not bool(x.any())
+
+
 def all_finite(x: Tensor) -> bool:
     tops = [_magnitudes(x[begin:end]).amax() for begin, end, _ in _pieces(x.numel(), CHUNK)]
     return not tops or bool(torch.stack(tops).amax() < NON_FINITE)
@@ -299,6 +303,12 @@ def check_indices(indices: Tensor, n: int) -> None:
 
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
     out.index_add_(0, indices, values * weight)
+
+
+def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
+    out.zero_()
+    for indices, values in parts:
+        sparse_accumulate(out, indices, values, weight)
 
 
 def _bits_to_bytes(bits: Tensor) -> Tensor:
