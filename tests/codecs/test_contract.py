@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import narrowband as nb
-from narrowband import codecs
+from narrowband import PayloadError, codecs
 from tests.codecs.common import DTYPES, SPECS, SUMS, WRITABLE, backend, bits_of, decoded, seeds, tensor, tensors
 
 every_codec = pytest.mark.parametrize("spec", SPECS)
@@ -156,6 +156,46 @@ def test_accumulating_n_payloads_is_their_mean(spec):
         codec.decode(codec.encode(part, seed=rank), total, seed=rank, weight=0.25, accumulate=True)
     mean = sum(codec.roundtrip(part, seed=rank).double() for rank, part in enumerate(parts)) / 4
     torch.testing.assert_close(total.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+@every_codec
+@pytest.mark.parametrize("form", ["odd", "transposed", "empty"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_of_payloads_is_the_sum_one_after_the_other(spec, form, dtype):
+    """The same bits in float32; in half precision, rounded once."""
+    codec = nb.codec(spec)
+    dtype = torch.float32 if codec.name == "none" else dtype  # whose payload holds the dtype of the tensor
+    parts = [tensor(form, seed=rank) for rank in range(3)]
+    payloads = [codec.encode(part, seed=rank) for rank, part in enumerate(parts)]
+    total = torch.empty_like(parts[0])
+    for rank, payload in enumerate(payloads):
+        codec.decode(payload, total, seed=rank, weight=1 / 3, accumulate=rank > 0)
+    out = torch.full_like(parts[0], torch.nan).to(dtype)
+    assert codec.decode_mean(payloads, out, seeds=range(3)) is out
+    assert torch.equal(out, total.to(dtype))
+
+
+def test_a_mean_needs_payloads_and_as_many_seeds():
+    codec = nb.codec("qsgd:bits=4")
+    payload = codec.encode(torch.ones(9))
+    for payloads, their_seeds in [([], []), ([payload], []), ([payload], [1, 2])]:
+        with pytest.raises(ValueError, match="a seed for each"):
+            codec.decode_mean(payloads, torch.empty(9), seeds=their_seeds)
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.1", "threshold:value=0.5", "qsgd:bits=4"])
+def test_a_mean_with_a_damaged_payload_writes_nothing(spec):
+    codec = nb.codec(spec)
+    good = codec.encode(tensor("odd"))
+    bad = good.clone()
+    if spec.startswith("qsgd"):
+        bad = bad[:-4]
+    else:
+        bad[-200:] = 0xFF
+    out = torch.full((1031,), 7.0)
+    with pytest.raises(PayloadError):
+        codec.decode_mean([good, bad], out, seeds=[0, 0])
+    assert (out == 7.0).all()
 
 
 @every_codec

@@ -14,6 +14,7 @@ visible: what is decoded from them is not finite.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ class Codec(ABC):
 
     def payload_nbytes(self, shape: Shape, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the payload of a tensor of this shape (or number of elements) and dtype."""
-        return self._nbytes(shape, dtype) if numel_of(shape) else 0
+        return _payload_nbytes(self, shape if isinstance(shape, int) else tuple(shape), dtype)
 
     def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
         """The payload of ``x``: flat uint8 on the same device.
@@ -121,18 +122,46 @@ class Codec(ABC):
             TypeError: a dtype that no codec decodes to.
         """
         self._check_dtype(out)
-        if payload.dtype != torch.uint8 or payload.dim() != 1:
-            raise PayloadError(f"a payload is a flat uint8 tensor, not {payload.dtype} of shape {tuple(payload.shape)}")
-        self._check_length(payload, out.shape, out.dtype)
+        payload = self._checked(payload, out)
         if not out.numel():
             return out
-        if payload.data_ptr() % ALIGNMENT or not payload.is_contiguous():
-            payload = payload.clone(memory_format=torch.contiguous_format)
         direct = out.dtype == torch.float32 and out.is_contiguous()
         flat = flattened(out)  # out's own memory where it can be
         self._decode(payload, flat, out.shape, out.dtype, seed, weight, accumulate)
         if not direct:
             out.detach().copy_(flat.view(out.shape))
+        return out
+
+    def decode_mean(self, payloads: Sequence[Tensor], out: Tensor, *, seeds: Sequence[int]) -> Tensor:
+        """``out ← the mean of what the payloads decode to``; returns ``out``.
+
+        The same bits as decoding one after the other with ``weight=1/N``, but ``out`` goes through the caches once, not
+        N times; a half-precision mean is summed in float32 and rounded once.
+
+        Args:
+            payloads: one per rank.
+            out: any shape; what it holds is overwritten.
+            seeds: the seed that each payload was encoded with.
+
+        Raises:
+            ValueError: no payload, or not one seed for each.
+            PayloadError, TypeError: as :meth:`decode`. Nothing has been written then.
+
+        Example:
+            >>> codec.decode_mean([codec.encode(a, seed=1), codec.encode(b, seed=2)], out, seeds=[1, 2])
+        """
+        if not payloads or len(payloads) != len(seeds):
+            raise ValueError(
+                f"a mean takes payloads and a seed for each; here are {len(payloads)} payloads and {len(seeds)} seeds"
+            )
+        self._check_dtype(out)
+        payloads = [self._checked(payload, out) for payload in payloads]
+        if out.numel():
+            direct = out.dtype == torch.float32 and out.is_contiguous()
+            flat = out.detach().view(-1) if direct else torch.empty(out.numel(), device=out.device)
+            self._decode_mean(payloads, flat, out.shape, out.dtype, seeds)
+            if not direct:
+                out.detach().copy_(flat.view(out.shape))
         return out
 
     def encode_compensated(
@@ -193,9 +222,25 @@ class Codec(ABC):
     ) -> None:
         """``payload`` has the right length; what it says inside is not to be trusted."""
 
+    def _decode_mean(
+        self, payloads: Sequence[Tensor], out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
+    ) -> None:
+        weight = 1.0 / len(payloads)
+        for i, (payload, seed) in enumerate(zip(payloads, seeds, strict=True)):
+            self._decode(payload, out, shape, dtype, seed, weight, accumulate=i > 0)
+
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
         """Whether a payload of finite float32 stayed finite, for codecs that can overflow."""
         return True
+
+    def _checked(self, payload: Tensor, out: Tensor) -> Tensor:
+        """The payload, in aligned memory, if it can be one of a tensor like ``out``."""
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise PayloadError(f"a payload is a flat uint8 tensor, not {payload.dtype} of shape {tuple(payload.shape)}")
+        self._check_length(payload, out.shape, out.dtype)
+        if payload.data_ptr() % ALIGNMENT or not payload.is_contiguous():
+            return payload.clone(memory_format=torch.contiguous_format)
+        return payload
 
     def _check_length(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> None:
         expected = self.payload_nbytes(shape, dtype)
@@ -228,6 +273,12 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         return format_term(self)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _payload_nbytes(codec: Codec, shape: int | tuple[int, ...], dtype: torch.dtype) -> int:
+    """Asked for several times per tensor and step, and always the same."""
+    return codec._nbytes(shape, dtype) if numel_of(shape) else 0
 
 
 def keys_of(term: object) -> list[Field[Any]]:

@@ -6,17 +6,20 @@ n/k⌉) bits whatever they are, so the size of a payload is known before anythin
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, check_keys, flattened, numel_of
+from narrowband.codecs.base import Codec, Shape, aligned, check_keys, dims, flattened, numel_of
 from narrowband.codecs.quantized import Uniform
 from narrowband.errors import PayloadError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = ["RandomK", "Threshold", "TopK"]
@@ -144,11 +147,12 @@ class TopK(Codec):
         return finite, out
 
     def _write(self, x: Tensor, at: Tensor, shape: Shape, out: Tensor) -> None:
-        k = self.kept(shape)
+        k, cut = _layout(self, dims(shape))
         found = at.numel()
-        values = torch.zeros(k, device=x.device)
+        direct = self.values == "fp32"  # into the payload at once
+        values = out[:cut].view(torch.float32) if direct else torch.empty(k, device=x.device)
+        values[found:] = 0
         torch.index_select(x, 0, at, out=values[:found])
-        cut = self._values_nbytes(k)
         if self.values == "int8":
             _INT8.encode(values, out=out[:cut])
         elif self.values == "fp16":
@@ -156,23 +160,34 @@ class TopK(Codec):
             values = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values)
             out[:cut].view(torch.float16)[:k].copy_(values)
             out[2 * k : cut] = 0
-        else:
-            out[:cut].view(torch.float32).copy_(values)
         _write_indices(_padded(at, k, x.numel()), x.numel(), self.indices, out[cut:])
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
-        k, n = self.kept(shape), out.numel()
-        cut = self._values_nbytes(k)
+        _scatter(out, *self._read(payload, shape, out.numel()), weight, accumulate)
+
+    def _decode_mean(
+        self, payloads: Sequence[Tensor], out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
+    ) -> None:
+        kernels.sparse_sum(out, [self._read(p, shape, out.numel()) for p in payloads], 1.0 / len(payloads))
+
+    def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
+        """The indices and the values that a payload holds."""
+        k, cut = _layout(self, dims(shape))
         at = _read_indices(payload[cut:], k, n, self.indices)
         if self.values == "int8":
-            values = _INT8.decode(payload[:cut], torch.empty(k, device=out.device))
-        elif self.values == "fp16":
-            values = payload[:cut].view(torch.float16)[:k].float()
-        else:
-            values = payload[:cut].view(torch.float32)
-        _scatter(out, at, values, weight, accumulate)
+            return at, _INT8.decode(payload[:cut], torch.empty(k, device=payload.device))
+        if self.values == "fp16":
+            return at, payload[:cut].view(torch.float16)[:k].float()
+        return at, payload[:cut].view(torch.float32)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements are kept, and how many bytes their values take."""
+    k = codec.kept(shape)
+    return k, codec._values_nbytes(k)
 
 
 def _padded(at: Tensor, k: int, n: int) -> Tensor:
@@ -250,9 +265,18 @@ class Threshold(Codec):
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
+        _scatter(out, *self._read(payload, out.numel()), weight, accumulate)
+
+    def _decode_mean(
+        self, payloads: Sequence[Tensor], out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
+    ) -> None:
+        kernels.sparse_sum(out, [self._read(p, out.numel()) for p in payloads], 1.0 / len(payloads))
+
+    def _read(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The indices and the values that a payload holds."""
         k = self._count(payload)
-        at = _read_indices(payload[4 + 4 * k :], k, out.numel(), "elias-fano")
-        _scatter(out, at, payload[4 : 4 + 4 * k].view(torch.float32), weight, accumulate)
+        at = _read_indices(payload[4 + 4 * k :], k, n, "elias-fano")
+        return at, payload[4 : 4 + 4 * k].view(torch.float32)
 
 
 @dataclass(frozen=True)
