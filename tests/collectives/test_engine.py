@@ -63,7 +63,7 @@ def many_jobs(rank, world_size, seed, jobs):
                     return dist.all_reduce(x, async_op=True)
                 return dist.all_gather_into_tensor(out.view(-1), x, async_op=True)
 
-            yield Wire(issue, last=phase == len(phases) - 1)
+            yield Wire(issue, later=() if phase == len(phases) - 1 else ["group"])
             sums[index, phase] = float((x if kind == "reduce" else out.sum(0)).mean())
 
     expected = []
@@ -125,7 +125,7 @@ def encode_while_waiting(rank, world_size):
     def first():
         if rank == 1:
             store.wait(["second is being encoded"], timedelta(seconds=30))
-        yield Wire(lambda: dist.all_reduce(torch.zeros(1), async_op=True), last=False)
+        yield Wire(lambda: dist.all_reduce(torch.zeros(1), async_op=True), later=["group"])
         order.append("first phase arrived")
         yield Wire(lambda: dist.all_reduce(torch.zeros(1), async_op=True))
 
@@ -148,12 +148,59 @@ def test_the_next_job_is_encoded_while_a_collective_is_on_the_wire():
     assert answers[1][1] == 0
 
 
+def test_lanes_do_not_wait_for_each_other_and_keep_their_order():
+    """A job between two lanes holds back only the lane that it still needs."""
+    bench, issued, gates = Bench(), [], {}
+
+    class Slow:
+        """A collective that ends when it is told to."""
+
+        def __init__(self, name):
+            self.future = gates[name] = torch.futures.Future()
+            issued.append(name)
+
+        def wait(self):
+            self.future.wait()
+
+        def get_future(self):
+            return self.future
+
+    def two_phases(name):
+        yield Wire(lambda: Slow(f"{name} pairs"), "pairs", later=["group"])
+        yield Wire(lambda: Slow(f"{name} group"))
+
+    def one_phase(name):
+        yield Wire(lambda: Slow(f"{name} group"))
+
+    for job, name in ((two_phases, "a"), (two_phases, "b"), (one_phase, "c")):
+        bench.start(job(name), name)
+
+    def reached(*names):
+        deadline = time.monotonic() + 20
+        while issued != list(names) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)  # and nothing more
+        assert issued == list(names)
+
+    reached("a pairs", "b pairs")
+    gates["b pairs"].set_result(None)  # early: its second phase waits for a's, and so does c
+    reached("a pairs", "b pairs")
+    gates["a pairs"].set_result(None)
+    reached("a pairs", "b pairs", "a group", "b group", "c group")
+    for name in ("c group", "a group", "b group"):
+        gates[name].set_result(None)
+    bench.wait(3)
+    bench.engine.close()
+    assert bench.done == ["c", "a", "b"]
+    assert not bench.errors
+
+
 def alone(rank, world_size):
     bench = Bench()
     got = []
 
     def job(index):
-        yield Wire(lambda: None, last=False)
+        yield Wire(lambda: None, later=["group"])
         yield Wire(lambda: None)
         got.append(index)
 
@@ -193,7 +240,7 @@ def test_an_exception_reaches_the_callback_once_and_later_posts_do_nothing(where
 
     def job():
         fail("encoding")
-        yield Wire(lambda: fail("issuing"), last=False)
+        yield Wire(lambda: fail("issuing"), later=["group"])
         fail("second phase")
         yield Wire(lambda: None)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.collectives import Engine, Item, Peers, allreduce_nbytes, choose, exchange
+from narrowband.collectives import Engine, Item, Peers, Worker, allreduce_nbytes, choose, exchange
 from narrowband.collectives.exchange import PHASE_NBYTES, TRAILER, check
 from tests.ranks import run_ranks
 
@@ -66,7 +66,7 @@ def items_of(tensors, codec, feedback=None, step=0):
     ]
 
 
-def average(kind, items, rank, world_size, *, good=None, measure=False):
+def average(kind, items, rank, world_size, *, good=None, measure=False, rotating=True):
     """Run one exchange to its end; ``good=None`` takes the exchange's own word."""
     finished = threading.Event()
     errors = []
@@ -75,15 +75,35 @@ def average(kind, items, rank, world_size, *, good=None, measure=False):
         errors.append(error)
         finished.set()
 
-    work = exchange(kind, items, Peers(None, rank, world_size), measure=measure)
+    pairs = Worker("pairs") if rotating else None
+    work = exchange(kind, items, Peers(None, rank, world_size, pairs), measure=measure)
     engine = Engine(torch.device("cpu"), failed)
-    engine.post(lambda: engine.start(work.job(), finished.set))
+    engine.post(lambda: (work.encode(), engine.start(work.job(), finished.set)))
     assert finished.wait(30)
     engine.close()
+    if pairs is not None:
+        pairs.close()
     if errors:
         raise errors[0]
     work.deliver(work.finite if good is None else good)
     return work
+
+
+def average_both_ways(rank, world_size, spec):
+    averages = []
+    for rotating in (True, False):
+        items = items_of(gradients(rank), nb.codec(spec))
+        average("scatter_reduce", items, rank, world_size, rotating=rotating)
+        averages.append([item.x for item in items])
+    return averages
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_rotation_is_an_all_to_all(world_size):
+    answers = run_ranks(average_both_ways, world_size, "uniform:bits=4,group=32")
+    for rotated, at_once in answers:
+        assert all(torch.equal(a, b) for a, b in zip(rotated, at_once, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(rotated, answers[0][0], strict=True))
 
 
 def average_by_all_ways(rank, world_size, ways, dtype, shapes):

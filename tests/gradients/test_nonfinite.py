@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import narrowband as nb
-from tests.gradients.training import HUGE, TINY, flat, loss_of, mlp, owed, same, sgd, wrap
+from narrowband.collectives import Exchange
+from tests.gradients.training import HUGE, TINY, flat, loss_of, mlp, owed, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPECS = [
@@ -213,3 +217,80 @@ def test_what_is_owed_follows_the_loss_scale(spec):
     assert same(unscaled_residual, residual)
     # The test sees the difference: without telling the handle, old residuals are in the old unit.
     assert not torch.equal(run_ranks(with_scaler, 2, spec, False, 2)[0][0], parameters)
+
+
+class Held:
+    """A collective that ends when ``release`` is called, with what became of it or with an error."""
+
+    def __init__(self, work):
+        self.work = work
+        self.future = torch.futures.Future()
+
+    def release(self, error=None):
+        self.work.wait()
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+    def wait(self):
+        self.future.wait()
+
+    def get_future(self):
+        return self.future
+
+
+def hold_the_last_payload(rank, world_size, breaks):
+    """A step whose last all-gather stays on the wire until everything else of it is written (or for ten seconds)."""
+    module = importlib.import_module("narrowband.collectives.exchange")
+    model = wrap(mlp(), cap=TINY)
+    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    train(model, rank, range(2))  # DDP has its buckets now
+    gather, deliver, held, events = module._all_gather, Exchange.deliver, [], []
+    payloads = sum(p.dim() > 1 for p in model.parameters())
+
+    def holding(out, x, peers):
+        work = gather(out, x, peers)
+        held.append(Held(work))
+        if len(held) < payloads:
+            held[-1].release()
+        return held[-1]
+
+    def recording(self, good):
+        deliver(self, good)
+        events.append("written")
+        if len(events) == payloads - 1:
+            events.append("released")
+            held[-1].release(RuntimeError("the wire broke") if breaks else None)
+
+    module._all_gather, Exchange.deliver = holding, recording
+    spare = threading.Timer(10, lambda: held[-1].future.done() or held[-1].release())
+    spare.start()
+    try:
+        train(model, rank, range(2, 3))
+        failure = None
+    except RuntimeError as error:
+        failure = str(error)
+    finally:
+        module._all_gather, Exchange.deliver = gather, deliver
+        spare.cancel()
+    try:
+        handle.state_dict()
+        state = "given"
+    except RuntimeError as error:
+        state = str(error)
+    return payloads, events, failure, state
+
+
+def test_averages_are_written_while_the_last_payload_is_on_the_wire():
+    for payloads, events, failure, state in run_ranks(hold_the_last_payload, 2, False):
+        assert payloads > 2
+        assert events == ["written"] * (payloads - 1) + ["released", "written"]
+        assert (failure, state) == (None, "given")
+
+
+def test_no_state_is_given_when_the_wire_breaks_in_the_middle_of_writing():
+    for payloads, events, failure, state in run_ranks(hold_the_last_payload, 2, True):
+        assert events == ["written"] * (payloads - 1) + ["released"]
+        assert "the wire broke" in failure
+        assert "go on from the last checkpoint" in state

@@ -6,7 +6,7 @@ chooses.
 
 from __future__ import annotations
 
-from narrowband.collectives.engine import Engine, Job, Wire
+from narrowband.collectives.engine import Engine, Job, Wire, Worker
 from narrowband.collectives.exchange import (
     COLLECTIVES,
     Exchange,
@@ -25,6 +25,7 @@ __all__ = [
     "Job",
     "Peers",
     "Wire",
+    "Worker",
     "allreduce_nbytes",
     "choose",
     "exchange",

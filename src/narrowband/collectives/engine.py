@@ -6,7 +6,8 @@ arrived, and so on. The engine keeps two promises.
 *One order.* Collectives are issued in the order in which jobs were started, and within a job in the order of its
 phases; all phases of a job are issued before the first of the next. As every rank starts the same jobs in the same
 order, collectives meet their peers whatever the timing. Nothing is ever issued from a completion callback: a callback
-only puts a note into the inbox.
+only puts a note into the inbox. There are two lanes, each with that order and independent of the other: what goes
+through the process group as a collective, and what goes from rank to rank in pairs.
 
 *No idle waiting.* While a collective is on the wire, the thread encodes the next job; only issuing waits for its turn.
 
@@ -20,35 +21,46 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
-    from torch.distributed import Work
-
-__all__ = ["Engine", "Job", "Wire"]
+__all__ = ["Engine", "Job", "Lane", "Pending", "Wire", "Worker"]
 
 log = logging.getLogger(__name__)
+
+
+Lane = Literal["group", "pairs"]
 
 
 @dataclass
 class Wire:
     """A collective to issue: ``issue()`` starts it and returns its handle; None when there is nobody to talk to."""
 
-    issue: Callable[[], Work | None]
-    #: Whether the job has no further phase.
-    last: bool = True
+    issue: Callable[[], Pending | None]
+    lane: Lane = "group"
+    #: The lanes of the job's further phases.
+    later: Sequence[Lane] = ()
 
 
 if TYPE_CHECKING:
     Job = Generator[Wire, None, None]
 else:
     Job = Any
+
+
+class Pending(Protocol):
+    """What the engine needs of a ``torch.distributed.Work``."""
+
+    def wait(self) -> Any: ...
+
+    def get_future(self) -> Any: ...
 
 
 class _Arrived:
@@ -64,45 +76,27 @@ class _Running:
     job: Job
     done: Callable[[], None]
     wire: Wire | None = None
-    work: Work | _Arrived | None = None
+    work: Pending | _Arrived | None = None
     issued_at: float = field(default=0.0)
 
 
-class Engine:
-    """A worker thread with an inbox. All methods but :meth:`post` and :meth:`close` belong to that thread.
+class Worker:
+    """A thread that does what is posted to it, in that order. It begins with the first post and never holds up exit.
 
     Args:
-        device: where tensors live.
-        failed: called on the thread with the error that ended it, and again for everything posted after that.
+        name: of the thread.
     """
 
-    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
-        self._device = device
-        self._failed = failed
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._order: deque[_Running] = deque()
         self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.wire_seconds = 0.0
-        self.error: BaseException | None = None
-
-    # ---- from any thread ---------------------------------------------------------------------------------------------
 
     def post(self, what: Callable[[], None]) -> None:
-        """Run ``what`` on the engine's thread, after everything posted before."""
+        """Run ``what`` on the thread, after everything posted before. It must not raise."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="narrowband-engine", daemon=True)
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        if self._stream is not None:
-            event = torch.cuda.current_stream(self._device).record_event()
-            stream, inner = self._stream, what
-
-            def what() -> None:
-                stream.wait_event(event)
-                inner()
-
         self._inbox.put(what)
 
     def close(self) -> None:
@@ -113,6 +107,55 @@ class Engine:
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+
+    def _loop(self) -> None:
+        while (what := self._inbox.get()) is not None:
+            what()
+            what = None  # keep nothing of it alive while waiting: the end of its owner is what ends this thread
+
+
+class Engine(Worker):
+    """The worker that runs jobs. All methods but :meth:`post` and :meth:`close` belong to its thread.
+
+    Args:
+        device: where tensors live.
+        failed: called on the thread with the error that ended it, and again for everything posted after that.
+    """
+
+    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
+        super().__init__("narrowband-engine")
+        self._device = device
+        self._failed = failed
+        self._order: deque[_Running] = deque()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        #: What torch's threads may still have to call, or to let go of.
+        self._callbacks: weakref.WeakSet[Callable[[Any], None]] = weakref.WeakSet()
+        self.wire_seconds = 0.0
+        self.error: BaseException | None = None
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Run ``what`` on the engine's thread, after everything posted before."""
+        if self._stream is not None:
+            event = torch.cuda.current_stream(self._device).record_event()
+            stream, inner = self._stream, what
+
+            def what() -> None:
+                stream.wait_event(event)
+                inner()
+
+        super().post(lambda: self._try(what))
+
+    def close(self) -> None:
+        """End the thread when it has done what is in its inbox, and let torch's threads leave Python.
+
+        One that still has to let go of a callback when the interpreter ends takes the process down with it.
+        """
+        super().close()
+        deadline = time.monotonic() + 5.0
+        while len(self._callbacks) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     # ---- on the engine's thread --------------------------------------------------------------------------------------
 
@@ -128,18 +171,19 @@ class Engine:
             if self._stream is not None:
                 torch.cuda.set_device(self._device)
                 stack.enter_context(torch.cuda.stream(self._stream))
-            while (what := self._inbox.get()) is not None:
-                if self.error is not None:
-                    self._failed(self.error)  # whoever posted this before hearing of it must hear of it
-                    continue
-                try:
-                    what()
-                except BaseException as error:
-                    log.exception("the exchange stopped, and every later backward will say so")
-                    self._order.clear()
-                    self._failed(error)
-                    self.error = error  # last: who reads it finds everything undone
-                what = None  # keep nothing of it alive while waiting: the end of its owner is what ends this thread
+            super()._loop()
+
+    def _try(self, what: Callable[[], None]) -> None:
+        if self.error is not None:
+            self._failed(self.error)  # whoever posted this before hearing of it must hear of it
+            return
+        try:
+            what()
+        except BaseException as error:
+            log.exception("the exchange stopped, and every later backward will say so")
+            self._order.clear()
+            self._failed(error)
+            self.error = error  # last: who reads it finds everything undone
 
     def _advance(self, running: _Running) -> bool:
         """Resume a job; False when it is finished."""
@@ -152,24 +196,27 @@ class Engine:
         return True
 
     def _issue(self) -> None:
-        """Issue what is due: a job's next phase when the job before has issued its last."""
+        """Issue what is due: in each lane, a job's phases when the job before has issued its last there."""
+        taken: set[Lane] = set()
         for running in tuple(self._order):
             wire = running.wire
             assert wire is not None
-            if running.work is None:
+            if running.work is None and wire.lane not in taken:
                 running.issued_at = time.perf_counter()
                 running.work = work = wire.issue() or _Arrived()
                 self._announce(running, work)
-            if not wire.last:
-                return
+            if running.work is None:
+                taken.add(wire.lane)
+            taken.update(wire.later)
 
-    def _announce(self, running: _Running, work: Work | _Arrived) -> None:
+    def _announce(self, running: _Running, work: Pending | _Arrived) -> None:
         def note(_: Any = None) -> None:
-            self._inbox.put(lambda: self._arrived(running))
+            Worker.post(self, lambda: self._try(lambda: self._arrived(running)))
 
         if isinstance(work, _Arrived):
             note()
         else:
+            self._callbacks.add(note)
             work.get_future().add_done_callback(note)
 
     def _arrived(self, running: _Running) -> None:

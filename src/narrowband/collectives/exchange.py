@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from narrowband import kernels
 from narrowband.codecs import Codec, Shape
 from narrowband.codecs.base import dims, numel_of, squared_norm
-from narrowband.collectives.engine import Wire
+from narrowband.collectives.engine import Lane, Wire
 from narrowband.errors import UnsupportedError
 from narrowband.feedback.base import Norms
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.collectives.engine import Job
+    from narrowband.collectives.engine import Job, Pending, Worker
     from narrowband.feedback import Feedback
 
 __all__ = ["COLLECTIVES", "Collective", "Exchange", "Item", "Peers", "allreduce_nbytes", "choose", "exchange"]
@@ -57,11 +57,17 @@ PHASE_NBYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that average together."""
+    """The ranks that average together.
+
+    Args:
+        group: None: the default group.
+        pairs: the thread that sends from rank to rank, one after the other; None: the backend's all-to-all is used.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    pairs: Worker | None = None
 
 
 @dataclass(eq=False)
@@ -86,6 +92,8 @@ class Item:
     #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank
     #: sends nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
     compensated: bool = field(default=False, init=False)
+    #: Whether the feedback has taken in already what the payload does not say.
+    absorbed: bool = field(default=False, init=False)
 
     def seed_of(self, rank: int) -> int:
         return self.seed(0 if self.codec.shared_seed else rank)
@@ -119,7 +127,7 @@ def check(codec: Codec, collective: Collective) -> None:
 
 
 def exchange(collective: Collective, items: Sequence[Item], peers: Peers, *, measure: bool = False) -> Exchange:
-    """An exchange of ``items``, to be run by an engine: ``engine.start(exchange.job(), done)``."""
+    """An exchange of ``items``, to be run on an engine's thread: ``it.encode(); engine.start(it.job(), done)``."""
     kinds: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter_reduce": ScatterReduce}
     return kinds[collective](items, peers, measure)
 
@@ -139,11 +147,26 @@ class Exchange(ABC):
         #: After :meth:`deliver`, with ``measure``: one entry per item.
         self.norms: list[Norms] = []
         self._own: list[Tensor] = []
+        self._mine_finite = True
         self._settled = False
+
+    #: Whether, once every rank's tensors are known to be finite, nothing can turn out otherwise.
+    decided_by_encoding: ClassVar[bool] = False
+
+    def encode(self) -> bool:
+        """What comes before the first collective: compensate, encode. Whether this rank's tensors are finite."""
+        begin = time.perf_counter()
+        self._encode_all()
+        self.encode_seconds += time.perf_counter() - begin
+        return self._mine_finite
+
+    @abstractmethod
+    def _encode_all(self) -> None:
+        """Encode every item, and note in ``_mine_finite`` whether all are finite."""
 
     @abstractmethod
     def job(self) -> Job:
-        """The generator to run."""
+        """The generator to run after :meth:`encode`."""
 
     @abstractmethod
     def _write(self) -> None:
@@ -174,17 +197,29 @@ class Exchange(ABC):
                 assert item.feedback is not None
                 if not good:
                     item.feedback.rollback(item.key, item.x)
-                    continue
-                norms = item.feedback.absorb(
-                    item.key, item.x, self._codec(item), payload, shape=item.shape, seed=seed, measure=self.measure
-                )
-                if norms:
-                    self.norms.append(norms)
+                    self.norms.clear()
+                elif not item.absorbed:
+                    self._absorb(item, payload)
             elif self.measure and good:
                 lost = item.x.float().clone()
                 before = squared_norm(lost)
                 self._codec(item).decode(payload, lost.view(dims(item.shape)), seed=seed, weight=-1.0, accumulate=True)
                 self.norms.append(Norms(before, squared_norm(lost)))
+
+    def _absorb(self, item: Item, payload: Tensor) -> None:
+        assert item.feedback is not None
+        norms = item.feedback.absorb(
+            item.key,
+            item.x,
+            self._codec(item),
+            payload,
+            shape=item.shape,
+            seed=item.seed_of(self.peers.rank),
+            measure=self.measure,
+        )
+        item.absorbed = True
+        if norms:
+            self.norms.append(norms)
 
     def _codec(self, item: Item) -> Codec:
         return item.codec
@@ -197,6 +232,8 @@ class Exchange(ABC):
         if item.feedback is not None and (item.feedback.owed(item.key) is None or _any_nonzero(item.x)):
             finite, payload = item.feedback.encode(item.key, item.x, codec, shape=item.shape, seed=seed, out=out)
             item.compensated = True
+            if finite and item.feedback.can_roll_back(item.x):
+                self._absorb(item, payload)  # now, while it is in the caches and others still compute
         else:
             finite = kernels.all_finite(item.x.float())
             payload = codec.encode(item.x.view(dims(item.shape)), seed=seed, out=out)
@@ -205,8 +242,7 @@ class Exchange(ABC):
 
 
 def _any_nonzero(x: Tensor) -> bool:
-    """Usually answered by the first few elements; only a gradient that is zero is read to its end."""
-    return bool(x[:256].any()) or bool(x.any())
+    return not kernels.all_zero(x) if x.dtype == torch.float32 else bool(x.any())
 
 
 def _spans(sizes: Sequence[int]) -> list[slice]:
@@ -221,29 +257,30 @@ def _spans(sizes: Sequence[int]) -> list[slice]:
 class Dense(Exchange):
     """All-reduce of payloads that add up (``none``, ``fp16``, ``bf16``, ``randomk``)."""
 
-    def job(self) -> Job:
-        begin = time.perf_counter()
+    def _encode_all(self) -> None:
         codecs = [item.codec for item in self.items]
         self._spans = _spans([c.payload_nbytes(i.shape, i.x.dtype) for c, i in zip(codecs, self.items, strict=True)])
         self._payload = torch.empty(self._spans[-1].stop, dtype=torch.uint8, device=self.items[0].x.device)
         for item, span in zip(self.items, self._spans, strict=True):
             finite, payload = self._encode(item, self._payload[span])
+            self._mine_finite &= finite
             if not finite:
                 payload.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
         # Not whether feedback took part in this step, which differs between ranks: all must come to the same answer.
-        stateful = any(item.feedback is not None for item in self.items)
-        if self.measure or stateful:
+        self._stateful = any(item.feedback is not None for item in self.items)
+        if self.measure or self._stateful:
             self._own = [payload.clone() for payload in self._own]  # the all-reduce works in place
         wire_dtype = codecs[0].sum_dtype(self.items[0].x.dtype)
         assert wire_dtype is not None
-        values = self._payload.view(wire_dtype)
-        values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
-        self.encode_seconds += time.perf_counter() - begin
+        self._values = self._payload.view(wire_dtype)
+        self._values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
+
+    def job(self) -> Job:
         if self.peers.size > 1:
             self.sent_nbytes += allreduce_nbytes(self._payload.numel(), self.peers.size)
-            yield Wire(lambda: dist.all_reduce(values, group=self.peers.group, async_op=True))
-        if stateful:  # inf and NaN survive the sum, and every rank holds the same sum
-            self.finite = kernels.all_finite(values.float())
+            yield Wire(lambda: dist.all_reduce(self._values, group=self.peers.group, async_op=True))
+        if self._stateful:  # inf and NaN survive the sum, and every rank holds the same sum
+            self.finite = kernels.all_finite(self._values.float())
 
     def _write(self) -> None:
         for item, span in zip(self.items, self._spans, strict=True):
@@ -254,35 +291,37 @@ class Dense(Exchange):
 class Gather(Exchange):
     """All-gather of payloads; every rank decodes all of them, one after the other, into the same memory."""
 
-    def job(self) -> Job:
-        begin = time.perf_counter()
-        finite = True
-        size, device = self.peers.size, self.items[0].x.device
-        fixed = all(item.codec.fixed_size for item in self.items)
-        if fixed:
+    decided_by_encoding = True
+
+    def _encode_all(self) -> None:
+        self._fixed = all(item.codec.fixed_size for item in self.items)
+        if self._fixed:
             sizes = [item.codec.payload_nbytes(item.shape, item.x.dtype) for item in self.items]
-            capacity = sum(sizes)
-            payload = torch.empty(capacity + TRAILER, dtype=torch.uint8, device=device)
+            self._payload = torch.empty(sum(sizes) + TRAILER, dtype=torch.uint8, device=self.items[0].x.device)
             for item, span in zip(self.items, _spans(sizes), strict=True):
-                finite &= self._encode(item, payload[span])[0]
-            self._spans = [_spans(sizes)] * size
+                self._mine_finite &= self._encode(item, self._payload[span])[0]
+            self._spans = [_spans(sizes)] * self.peers.size
+        else:
+            for item in self.items:
+                self._mine_finite &= self._encode(item)[0]
+
+    def job(self) -> Job:
+        size, device = self.peers.size, self.items[0].x.device
+        if self._fixed:
+            payload = self._payload
+            capacity = payload.numel() - TRAILER
         else:
             # Sizes depend on the data: they go first, and the longest payload sets the size of all.
-            for item in self.items:
-                finite &= self._encode(item)[0]
             mine = torch.tensor([p.numel() for p in self._own], dtype=torch.int64, device=device)
             table = torch.empty(size, len(self.items), dtype=torch.int64, device=device)
-            self.encode_seconds += time.perf_counter() - begin
-            yield Wire(lambda: _all_gather(table, mine, self.peers), last=False)
-            begin = time.perf_counter()
+            yield Wire(lambda: _all_gather(table, mine, self.peers), later=["group"])
             self._spans = [_spans(row) for row in table.tolist()]
             capacity = max(spans[-1].stop for spans in self._spans)
             self.sent_nbytes += (size - 1) * 8 * len(self.items)
             payload = torch.zeros(capacity + TRAILER, dtype=torch.uint8, device=device)
             torch.cat(self._own, out=payload[: self._spans[self.peers.rank][-1].stop])
-        payload[capacity:] = 0 if finite else 1
+        payload[capacity:] = 0 if self._mine_finite else 1
         received = torch.empty(size, capacity + TRAILER, dtype=torch.uint8, device=device)
-        self.encode_seconds += time.perf_counter() - begin
         self.sent_nbytes += (size - 1) * payload.numel()
         yield Wire(lambda: _all_gather(received, payload, self.peers))
         self.finite = not bool(received[:, capacity].any())
@@ -291,14 +330,9 @@ class Gather(Exchange):
     def _write(self) -> None:
         size = self.peers.size
         for i, item in enumerate(self.items):
-            x = item.x.view(dims(item.shape))
-            # Half-precision gradients are summed in float32 and rounded once.
-            total = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-            for rank in range(size):
-                part = self._received[rank, self._spans[rank][i]]
-                item.codec.decode(part, total, seed=item.seed_of(rank), weight=1.0 / size, accumulate=rank > 0)
-            if total is not x:
-                x.copy_(total)
+            payloads = [self._received[rank, self._spans[rank][i]] for rank in range(size)]
+            seeds = [item.seed_of(rank) for rank in range(size)]
+            item.codec.decode_mean(payloads, item.x.view(dims(item.shape)), seeds=seeds)
         del self._received
 
 
@@ -350,12 +384,13 @@ class ScatterReduce(Exchange):
     def _codec(self, item: Item) -> _Chunked:
         return _Chunked(item.codec, self.peers.size)
 
+    def _encode_all(self) -> None:
+        for item in self.items:
+            self._mine_finite &= self._encode(item)[0]
+
     def job(self) -> Job:
         begin = time.perf_counter()
-        finite = True
         size, rank, device = self.peers.size, self.peers.rank, self.items[0].x.device
-        for item in self.items:
-            finite &= self._encode(item)[0]
         sizes = [self._codec(item).sizes(item.x.numel()) for item in self.items]
         columns = [[row[j] for row in sizes] for j in range(size)]
         send_splits = [sum(column) + TRAILER for column in columns]
@@ -367,12 +402,14 @@ class ScatterReduce(Exchange):
                 part = own[spans[j]]
                 send[at : at + part.numel()] = part
                 at += part.numel()
-            send[at : at + TRAILER] = 0 if finite else 1
+            send[at : at + TRAILER] = 0 if self._mine_finite else 1
             at += TRAILER
         received = torch.empty(size, send_splits[rank], dtype=torch.uint8, device=device)
         self.encode_seconds += time.perf_counter() - begin
         self.sent_nbytes += send.numel() - send_splits[rank]
-        yield Wire(lambda: _all_to_all(received, send, [send_splits[rank]] * size, send_splits, self.peers), last=False)
+        lane: Lane = "group" if self.peers.pairs is None else "pairs"
+        splits = [send_splits[rank]] * size, send_splits
+        yield Wire(lambda: _all_to_all(received, send, *splits, self.peers), lane, later=["group"])
         begin = time.perf_counter()
         finite = not bool(received[:, -1].any())
         widest = max(send_splits)
@@ -380,9 +417,8 @@ class ScatterReduce(Exchange):
         self._errors: list[Tensor] = []
         for item, span in zip(self.items, _spans(columns[rank]), strict=True):
             cut = self._codec(item).cut(item.x.numel())[rank]
-            mean = torch.zeros(cut.stop - cut.start, device=device)
-            for r in range(size):
-                item.codec.decode(received[r, span], mean, seed=0, weight=1.0 / size, accumulate=r > 0)
+            mean = torch.empty(cut.stop - cut.start, device=device)
+            item.codec.decode_mean([received[r, span] for r in range(size)], mean, seeds=[0] * size)
             finite &= kernels.all_finite(mean)
             seed = item.seed_of(rank) ^ 0x5BD1E995  # another draw than the first encoding's
             item.codec.encode(mean, seed=seed, out=second[span])
@@ -429,8 +465,45 @@ def _all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
     return all_gather_single(out.view(-1), x, group=peers.group, async_op=True)
 
 
-def _all_to_all(out: Tensor, x: Tensor, out_splits: list[int], splits: list[int], peers: Peers) -> dist.Work | None:
+def _all_to_all(out: Tensor, x: Tensor, out_splits: list[int], splits: list[int], peers: Peers) -> Pending | None:
     if peers.size == 1:
         out.view(-1).copy_(x)
         return None
+    if peers.pairs is not None:
+        into = [out.view(-1)[span] for span in _spans(out_splits)]
+        return _Rotation(into, [x[span] for span in _spans(splits)], peers, peers.pairs)
     return all_to_all_single(out.view(-1), x, out_splits, splits, group=peers.group, async_op=True)
+
+
+class _Rotation:
+    """All-to-all in N − 1 steps, in each of which everyone sends to one rank and receives from one.
+
+    For gloo, whose own sends to all at once: N − 1 senders meet at each receiver and get two thirds of a link through
+    where this gets nine tenths. A single message of gloo's has no future, so a thread waits for it; one per handle, so
+    that a rotation ends before the next begins, and meets its peers in their order.
+    """
+
+    def __init__(self, into: Sequence[Tensor], parts: Sequence[Tensor], peers: Peers, worker: Worker) -> None:
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        into[peers.rank].copy_(parts[peers.rank])
+        worker.post(lambda: self._run(into, parts, peers))
+
+    def _run(self, into: Sequence[Tensor], parts: Sequence[Tensor], peers: Peers) -> None:
+        try:
+            for step in range(1, peers.size):
+                to, source = (peers.rank + step) % peers.size, (peers.rank - step) % peers.size
+                receiving = dist.irecv(into[source], group=peers.group, group_src=source)
+                sending = dist.isend(parts[to], group=peers.group, group_dst=to)
+                for work in (receiving, sending):
+                    if work is not None:
+                        work.wait()
+        except Exception as error:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+    def wait(self) -> None:
+        self._future.wait()

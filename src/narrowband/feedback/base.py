@@ -35,7 +35,7 @@ class Feedback(ABC):
         """Compensate ``x`` with what is owed under ``key``, and encode the sum.
 
         Args:
-            x: flat and contiguous; until :meth:`absorb` or :meth:`rollback`, its content belongs to the feedback.
+            x: flat and contiguous; until the step is decided, its content belongs to the feedback.
             shape: the shape that the codec should see.
 
         Returns:
@@ -46,10 +46,17 @@ class Feedback(ABC):
     def absorb(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        """The payload went out: what it did not say is owed from now on. ``x`` is free again.
+        """What the payload does not say is owed from now on.
+
+        To be called when the step is known to be good, after which ``x`` is free again; or, where
+        :meth:`can_roll_back` says so, right after :meth:`encode` of something finite.
 
         With ``measure``, returns what the codec was given and what it lost.
         """
+
+    def can_roll_back(self, x: Tensor) -> bool:
+        """Whether :meth:`rollback` also undoes :meth:`absorb`, as long as ``x`` is not touched."""
+        return False
 
     @abstractmethod
     def rollback(self, key: str, x: Tensor) -> None:

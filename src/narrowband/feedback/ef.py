@@ -67,6 +67,9 @@ class ErrorFeedback(Feedback):
         codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return Norms(before, squared_norm(residual)) if measure else None
 
+    def can_roll_back(self, x: Tensor) -> bool:
+        return x.dtype == torch.float32
+
     def rollback(self, key: str, x: Tensor) -> None:
         if x.dtype == torch.float32:
             self._residuals[key].copy_(x)

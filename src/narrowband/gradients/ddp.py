@@ -6,10 +6,12 @@ the bucket to the engine's thread and returns a future, for which DDP waits at t
 * matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor, so that neither the
   bytes nor, with ``gather`` and ``scatter_reduce``, the result depend on how DDP laid out its buckets (it does that
   anew after the first step; an all-reduce of a bucket adds up in an order that its layout decides);
-* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce at
-  the end, in an order of its own;
+* everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce, just
+  ahead of the last bucket's payload;
 * a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every
-  rank. With feedback, averages are therefore written when the last bucket has arrived, from payloads; without, at once.
+  rank, and with feedback no average is written before that is known. With ``gather`` it is known early: the dense
+  all-reduce carries one element more, NaN where a rank encoded something not finite, so that averages are written
+  while the last payload is on the wire. Without feedback each is written when it arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -32,7 +34,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowband import kernels
 from narrowband.codecs import Codec, Identity
-from narrowband.collectives import COLLECTIVES, Engine, Exchange, Item, Peers, Wire, allreduce_nbytes, choose, exchange
+from narrowband.collectives import (
+    COLLECTIVES,
+    Engine,
+    Exchange,
+    Item,
+    Peers,
+    Wire,
+    Worker,
+    allreduce_nbytes,
+    choose,
+    exchange,
+)
 from narrowband.collectives.exchange import all_gather_single, check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression, compression
@@ -205,6 +218,10 @@ class GradientCompression:
         )
         self._peers = Peers(own, dist.get_rank(own), len(ranks))
         self._kind = self._choose()
+        if self._kind == "scatter_reduce" and device.type == "cpu" and dist.get_backend(own) == "gloo":
+            pairs = Worker("narrowband-pairs")
+            weakref.finalize(self, pairs.close)
+            self._peers = replace(self._peers, pairs=pairs)
         self._agree(min_numel, device)
         self._warm_up(device)
 
@@ -430,6 +447,11 @@ class GradientCompression:
             raise RuntimeError(
                 f"{what} was called inside backward, where what is owed is half-way; call it between steps"
             )
+        if self._open_step is not None and self._open_step.torn:
+            raise RuntimeError(
+                f"{what}: the exchange broke off while a step was being written, so part of what was owed is sent and "
+                "part is not; go on from the last checkpoint"
+            )
 
     def _shared_out(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The sum of (what each rank owed / number of ranks) is what the average still lacks; keep it."""
@@ -459,7 +481,12 @@ class _Step:
         self._closed = False
         self._begun = False
         self._open_jobs = 0
+        self._undecided_jobs = 0  # those that may still show that the step does not count
+        self._encoded_finite = True
+        self._flagged = compressing and handle._feedback is not None and handle._kind == "gather"
+        self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
+        self._arrived: list[Exchange] = []
         self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._dense: dict[torch.dtype, Tensor] = {}
         self._dense_back: list[tuple[Tensor, Tensor]] = []
@@ -467,8 +494,10 @@ class _Step:
         self._stats = StepStats(steps=1)
         self._wire_before = handle._engine.wire_seconds
         self._measure = compressing and (handle._total.relative_error is None or handle.step % MEASURE_EVERY == 0)
-        #: Whether the engine broke in this step, and the feedback is again what it was before.
+        #: Whether the engine broke in this step. The feedback is then again what it was before, unless ``torn``.
         self.abandoned = False
+        #: Whether the engine broke between the decision that the step counts and its end.
+        self.torn = False
 
     def add(
         self, buffer: Tensor, parameters: Sequence[Tensor], future: torch.futures.Future[Tensor], *, last: bool
@@ -480,6 +509,7 @@ class _Step:
             handle._scale_changed()
         size = handle._peers.size
         self._results.append((future, buffer))
+        work: Exchange | None = None
         if buffer.is_sparse:
             if not handle._said_sparse:
                 handle._said_sparse = True
@@ -493,19 +523,17 @@ class _Step:
             plain = isinstance(handle.compression.codec, Identity)  # loses nothing, so feedback has nothing to do
             known = buffer.dtype == parameters[0].dtype  # complex gradients come as pairs of real numbers
             if self.compressing and known and not plain:
-                self._compress(buffer, parameters)
+                work = self._encode(buffer, parameters)
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
         if last:
-            for dtype in sorted(self._dense, key=str):
-                flat = self._dense[dtype]
-                self._start(
-                    self._all_reduce(flat, allreduce_nbytes(flat.numel() * flat.element_size(), size), check=True)
-                )
-            self._closed = True
-        self._settle_if_complete()
+            self._send_dense()
+        if work is not None:
+            self._send(work)
+        self._closed = last
+        self._settle()
 
-    def _compress(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
+    def _encode(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Exchange | None:
         handle = self.handle
         items: list[Item] = []
         at = 0
@@ -520,19 +548,35 @@ class _Step:
                     Item(known.name, part, known.shape, known.codec, handle._feedback, self._seeds(known.index))
                 )
         if not items:
-            return
+            return None
         work = exchange(handle._kind, items, handle._peers, measure=self._measure)
         self._exchanges.append(work)
-        if handle._feedback is None:  # nothing to commit: write the averages as soon as they are here
+        self._encoded_finite &= work.encode()
+        return work
+
+    def _send(self, work: Exchange) -> None:
+        if self.handle._feedback is None:  # nothing to commit: write the averages as soon as they are here
             self._start(work.job(), lambda: work.deliver(good=True))
         else:
-            self._start(work.job())
+            decides = not (self._flagged and work.decided_by_encoding)
+            self._start(work.job(), lambda: self._arrived.append(work), decides=decides)
+
+    def _send_dense(self) -> None:
+        if self._flagged:
+            if not self._dense:
+                self._dense[torch.float32] = torch.zeros(1, device=self._results[0][1].device)
+            for flat in self._dense.values():
+                flat[-1] = 0.0 if self._encoded_finite else math.nan
+        for dtype in sorted(self._dense, key=str):
+            flat = self._dense[dtype]
+            nbytes = allreduce_nbytes(flat.numel() * flat.element_size(), self.handle._peers.size)
+            self._start(self._all_reduce(flat, nbytes, check=True))
 
     def _travels_dense(self, part: Tensor, known: _Parameter) -> None:
         flat = self._dense.get(part.dtype)
         if flat is None:
             # Zero where a bucket did not come: all ranks have the same layout whatever the buckets.
-            numel = self.handle._dense_numel[part.dtype]
+            numel = self.handle._dense_numel[part.dtype] + self._flagged
             flat = self._dense[part.dtype] = torch.zeros(numel, dtype=part.dtype, device=part.device)
         place = flat[known.dense_at : known.dense_at + part.numel()]
         place.copy_(part)
@@ -553,26 +597,32 @@ class _Step:
         if check and self.handle._feedback is not None:
             self._dense_finite &= bool((x._values() if x.is_sparse else x).isfinite().all())
 
-    def _start(self, job: Job, then: Callable[[], None] | None = None) -> None:
+    def _start(self, job: Job, then: Callable[[], None] | None = None, *, decides: bool = True) -> None:
         self._open_jobs += 1
+        self._undecided_jobs += decides
 
         def done() -> None:
             if then is not None:
                 then()
             self._open_jobs -= 1
-            self._settle_if_complete()
+            self._undecided_jobs -= decides
+            self._settle()
 
         self.handle._engine.start(job, done)
 
-    def _settle_if_complete(self) -> None:
-        if not self._closed or self._open_jobs or not self._results:
+    def _settle(self) -> None:
+        """Deliver what can be delivered, and end the step when that was all."""
+        if not self._closed or self._undecided_jobs or not self._results:
             return
-        for part, place in self._dense_back:
-            part.copy_(place)
-        if self.handle._feedback is not None:
-            good = self._dense_finite and all(work.finite for work in self._exchanges)
-            for work in self._exchanges:
-                work.deliver(good)
+        if self._good is None:
+            self._good = self._dense_finite and all(work.finite for work in self._exchanges)
+            for part, place in self._dense_back:
+                part.copy_(place)
+        arrived, self._arrived = self._arrived, []
+        for work in arrived:
+            work.deliver(self._good)
+        if self._open_jobs:
+            return
         self._account()
         results, self._results = self._results, []
         for future, buffer in results:
@@ -598,6 +648,7 @@ class _Step:
             for work in self._exchanges:
                 work.abandon()
             self.abandoned = True
+            self.torn = self._good is True
         for future in self.futures:
             if not future.done():
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
