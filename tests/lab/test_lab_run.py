@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import narrowband
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, LabReport, requirements, run
+from narrowband.lab.holder import cores_of
 
 MISSING = requirements(LabConfig(nodes=1))
 NETEM_MISSING = requirements(LabConfig(nodes=1, delay="5ms", loss="50%"))
@@ -149,6 +152,29 @@ def test_ranks_see_torchruns_variables_and_a_host_of_their_own(
         assert sorted(host["cards"]) == ["lab0", "lo"]
         assert host["own"] == f"10.213.0.{rank + 1}"
         assert host["stdin"] == ""
+
+
+@needs_lab
+def test_each_rank_keeps_to_its_share_of_the_cores(capfd: pytest.CaptureFixture[str]) -> None:
+    here = os.sched_getaffinity(0)
+    for nodes in (1, 3):
+        run(LabConfig(nodes=nodes, rate=None), python("import os; print(*os.sched_getaffinity(0))"))
+        lines = capfd.readouterr().out.splitlines()
+        seen = {frozenset(map(int, line.rpartition("]")[2].split())) for line in lines}
+        assert seen == {frozenset(cores_of(rank, nodes, here)) for rank in range(nodes)}
+
+
+@given(cores=st.sets(st.integers(0, 300), min_size=1, max_size=40), nodes=st.integers(1, 64))
+def test_shares_of_cores_are_equal_and_use_all(cores: set[int], nodes: int) -> None:
+    shares = [cores_of(rank, nodes, cores) for rank in range(nodes)]
+    assert set().union(*shares) <= cores
+    if nodes <= len(cores):
+        assert sorted(core for share in shares for core in share) == sorted(cores)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    else:
+        users = [sum(core in share for share in shares) for core in cores]
+        assert all(len(share) == 1 for share in shares)
+        assert max(users) - min(users) <= 1
 
 
 @needs_lab

@@ -75,7 +75,7 @@ class Config:
     steps: int = 4
     delay: str | None = None
     loss: str | None = None
-    bucket_cap_mb: int = 4
+    bucket_cap_mb: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -19,9 +19,9 @@ class Lab:
     """Run a command once per rank, each rank behind an emulated link of its own.
 
     What follows ``--`` is started once per rank with torchrun's environment variables, in a network namespace whose
-    only card is shaped in both directions. So an unchanged training script runs as if on that many machines. The
-    kernel's byte counts are printed at the end. Linux; root, or unprivileged user namespaces (see ``narrowband
-    doctor``).
+    only card is shaped in both directions, on its own share of this machine's cores. So an unchanged training script
+    runs as if on that many machines. The kernel's byte counts are printed at the end. Linux; root, or unprivileged user
+    namespaces (see ``narrowband doctor``).
 
     Examples:
       narrowband lab --nodes 4 --rate 200mbit -- python train.py

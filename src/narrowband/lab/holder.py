@@ -36,7 +36,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -122,6 +122,18 @@ class Spec:
 
 class MissingError(Exception):
     """What this machine lacks; ``args`` are sentences."""
+
+
+def cores_of(rank: int, nodes: int, cores: Collection[int]) -> list[int]:
+    """A rank's share of this machine's cores, as a machine of its own would have: equal shares, or, with more ranks
+    than cores, one core that it shares with others.
+
+    Left to the scheduler, ranks are moved about, run ahead of one another and then wait.
+    """
+    order, n = sorted(cores), len(cores)
+    if nodes >= n:
+        return [order[rank % n]]
+    return order[rank * n // nodes : (rank + 1) * n // nodes]
 
 
 def rank_address(rank: int) -> str:
@@ -431,6 +443,8 @@ class Ranks:
         _call("setns", netns, _CLONE_NEWNET)
         _call("unshare", _CLONE_NEWUTS)
         socket.sethostname(f"rank{rank}")
+        with contextlib.suppress(OSError):  # a container may forbid it; ranks then share all cores
+            os.sched_setaffinity(0, cores_of(rank, self._spec.nodes, os.sched_getaffinity(0)))
         for fd, source in enumerate([os.open(os.devnull, os.O_RDONLY), *outputs]):
             os.dup2(source, fd)
         os.execvpe(self._command[0], self._command, {**self._spec.env, **self._spec.rank_env[rank]})

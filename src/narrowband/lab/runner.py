@@ -82,7 +82,8 @@ def run(
     """Run ``command`` once per rank, each behind its own link, until all ranks have ended.
 
     Ranks see torchrun's environment variables (:func:`rank_environment`), an empty standard input, the current
-    directory and no network but the lab's. Their output is passed on line by line after ``[rank N] ``, and untouched
+    directory, no network but the lab's, and an equal share of this machine's cores (at least one, which several share
+    when there are more ranks than cores). Their output is passed on line by line after ``[rank N] ``, and untouched
     when there is one rank only.
 
     When a rank fails, the others get SIGTERM, and SIGKILL after ``config.grace_s``; so do all after
