@@ -2,7 +2,8 @@
 
 All rows live in the same rank processes: one model, optimizer and process group per row, with the same initial
 parameters and the same data. Rounds of steps go through the rows in turn, so what disturbs the machine disturbs every
-row alike. A round is a block of consecutive steps between two barriers, timed as a whole; its time is that of the
+row alike. A round is a step that nobody times, which brings the row's memory back (a system may have taken it while
+other rows ran), and a block of consecutive steps between two barriers, timed as a whole; its time is that of the
 slowest rank, and a row's step time is the median over its rounds.
 
 Two byte counts stand in each row, per rank and step: what the library says that it sent (``sent_bytes_per_step``), and
@@ -226,7 +227,7 @@ class _Row:
         self.link_bytes = 0
         self._config = config
         self._handle: Any = None
-        self._before: Any = None
+        self._counts = dict.fromkeys(("sent_bytes", *_TIMES), 0.0)
 
     def build(self, tokens_SBL: Tensor) -> None:
         """Make the model and take the warm-up steps."""
@@ -241,14 +242,21 @@ class _Row:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
         self._handle = self.kind.attach(self._model) if self.kind.attach is not None else None
         self._train(tokens_SBL)
-        if self._handle is not None:
-            self._before = self._handle.stats().total
+
+    def wake(self, tokens_SBL: Tensor) -> None:
+        """The first step of a round, which is not timed."""
+        self._train(tokens_SBL[:1])
 
     def measure(self, tokens_SBL: Tensor) -> None:
         """One timed round: as many steps as ``tokens_SBL`` holds batches."""
+        before = self._handle.stats().total if self._handle is not None else None
         start = time.perf_counter()
         self._train(tokens_SBL)
         self.round_step_s.append((time.perf_counter() - start) / len(tokens_SBL))
+        if before is not None:
+            after = self._handle.stats().total
+            for name in self._counts:
+                self._counts[name] += getattr(after, name) - getattr(before, name)
 
     def _train(self, tokens_SBL: Tensor) -> None:
         for tokens_BL in tokens_SBL:
@@ -270,10 +278,8 @@ class _Row:
         if self.kind.codec == NO_COMMUNICATION:
             found["sent_bytes_per_step"] = 0.0
         if self._handle is not None:
-            after = self._handle.stats().total
-            found["sent_bytes_per_step"] = (after.sent_bytes - self._before.sent_bytes) / steps
-            for name in _TIMES:
-                found[name] = (getattr(after, name) - getattr(self._before, name)) / steps
+            found["sent_bytes_per_step"] = self._counts["sent_bytes"] / steps
+            found |= {name: self._counts[name] / steps for name in _TIMES}
         return found
 
 
@@ -327,6 +333,8 @@ def _work(worker: Worker) -> None:
         batches = tokens(config.steps)
         first = turn % len(rows)  # so that no row always follows the same other
         for row in rows[first:] + rows[:first]:
+            if row.error is None:
+                _together(row, row.wake, batches)
             if row.error is None:
                 dist.barrier()
                 sent = _transmitted(card) if card else 0
