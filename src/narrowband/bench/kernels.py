@@ -5,8 +5,8 @@ copy alternate, so both see the same neighbours; ``ratio_to_copy`` is the smalle
 time of the copy, because on a shared machine noise only adds. ``ratio_median``, the median of the ratios of
 neighbouring repeats, stands beside it: where the two differ much, the run was disturbed.
 
-Every repeat starts from a like state: what a loop changes is restored before it, outside the timed region. The copy goes
-into the tensor that loops write to, so that its place in memory favours neither.
+Every repeat starts from a like state: what a loop changes is restored before it, outside the timed region. The copy
+goes into the tensor that loops write to, so that its place in memory favours neither.
 """
 
 from __future__ import annotations
