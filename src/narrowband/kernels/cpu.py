@@ -6,8 +6,8 @@ Numba's own threading layers are not: several Python threads may call at once, a
 pool. The thread count is ``torch.get_num_threads()``, and results do not depend on it.
 
 What makes them fast: blocks that stay in L1 between two passes, integer loops that LLVM vectorizes (the magnitude of a
-float is its bits without the sign), no temporaries as large as the tensor, and a look at the maximum of a block before
-a look at its elements.
+float is its bits without the sign), no temporaries as large as the tensor, a word that says which elements of a block are
+large before a look at any of them, and no calls inside of loops.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NON_FINITE = np.int32(0x7F800000)
 NAN_BITS = np.int32(0x7FC00000)
 TINY = np.float32(2.0**-126)
 
-#: Elements whose maximum decides whether they are looked at one by one.
+#: Elements that are compared with a threshold at once: one bit each in a word.
 BLOCK = 64
 #: Neighbours that a sample takes together where it may: they share a cache line, and are not too much alike.
 RUN = 8
