@@ -266,10 +266,12 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
 def _timed(body: Callable[[], object]) -> float:
     """Seconds of one call, begun when the machine is at rest.
 
-    The pause keeps a loop out of the wake of the copy before it, whose worker threads may still hold a core.
+    The pause keeps a loop out of the wake of the copy before it, whose worker threads may still hold a core. It is
+    spent awake, for a core that has slept is slow to begin with.
     """
-    time.sleep(_REST_S)
-    start = time.perf_counter()
+    end = time.perf_counter() + _REST_S
+    while (start := time.perf_counter()) < end:
+        pass
     body()
     return time.perf_counter() - start
 

@@ -6,8 +6,8 @@ Numba's own threading layers are not: several Python threads may call at once, a
 pool. The thread count is ``torch.get_num_threads()``, and results do not depend on it.
 
 What makes them fast: blocks that stay in L1 between two passes, integer loops that LLVM vectorizes (the magnitude of a
-float is its bits without the sign), no temporaries as large as the tensor, a word that says which elements of a block are
-large before a look at any of them, and no calls inside of loops.
+float is its bits without the sign), no temporaries as large as the tensor, a word that says which elements of a block
+are large before a look at any of them, and no calls inside of loops.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ TINY = np.float32(2.0**-126)
 
 #: Elements that are compared with a threshold at once: one bit each in a word.
 BLOCK = 64
+#: Elements in one vector, where a loop is written in vectors; on lesser machines LLVM makes several of it.
+LANES = 16
+#: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
+PAGE = 4096
 #: Neighbours that a sample takes together where it may: they share a cache line, and are not too much alike.
 RUN = 8
 #: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
@@ -292,42 +296,63 @@ def _unpack_plane(codes, at, m, shift, width, q):
                 q[At(p * stride + t)] |= U8(U8((codes[At(at + t)] >> down) & mask) << up)
 
 
-@_loop
-def _value(code, low, offset, step, weight):
-    return F32(weight * F32(low + F32(F32(F32(I32(code)) - offset) * step)))
+def _splat(builder: Any, scalar: Any) -> Any:
+    """A vector of LANES equal elements."""
+    vector = ir.VectorType(scalar.type, LANES)
+    unset = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(unset, scalar, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, unset, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _neighbours(context: Any, builder: Any, array: Any, value: Any, index: Any) -> Any:
+    """The place of LANES neighbours of an array, as that of one vector."""
+    data = context.make_array(array)(context, builder, value).data
+    vector = ir.VectorType(data.type.pointee, LANES)
+    return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
+
+
+def _prefetch(builder: Any, place: Any, ahead: int) -> None:
+    """Ask for the cache line ``ahead`` bytes on, to be written."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    instruction = builder.module.declare_intrinsic("llvm.prefetch", (byte,), form)
+    line = builder.gep(builder.bitcast(place, byte), [word(ahead)])
+    builder.call(instruction, [line, word(1), word(3), word(1)])
+
+
+@_instruction
+def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, accumulate, out, begin):  # noqa: ARG001
+    """What the last loop of ``_values`` does, for LANES elements: the compiler need not ask whether arrays overlap."""
+
+    def generate(context, builder, signature, arguments):
+        code_at = _neighbours(context, builder, signature.args[0], arguments[0], arguments[1])
+        out_at = _neighbours(context, builder, signature.args[9], arguments[9], arguments[10])
+        down, mask, low, offset, step, weight = (_splat(builder, scalar) for scalar in arguments[2:8])
+        packed = builder.load(code_at)
+        packed.align = 1
+        code = builder.and_(builder.lshr(builder.zext(packed, ir.VectorType(ir.IntType(32), LANES)), down), mask)
+        level = builder.fsub(builder.sitofp(code, ir.VectorType(ir.FloatType(), LANES)), offset)
+        value = builder.fmul(weight, builder.fadd(low, builder.fmul(level, step)))
+        _prefetch(builder, out_at, PAGE)
+        old = builder.load(out_at)
+        old.align = 4
+        builder.store(builder.select(arguments[8], builder.fadd(old, value), value), out_at).align = 4
+        return context.get_dummy_value()
+
+    i32, f32 = types.int32, types.float32
+    return types.void(codes, types.uintp, i32, i32, f32, f32, f32, f32, types.boolean, out, types.uintp), generate
 
 
 @_inlined
 def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out, begin):
-    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``.
-
-    Shifts by a constant stay in vectors of bytes, shifts by a variable do not; hence a loop each for the usual ones.
-    """
-    if mask == 255:
-        if accumulate:
-            for j in range(m):
-                out[At(begin + j)] += _value(codes[At(at + j)], low, offset, step, weight)
-        else:
-            for j in range(m):
-                out[At(begin + j)] = _value(codes[At(at + j)], low, offset, step, weight)
-    elif mask == 15 and down == 0:
-        if accumulate:
-            for j in range(m):
-                out[At(begin + j)] += _value(codes[At(at + j)] & U8(15), low, offset, step, weight)
-        else:
-            for j in range(m):
-                out[At(begin + j)] = _value(codes[At(at + j)] & U8(15), low, offset, step, weight)
-    elif mask == 15:
-        if accumulate:
-            for j in range(m):
-                out[At(begin + j)] += _value(codes[At(at + j)] >> U8(4), low, offset, step, weight)
-        else:
-            for j in range(m):
-                out[At(begin + j)] = _value(codes[At(at + j)] >> U8(4), low, offset, step, weight)
-    else:
-        for j in range(m):
-            value = _value((codes[At(at + j)] >> down) & mask, low, offset, step, weight)
-            out[At(begin + j)] = F32(out[At(begin + j)] + value) if accumulate else value
+    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``."""
+    whole = m // LANES * LANES
+    for j in range(0, whole, LANES):
+        _lanes_of_values(codes, At(at + j), down, mask, low, offset, step, weight, accumulate, out, At(begin + j))
+    for j in range(whole, m):
+        code = (I32(codes[At(at + j)]) >> down) & mask
+        value = F32(weight * F32(low + F32(F32(F32(code) - offset) * step)))
+        out[At(begin + j)] = F32(out[At(begin + j)] + value) if accumulate else value
 
 
 @_loop
@@ -398,7 +423,28 @@ def _quantize_range(x, x_bits, lows, steps, codes, bits, widths, group, scale, s
 
 
 @_loop
-def _dequantize_range(lows, steps, codes, out, widths, group, offset, weight, accumulate, first, last):
+def _dequantize_whole_range(lows, steps, codes, out, width, group, offset, weight, accumulate, first, last):
+    """Groups [first, last) of codes of 1, 2, 4 or 8 bits: they are read where they are."""
+    group_bytes = (group * width + 7) >> 3
+    mask = I32((1 << width) - 1)
+    for g in range(first, last):
+        begin = g * group
+        m = min(group, out.size - begin)
+        stride = (m * width + 7) >> 3
+        low = lows[At(g)] if lows.size else F32(0)
+        step = steps[At(g)]
+        shift = 0
+        while shift < 8:
+            count = min(stride, m)
+            _values(codes, g * group_bytes, count, I32(shift), mask, low, offset, step, weight, accumulate, out, begin)
+            begin += count
+            m -= count
+            shift += width
+
+
+@_loop
+def _dequantize_planes_range(lows, steps, codes, out, widths, group, offset, weight, accumulate, first, last):
+    """Groups [first, last) of codes in several planes, put together in ``q``."""
     group_bytes = 0
     for w in widths:
         group_bytes += (group * w + 7) >> 3
@@ -408,22 +454,12 @@ def _dequantize_range(lows, steps, codes, out, widths, group, offset, weight, ac
         m = min(group, out.size - begin)
         at = g * group_bytes
         low = lows[g] if lows.size else F32(0)
-        if widths.size == 1:  # the whole code is in one place: no need to put it together first
-            width = widths[0]
-            stride = (m * width + 7) >> 3
-            mask = U8((1 << width) - 1)
-            for p in range(8 // width):
-                count = min(stride, m - p * stride)
-                down = U8(p * width)
-                to = begin + p * stride
-                _values(codes, at, count, down, mask, low, offset, steps[g], weight, accumulate, out, to)
-        else:
-            shift = 0
-            for w in widths:
-                _unpack_plane(codes, at, m, shift, w, q)
-                at += (m * w + 7) >> 3
-                shift += w
-            _values(q, 0, m, U8(0), U8(255), low, offset, steps[g], weight, accumulate, out, begin)
+        shift = 0
+        for w in widths:
+            _unpack_plane(codes, at, m, shift, w, q)
+            at += (m * w + 7) >> 3
+            shift += w
+        _values(q, 0, m, I32(0), I32(255), low, offset, steps[g], weight, accumulate, out, begin)
 
 
 def _sections(payload: Tensor, numel: int, group: int, scale: Scale) -> tuple[Array, Array, Array]:
@@ -464,9 +500,12 @@ def dequantize_groups(
     n = out.numel()
     lows, steps, codes = _sections(payload, n, group, scale)
     offset = {"minmax": 0.0, "mean": 0.5}.get(scale, (1 << (bits - 1)) - 1)
-    widths = np.array(plane_widths(bits))
-    arguments = (lows, steps, codes, out.numpy(), widths, group, F32(offset), F32(weight), accumulate)
-    _spread(-(-n // group), n, lambda a, b: _dequantize_range(*arguments, a, b))
+    widths = plane_widths(bits)
+    whole = len(widths) == 1
+    loop = _dequantize_whole_range if whole else _dequantize_planes_range
+    form = widths[0] if whole else np.array(widths), group, F32(offset), F32(weight), accumulate
+    arguments = lows, steps, codes, out.numpy(), *form
+    _spread(-(-n // group), n, lambda a, b: loop(*arguments, a, b))
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
@@ -504,19 +543,17 @@ def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types 
     """A word with a one for each of the BLOCK elements from ``begin`` on whose magnitude reaches the threshold."""
 
     def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        i32, i64, lanes = ir.IntType(32), ir.IntType(64), 16  # wider vectors make LLVM put the word together bit by bit
-        vector = ir.VectorType(i32, lanes)
-        unset = ir.Constant(vector, ir.Undefined)
-        one = builder.insert_element(unset, arguments[2], ir.Constant(i32, 0))
-        thresholds = builder.shuffle_vector(one, unset, ir.Constant(vector, [0] * lanes))
+        i64, vector = ir.IntType(64), ir.VectorType(ir.IntType(32), LANES)
+        thresholds = _splat(builder, arguments[2])
         word = ir.Constant(i64, 0)
-        for at in range(0, BLOCK, lanes):
-            place = builder.gep(data, [builder.add(arguments[1], ir.Constant(i64, at))])
-            values = builder.load(builder.bitcast(place, vector.as_pointer()))
+        for at in range(0, BLOCK, LANES):  # wider vectors make LLVM put the word together bit by bit
+            place = _neighbours(
+                context, builder, signature.args[0], arguments[0], builder.add(arguments[1], ir.Constant(i64, at))
+            )
+            values = builder.load(place)
             values.align = 4
-            magnitudes = builder.and_(values, ir.Constant(vector, [0x7FFFFFFF] * lanes))
-            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, thresholds), ir.IntType(lanes))
+            magnitudes = builder.and_(values, ir.Constant(vector, [0x7FFFFFFF] * LANES))
+            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, thresholds), ir.IntType(LANES))
             word = builder.or_(word, builder.shl(builder.zext(reached, i64), ir.Constant(i64, at)))
         return word
 
