@@ -173,6 +173,12 @@ def test_the_mean_of_payloads_is_the_sum_one_after_the_other(spec, form, dtype):
     out = torch.full_like(parts[0], torch.nan).to(dtype)
     assert codec.decode_mean(payloads, out, seeds=range(3)) is out
     assert torch.equal(out, total.to(dtype))
+    if codec.fixed_size:  # also as the rows of a matrix, wherever they begin
+        for before, behind in [(0, 0), (0, 4), (3, 0), (4, 1)]:
+            rows = torch.stack([nn.functional.pad(payload, (before, behind)) for payload in payloads])
+            out.fill_(torch.nan)
+            codec.decode_mean(rows[:, before : before + payloads[0].numel()], out, seeds=range(3))
+            assert torch.equal(out, total.to(dtype))
 
 
 def test_a_mean_needs_payloads_and_as_many_seeds():
@@ -195,6 +201,10 @@ def test_a_mean_with_a_damaged_payload_writes_nothing(spec):
     out = torch.full((1031,), 7.0)
     with pytest.raises(PayloadError):
         codec.decode_mean([good, bad], out, seeds=[0, 0])
+    rows = torch.stack([good, bad]) if bad.numel() == good.numel() else torch.stack([bad, bad])
+    for damaged in (rows, rows[:, :-4], rows.float(), rows[0], rows[None]):
+        with pytest.raises(PayloadError):
+            codec.decode_mean(damaged, out, seeds=[0] * len(damaged))
     assert (out == 7.0).all()
 
 

@@ -58,6 +58,42 @@ def after_some_steps(codec, steps=3):
 
 
 @every_codec
+def test_absorbing_at_once_is_absorbing_afterwards(spec):
+    """The same payload and the same debt to the bit, and as easily undone."""
+    codec = nb.codec(spec)
+    at_once, afterwards = after_some_steps(codec), after_some_steps(codec)
+    before = afterwards.owed("w").clone()
+    g, same = gradient(7), gradient(7)
+    finite, payload = at_once.encode("w", g, codec, shape=SHAPE, seed=7, absorb=True)
+    assert finite
+    expected = afterwards.encode("w", same, codec, shape=SHAPE, seed=7)[1]
+    assert not torch.equal(at_once.owed("w"), afterwards.owed("w"))
+    afterwards.absorb("w", same, codec, expected, shape=SHAPE, seed=7)
+    assert torch.equal(payload, expected)
+    assert torch.equal(at_once.owed("w"), afterwards.owed("w"))
+    at_once.rollback("w", g)
+    assert torch.equal(at_once.owed("w"), before)
+
+
+@every_codec
+def test_what_is_not_finite_is_not_absorbed(spec):
+    codec = nb.codec(spec)
+    feedback = after_some_steps(codec)
+    before, g = feedback.owed("w").clone(), gradient(7)
+    g[5] = torch.inf
+    assert not feedback.encode("w", g, codec, shape=SHAPE, seed=7, absorb=True)[0]
+    feedback.rollback("w", g)
+    assert torch.equal(feedback.owed("w"), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_half_precision_waits_for_the_step(dtype):
+    codec, feedback = nb.codec("topk:density=0.05"), ErrorFeedback()
+    with pytest.raises(ValueError, match="only when the step is decided"):
+        feedback.encode("w", gradient(0, dtype), codec, shape=SHAPE, seed=0, absorb=True)
+
+
+@every_codec
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_step_is_the_algorithm(spec, dtype):
     """p = e + g; send C(p); e = p − C(p), followed in float64 with the payloads that were sent."""

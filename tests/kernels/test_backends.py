@@ -268,9 +268,9 @@ def test_compensate_select_topk(x: Tensor, share: float, sampled: bool, seed: in
     outcomes = []
     for backend in (cpu, reference):
         gradient, residual = x.clone(), make("few-levels", n, 1)
-        finite, indices = backend.compensate_select_topk(gradient, residual, k, sampled=sampled, seed=seed)
+        finite, indices, values = backend.compensate_select_topk(gradient, residual, k, sampled=sampled, seed=seed)
         assert indices.dtype == torch.int32
-        outcomes.append([finite, gradient, residual, indices if finite else None])
+        outcomes.append([finite, gradient, residual, indices if finite else None, values if finite else None])
     assert_same(outcomes[0], outcomes[1])
     assert outcomes[0][0] is bool(outcomes[0][2].isfinite().all())
 
@@ -336,6 +336,35 @@ def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
     for backend in (cpu, reference):
         out = torch.full((n,), torch.nan)
         backend.sparse_sum(out, parts, weight)
+        assert torch.equal(out, expected)
+
+
+@given(n=st.sampled_from([1, 1000, cpu.CACHED + 1, 3 * cpu.CACHED + 7]), seed=st.integers(0, 99),
+       k=st.integers(1, 3000), count=st.integers(1, 5), spare=st.sampled_from([0, 8, 96]),
+       weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
+@lean
+def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weight: float) -> None:
+    """The sum of the parts that the rows hold, wherever in memory they are; nothing when one is damaged."""
+    k = min(k, n)
+    rng = np.random.default_rng(seed)
+    width = 4 * k + -(-kernels.elias_fano_nbytes(k, n) // 4) * 4
+    payloads = torch.full((count, width + spare), 0xAA, dtype=torch.uint8)[:, spare // 2 : spare // 2 + width]
+    parts = []
+    for row in payloads:
+        indices = torch.from_numpy(np.sort(rng.integers(0, n, k)).astype(np.int32))
+        parts.append((indices, make("normal", k, seed)))
+        row[: 4 * k].view(torch.float32).copy_(parts[-1][1])
+        cpu.elias_fano_encode(indices, n, row[4 * k : 4 * k + kernels.elias_fano_nbytes(k, n)])
+    expected = torch.empty(n)
+    cpu.sparse_sum(expected, parts, weight)
+    broken = payloads.clone()
+    broken[-1, 4 * k] ^= 1  # one index more, or one less
+    for backend in (cpu, reference):
+        out = torch.full((n,), torch.nan)
+        with pytest.raises(PayloadError):
+            backend.sparse_sum_rows(out, broken, k, weight)
+        assert out.isnan().all()
+        backend.sparse_sum_rows(out, payloads, k, weight)
         assert torch.equal(out, expected)
 
 

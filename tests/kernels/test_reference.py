@@ -493,11 +493,12 @@ def test_fused_compensation_is_its_two_parts(x: np.ndarray, share: float, sample
     k = round(share * x.size)
     owed = make("normal", x.size, 3)
     t, r = torch.from_numpy(x.copy()), torch.from_numpy(owed.copy())
-    finite, indices = reference.compensate_select_topk(t, r, k, sampled=sampled, seed=seed)
+    finite, indices, values = reference.compensate_select_topk(t, r, k, sampled=sampled, seed=seed)
     assert finite
     assert t.numpy().tobytes() == owed.tobytes()
     np.testing.assert_array_equal(r.numpy(), owed + x)
     assert ints(indices) == ints(reference.select_topk(torch.from_numpy(owed + x), k, sampled=sampled, seed=seed))
+    np.testing.assert_array_equal(values.numpy(), (owed + x)[ints(indices)])
 
 
 @given(x=some_values())

@@ -129,13 +129,11 @@ def _ef_topk_encode(data: _Data, backend: Any) -> _Loop:
     n, k = data.numel, data.k
     residual_before = torch.randn(n, generator=data.generator)
     x, residual = torch.empty(n), torch.empty(n)
-    values = torch.empty(k)
     indices = torch.empty(kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
 
     def body(seed: int) -> None:
-        _, at = backend.compensate_select_topk(x, residual, k, seed=seed)
-        torch.index_select(residual, 0, at, out=values)
-        residual.index_fill_(0, at.long(), 0.0)
+        _, at, values = backend.compensate_select_topk(x, residual, k, seed=seed)
+        backend.sparse_accumulate(residual, at, values, -1.0)
         backend.elias_fano_encode(at, n, indices)
 
     def restore() -> None:

@@ -132,14 +132,14 @@ class Codec(ABC):
             out.detach().copy_(flat.view(out.shape))
         return out
 
-    def decode_mean(self, payloads: Sequence[Tensor], out: Tensor, *, seeds: Sequence[int]) -> Tensor:
+    def decode_mean(self, payloads: Sequence[Tensor] | Tensor, out: Tensor, *, seeds: Sequence[int]) -> Tensor:
         """``out ← the mean of what the payloads decode to``; returns ``out``.
 
         The same bits as decoding one after the other with ``weight=1/N``, but ``out`` goes through the caches once, not
         N times; a half-precision mean is summed in float32 and rounded once.
 
         Args:
-            payloads: one per rank.
+            payloads: one per rank: several tensors, or the rows of one.
             out: any shape; what it holds is overwritten.
             seeds: the seed that each payload was encoded with.
 
@@ -150,12 +150,15 @@ class Codec(ABC):
         Example:
             >>> codec.decode_mean([codec.encode(a, seed=1), codec.encode(b, seed=2)], out, seeds=[1, 2])
         """
-        if not payloads or len(payloads) != len(seeds):
+        if not len(payloads) or len(payloads) != len(seeds):
             raise ValueError(
                 f"a mean takes payloads and a seed for each; here are {len(payloads)} payloads and {len(seeds)} seeds"
             )
         self._check_dtype(out)
-        payloads = [self._checked(payload, out) for payload in payloads]
+        if isinstance(payloads, Tensor):
+            payloads = self._checked_rows(payloads, out)
+        else:
+            payloads = [self._checked(payload, out) for payload in payloads]
         if out.numel():
             direct = out.dtype == torch.float32 and out.is_contiguous()
             flat = out.detach().view(-1) if direct else torch.empty(out.numel(), device=out.device)
@@ -165,13 +168,26 @@ class Codec(ABC):
         return out
 
     def encode_compensated(
-        self, x: Tensor, residual: Tensor, *, shape: Shape, seed: int = 0, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        *,
+        shape: Shape,
+        seed: int = 0,
+        out: Tensor | None = None,
+        subtract: bool = False,
     ) -> tuple[bool, Tensor]:
         """``(x, residual) ← (residual, residual + x)``, and the payload of that sum.
 
         This is error feedback's half of encoding, here so that a codec can fuse it into its own pass. ``x`` and
         ``residual`` are flat contiguous float32; ``x`` is left holding the old residual, so that copying it back undoes
         the call to the bit.
+
+        Args:
+            x, residual: see above.
+            shape: that of the tensor.
+            seed, out: as for :meth:`encode`.
+            subtract: if all is finite, take from ``residual`` what the payload says, which leaves the codec's error.
 
         Returns:
             (whether the sum, and what its payload decodes to, is finite; the payload). When not finite the payload is
@@ -180,8 +196,12 @@ class Codec(ABC):
         if self.fixed_size:
             out, _ = self._target(out, shape, x.dtype, x.device)  # refuse a wrong one before anything changes
         finite = kernels.compensate(x, residual)
-        payload = self.encode(residual.view(dims(shape)), seed=seed, out=out)
-        return finite and self._is_finite(payload, shape), payload
+        total = residual.view(dims(shape))
+        payload = self.encode(total, seed=seed, out=out)
+        finite = finite and self._is_finite(payload, shape)
+        if finite and subtract:
+            self.decode(payload, total, seed=seed, weight=-1.0, accumulate=True)
+        return finite, payload
 
     def roundtrip(self, x: Tensor, *, seed: int = 0) -> Tensor:
         """What arrives when ``x`` is sent: ``decode(encode(x))``, of x's shape and dtype."""
@@ -223,8 +243,9 @@ class Codec(ABC):
         """``payload`` has the right length; what it says inside is not to be trusted."""
 
     def _decode_mean(
-        self, payloads: Sequence[Tensor], out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
+        self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
+        """``payloads`` may be a matrix, whose rows are then each in aligned memory."""
         weight = 1.0 / len(payloads)
         for i, (payload, seed) in enumerate(zip(payloads, seeds, strict=True)):
             self._decode(payload, out, shape, dtype, seed, weight, accumulate=i > 0)
@@ -241,6 +262,21 @@ class Codec(ABC):
         if payload.data_ptr() % ALIGNMENT or not payload.is_contiguous():
             return payload.clone(memory_format=torch.contiguous_format)
         return payload
+
+    def _checked_rows(self, payloads: Tensor, out: Tensor) -> Tensor:
+        """:meth:`_checked` for all rows of a matrix."""
+        if payloads.dtype != torch.uint8 or payloads.dim() != 2:
+            raise PayloadError(
+                f"payloads are a list, or the rows of a uint8 matrix, not {payloads.dtype} of shape "
+                f"{tuple(payloads.shape)}"
+            )
+        for row in payloads if not self.fixed_size else payloads[:1]:
+            self._check_length(row, out.shape, out.dtype)
+        along, across = payloads.stride()
+        if payloads.data_ptr() % ALIGNMENT or along % ALIGNMENT or across != 1:
+            width = payloads.shape[1]  # of rows that begin aligned
+            payloads = torch.nn.functional.pad(payloads, (0, aligned(width) - width))[:, :width]
+        return payloads
 
     def _check_length(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> None:
         expected = self.payload_nbytes(shape, dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import Codec, Shape, aligned, check_keys, dims, flattened, numel_of
@@ -19,8 +20,6 @@ from narrowband.errors import PayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = ["RandomK", "Threshold", "TopK"]
 
@@ -129,38 +128,56 @@ class TopK(Codec):
             kernels.select_topk(x[r * width : (r + 1) * width], k, sampled=sampled, seed=seed + r).add_(r * width)
             for r in range(rows)
         ]
-        self._write(x, torch.cat(parts) if rows > 1 else parts[0], shape, out)
+        at = torch.cat(parts) if rows > 1 else parts[0]
+        total, cut = _layout(self, dims(shape))
+        self._write(*_padded(at, x.index_select(0, at), total, x.numel()), cut, x.numel(), out)
 
     def encode_compensated(
-        self, x: Tensor, residual: Tensor, *, shape: Shape, seed: int = 0, out: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        *,
+        shape: Shape,
+        seed: int = 0,
+        out: Tensor | None = None,
+        subtract: bool = False,
     ) -> tuple[bool, Tensor]:
         if self._rows(shape) != 1 or not x.numel():
-            return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out)
+            return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
         out, target = self._target(out, shape, x.dtype, x.device)
-        finite, at = kernels.compensate_select_topk(
-            x, residual, self.kept(shape), sampled=self.select == "sampled", seed=seed
-        )
+        k, cut = _layout(self, dims(shape))
+        finite, at, values = kernels.compensate_select_topk(x, residual, k, sampled=self.select == "sampled", seed=seed)
         if finite:
-            self._write(residual, at, shape, target)
+            at, values = _padded(at, values, k, x.numel())
+            self._write(at, values, cut, x.numel(), target)
             if target is not out:
                 out.copy_(target)
+            if subtract:
+                sent = values if self.values == "fp32" else self._read_values(target[:cut], k)
+                kernels.sparse_accumulate(residual, at, sent, -1.0)
         return finite, out
 
-    def _write(self, x: Tensor, at: Tensor, shape: Shape, out: Tensor) -> None:
-        k, cut = _layout(self, dims(shape))
-        found = at.numel()
-        direct = self.values == "fp32"  # into the payload at once
-        values = out[:cut].view(torch.float32) if direct else torch.empty(k, device=x.device)
-        values[found:] = 0
-        torch.index_select(x, 0, at, out=values[:found])
-        if self.values == "int8":
-            _INT8.encode(values, out=out[:cut])
-        elif self.values == "fp16":
+    def _write(self, at: Tensor, values: Tensor, cut: int, n: int, out: Tensor) -> None:
+        """A payload of the k indices and their values."""
+        head = out[:cut]
+        if self.values == "fp32":
+            head.view(torch.float32).copy_(values)
+        elif self.values == "int8":
+            _INT8.encode(values, out=head)
+        else:
             # Saturate: with error feedback the rest is sent later. Inf and NaN go on as they are.
+            k = values.numel()
             values = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values)
-            out[:cut].view(torch.float16)[:k].copy_(values)
-            out[2 * k : cut] = 0
-        _write_indices(_padded(at, k, x.numel()), x.numel(), self.indices, out[cut:])
+            head.view(torch.float16)[:k].copy_(values)
+            head[2 * k :] = 0
+        _write_indices(at, n, self.indices, out[cut:])
+
+    def _read_values(self, head: Tensor, k: int) -> Tensor:
+        if self.values == "int8":
+            return _INT8.decode(head, torch.empty(k, device=head.device))
+        if self.values == "fp16":
+            return head.view(torch.float16)[:k].float()
+        return head.view(torch.float32)
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
@@ -168,19 +185,18 @@ class TopK(Codec):
         _scatter(out, *self._read(payload, shape, out.numel()), weight, accumulate)
 
     def _decode_mean(
-        self, payloads: Sequence[Tensor], out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
+        self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
-        kernels.sparse_sum(out, [self._read(p, shape, out.numel()) for p in payloads], 1.0 / len(payloads))
+        weight = 1.0 / len(payloads)
+        if isinstance(payloads, Tensor) and self.values == "fp32" and self.indices == "elias-fano":
+            kernels.sparse_sum_rows(out, payloads, self.kept(shape), weight)
+        else:
+            kernels.sparse_sum(out, [self._read(p, shape, out.numel()) for p in payloads], weight)
 
     def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
         """The indices and the values that a payload holds."""
         k, cut = _layout(self, dims(shape))
-        at = _read_indices(payload[cut:], k, n, self.indices)
-        if self.values == "int8":
-            return at, _INT8.decode(payload[:cut], torch.empty(k, device=payload.device))
-        if self.values == "fp16":
-            return at, payload[:cut].view(torch.float16)[:k].float()
-        return at, payload[:cut].view(torch.float32)
+        return _read_indices(payload[cut:], k, n, self.indices), self._read_values(payload[:cut], k)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -190,11 +206,12 @@ def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int]:
     return k, codec._values_nbytes(k)
 
 
-def _padded(at: Tensor, k: int, n: int) -> Tensor:
+def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
     """Sampled selection may find less than k: the rest repeats the last element, and goes with a value of zero."""
-    if at.numel() == k:
-        return at
-    return torch.cat([at, at.new_full((k - at.numel(),), n - 1)])
+    lacking = k - at.numel()
+    if not lacking:
+        return at, values
+    return torch.cat([at, at.new_full((lacking,), n - 1)]), torch.cat([values, values.new_zeros(lacking)])
 
 
 @dataclass(frozen=True)
@@ -268,7 +285,7 @@ class Threshold(Codec):
         _scatter(out, *self._read(payload, out.numel()), weight, accumulate)
 
     def _decode_mean(
-        self, payloads: Sequence[Tensor], out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
+        self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
         kernels.sparse_sum(out, [self._read(p, out.numel()) for p in payloads], 1.0 / len(payloads))
 

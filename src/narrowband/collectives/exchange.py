@@ -230,10 +230,15 @@ class Exchange(ABC):
         codec = self._codec(item)
         # At first also where it is zero: a chunk's error in scatter_reduce needs a place to be owed in.
         if item.feedback is not None and (item.feedback.owed(item.key) is None or _any_nonzero(item.x)):
-            finite, payload = item.feedback.encode(item.key, item.x, codec, shape=item.shape, seed=seed, out=out)
+            early = item.feedback.can_roll_back(item.x)  # absorb while it is in the caches and others still compute
+            fused = early and not self.measure
+            finite, payload = item.feedback.encode(
+                item.key, item.x, codec, shape=item.shape, seed=seed, out=out, absorb=fused
+            )
             item.compensated = True
-            if finite and item.feedback.can_roll_back(item.x):
-                self._absorb(item, payload)  # now, while it is in the caches and others still compute
+            item.absorbed = fused and finite
+            if early and finite and not fused:
+                self._absorb(item, payload)
         else:
             finite = kernels.all_finite(item.x.float())
             payload = codec.encode(item.x.view(dims(item.shape)), seed=seed, out=out)
@@ -330,7 +335,10 @@ class Gather(Exchange):
     def _write(self) -> None:
         size = self.peers.size
         for i, item in enumerate(self.items):
-            payloads = [self._received[rank, self._spans[rank][i]] for rank in range(size)]
+            if self._fixed:
+                payloads: Sequence[Tensor] | Tensor = self._received[:, self._spans[0][i]]
+            else:
+                payloads = [self._received[rank, self._spans[rank][i]] for rank in range(size)]
             seeds = [item.seed_of(rank) for rank in range(size)]
             item.codec.decode_mean(payloads, item.x.view(dims(item.shape)), seeds=seeds)
         del self._received
@@ -418,7 +426,7 @@ class ScatterReduce(Exchange):
         for item, span in zip(self.items, _spans(columns[rank]), strict=True):
             cut = self._codec(item).cut(item.x.numel())[rank]
             mean = torch.empty(cut.stop - cut.start, device=device)
-            item.codec.decode_mean([received[r, span] for r in range(size)], mean, seeds=[0] * size)
+            item.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
             finite &= kernels.all_finite(mean)
             seed = item.seed_of(rank) ^ 0x5BD1E995  # another draw than the first encoding's
             item.codec.encode(mean, seed=seed, out=second[span])

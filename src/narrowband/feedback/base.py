@@ -30,13 +30,23 @@ class Feedback(ABC):
 
     @abstractmethod
     def encode(
-        self, key: str, x: Tensor, codec: Codec, *, shape: Shape, seed: int, out: Tensor | None = None
+        self,
+        key: str,
+        x: Tensor,
+        codec: Codec,
+        *,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None = None,
+        absorb: bool = False,
     ) -> tuple[bool, Tensor]:
         """Compensate ``x`` with what is owed under ``key``, and encode the sum.
 
         Args:
             x: flat and contiguous; until the step is decided, its content belongs to the feedback.
             shape: the shape that the codec should see.
+            absorb: if everything is finite, do at once what :meth:`absorb` does, cheaper; only where
+                :meth:`can_roll_back` says so.
 
         Returns:
             (whether everything was finite, the payload).

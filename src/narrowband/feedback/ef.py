@@ -43,7 +43,15 @@ class ErrorFeedback(Feedback):
     _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def encode(
-        self, key: str, x: Tensor, codec: Codec, *, shape: Shape, seed: int, out: Tensor | None = None
+        self,
+        key: str,
+        x: Tensor,
+        codec: Codec,
+        *,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None = None,
+        absorb: bool = False,
     ) -> tuple[bool, Tensor]:
         residual = self._residuals.get(key)
         if residual is None:
@@ -53,8 +61,10 @@ class ErrorFeedback(Feedback):
                 f"{residual.numel()} elements are owed under {key!r}, so {x.numel()} cannot be encoded there; "
                 "use another key, or load the state of this model"
             )
+        if absorb and not self.can_roll_back(x):
+            raise ValueError(f"what {x.dtype} loses can be absorbed only when the step is decided")
         if x.dtype == torch.float32:
-            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out)
+            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=absorb)
         return codec.encode_compensated(x.float(), residual.clone(), shape=shape, seed=seed, out=out)
 
     def absorb(

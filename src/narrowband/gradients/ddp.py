@@ -397,11 +397,13 @@ class GradientCompression:
     # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        if self._engine.error is not None:
-            raise RuntimeError(
-                f"gradient exchange stopped at an earlier step: {self._engine.error}"
-            ) from self._engine.error
+        devices = [bucket.buffer().device] if bucket.buffer().device.type == "cuda" else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         step = self._current
+        if step is None and self._engine.error is not None:
+            # Through the future: an exception here would leave DDP in the middle of its backward.
+            future.set_exception(RuntimeError(f"gradient exchange stopped at an earlier step: {self._engine.error}"))  # type: ignore[arg-type]
+            return future
         if step is None:
             model = self._model()
             if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
@@ -418,8 +420,6 @@ class GradientCompression:
             # The next call belongs to the next step, even if this one is still on the wire.
             step.closed_at = time.perf_counter()
             self._current = None
-        devices = [buffer.device] if buffer.device.type == "cuda" else None
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         step.futures.append(future)
         self._engine.post(lambda: step.add(buffer, parameters, future, last=last))
         return future

@@ -81,6 +81,7 @@ __all__ = [
     "select_topk",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_rows",
 ]
 
 Scale = Literal["minmax", "absmax", "l2", "mean"]
@@ -216,9 +217,13 @@ def compensate(x: Tensor, residual: Tensor) -> bool:
 
 def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
-) -> tuple[bool, Tensor]:
-    """:func:`compensate` and :func:`select_topk` of the sum, fused. When not finite, the indices are meaningless."""
-    return cast("tuple[bool, Tensor]", _backend(x).compensate_select_topk(x, residual, k, sampled=sampled, seed=seed))
+) -> tuple[bool, Tensor, Tensor]:
+    """:func:`compensate` and :func:`select_topk` of the sum, fused: (whether it is finite, the indices, the sum there).
+
+    When not finite, indices and values are meaningless.
+    """
+    result = _backend(x).compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+    return cast("tuple[bool, Tensor, Tensor]", result)
 
 
 def all_finite(x: Tensor) -> bool:
@@ -249,6 +254,16 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
     and accumulating part by part gives.
     """
     _backend(out).sparse_sum(out, parts, weight)
+
+
+def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
+    """:func:`sparse_sum` of rows of bytes that hold k float32 values each, then k indices as :func:`elias_fano_encode`
+    writes them.
+
+    ``payloads`` is uint8 of shape (parts, bytes), each row contiguous and beginning at a multiple of four bytes.
+    Raises :class:`PayloadError` as :func:`elias_fano_decode` does, before anything is written.
+    """
+    _backend(out).sparse_sum_rows(out, payloads, k, weight)
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:

@@ -13,9 +13,11 @@ are large before a look at any of them, and no calls inside of loops.
 from __future__ import annotations
 
 import functools
+import math
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,8 +56,11 @@ BLOCK = 64
 LANES = 16
 #: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
 PAGE = 4096
-#: Neighbours that a sample takes together where it may: they share a cache line, and are not too much alike.
-RUN = 8
+#: Neighbours that a sample takes together where it may: finding a place in memory costs more than reading 32 there.
+RUN = 32
+#: How many survivors per element wanted such a sample aims at: neighbours are alike, so its threshold is less sure, and
+#: where it lets too few survive everything is looked at again.
+OVERSAMPLE_OF_RUNS = 1.5
 #: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
 MIN_ELEMENTS_PER_THREAD = 1 << 16
 
@@ -513,7 +518,10 @@ def dequantize_groups(
 
 @_loop
 def _kth_largest(bits, k):
-    """The k-th largest of non-negative int32, by a radix histogram (11 + 10 + 10 bits) without moving anything."""
+    """(the k-th largest magnitude, how many of those equal to it belong to the k largest).
+
+    By a radix histogram (11 + 10 + 10 bits), without moving anything.
+    """
     prefix = I32(0)
     wanted = k
     shift = 20
@@ -533,7 +541,7 @@ def _kth_largest(bits, k):
             digit -= 1
         prefix |= I32(digit << shift)
         if shift == 0:
-            return prefix
+            return prefix, wanted
         width = 10
         shift -= 10
 
@@ -576,23 +584,28 @@ def _lowest(typing, word):  # noqa: ARG001
 
 
 @_inlined
-def _survivors_of_block(bits, begin, threshold, found, count):
-    """Write the survivors' indices behind ``found[:count]``; count on where it is full."""
+def _survivors_of_block(bits, begin, threshold, found, kept, count):
+    """Write the survivors' indices behind ``found[:count]`` and their bits behind ``kept[:count]``, while they are at
+    hand; count on where there is no room.
+    """
     word = _reaching(bits, At(begin), threshold)
     while word:
         if count < found.size:
-            found[At(count)] = I32(begin + _lowest(word))
+            j = I32(begin + _lowest(word))
+            found[At(count)] = j
+            kept[At(count)] = bits[At(j)]
         word &= word - np.uint64(1)
         count += 1
     return count
 
 
 @_inlined
-def _survivors_of_rest(bits, begin, end, threshold, found, count):
+def _survivors_of_rest(bits, begin, end, threshold, found, kept, count):
     for j in range(begin, end):
         if (bits[At(j)] & MAGNITUDE) >= threshold:
             if count < found.size:
                 found[At(count)] = I32(j)
+                kept[At(count)] = bits[At(j)]
             count += 1
     return count
 
@@ -606,19 +619,19 @@ def _swap_add(x, residual, begin, m):
 
 
 @_loop
-def _survivors_range(bits, threshold, found, first, last):
-    """Indices in blocks [first, last) with magnitude ≥ threshold; the count goes on where ``found`` is full."""
+def _survivors_range(bits, threshold, found, kept, first, last):
+    """What in blocks [first, last) has a magnitude ≥ threshold; the count goes on where ``found`` is full."""
     count = np.int64(0)
     whole = min(last, bits.size // BLOCK)
     for block in range(first, whole):
-        count = _survivors_of_block(bits, block * BLOCK, threshold, found, count)
+        count = _survivors_of_block(bits, block * BLOCK, threshold, found, kept, count)
     if whole < last:
-        count = _survivors_of_rest(bits, whole * BLOCK, bits.size, threshold, found, count)
+        count = _survivors_of_rest(bits, whole * BLOCK, bits.size, threshold, found, kept, count)
     return count
 
 
 @_loop
-def _compensate_range(x, residual, residual_bits, threshold, found, first, last):
+def _compensate_range(x, residual, residual_bits, threshold, found, kept, first, last):
     """Swap-add, the survivors of the sum, and its largest magnitude, block by block."""
     count = np.int64(0)
     top = I32(0)
@@ -627,34 +640,30 @@ def _compensate_range(x, residual, residual_bits, threshold, found, first, last)
         begin = block * BLOCK
         _swap_add(x, residual, begin, BLOCK)
         top = max(top, _max_magnitude(residual_bits, begin, BLOCK))
-        count = _survivors_of_block(residual_bits, begin, threshold, found, count)
+        count = _survivors_of_block(residual_bits, begin, threshold, found, kept, count)
     if whole < last:
         begin, m = whole * BLOCK, x.size - whole * BLOCK
         _swap_add(x, residual, begin, m)
         top = max(top, _max_magnitude(residual_bits, begin, m))
-        count = _survivors_of_rest(residual_bits, begin, x.size, threshold, found, count)
+        count = _survivors_of_rest(residual_bits, begin, x.size, threshold, found, kept, count)
     return count, top
 
 
 @_loop
-def _take_largest(bits, found, k, out):
-    """The k indices of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted.
+def _take_largest(found, kept, k, out, out_kept):
+    """The k of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted; their bits beside them.
 
-    ``out`` has room for k + 1.
+    The outputs have room for k + 1.
     """
-    magnitudes = np.empty(found.size, np.int32)
-    for i in range(found.size):
-        magnitudes[i] = bits[found[i]] & MAGNITUDE
-    threshold = _kth_largest(magnitudes, k)
-    ties = np.int64(k)
-    for i in range(found.size):
-        ties -= np.int64(magnitudes[i] > threshold)
+    threshold, ties = _kth_largest(kept, k)
     at = np.int64(0)
-    for i in range(found.size):  # every index is written, and overwritten unless it is taken: no branch
+    for i in range(found.size):  # every one is written, and overwritten unless it is taken: no branch
         out[At(at)] = found[i]
-        tie = np.int64(magnitudes[i] == threshold) & np.int64(ties > 0)
+        out_kept[At(at)] = kept[i]
+        magnitude = kept[i] & MAGNITUDE
+        tie = np.int64(magnitude == threshold) & np.int64(ties > 0)
         ties -= tie
-        at += np.int64(magnitudes[i] > threshold) | tie
+        at += np.int64(magnitude > threshold) | tie
 
 
 @_loop
@@ -688,15 +697,17 @@ def _sample_range(x, residual, size, fold, first, last, out):
 
 
 @_loop
-def _sample_runs(x, residual, fold, out):
-    """A sample of runs of RUN neighbours, one from each of equal strata."""
-    runs = -(-out.size // RUN)
+def _threshold_of_runs(x, residual, size, rank, fold):
+    """The magnitude at that rank of a sample of runs of RUN neighbours, one from each of equal strata."""
+    out = np.empty(size, np.float32)
+    runs = -(-size // RUN)
     at = np.empty(runs, np.int32)
     _strata(x.size - RUN, runs, fold, 0, runs, at)
     for r in range(runs):
         for j in range(min(RUN, out.size - r * RUN)):
             value = x[At(at[r] + j)]
             out[At(r * RUN + j)] = F32(residual[At(at[r] + j)] + value) if residual.size else value
+    return _kth_largest(out.view(np.int32), rank)[0]
 
 
 @_loop
@@ -744,37 +755,54 @@ def _exact_topk(bits: Array, k: int) -> Array:
 
 
 def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool) -> Any:
-    """The magnitude (as bits) that about 1.3·k elements of x (+ residual) should reach."""
-    size = sample_size(x.size, k)
+    """The magnitude (as bits) that somewhat more than k elements of x (+ residual) should reach."""
+    size, fold = sample_size(x.size, k), _fold(seed)
+    if not sampled and x.size >= 4 * size:
+        # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
+        rank = min(size, math.ceil(OVERSAMPLE_OF_RUNS * size * k / x.size))
+        return _threshold_of_runs(x, residual, size, rank, fold)
     sample = np.empty(size, np.float32)
-    fold = _fold(seed)
-    if sampled or x.size < 4 * size:
-        _spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
-    else:  # which sample it is makes no difference to the result, so take the one that costs the fewest cache misses
-        _sample_runs(x, residual, fold, sample)
-    return _kth_largest(sample.view(np.int32), sample_rank(x.size, k))
+    _spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
+    return _kth_largest(sample.view(np.int32), sample_rank(x.size, k))[0]
 
 
 def _room(k: int, n: int) -> int:
-    """Survivors kept per thread: ample for a threshold that aims at 1.3·k, and small beside the tensor."""
+    """Survivors kept per thread: ample for a threshold that aims at 1.5·k, and small beside the tensor."""
     return min(n, 3 * k + 1024)
 
 
-def _joined(parts: list[tuple[Array, int]]) -> Array | None:
-    """The survivors of all threads, sorted as the ranges are; None if a thread ran out of room."""
-    if any(count > found.size for found, count in parts):
+class _Survivors(NamedTuple):
+    """What one thread's range gave: how many there are, and as many of them as there was room for."""
+
+    number: int
+    found: Array
+    kept: Array
+
+
+def _survivors(room: int) -> tuple[Array, Array]:
+    return np.empty(room, np.int32), np.empty(room, np.int32)
+
+
+def _joined(parts: Sequence[_Survivors]) -> tuple[Array, Array] | None:
+    """The survivors of all threads and their bits, sorted as the ranges are; None if a thread ran out of room."""
+    if any(part.number > part.found.size for part in parts):
         return None
-    return np.concatenate([found[:count] for found, count in parts]) if len(parts) > 1 else parts[0][0][: parts[0][1]]
+    cut = [(part.found[: part.number], part.kept[: part.number]) for part in parts]
+    if len(cut) == 1:
+        return cut[0]
+    return np.concatenate([found for found, _ in cut]), np.concatenate([kept for _, kept in cut])
 
 
-def _finish_topk(bits: Array, found: Array | None, k: int, sampled: bool) -> Tensor:
-    if found is None or (found.size < k and not sampled):
+def _finish_topk(bits: Array, survivors: tuple[Array, Array] | None, k: int, sampled: bool) -> tuple[Array, Array]:
+    """The largest k of the survivors, and their bits."""
+    if survivors is None or (survivors[0].size < k and not sampled):
         found = _exact_topk(bits, k)  # the sample misled us: look at everything
-    elif found.size > k:
-        out = np.empty(k + 1, np.int32)
-        _take_largest(bits, found, k, out)
-        found = out[:k]
-    return torch.from_numpy(found)
+        return found, bits[found]
+    if survivors[0].size > k:
+        out = _survivors(k + 1)
+        _take_largest(*survivors, k, *out)
+        return out[0][:k], out[1][:k]
+    return survivors
 
 
 def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
@@ -786,28 +814,28 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     threshold = _sampled_threshold(values, values[:0], k, seed, sampled)
     room = _room(k, n)
 
-    def work(first: int, last: int) -> tuple[Array, int]:
-        found = np.empty(min(room, (last - first) * BLOCK), np.int32)
-        return found, _survivors_range(bits, threshold, found, first, last)
+    def work(first: int, last: int) -> _Survivors:
+        arrays = _survivors(min(room, (last - first) * BLOCK))
+        return _Survivors(_survivors_range(bits, threshold, *arrays, first, last), *arrays)
 
-    return _finish_topk(bits, _joined(_spread(-(-n // BLOCK), n, work)), k, sampled)
+    return torch.from_numpy(_finish_topk(bits, _joined(_spread(-(-n // BLOCK), n, work)), k, sampled)[0])
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:
     bits = x.numpy().view(np.int32)
     threshold = np.array([value], np.float32).view(np.int32)[0]
 
-    def work(first: int, last: int) -> tuple[Array, int]:
-        found = np.empty((last - first) * BLOCK // 16 + 1024, np.int32)
-        count = _survivors_range(bits, threshold, found, first, last)
-        if count > found.size:  # now the exact size is known
-            found = np.empty(count, np.int32)
-            _survivors_range(bits, threshold, found, first, last)
-        return found, count
+    def work(first: int, last: int) -> _Survivors:
+        arrays = _survivors((last - first) * BLOCK // 16 + 1024)
+        count = _survivors_range(bits, threshold, *arrays, first, last)
+        if count > arrays[0].size:  # now the exact size is known
+            arrays = _survivors(count)
+            _survivors_range(bits, threshold, *arrays, first, last)
+        return _Survivors(count, *arrays)
 
-    found = _joined(_spread(-(-bits.size // BLOCK), bits.size, work))
-    assert found is not None
-    return torch.from_numpy(found)
+    survivors = _joined(_spread(-(-bits.size // BLOCK), bits.size, work))
+    assert survivors is not None
+    return torch.from_numpy(survivors[0])
 
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
@@ -820,16 +848,16 @@ def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
 _NEVER = np.int32(0x7FFFFFFF)
 
 
-def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[bool, list[tuple[Array, int]]]:
+def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[bool, list[_Survivors]]:
     bits = residual.view(np.int32)
 
-    def work(first: int, last: int) -> tuple[Array, int, int]:
-        found = np.empty(min(room, (last - first) * BLOCK), np.int32)
-        count, top = _compensate_range(x, residual, bits, threshold, found, first, last)
-        return found, count, top
+    def work(first: int, last: int) -> tuple[int, _Survivors]:
+        arrays = _survivors(min(room, (last - first) * BLOCK))
+        count, top = _compensate_range(x, residual, bits, threshold, *arrays, first, last)
+        return top, _Survivors(count, *arrays)
 
     parts = _spread(-(-x.size // BLOCK), x.size, work)
-    return all(top < NON_FINITE for _, _, top in parts), [(found, count) for found, count, _ in parts]
+    return all(top < NON_FINITE for top, _ in parts), [survivors for _, survivors in parts]
 
 
 def compensate(x: Tensor, residual: Tensor) -> bool:
@@ -838,14 +866,15 @@ def compensate(x: Tensor, residual: Tensor) -> bool:
 
 def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
-) -> tuple[bool, Tensor]:
+) -> tuple[bool, Tensor, Tensor]:
     gradient, owed = x.numpy(), residual.numpy()
     every = k == gradient.size
     threshold = _NEVER if every else _sampled_threshold(gradient, owed, k, seed, sampled)
     finite, parts = _compensate(gradient, owed, threshold, 0 if every else _room(k, gradient.size))
     if every or not finite:
-        return finite, torch.arange(k, dtype=torch.int32)
-    return True, _finish_topk(owed.view(np.int32), _joined(parts), k, sampled)
+        return finite, torch.arange(k, dtype=torch.int32), residual[:k].clone()
+    found, kept = _finish_topk(owed.view(np.int32), _joined(parts), k, sampled)
+    return True, torch.from_numpy(found), torch.from_numpy(kept.view(np.float32))
 
 
 @_loop
@@ -916,18 +945,23 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
 
 
 @_loop
-def _sum_range(out, indices, values, bounds, weight, begin, end):
-    """The parts indices[bounds[p] : bounds[p + 1]], one after the other, into out[begin:end], piece by piece."""
+def _sum_range(out, indices, values, bounds, shifts, weight, begin, end):
+    """The parts indices[bounds[p] : bounds[p + 1]], one after the other, into out[begin:end], piece by piece.
+
+    The values of part p are as many places further on in ``values`` as ``shifts[p]`` says.
+    """
     at = np.empty(bounds.size - 1, np.int64)
     for p in range(at.size):
-        at[p] = bounds[p] + np.searchsorted(indices[bounds[p] : bounds[p + 1]], begin)
+        at[p] = bounds[p]
+        if begin:
+            at[p] += np.searchsorted(indices[bounds[p] : bounds[p + 1]], begin)
     for first in range(begin, end, CACHED):
         last = min(first + CACHED, end)
         out[first:last] = F32(0)
         for p in range(at.size):
-            i, stop = at[p], bounds[p + 1]
+            i, stop, shift = at[p], bounds[p + 1], shifts[p]
             while i < stop and indices[At(i)] < last:
-                out[At(indices[At(i)])] += F32(weight * values[At(i)])
+                out[At(indices[At(i)])] += F32(weight * values[At(i + shift)])
                 i += 1
             at[p] = i
 
@@ -936,7 +970,11 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
     indices = np.concatenate([at.numpy() for at, _ in parts])
     values = np.concatenate([values.numpy() for _, values in parts])
     bounds = np.cumsum([0] + [at.numel() for at, _ in parts])
-    form = out.numpy(), indices, values, bounds, F32(weight)
+    _sum(out, indices, values, bounds, np.zeros(len(parts), np.int64), weight)
+
+
+def _sum(out: Tensor, indices: Array, values: Array, bounds: Array, shifts: Array, weight: float) -> None:
+    form = out.numpy(), indices, values, bounds, shifts, F32(weight)
     _spread(out.numel(), out.numel() + 8 * indices.size, lambda a, b: _sum_range(*form, a, b))
 
 
@@ -962,34 +1000,47 @@ def _elias_fano_encode(indices, low_bits, upper, lower):
         lower[at] = U8(pending & 255)
 
 
+@_instruction
+def _word_at(typing, data, at):  # noqa: ARG001
+    """Eight bytes from ``data[at:]``, the first in the lowest place, aligned or not."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        word = builder.load(builder.bitcast(place, ir.IntType(64).as_pointer()))
+        word.align = 1
+        if sys.byteorder == "big":
+            return builder.bswap(word)
+        return word
+
+    return types.uint64(data, types.uintp), generate
+
+
+@_inlined
+def _word_or_rest(data, at):
+    """The same, with zeros for what lies behind the end."""
+    if at + 8 <= data.size:
+        return _word_at(data, At(at))
+    word = np.uint64(0)
+    for byte in range(data.size - at):
+        word |= np.uint64(data[At(at + byte)]) << np.uint64(8 * byte)
+    return word
+
+
 @_loop
 def _elias_fano_decode(upper, lower, low_bits, n, out):
     """False unless the payload holds exactly ``out.size`` sorted indices below n, and no more."""
-    mask = np.int64((1 << low_bits) - 1)
-    pending = np.int64(0)
-    held = 0
-    at = 0
+    mask = np.uint64((1 << low_bits) - 1)
     i = 0
     previous = np.int64(0)
     good = True
     for begin in range(0, upper.size, 8):
-        word = np.uint64(0)
-        if begin + 8 <= upper.size:
-            for byte in range(8):  # one load
-                word |= np.uint64(upper[At(begin + byte)]) << np.uint64(8 * byte)
-        else:
-            for byte in range(upper.size - begin):
-                word |= np.uint64(upper[At(begin + byte)]) << np.uint64(8 * byte)
+        word = _word_or_rest(upper, begin)
         while word:
             if i == out.size:
                 return False
-            while held < low_bits:
-                pending |= np.int64(lower[At(at)]) << held
-                held += 8
-                at += 1
-            index = ((np.int64(8 * begin - i) + np.int64(_lowest(word))) << low_bits) | (pending & mask)
-            pending >>= low_bits
-            held -= low_bits
+            bit = i * low_bits
+            low = (_word_or_rest(lower, bit >> 3) >> np.uint64(bit & 7)) & mask
+            index = ((np.int64(8 * begin - i) + np.int64(_lowest(word))) << low_bits) | np.int64(low)
             word &= word - np.uint64(1)
             good &= previous <= index < n
             out[At(i)] = I32(index)
@@ -1010,5 +1061,33 @@ def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     parts = payload.numpy()
     cut = -(-2 * k // 8)
     if k and not _elias_fano_decode(parts[:cut], parts[cut:], elias_fano_low_bits(k, n), n, out):
-        raise PayloadError(f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
+        raise _damaged(k, n)
     return torch.from_numpy(out)
+
+
+def _damaged(k: int, n: int) -> PayloadError:
+    return PayloadError(f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
+
+
+@_loop
+def _elias_fano_rows(rows, stride, low_bits, n, out, first, last):
+    """Decode the indices that rows [first, last) hold behind their values; False if one is damaged."""
+    k = out.shape[1]
+    good = True
+    for r in range(first, last):
+        begin = r * stride + 4 * k
+        cut = begin + ((2 * k + 7) >> 3)
+        end = cut + ((k * low_bits + 7) >> 3)
+        good &= _elias_fano_decode(rows[begin:cut], rows[cut:end], low_bits, n, out[r])
+    return good
+
+
+def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
+    n, (count, width), stride = out.numel(), payloads.shape, payloads.stride(0)
+    rows = payloads.as_strided(((count - 1) * stride + width,), (1,)).numpy()
+    indices = np.empty((count, k), np.int32)
+    form = rows, stride, elias_fano_low_bits(k, n), n, indices
+    if not all(_spread(count, 8 * indices.size, lambda a, b: _elias_fano_rows(*form, a, b))):
+        raise _damaged(k, n)
+    row = np.arange(count + 1)
+    _sum(out, indices.reshape(-1), rows.view(np.float32), row * k, row[:-1] * (stride // 4 - k), weight)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowband.errors import PayloadError
-from narrowband.kernels import elias_fano_low_bits, plane_widths, sample_rank, sample_size
+from narrowband.kernels import elias_fano_low_bits, elias_fano_nbytes, plane_widths, sample_rank, sample_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -279,9 +279,10 @@ def compensate(x: Tensor, residual: Tensor) -> bool:
 
 def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
-) -> tuple[bool, Tensor]:
+) -> tuple[bool, Tensor, Tensor]:
     finite = compensate(x, residual)
-    return finite, select_topk(residual, k, sampled=sampled, seed=seed)
+    at = select_topk(residual, k, sampled=sampled, seed=seed)
+    return finite, at, residual[at]
 
 
 def all_zero(x: Tensor) -> bool:
@@ -366,3 +367,10 @@ def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     if indices[-1] >= n or bool((indices[1:] < indices[:-1]).any()):
         raise damaged
     return indices
+
+
+def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
+    n, cut = out.numel(), 4 * k
+    end = cut + elias_fano_nbytes(k, n)
+    parts = [(elias_fano_decode(row[cut:end], k, n), row[:cut].view(torch.float32)) for row in payloads]
+    sparse_sum(out, parts, weight)
