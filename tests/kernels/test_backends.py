@@ -260,6 +260,32 @@ def test_compensate_and_its_undoing(x: Tensor, seed: int) -> None:
     assert torch.equal(residual.view(torch.int32), owed.view(torch.int32))
 
 
+def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
+    """Large elements in few stretches: the exact selection is exact, and seldom has to look at everything."""
+    looks = {"second": 0, "everything": 0}
+    above, everything = cpu._select_above, cpu._exact_topk
+
+    def look_again(*arguments):
+        looks["second"] += 1
+        return above(*arguments)
+
+    def look_at_everything(*arguments):
+        looks["everything"] += 1
+        return everything(*arguments)
+
+    monkeypatch.setattr(cpu, "_select_above", look_again)
+    monkeypatch.setattr(cpu, "_exact_topk", look_at_everything)
+    x = make("normal", MILLION, 0)
+    x[: MILLION - 3].view(-1, 100)[::33] *= 10
+    expected = x.abs().topk(10_000).indices.sort().values
+    for seed in range(50):
+        finite, indices, _ = cpu.compensate_select_topk(x.clone(), torch.zeros(MILLION), 10_000, seed=seed)
+        assert finite
+        assert torch.equal(indices.long(), expected)
+    assert 0 < looks["second"] < 50, looks
+    assert looks["everything"] < looks["second"] / 4, looks
+
+
 @given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
 @settings(max_examples=200, deadline=None)
 def test_compensate_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:

@@ -129,12 +129,10 @@ def _ef_topk_encode(data: _Data, backend: Any) -> _Loop:
     n, k = data.numel, data.k
     residual_before = torch.randn(n, generator=data.generator)
     x, residual = torch.empty(n), torch.empty(n)
-    indices = torch.empty(kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
+    out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
 
     def body(seed: int) -> None:
-        _, at, values = backend.compensate_select_topk(x, residual, k, seed=seed)
-        backend.sparse_accumulate(residual, at, values, -1.0)
-        backend.elias_fano_encode(at, n, indices)
+        backend.encode_topk(x, residual, k, out, seed=seed, subtract=True)
 
     def restore() -> None:
         x.copy_(data.x)

@@ -145,16 +145,20 @@ class TopK(Codec):
         if self._rows(shape) != 1 or not x.numel():
             return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
         out, target = self._target(out, shape, x.dtype, x.device)
-        k, cut = _layout(self, dims(shape))
-        finite, at, values = kernels.compensate_select_topk(x, residual, k, sampled=self.select == "sampled", seed=seed)
+        (k, cut), sampled = _layout(self, dims(shape)), self.select == "sampled"
+        if self.values == "fp32" and self.indices == "elias-fano":
+            finite = kernels.encode_topk(x, residual, k, target, sampled=sampled, seed=seed, subtract=subtract)
+            if target is not out:
+                out.copy_(target)
+            return finite, out
+        finite, at, values = kernels.compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
         if finite:
             at, values = _padded(at, values, k, x.numel())
             self._write(at, values, cut, x.numel(), target)
             if target is not out:
                 out.copy_(target)
             if subtract:
-                sent = values if self.values == "fp32" else self._read_values(target[:cut], k)
-                kernels.sparse_accumulate(residual, at, sent, -1.0)
+                kernels.sparse_accumulate(residual, at, self._read_values(target[:cut], k), -1.0)
         return finite, out
 
     def _write(self, at: Tensor, values: Tensor, cut: int, n: int, out: Tensor) -> None:

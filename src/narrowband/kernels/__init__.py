@@ -71,6 +71,7 @@ __all__ = [
     "elias_fano_encode",
     "elias_fano_low_bits",
     "elias_fano_nbytes",
+    "encode_topk",
     "group_minmax",
     "packed_nbytes",
     "quantize_groups",
@@ -146,10 +147,10 @@ def sample_size(n: int, k: int) -> int:
     return min(n, max(1024, -(-128 * n // max(k, 1))))
 
 
-def sample_rank(n: int, k: int) -> int:
-    """Which of the sample's largest is the threshold: ceil(1.3·s·k / n), at most s."""
+def sample_rank(n: int, k: int, oversample: float = OVERSAMPLE) -> int:
+    """Which of the sample's s largest is the threshold: ceil(oversample·s·k / n), at most s."""
     size = sample_size(n, k)
-    return min(size, math.ceil(OVERSAMPLE * size * k / n))
+    return min(size, math.ceil(oversample * size * k / n))
 
 
 # ---- grouped quantization --------------------------------------------------------------------------------------------
@@ -224,6 +225,26 @@ def compensate_select_topk(
     """
     result = _backend(x).compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
     return cast("tuple[bool, Tensor, Tensor]", result)
+
+
+def encode_topk(
+    x: Tensor,
+    residual: Tensor,
+    k: int,
+    out: Tensor,
+    *,
+    sampled: bool = False,
+    seed: int = 0,
+    subtract: bool = False,
+) -> bool:
+    """:func:`compensate_select_topk`, and where all is finite, what it found written into ``out`` as
+    :func:`sparse_sum_rows` reads it, with zeros behind.
+
+    Where less than k are found, values of zero at the last index fill up. With ``subtract``, what is written leaves
+    ``residual``: zeros remain. Returns whether all is finite; if not, ``out`` is left alone.
+    """
+    found = _backend(x).encode_topk(x, residual, k, out, sampled=sampled, seed=seed, subtract=subtract)
+    return cast("bool", found)
 
 
 def all_finite(x: Tensor) -> bool:

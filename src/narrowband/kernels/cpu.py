@@ -13,7 +13,6 @@ are large before a look at any of them, and no calls inside of loops.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from narrowband.errors import PayloadError
-from narrowband.kernels import elias_fano_low_bits, plane_widths, sample_rank, sample_size
+from narrowband.kernels import OVERSAMPLE, elias_fano_low_bits, plane_widths, sample_rank, sample_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,8 +58,10 @@ PAGE = 4096
 #: Neighbours that a sample takes together where it may: finding a place in memory costs more than reading 32 there.
 RUN = 32
 #: How many survivors per element wanted such a sample aims at: neighbours are alike, so its threshold is less sure, and
-#: where it lets too few survive everything is looked at again.
+#: where it lets too few survive all is to be looked at again.
 OVERSAMPLE_OF_RUNS = 1.5
+#: How many the second look aims at.
+SECOND_OVERSAMPLE = 2.0
 #: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
 MIN_ELEMENTS_PER_THREAD = 1 << 16
 
@@ -754,20 +755,25 @@ def _exact_topk(bits: Array, k: int) -> Array:
     return out
 
 
-def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool) -> Any:
-    """The magnitude (as bits) that somewhat more than k elements of x (+ residual) should reach."""
+def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, oversample: float) -> Any:
+    """The magnitude (as bits) that about oversample·k elements of x (+ residual) should reach."""
     size, fold = sample_size(x.size, k), _fold(seed)
-    if not sampled and x.size >= 4 * size:
-        # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
-        rank = min(size, math.ceil(OVERSAMPLE_OF_RUNS * size * k / x.size))
-        return _threshold_of_runs(x, residual, size, rank, fold)
     sample = np.empty(size, np.float32)
     _spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
-    return _kth_largest(sample.view(np.int32), sample_rank(x.size, k))[0]
+    return _kth_largest(sample.view(np.int32), sample_rank(x.size, k, oversample))[0]
+
+
+def _first_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool) -> Any:
+    """The threshold to select k with."""
+    size = sample_size(x.size, k)
+    if sampled or x.size < 4 * size:
+        return _sampled_threshold(x, residual, k, seed, OVERSAMPLE)
+    # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
+    return _threshold_of_runs(x, residual, size, sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), _fold(seed))
 
 
 def _room(k: int, n: int) -> int:
-    """Survivors kept per thread: ample for a threshold that aims at 1.5·k, and small beside the tensor."""
+    """Survivors kept per thread: ample for any threshold that aims at 1.5·k or 2·k, and small beside the tensor."""
     return min(n, 3 * k + 1024)
 
 
@@ -793,10 +799,25 @@ def _joined(parts: Sequence[_Survivors]) -> tuple[Array, Array] | None:
     return np.concatenate([found for found, _ in cut]), np.concatenate([kept for _, kept in cut])
 
 
-def _finish_topk(bits: Array, survivors: tuple[Array, Array] | None, k: int, sampled: bool) -> tuple[Array, Array]:
+def _select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | None:
+    room = _room(k, bits.size)
+
+    def work(first: int, last: int) -> _Survivors:
+        arrays = _survivors(min(room, (last - first) * BLOCK))
+        return _Survivors(_survivors_range(bits, threshold, *arrays, first, last), *arrays)
+
+    return _joined(_spread(-(-bits.size // BLOCK), bits.size, work))
+
+
+def _finish_topk(
+    bits: Array, survivors: tuple[Array, Array] | None, k: int, seed: int, sampled: bool
+) -> tuple[Array, Array]:
     """The largest k of the survivors, and their bits."""
+    if survivors is not None and survivors[0].size < k and not sampled:
+        values = bits.view(np.float32)  # a little too few: a lower threshold, from a sample that is more even
+        survivors = _select_above(bits, _sampled_threshold(values, values[:0], k, seed, SECOND_OVERSAMPLE), k)
     if survivors is None or (survivors[0].size < k and not sampled):
-        found = _exact_topk(bits, k)  # the sample misled us: look at everything
+        found = _exact_topk(bits, k)  # a sample says nothing here
         return found, bits[found]
     if survivors[0].size > k:
         out = _survivors(k + 1)
@@ -811,14 +832,8 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
         return torch.arange(n, dtype=torch.int32)
     values = x.numpy()
     bits = values.view(np.int32)
-    threshold = _sampled_threshold(values, values[:0], k, seed, sampled)
-    room = _room(k, n)
-
-    def work(first: int, last: int) -> _Survivors:
-        arrays = _survivors(min(room, (last - first) * BLOCK))
-        return _Survivors(_survivors_range(bits, threshold, *arrays, first, last), *arrays)
-
-    return torch.from_numpy(_finish_topk(bits, _joined(_spread(-(-n // BLOCK), n, work)), k, sampled)[0])
+    survivors = _select_above(bits, _first_threshold(values, values[:0], k, seed, sampled), k)
+    return torch.from_numpy(_finish_topk(bits, survivors, k, seed, sampled)[0])
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:
@@ -867,14 +882,57 @@ def compensate(x: Tensor, residual: Tensor) -> bool:
 def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor, Tensor]:
-    gradient, owed = x.numpy(), residual.numpy()
-    every = k == gradient.size
-    threshold = _NEVER if every else _sampled_threshold(gradient, owed, k, seed, sampled)
-    finite, parts = _compensate(gradient, owed, threshold, 0 if every else _room(k, gradient.size))
+    finite, found, kept = _compensate_select(x.numpy(), residual.numpy(), k, sampled, seed)
+    return finite, torch.from_numpy(found), torch.from_numpy(kept.view(np.float32))
+
+
+def _compensate_select(x: Array, residual: Array, k: int, sampled: bool, seed: int) -> tuple[bool, Array, Array]:
+    every = k == x.size
+    threshold = _NEVER if every else _first_threshold(x, residual, k, seed, sampled)
+    finite, parts = _compensate(x, residual, threshold, 0 if every else _room(k, x.size))
+    bits = residual.view(np.int32)
     if every or not finite:
-        return finite, torch.arange(k, dtype=torch.int32), residual[:k].clone()
-    found, kept = _finish_topk(owed.view(np.int32), _joined(parts), k, sampled)
-    return True, torch.from_numpy(found), torch.from_numpy(kept.view(np.float32))
+        return finite, np.arange(k, dtype=np.int32), bits[:k].copy()
+    return True, *_finish_topk(bits, _joined(parts), k, seed, sampled)
+
+
+@_loop
+def _write_topk(found, kept, n, low_bits, values, indices, residual_bits):
+    """A payload: the values, padded with zeros at the last index, and the indices. Those values leave the residual."""
+    number = found.size
+    at = found
+    if number < values.size:
+        at = np.full(values.size, I32(n - 1))
+        at[:number] = found
+    for i in range(number):
+        values[At(i)] = kept[i]
+    values[number:] = 0
+    cut = (2 * values.size + 7) >> 3
+    end = cut + ((values.size * low_bits + 7) >> 3)
+    _elias_fano_encode(at, low_bits, indices[:cut], indices[cut:end])
+    indices[end:] = 0
+    if residual_bits.size:
+        for i in range(number):
+            residual_bits[At(found[i])] = 0
+
+
+def encode_topk(
+    x: Tensor,
+    residual: Tensor,
+    k: int,
+    out: Tensor,
+    *,
+    sampled: bool = False,
+    seed: int = 0,
+    subtract: bool = False,
+) -> bool:
+    owed, payload, n = residual.numpy(), out.numpy(), x.numel()
+    finite, found, kept = _compensate_select(x.numpy(), owed, k, sampled, seed)
+    if finite:
+        values, bits = payload[: 4 * k].view(np.int32), owed.view(np.int32)
+        form = n, elias_fano_low_bits(k, n), values, payload[4 * k :]
+        _write_topk(found, kept, *form, bits if subtract else bits[:0])
+    return finite
 
 
 @_loop

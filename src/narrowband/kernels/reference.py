@@ -285,6 +285,28 @@ def compensate_select_topk(
     return finite, at, residual[at]
 
 
+def encode_topk(
+    x: Tensor,
+    residual: Tensor,
+    k: int,
+    out: Tensor,
+    *,
+    sampled: bool = False,
+    seed: int = 0,
+    subtract: bool = False,
+) -> bool:
+    finite, at, values = compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+    if finite:
+        n, number, cut = x.numel(), at.numel(), 4 * k
+        end = cut + elias_fano_nbytes(k, n)
+        out[4 * number :] = 0
+        out[: 4 * number].view(torch.float32).copy_(values)
+        elias_fano_encode(torch.cat([at, at.new_full((k - number,), n - 1)]), n, out[cut:end])
+        if subtract:
+            residual[at] = 0.0
+    return finite
+
+
 def all_zero(x: Tensor) -> bool:
     return not bool(x.any())
 
