@@ -260,6 +260,51 @@ def test_compensate_and_its_undoing(x: Tensor, seed: int) -> None:
     assert torch.equal(residual.view(torch.int32), owed.view(torch.int32))
 
 
+@pytest.mark.parametrize("subtract", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (900, 900), (5000, 500), (60_000, 60), (MILLION, 1000)])
+@pytest.mark.parametrize("kind", ["normal", "few-levels", "zeros"])
+def test_encode_topk(kind: str, n: int, k: int, sampled: bool, subtract: bool) -> None:
+    """Its three parts one after the other; the same bytes on both backends and with any number of threads."""
+    owed = make("normal", n, 3) if kind != "zeros" else torch.zeros(n)
+    nbytes = 4 * k + kernels.elias_fano_nbytes(k, n)
+    outcomes = []
+    for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
+        x, residual = make(kind, n, 5), owed.clone()
+        out = torch.full((-(-nbytes // 4) * 4,), 0xAA, dtype=torch.uint8)
+        with threads(count):
+            assert backend.encode_topk(x, residual, k, out, sampled=sampled, seed=7, subtract=subtract)
+        outcomes.append([x, residual, out])
+    assert_same(outcomes[0], outcomes[1])
+    assert_same(outcomes[0], outcomes[2])
+    x, total, out = make(kind, n, 5), owed.clone(), outcomes[0][2]
+    _, at, values = reference.compensate_select_topk(x, total, k, sampled=sampled, seed=7)
+    found = at.numel()
+    assert torch.equal(outcomes[0][0], owed)
+    assert torch.equal(out[: 4 * k].view(torch.float32), torch.nn.functional.pad(values, (0, k - found)))
+    indices = reference.elias_fano_decode(out[4 * k : nbytes], k, n)
+    assert torch.equal(indices[:found], at)
+    assert (indices[found:] == n - 1).all()
+    assert not out[nbytes:].any()
+    if subtract:
+        total[at] = 0.0
+    assert torch.equal(outcomes[0][1], total)
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+@pytest.mark.parametrize("count", [1, 2])
+def test_encode_topk_of_what_is_not_finite_writes_nothing(backend: Any, count: int) -> None:
+    x, residual = make("normal", MILLION, 0), make("normal", MILLION, 1)
+    x[777_777] = torch.inf
+    owed, gradient = residual.clone(), x.clone()
+    out = torch.full((10_000,), 0xAA, dtype=torch.uint8)
+    with threads(count):
+        assert not backend.encode_topk(x, residual, 1000, out, subtract=True)
+    assert (out == 0xAA).all()
+    assert torch.equal(x, owed)
+    assert torch.equal(residual, owed + gradient)
+
+
 def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
     """Large elements in few stretches: the exact selection is exact, and seldom has to look at everything."""
     looks = {"second": 0, "everything": 0}

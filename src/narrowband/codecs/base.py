@@ -150,10 +150,9 @@ class Codec(ABC):
         Example:
             >>> codec.decode_mean([codec.encode(a, seed=1), codec.encode(b, seed=2)], out, seeds=[1, 2])
         """
-        if not len(payloads) or len(payloads) != len(seeds):
-            raise ValueError(
-                f"a mean takes payloads and a seed for each; here are {len(payloads)} payloads and {len(seeds)} seeds"
-            )
+        count = payloads.shape[0] if isinstance(payloads, Tensor) else len(payloads)
+        if not count or count != len(seeds):
+            raise ValueError(f"a mean takes payloads and a seed for each; here are {count} and {len(seeds)}")
         self._check_dtype(out)
         if isinstance(payloads, Tensor):
             payloads = self._checked_rows(payloads, out)
@@ -246,7 +245,7 @@ class Codec(ABC):
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
         """``payloads`` may be a matrix, whose rows are then each in aligned memory."""
-        weight = 1.0 / len(payloads)
+        weight = 1.0 / len(seeds)
         for i, (payload, seed) in enumerate(zip(payloads, seeds, strict=True)):
             self._decode(payload, out, shape, dtype, seed, weight, accumulate=i > 0)
 
@@ -270,7 +269,7 @@ class Codec(ABC):
                 f"payloads are a list, or the rows of a uint8 matrix, not {payloads.dtype} of shape "
                 f"{tuple(payloads.shape)}"
             )
-        for row in payloads if not self.fixed_size else payloads[:1]:
+        for row in (payloads[0],) if self.fixed_size else payloads:
             self._check_length(row, out.shape, out.dtype)
         along, across = payloads.stride()
         if payloads.data_ptr() % ALIGNMENT or along % ALIGNMENT or across != 1:

@@ -191,7 +191,7 @@ class TopK(Codec):
     def _decode_mean(
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
-        weight = 1.0 / len(payloads)
+        weight = 1.0 / len(seeds)
         if isinstance(payloads, Tensor) and self.values == "fp32" and self.indices == "elias-fano":
             kernels.sparse_sum_rows(out, payloads, self.kept(shape), weight)
         else:
@@ -291,7 +291,7 @@ class Threshold(Codec):
     def _decode_mean(
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
-        kernels.sparse_sum(out, [self._read(p, out.numel()) for p in payloads], 1.0 / len(payloads))
+        kernels.sparse_sum(out, [self._read(p, out.numel()) for p in payloads], 1.0 / len(seeds))
 
     def _read(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """The indices and the values that a payload holds."""

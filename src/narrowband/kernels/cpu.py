@@ -85,14 +85,18 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
+def _threads(elements: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // MIN_ELEMENTS_PER_THREAD))
+
+
 def _spread(units: int, elements: int, work: Callable[[int, int], R]) -> list[R]:
     """``work(start, stop)`` over [0, units), one contiguous range per thread; the results in order.
 
     ``elements`` is how much the units amount to, and decides how many threads are worth waking.
     """
     global _pool, _pool_size  # noqa: PLW0603
-    threads = max(1, min(torch.get_num_threads(), units, elements // MIN_ELEMENTS_PER_THREAD))
-    if threads == 1:
+    threads = min(_threads(elements), units)
+    if threads <= 1:
         return [work(0, units)]
     pool = _pool
     if pool is None or _pool_size < threads:
@@ -916,6 +920,29 @@ def _write_topk(found, kept, n, low_bits, values, indices, residual_bits):
             residual_bits[At(found[i])] = 0
 
 
+@_loop
+def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload, subtract):
+    """All of ``encode_topk`` on one thread, in one call; None in the way of it: 1. Not finite: 0. Else −1: the sums are
+    made, and the sample misled.
+    """
+    bits = residual.view(np.int32)
+    threshold = _threshold_of_runs(x, residual, size, rank, fold)
+    found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
+    count, top = _compensate_range(x, residual, bits, threshold, found, kept, 0, -(-x.size // BLOCK))
+    if top >= NON_FINITE:
+        return 0
+    if count < k or count > room:
+        return -1
+    found, kept = found[:count], kept[:count]
+    if count > k:
+        largest, theirs = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
+        _take_largest(found, kept, k, largest, theirs)
+        found, kept = largest[:k], theirs[:k]
+    values = payload[: 4 * k].view(np.int32)
+    _write_topk(found, kept, x.size, low_bits, values, payload[4 * k :], bits if subtract else bits[:0])
+    return 1
+
+
 def encode_topk(
     x: Tensor,
     residual: Tensor,
@@ -926,13 +953,22 @@ def encode_topk(
     seed: int = 0,
     subtract: bool = False,
 ) -> bool:
-    owed, payload, n = residual.numpy(), out.numpy(), x.numel()
-    finite, found, kept = _compensate_select(x.numpy(), owed, k, sampled, seed)
-    if finite:
-        values, bits = payload[: 4 * k].view(np.int32), owed.view(np.int32)
-        form = n, elias_fano_low_bits(k, n), values, payload[4 * k :]
-        _write_topk(found, kept, *form, bits if subtract else bits[:0])
-    return finite
+    gradient, owed, payload = x.numpy(), residual.numpy(), out.numpy()
+    n, bits = gradient.size, owed.view(np.int32)
+    low_bits, size = elias_fano_low_bits(k, n), sample_size(n, k)
+    if not sampled and n >= 4 * size and _threads(n) == 1:
+        form = low_bits, size, sample_rank(n, k, OVERSAMPLE_OF_RUNS), _fold(seed), _room(k, n)
+        done = _encode_topk_whole(gradient, owed, k, *form, payload, subtract)
+        if done >= 0:
+            return bool(done)
+        found, kept = _finish_topk(bits, _survivors(0), k, seed, sampled)
+    else:
+        finite, found, kept = _compensate_select(gradient, owed, k, sampled, seed)
+        if not finite:
+            return False
+    values = payload[: 4 * k].view(np.int32)
+    _write_topk(found, kept, n, low_bits, values, payload[4 * k :], bits if subtract else bits[:0])
+    return True
 
 
 @_loop
@@ -1140,9 +1176,25 @@ def _elias_fano_rows(rows, stride, low_bits, n, out, first, last):
     return good
 
 
+@_loop
+def _sum_rows_whole(out, rows, count, stride, k, low_bits, weight):
+    """All of ``sparse_sum_rows`` on one thread; False if a row is damaged."""
+    indices = np.empty((count, k), np.int32)
+    if not _elias_fano_rows(rows, stride, low_bits, out.size, indices, 0, count):
+        return False
+    row = np.arange(count + 1)
+    shifts = row[:-1] * (stride // 4 - k)
+    _sum_range(out, indices.reshape(-1), rows.view(np.float32), row * k, shifts, weight, 0, out.size)
+    return True
+
+
 def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
     n, (count, width), stride = out.numel(), payloads.shape, payloads.stride(0)
     rows = payloads.as_strided(((count - 1) * stride + width,), (1,)).numpy()
+    if _threads(n) == 1:
+        if not _sum_rows_whole(out.numpy(), rows, count, stride, k, elias_fano_low_bits(k, n), F32(weight)):
+            raise _damaged(k, n)
+        return
     indices = np.empty((count, k), np.int32)
     form = rows, stride, elias_fano_low_bits(k, n), n, indices
     if not all(_spread(count, 8 * indices.size, lambda a, b: _elias_fano_rows(*form, a, b))):
