@@ -76,7 +76,7 @@ class Config:
 
     codecs: tuple[str, ...] = ("topk:density=0.04,values=int8+ef", "qsgd:bits=4", "sign+ef")
     nodes: int = 4
-    steps: int = 320
+    steps: int = 260
     model: str = "gpt-demo"
     learning_rate: float = 4e-4
     seed: int = 0
