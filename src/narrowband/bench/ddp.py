@@ -1,10 +1,14 @@
 """A training step behind a link: how much longer than the same step with no communication at all?
 
 All rows live in the same rank processes: one model, optimizer and process group per row, with the same initial
-parameters and the same data. Rounds of steps go through the rows in turn, so what disturbs the machine disturbs every
-row alike. A round is a step that nobody times, which brings the row's memory back (a system may have taken it while
-other rows ran), and a block of consecutive steps between two barriers, timed as a whole; its time is that of the
-slowest rank, and a row's step time is the median over its rounds.
+parameters and the same data. Rounds of steps go through the rows in turn. A round is a step that nobody times, which
+brings the row's memory back (a system may have taken it while other rows ran), and a block of consecutive steps between
+two barriers, timed as a whole; its time is that of the slowest rank, and a row's step time is the median over its
+rounds.
+
+A machine that others use too is faster in one minute than in the next. So each round of a row comes right after a round
+of the row without communication, and ``ratio_to_compute`` is the median over rounds of what the one took over what the
+other took: not quite the ratio of the two step times, and steadier.
 
 Two byte counts stand in each row, per rank and step: what the library says that it sent (``sent_bytes_per_step``), and
 what the kernel counted on the rank's network card (``link_bytes_per_step``), protocol headers included.
@@ -116,9 +120,7 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
     """
     ranks = run_ranks("narrowband.bench.ddp", asdict(config), config.place(), on_event)
     rows = [_merged(config, [rank[i] for rank in ranks]) for i in range(len(ranks[0]))]
-    compute = rows[0]["step_s"]
-    for row in rows:
-        row["ratio_to_compute"] = row["step_s"] / compute if row["step_s"] and compute else None
+    rows[0]["ratio_to_compute"] = 1.0
     return rows
 
 
@@ -141,6 +143,10 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
     rounds = [max(times) for times in zip(*(part["round_step_s"] for part in parts), strict=True)]
     row["step_s"] = statistics.median(rounds)
     row["round_step_s"] = rounds
+    beside = [max(times) for times in zip(*(part["round_compute_s"] for part in parts), strict=True)]
+    if beside:
+        row["round_compute_s"] = beside
+        row["ratio_to_compute"] = statistics.median(a / b for a, b in zip(rounds, beside, strict=True))
     for name in ("sent_bytes_per_step", "link_bytes_per_step", *_TIMES):
         if all(name in part for part in parts):
             row[name] = statistics.fmean(part[name] for part in parts)
@@ -224,6 +230,7 @@ class _Row:
         self.kind = kind
         self.error: str | None = None
         self.round_step_s: list[float] = []
+        self.round_compute_s: list[float] = []  # of the row without communication, each time right before
         self.link_bytes = 0
         self._config = config
         self._handle: Any = None
@@ -267,7 +274,12 @@ class _Row:
             self._optimizer.step()
 
     def result(self, card: str | None) -> dict[str, Any]:
-        found: dict[str, Any] = {"codec": self.kind.codec, "error": self.error, "round_step_s": self.round_step_s}
+        found: dict[str, Any] = {
+            "codec": self.kind.codec,
+            "error": self.error,
+            "round_step_s": self.round_step_s,
+            "round_compute_s": self.round_compute_s,
+        }
         if self.kind.note:
             found["note"] = self.kind.note
         if self.error:
@@ -317,7 +329,8 @@ def _work(worker: Worker) -> None:
         return torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
 
     rows = [_Row(kind, config) for kind in _kinds(config)]
-    total = len(rows) * (config.rounds + 1)
+    compute, others = rows[0], rows[1:]
+    total = len(rows) + len(others) * config.rounds
     done = 0
 
     def tell(row: _Row) -> None:
@@ -329,18 +342,25 @@ def _work(worker: Worker) -> None:
     for row in rows:
         _together(row, row.build, warm_up)
         tell(row)
+
+    def measure(row: _Row, batches: Tensor) -> None:
+        _together(row, row.wake, batches)
+        if row.error is not None:
+            return
+        dist.barrier()
+        sent = _transmitted(card) if card else 0
+        _together(row, row.measure, batches)
+        # All ranks have all they wait for by now, so everything that this one sent has left its card.
+        row.link_bytes += _transmitted(card) - sent if card else 0
+
     for turn in range(config.rounds):
         batches = tokens(config.steps)
-        first = turn % len(rows)  # so that no row always follows the same other
-        for row in rows[first:] + rows[:first]:
-            if row.error is None:
-                _together(row, row.wake, batches)
-            if row.error is None:
-                dist.barrier()
-                sent = _transmitted(card) if card else 0
-                _together(row, row.measure, batches)
-                # All ranks have all they wait for by now, so everything that this one sent has left its card.
-                row.link_bytes += _transmitted(card) - sent if card else 0
+        first = turn % len(others)  # so that no row always follows the same other
+        for row in others[first:] + others[:first]:
+            if row.error is None and compute.error is None:
+                measure(compute, batches)
+                measure(row, batches)
+                row.round_compute_s.append(compute.round_step_s[-1])
             tell(row)
     worker.finish([row.result(card) for row in rows])
     dist.barrier()
