@@ -58,14 +58,14 @@ torch.set_num_threads(1)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60))
 model = wrap(mlp(), cap=TINY)
-handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+handle = nb.compress_gradients(model, SPEC, collective=COLLECTIVE, min_numel=64)
 train(model, rank, range(2))
 """
 
 
-def run_script(tmp_path, body):
+def run_script(tmp_path, body, spec="topk:density=0.05+ef", collective="auto"):
     """Exit code, standard output and error of both ranks of a program that a user could have written."""
-    script = PROLOGUE + textwrap.dedent(body)
+    script = f"SPEC, COLLECTIVE = {spec!r}, {collective!r}" + PROLOGUE + textwrap.dedent(body)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank), str(tmp_path / "store")],
@@ -91,7 +91,11 @@ def test_the_process_exits_cleanly(tmp_path, ending):
         assert "Traceback" not in err
 
 
-def test_a_peer_that_dies_is_an_error_and_what_is_owed_is_as_before(tmp_path):
+@pytest.mark.parametrize(
+    ("spec", "collective"),
+    [("topk:density=0.05+ef", "gather"), ("qsgd:bits=4+ef", "scatter_reduce"), ("fp16+ef", "dense")],
+)
+def test_a_peer_that_dies_is_an_error_and_what_is_owed_is_as_before(tmp_path, spec, collective):
     survivor, dead = run_script(
         tmp_path,
         """
@@ -106,6 +110,8 @@ def test_a_peer_that_dies_is_an_error_and_what_is_owed_is_as_before(tmp_path):
         model.require_forward_param_sync = False
         print(refusal(lambda: loss_of(model, 3, rank).backward())[0])
         """,
+        spec,
+        collective,
     )
     assert dead[0] == -9
     assert survivor[0] == 0, survivor[2]
