@@ -51,7 +51,8 @@ SPARSE = [
     "randomk:density=0.5",
     "randomk:density=1.0",
 ]
-SPECS = ["none", "fp16", "bf16", *QUANTIZED, *SPARSE]
+LOW_RANK = ["lowrank:rank=1", "lowrank:rank=2,iterations=3", "lowrank:rank=1000"]
+SPECS = ["none", "fp16", "bf16", *QUANTIZED, *SPARSE, *LOW_RANK]
 #: Both sums and their order are a backend's own business, so the last bit of a step may differ.
 SUMS = [spec for spec in SPECS if "l2" in spec or spec.startswith("sign")]
 

@@ -16,7 +16,7 @@ import narrowband as nb
 from narrowband import codecs, feedback
 from tests.codecs.common import SPECS
 
-NAMES = ["none", "fp16", "bf16", "uniform", "qsgd", "sign", "topk", "threshold", "randomk"]
+NAMES = ["none", "fp16", "bf16", "uniform", "qsgd", "sign", "topk", "threshold", "randomk", "lowrank"]
 _size = st.integers(1, 1 << 20)
 _density = st.floats(0, 1, exclude_min=True)
 any_codec = st.one_of(
@@ -104,6 +104,8 @@ def test_codecs_differ_where_their_configuration_does():
         ("threshold:value=1", "threshold:value=1.0"),
         ("threshold:value=1e30", "threshold:value=1e30"),
         ("randomk:density=0.25", "randomk:density=0.25"),
+        ("lowrank", "lowrank:rank=4"),
+        ("lowrank:iterations=2,rank=1", "lowrank:rank=1,iterations=2"),
     ],
 )
 def test_the_canonical_form(spec, canonical):
@@ -151,6 +153,8 @@ def test_numbers_of_other_types_become_what_the_string_says(codec, canonical):
         ("topk:density=-0.5", ["(0, 1]"]),
         ("topk:density=nan", ["density=nan", "(0, 1]"]),
         ("randomk:density=inf", ["(0, 1]"]),
+        ("lowrank:rank=0", ["rank=0", "at least 1"]),
+        ("lowrank:iterations=0", ["iterations=0", "at least 1"]),
         ("threshold", ["threshold needs value", "threshold:value="]),
         ("threshold:value=0", ["value=0.0"]),
         ("threshold:value=-1", ["value=-1.0"]),

@@ -31,6 +31,7 @@ every_codec = pytest.mark.parametrize(
         "topk:density=0.1,values=int8,indices=int32",
         "threshold:value=1.5",
         "randomk:density=0.1",
+        "lowrank:rank=2",
     ],
 )
 SHAPE = (6, 50)

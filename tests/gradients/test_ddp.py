@@ -45,6 +45,7 @@ SPECS = [
     ("topk:density=0.2,scope=sample,values=int8,indices=int32+ef", "auto"),
     ("threshold:value=0.01+ef", "auto"),
     ("randomk:density=0.2+ef", "auto"),
+    ("lowrank:rank=2+ef", "auto"),
 ]
 
 

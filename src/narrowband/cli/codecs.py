@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Codecs", "example"]
 
 #: The tensor whose payload is quoted.
-_NUMEL = 25_000_000
+_SHAPE = (5000, 5000)
 
 #: What stands for a key that has no default.
 _EXAMPLE_VALUE = 0.001
@@ -43,14 +44,16 @@ class Codecs:
         from narrowband import codecs, feedback
 
         table = Table(
-            title=f"Codecs, and bits per element of {_NUMEL:,} float32", title_justify="left", show_lines=True
+            title=f"Codecs, and bits per element of a {_SHAPE[0]:,} × {_SHAPE[1]:,} float32 matrix",
+            title_justify="left",
+            show_lines=True,
         )
         table.add_column("example, keys and defaults", no_wrap=True)
         table.add_column("bits", justify="right")
         table.add_column("what it does")
         for kind in codecs.available().values():
             codec = example(kind)
-            bits = f"{codec.payload_nbytes(_NUMEL) * 8 / _NUMEL:.3g}" if kind.fixed_size else "by data"
+            bits = f"{codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g}" if kind.fixed_size else "by data"
             table.add_row("\n".join([f"[bold]{escape(str(codec))}", *_keys(kind)]), bits, escape(_summary(kind)))
         console.print(table)
         console.print("Behind a '+', what is done about what compression loses:")

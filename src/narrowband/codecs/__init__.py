@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from narrowband.codecs.base import ALIGNMENT, Codec, Shape, aligned, format_term
 from narrowband.codecs.dense import BF16, FP16, Identity
+from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.sparse import RandomK, Threshold, TopK
 from narrowband.codecs.spec import parse_term
@@ -19,6 +20,7 @@ __all__ = [
     "QSGD",
     "Codec",
     "Identity",
+    "LowRank",
     "RandomK",
     "Shape",
     "Sign",
@@ -32,7 +34,7 @@ __all__ = [
     "parse_term",
 ]
 
-_CODECS: tuple[type[Codec], ...] = (Identity, FP16, BF16, Uniform, QSGD, Sign, TopK, Threshold, RandomK)
+_CODECS: tuple[type[Codec], ...] = (Identity, FP16, BF16, Uniform, QSGD, Sign, TopK, Threshold, RandomK, LowRank)
 
 
 def available() -> dict[str, type[Codec]]:

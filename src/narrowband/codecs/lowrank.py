@@ -1,0 +1,110 @@
+"""A codec that keeps a matrix of low rank: the two factors that one round of power iteration finds.
+
+A tensor of shape (n, …) is taken as a matrix of n rows and m columns. What is too small for two factors to be fewer
+bytes than the matrix itself (vectors above all) is kept as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from narrowband import kernels
+from narrowband.codecs.base import ALIGNMENT, Codec, Shape, check_keys, dims, numel_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LowRank", "factors", "orthogonalize"]
+
+
+#: Addresses of tensors that torch allocates are multiples of this many bytes.
+_NEW_TENSORS_AT = 64
+
+
+def factors(shape: Shape, rank: int) -> tuple[int, int, int]:
+    """(n, m, r): rows, columns, and the rank that a tensor of this shape can use; r = 0 where it is kept as it is.
+
+    A rank above min(n, m) is cut to that.
+    """
+    sizes = dims(shape)
+    n = sizes[0] if sizes else 1
+    m = math.prod(sizes[1:]) if n else 0
+    r = min(rank, n, m)
+    return n, m, r if len(sizes) > 1 and r * (n + m) < n * m else 0
+
+
+def orthogonalize(p: Tensor) -> Tensor:
+    """Orthonormal columns that span those of ``p`` (…, n, r), r ≤ n, float32: Householder's, so they are orthonormal
+    even where columns of ``p`` are zero or alike.
+    """
+    orthonormal: Tensor = torch.linalg.qr(p).Q
+    return orthonormal
+
+
+def start(m: int, r: int, seed: int, device: torch.device) -> Tensor:
+    """The m × r normal numbers that power iteration starts with; the same on every device."""
+    generator = torch.Generator().manual_seed(seed & (2**64 - 1))
+    return torch.randn(m, r, generator=generator).to(device)
+
+
+@dataclass(frozen=True)
+class LowRank(Codec):
+    """Two factors of low rank per matrix, by power iteration (Vogels et al., arXiv 1905.13727). Use with ``+ef``.
+
+    P = orthogonalized M·Q for a random Q, then Q = Mᵀ·P; what arrives is P·Qᵀ, the projection of M on the columns of P.
+
+    Args:
+        rank: columns of the two factors.
+        iterations: rounds of power iteration; each after the first comes closer to the best approximation.
+    """
+
+    name: ClassVar[str] = "lowrank"
+
+    rank: int = field(default=4, metadata={"always": True})
+    iterations: int = 1
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        for key in ("rank", "iterations"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"lowrank: {key}={getattr(self, key)} must be at least 1")
+
+    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        n, m, r = factors(shape, self.rank)
+        return 4 * (r * (n + m) or numel_of(shape))
+
+    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
+        n, m, r = factors(shape, self.rank)
+        values = out.view(torch.float32)
+        if not r:
+            values.copy_(x)
+            return
+        # The last bits of a matrix product depend on where its operands lie, so they lie where all new tensors do.
+        matrix = (x if x.data_ptr() % _NEW_TENSORS_AT == 0 else x.clone()).view(n, m)
+        q = start(m, r, seed, x.device)
+        for _ in range(self.iterations):
+            p = orthogonalize(matrix @ q)
+            q = matrix.T @ p
+        torch.cat([p.reshape(-1), q.reshape(-1)], out=values)
+
+    def _decode(
+        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
+    ) -> None:
+        n, m, r = factors(shape, self.rank)
+        values = payload.view(torch.float32)
+        if r:
+            p, q = values[: n * r].clone().view(n, r), values[n * r :].clone().view(m, r)
+            out.view(n, m).addmm_(p, q.T, beta=float(accumulate), alpha=weight)
+        elif accumulate:
+            out.add_(values, alpha=weight)
+        else:
+            torch.mul(values, weight, out=out)
+
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        if payload.data_ptr() % ALIGNMENT:
+            payload = payload.clone()
+        return kernels.all_finite(payload.view(torch.float32))
