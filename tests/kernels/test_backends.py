@@ -439,6 +439,24 @@ def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weig
         assert torch.equal(out, expected)
 
 
+@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, cpu.COLUMNS, 2 * cpu.COLUMNS + 5]), seed=seeds,
+       r=st.integers(1, 10), weight=st.sampled_from([1.0, -1 / 3]), accumulate=st.booleans())  # fmt: skip
+@lean
+def test_low_rank_product(n: int, m: int, r: int, seed: int, weight: float, accumulate: bool) -> None:
+    p, q = make("normal", n * r, seed % 1000).view(n, r), make("normal", m * r, 1).view(m, r)
+    before = make("normal" if accumulate else "nan", n * m, 2)
+    exact = weight * (p.double() @ q.double().T).view(-1) + (before.double() if accumulate else 0.0)
+    results = []
+    for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
+        out = torch.nn.functional.pad(before, (1, 0))[1:]  # where no vector begins
+        with threads(count):
+            backend.low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
+        results.append(out)
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+    torch.testing.assert_close(results[0].double(), exact, rtol=0, atol=1e-4)
+
+
 @given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 5000), seed=seeds)
 @lean
 def test_elias_fano(n: int, k: int, seed: int) -> None:

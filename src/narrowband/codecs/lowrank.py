@@ -97,8 +97,8 @@ class LowRank(Codec):
         n, m, r = factors(shape, self.rank)
         values = payload.view(torch.float32)
         if r:
-            p, q = values[: n * r].clone().view(n, r), values[n * r :].clone().view(m, r)
-            out.view(n, m).addmm_(p, q.T, beta=float(accumulate), alpha=weight)
+            p, q = values[: n * r].view(n, r), values[n * r :].view(m, r)
+            kernels.low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
         elif accumulate:
             out.add_(values, alpha=weight)
         else:

@@ -73,6 +73,7 @@ __all__ = [
     "elias_fano_nbytes",
     "encode_topk",
     "group_minmax",
+    "low_rank_product",
     "packed_nbytes",
     "quantize_groups",
     "randomk_indices",
@@ -298,3 +299,15 @@ def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     Raises :class:`PayloadError` unless it holds exactly k indices, all below n, never descending.
     """
     return cast("Tensor", _backend(payload).elias_fano_decode(payload, k, n))
+
+
+# ---- low rank --------------------------------------------------------------------------------------------------------
+
+
+def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
+    """``out = weight · p·qᵀ`` or, accumulating, ``out += weight · p·qᵀ``.
+
+    p is (n, r), q (m, r) with r ≥ 1, out flat of n·m elements, all float32 and contiguous. Every element's r terms are
+    added in their order, without fused multiply-add, so that ranks on different machines come to the same bits.
+    """
+    _backend(out).low_rank_product(out, p, q, weight=weight, accumulate=accumulate)

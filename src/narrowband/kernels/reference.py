@@ -396,3 +396,20 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
     end = cut + elias_fano_nbytes(k, n)
     parts = [(elias_fano_decode(row[cut:end], k, n), row[:cut].view(torch.float32)) for row in payloads]
     sparse_sum(out, parts, weight)
+
+
+# ---- low rank --------------------------------------------------------------------------------------------------------
+
+
+def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
+    rows, some = out.view(p.shape[0], q.shape[0]), max(1, CHUNK // q.shape[0])
+    for begin in range(0, p.shape[0], some):
+        part, of_p = rows[begin : begin + some], p[begin : begin + some]
+        total = of_p[:, :1] * q[:, 0]
+        for k in range(1, p.shape[1]):
+            total += of_p[:, k : k + 1] * q[:, k]
+        total *= weight
+        if accumulate:
+            part.add_(total)
+        else:
+            part.copy_(total)
