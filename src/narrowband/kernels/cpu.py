@@ -924,8 +924,8 @@ def _write_topk(found, kept, n, low_bits, values, indices, residual_bits):
 
 @_loop
 def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload, subtract):
-    """All of ``encode_topk`` on one thread, in one call; None in the way of it: 1. Not finite: 0. Else −1: the sums are
-    made, and the sample misled.
+    """All of ``encode_topk`` on one thread, in one call. Returns 1 when the payload is written, 0 when something is not
+    finite, −1 when the sample misled: the sums are then made, and what is large among them is still to be found.
     """
     bits = residual.view(np.int32)
     threshold = _threshold_of_runs(x, residual, size, rank, fold)
