@@ -29,6 +29,7 @@ GATHER = [
     "topk:density=0.1,values=int8,indices=int32",
     "threshold:value=1.5",
     "randomk:density=0.1",
+    "lowrank:rank=2",
 ]
 SCATTER_REDUCE = [
     "none",

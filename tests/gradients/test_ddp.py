@@ -312,6 +312,7 @@ def train_in_buckets(rank, world_size, specs, caps):
 def test_the_result_does_not_depend_on_the_buckets(world_size):
     specs = [(spec, way) for spec, way in SPECS if way in ("gather", "scatter_reduce")]
     specs += [("topk:density=0.1+ef", "auto"), ("threshold:value=0.01+ef", "auto"), ("qsgd:bits=4", "auto")]
+    specs += [("lowrank:rank=2+ef", "auto"), ("lowrank:rank=2", "auto")]
     caps = (HUGE, TINY, 0.004)
     for answers in run_ranks(train_in_buckets, world_size, specs, caps):
         for index, (spec, way) in enumerate(specs):

@@ -22,6 +22,7 @@ SPECS = [
     ("sign:bucket=64+ef", "auto"),
     ("randomk:density=0.1+ef", "auto"),
     ("fp16+ef", "auto"),
+    ("lowrank:rank=1+ef", "auto"),
 ]
 BAD_STEP = 2
 

@@ -21,6 +21,7 @@ RUNS = [
     ("qsgd:bits=4", "gather"),
     ("uniform:bits=4,rounding=stochastic+ef", "scatter_reduce"),
     ("randomk:density=0.1+ef", "gather"),
+    ("lowrank:rank=2+ef", "auto"),
 ]
 
 
