@@ -11,6 +11,7 @@ goes into the tensor that loops write to, so that its place in memory favours ne
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -170,6 +171,14 @@ def _sparse_accumulate(data: _Data, backend: Any) -> _Loop:
     return _Loop(lambda _: backend.sparse_accumulate(data.y, at, values, 0.25))
 
 
+def _low_rank_product(data: _Data, backend: Any) -> _Loop:
+    """Rank 4, into the largest square matrix that the tensor holds."""
+    side = math.isqrt(data.numel)
+    out = data.y[: side * side]
+    p, q = (torch.randn(side, 4, generator=data.generator) for _ in range(2))
+    return _Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
+
+
 _LOOPS: dict[str, _Maker] = {
     "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
     "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
@@ -191,6 +200,7 @@ _LOOPS: dict[str, _Maker] = {
     "elias-fano-encode": _elias_fano_encode,
     "elias-fano-decode": _elias_fano_decode,
     "sparse-accumulate": _sparse_accumulate,
+    "lowrank-4-decode-accumulate": _low_rank_product,
 }
 
 
