@@ -289,7 +289,9 @@ def test_the_rate_limits_both_directions_of_a_link(direction: str) -> None:
 def test_an_unshaped_lab_works() -> None:
     report = run(LabConfig(nodes=3, rate=None, timeout_s=LIMIT_S), python(STAR, "out", "1000000"))
     assert report.exit_code == 0
-    assert report.ranks[0].sent_bytes == pytest.approx(2_000_000, rel=0.05)
+    # Nothing holds the sender back: on a busy machine a receiver cannot follow, and TCP sends some of it again.
+    assert 2_000_000 <= report.ranks[0].sent_bytes < 3_000_000
+    assert report.ranks[0].received_bytes < 200_000
 
 
 @pytest.mark.skipif(not NETEM_MISSING, reason="this kernel has netem")
