@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -535,3 +537,36 @@ def a_group_by_name(rank, world_size):
 
 def test_process_group_says_who_averages():
     assert run_ranks(a_group_by_name, 4) == [True] * 4
+
+
+# ---- what set-up has done already ------------------------------------------------------------------------------------
+
+WARM = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import narrowband as nb
+from narrowband.kernels import cpu
+
+def compiled():
+    return {name: len(loop.signatures) for name, loop in vars(cpu).items() if hasattr(loop, "signatures")}
+
+spec, store, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))
+dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(700, 600), torch.nn.Linear(600, 50)))
+nb.compress_gradients(model, spec)
+before = compiled()
+for _ in range(3):
+    model(torch.randn(8, 700)).square().mean().backward()
+after = compiled()
+print({name: count for name, count in after.items() if count != before[name]}, sum(before.values()) > 0)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("spec", ["topk:density=0.01+ef", "qsgd:bits=4", "lowrank:rank=2+ef"])
+def test_no_step_waits_for_a_compiler(tmp_path, spec, threads):
+    """Set-up loads or compiles every loop that a step needs, so that ranks do not do it all at once in the first."""
+    command = [sys.executable, "-c", WARM, spec, str(tmp_path / "store"), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "{} True\n", done.stderr

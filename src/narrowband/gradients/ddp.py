@@ -66,6 +66,10 @@ log = logging.getLogger(__name__)
 #: The relative error costs two passes over the gradients, so it is measured in one step of this many.
 MEASURE_EVERY = 50
 
+#: The square matrices that loops are warmed up with: small tensors take one thread and large ones several, and sparse
+#: codecs look at a sample where that is much smaller than the tensor.
+_WARM_UP_SIDES = (64, 256, 1024)
+
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 _NORMS = (
     torch.nn.LayerNorm,
@@ -382,17 +386,26 @@ class GradientCompression:
 
     def _warm_up(self, device: torch.device) -> None:
         """Compile the loops now, on one rank first, so that the others find them in the cache."""
-        codec, feedback = self.compression.codec, self.compression.new_feedback()
         for turn in (True, False):
             if turn == (self._peers.rank == 0):
-                x = torch.ones(4096, device=device)
-                out = torch.zeros_like(x)
-                if feedback is not None:
-                    payload = feedback.encode("", x.clone(), codec, shape=x.shape, seed=0)[1]
-                    feedback.absorb("", x.clone(), codec, payload, shape=x.shape, seed=0)
-                codec.decode(codec.encode(x), out, weight=0.5, accumulate=True)
-                kernels.all_finite(out)
+                for side in _WARM_UP_SIDES:
+                    self._use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device))
             dist.barrier(self._peers.group)
+
+    def _use_once(self, x: Tensor) -> None:
+        """All that a step does with a tensor, but for sending it."""
+        codec, feedback = self.compression.codec, self.compression.new_feedback()
+        kernels.all_zero(x.view(-1))
+        if feedback is not None:
+            for absorb in {False, feedback.can_roll_back(x)}:
+                total = x.flatten()
+                payload = feedback.encode("", total, codec, shape=x.shape, seed=0, absorb=absorb)[1]
+                if not absorb:
+                    feedback.absorb("", total, codec, payload, shape=x.shape, seed=0)
+        payload, out = codec.encode(x), torch.zeros_like(x)
+        codec.decode(payload, out, weight=0.5, accumulate=True)
+        codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])
+        kernels.all_finite(out.view(-1))
 
     # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 

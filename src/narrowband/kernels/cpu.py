@@ -925,7 +925,8 @@ def _write_topk(found, kept, n, low_bits, values, indices, residual_bits):
 @_loop
 def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload, subtract):
     """All of ``encode_topk`` on one thread, in one call. Returns 1 when the payload is written, 0 when something is not
-    finite, −1 when the sample misled: the sums are then made, and what is large among them is still to be found.
+    finite, −1 or −2 when the sample let too few or too many survive: the sums are then made, and what is large among
+    them is still to be found.
     """
     bits = residual.view(np.int32)
     threshold = _threshold_of_runs(x, residual, size, rank, fold)
@@ -934,7 +935,7 @@ def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload
     if top >= NON_FINITE:
         return 0
     if count < k or count > room:
-        return -1
+        return -1 if count < k else -2
     found, kept = found[:count], kept[:count]
     if count > k:
         largest, theirs = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
@@ -963,7 +964,7 @@ def encode_topk(
         done = _encode_topk_whole(gradient, owed, k, *form, payload, subtract)
         if done >= 0:
             return bool(done)
-        found, kept = _finish_topk(bits, _survivors(0), k, seed, sampled)
+        found, kept = _finish_topk(bits, _survivors(0) if done == -1 else None, k, seed, sampled)
     else:
         finite, found, kept = _compensate_select(gradient, owed, k, sampled, seed)
         if not finite:
