@@ -1,4 +1,4 @@
-"""``cpu.py`` against ``reference.py``: the same bytes from the same input and seed, however many threads there are."""
+"""``cpu/`` against ``reference.py``: the same bytes from the same input and seed, however many threads there are."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import reference
-
-cpu = pytest.importorskip("narrowband.kernels.cpu", reason="Numba is not installed")
+from narrowband.kernels import cpu, reference
+from narrowband.kernels.cpu import selection
+from narrowband.kernels.cpu.lowrank import COLUMNS
+from narrowband.kernels.cpu.sparse import CACHED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -308,7 +309,7 @@ def test_encode_topk_of_what_is_not_finite_writes_nothing(backend: Any, count: i
 def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
     """Large elements in few stretches: the exact selection is exact, and seldom has to look at everything."""
     looks = {"second": 0, "everything": 0}
-    above, everything = cpu._select_above, cpu._exact_topk
+    above, everything = selection.select_above, selection._exact_topk
 
     def look_again(*arguments):
         looks["second"] += 1
@@ -318,8 +319,8 @@ def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
         looks["everything"] += 1
         return everything(*arguments)
 
-    monkeypatch.setattr(cpu, "_select_above", look_again)
-    monkeypatch.setattr(cpu, "_exact_topk", look_at_everything)
+    monkeypatch.setattr(selection, "select_above", look_again)
+    monkeypatch.setattr(selection, "_exact_topk", look_at_everything)
     x = make("normal", MILLION, 0)
     x[: MILLION - 3].view(-1, 100)[::33] *= 10
     expected = x.abs().topk(10_000).indices.sort().values
@@ -394,7 +395,7 @@ def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) 
     both("sparse_accumulate", make("normal", n, seed), indices, make(kind, k, seed), weight)
 
 
-@given(n=st.sampled_from([1, 1000, cpu.CACHED, cpu.CACHED + 1, 3 * cpu.CACHED + 7]), seed=st.integers(0, 99),
+@given(n=st.sampled_from([1, 1000, CACHED, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        ks=st.lists(st.integers(0, 3000), min_size=1, max_size=5), weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
 @lean
 def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
@@ -410,7 +411,7 @@ def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
         assert torch.equal(out, expected)
 
 
-@given(n=st.sampled_from([1, 1000, cpu.CACHED + 1, 3 * cpu.CACHED + 7]), seed=st.integers(0, 99),
+@given(n=st.sampled_from([1, 1000, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        k=st.integers(1, 3000), count=st.integers(1, 5), spare=st.sampled_from([0, 8, 96]),
        weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
 @lean
@@ -439,7 +440,7 @@ def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weig
         assert torch.equal(out, expected)
 
 
-@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, cpu.COLUMNS, 2 * cpu.COLUMNS + 5]), seed=seeds,
+@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, COLUMNS, 2 * COLUMNS + 5]), seed=seeds,
        r=st.integers(1, 10), weight=st.sampled_from([1.0, -1 / 3]), accumulate=st.booleans())  # fmt: skip
 @lean
 def test_low_rank_product(n: int, m: int, r: int, seed: int, weight: float, accumulate: bool) -> None:

@@ -1,6 +1,6 @@
 """Hot loops, and the one place that decides which backend runs them.
 
-``reference.py`` is the meaning, in plain torch, on any device. ``cpu.py`` is the speed on CPU, in Numba. Every function
+``reference.py`` is the meaning, in plain torch, on any device. ``cpu/`` is the speed on CPU, in Numba. Every function
 here picks a backend by the device of its first tensor and forwards; both backends produce the same bytes from the same
 input and seed (stochastic rounding may differ by one quantization level where fp32 sums are ordered differently).
 

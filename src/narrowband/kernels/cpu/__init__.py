@@ -1,0 +1,47 @@
+"""The loops of :mod:`narrowband.kernels` on CPU, in Numba.
+
+What makes them fast: blocks that stay in L1 between two passes, integer loops that LLVM vectorizes (the magnitude of a
+float is its bits without the sign), no temporaries as large as the tensor, and no calls inside of loops.
+"""
+
+from __future__ import annotations
+
+from narrowband.kernels.cpu.compensation import (
+    all_finite,
+    all_zero,
+    compensate,
+    compensate_select_topk,
+    encode_topk,
+)
+from narrowband.kernels.cpu.lowrank import low_rank_product
+from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
+from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk
+from narrowband.kernels.cpu.sparse import (
+    check_indices,
+    elias_fano_decode,
+    elias_fano_encode,
+    sparse_accumulate,
+    sparse_sum,
+    sparse_sum_rows,
+)
+
+__all__ = [
+    "all_finite",
+    "all_zero",
+    "check_indices",
+    "compensate",
+    "compensate_select_topk",
+    "dequantize_groups",
+    "elias_fano_decode",
+    "elias_fano_encode",
+    "encode_topk",
+    "group_minmax",
+    "low_rank_product",
+    "quantize_groups",
+    "randomk_indices",
+    "select_threshold",
+    "select_topk",
+    "sparse_accumulate",
+    "sparse_sum",
+    "sparse_sum_rows",
+]

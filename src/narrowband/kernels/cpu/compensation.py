@@ -1,0 +1,204 @@
+"""What feedback does to a gradient on CPU, fused with the selection of what to send and the writing of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from narrowband.kernels import elias_fano_low_bits, sample_rank, sample_size
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    NON_FINITE,
+    At,
+    fold_seed,
+    inlined,
+    loop,
+    max_magnitude,
+    spread,
+    threads_for,
+)
+from narrowband.kernels.cpu.selection import (
+    BLOCK,
+    OVERSAMPLE_OF_RUNS,
+    Survivors,
+    finish_topk,
+    first_threshold,
+    joined,
+    most_survivors,
+    room_for,
+    survivors_of_block,
+    survivors_of_rest,
+    take_largest,
+    threshold_of_runs,
+)
+from narrowband.kernels.cpu.sparse import write_elias_fano
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Array = npt.NDArray[Any]
+
+#: A threshold that no finite magnitude reaches: compensation without selection.
+_NEVER = np.int32(0x7FFFFFFF)
+
+
+@inlined
+def _swap_add(x, residual, begin, m):
+    for j in range(m):
+        old = residual[At(begin + j)]
+        residual[At(begin + j)] = F32(old + x[At(begin + j)])
+        x[At(begin + j)] = old
+
+
+@loop
+def _compensate_range(x, residual, residual_bits, threshold, found, kept, first, last):
+    """Swap-add, the survivors of the sum, and its largest magnitude, block by block."""
+    count = np.int64(0)
+    top = I32(0)
+    whole = min(last, x.size // BLOCK)
+    for block in range(first, whole):
+        begin = block * BLOCK
+        _swap_add(x, residual, begin, BLOCK)
+        top = max(top, max_magnitude(residual_bits, begin, BLOCK))
+        count = survivors_of_block(residual_bits, begin, threshold, found, kept, count)
+    if whole < last:
+        begin, m = whole * BLOCK, x.size - whole * BLOCK
+        _swap_add(x, residual, begin, m)
+        top = max(top, max_magnitude(residual_bits, begin, m))
+        count = survivors_of_rest(residual_bits, begin, x.size, threshold, found, kept, count)
+    return count, top
+
+
+def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[bool, list[Survivors]]:
+    bits = residual.view(np.int32)
+
+    def work(first: int, last: int) -> tuple[int, Survivors]:
+        arrays = room_for(min(room, (last - first) * BLOCK))
+        count, top = _compensate_range(x, residual, bits, threshold, *arrays, first, last)
+        return top, Survivors(count, *arrays)
+
+    parts = spread(-(-x.size // BLOCK), x.size, work)
+    return all(top < NON_FINITE for top, _ in parts), [survivors for _, survivors in parts]
+
+
+def compensate(x: Tensor, residual: Tensor) -> bool:
+    return _compensate(x.numpy(), residual.numpy(), _NEVER, 0)[0]
+
+
+def compensate_select_topk(
+    x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
+) -> tuple[bool, Tensor, Tensor]:
+    finite, found, kept = _compensate_select(x.numpy(), residual.numpy(), k, sampled, seed)
+    return finite, torch.from_numpy(found), torch.from_numpy(kept.view(np.float32))
+
+
+def _compensate_select(x: Array, residual: Array, k: int, sampled: bool, seed: int) -> tuple[bool, Array, Array]:
+    every = k == x.size
+    threshold = _NEVER if every else first_threshold(x, residual, k, seed, sampled)
+    finite, parts = _compensate(x, residual, threshold, 0 if every else most_survivors(k, x.size))
+    bits = residual.view(np.int32)
+    if every or not finite:
+        return finite, np.arange(k, dtype=np.int32), bits[:k].copy()
+    return True, *finish_topk(bits, joined(parts), k, seed, sampled)
+
+
+@loop
+def _write_topk(found, kept, n, low_bits, values, indices, residual_bits):
+    """A payload: the values, padded with zeros at the last index, and the indices. Those values leave the residual."""
+    number = found.size
+    at = found
+    if number < values.size:
+        at = np.full(values.size, I32(n - 1))
+        at[:number] = found
+    for i in range(number):
+        values[At(i)] = kept[i]
+    values[number:] = 0
+    cut = (2 * values.size + 7) >> 3
+    end = cut + ((values.size * low_bits + 7) >> 3)
+    write_elias_fano(at, low_bits, indices[:cut], indices[cut:end])
+    indices[end:] = 0
+    if residual_bits.size:
+        for i in range(number):
+            residual_bits[At(found[i])] = 0
+
+
+@loop
+def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload, subtract):
+    """All of ``encode_topk`` on one thread, in one call. Returns 1 when the payload is written, 0 when something is not
+    finite, −1 or −2 when the sample let too few or too many survive: the sums are then made, and what is large among
+    them is still to be found.
+    """
+    bits = residual.view(np.int32)
+    threshold = threshold_of_runs(x, residual, size, rank, fold)
+    found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
+    count, top = _compensate_range(x, residual, bits, threshold, found, kept, 0, -(-x.size // BLOCK))
+    if top >= NON_FINITE:
+        return 0
+    if count < k or count > room:
+        return -1 if count < k else -2
+    found, kept = found[:count], kept[:count]
+    if count > k:
+        largest, theirs = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
+        take_largest(found, kept, k, largest, theirs)
+        found, kept = largest[:k], theirs[:k]
+    values = payload[: 4 * k].view(np.int32)
+    _write_topk(found, kept, x.size, low_bits, values, payload[4 * k :], bits if subtract else bits[:0])
+    return 1
+
+
+def encode_topk(
+    x: Tensor,
+    residual: Tensor,
+    k: int,
+    out: Tensor,
+    *,
+    sampled: bool = False,
+    seed: int = 0,
+    subtract: bool = False,
+) -> bool:
+    gradient, owed, payload = x.numpy(), residual.numpy(), out.numpy()
+    n, bits = gradient.size, owed.view(np.int32)
+    low_bits, size = elias_fano_low_bits(k, n), sample_size(n, k)
+    if not sampled and n >= 4 * size and threads_for(n) == 1:
+        form = low_bits, size, sample_rank(n, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), most_survivors(k, n)
+        done = _encode_topk_whole(gradient, owed, k, *form, payload, subtract)
+        if done >= 0:
+            return bool(done)
+        found, kept = finish_topk(bits, room_for(0) if done == -1 else None, k, seed, sampled)
+    else:
+        finite, found, kept = _compensate_select(gradient, owed, k, sampled, seed)
+        if not finite:
+            return False
+    values = payload[: 4 * k].view(np.int32)
+    _write_topk(found, kept, n, low_bits, values, payload[4 * k :], bits if subtract else bits[:0])
+    return True
+
+
+@loop
+def _finite_range(bits, first, last):
+    for begin in range(first, last, 4096):  # noqa: SIM110 - Numba compiles no generator
+        if max_magnitude(bits, begin, min(4096, last - begin)) >= NON_FINITE:
+            return False
+    return True
+
+
+def all_finite(x: Tensor) -> bool:
+    bits = x.numpy().view(np.int32)
+    return all(spread(bits.size, bits.size, lambda a, b: _finite_range(bits, a, b)))
+
+
+@loop
+def _zero_range(bits, first, last):
+    for begin in range(first, last, 4096):  # noqa: SIM110
+        if max_magnitude(bits, begin, min(4096, last - begin)) > 0:
+            return False
+    return True
+
+
+def all_zero(x: Tensor) -> bool:
+    bits = x.numpy().view(np.int32)
+    return bool(_zero_range(bits, 0, bits.size))  # on one thread, as it usually ends soon

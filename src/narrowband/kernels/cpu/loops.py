@@ -1,0 +1,155 @@
+"""What the loops on CPU are made of: how they are compiled, spread over threads, and told random numbers.
+
+Every loop is compiled without threads of its own and releases the GIL; :func:`spread` cuts the work into one contiguous
+range per thread and runs the ranges on a small thread pool. That is what makes the kernels safe where Numba's own
+threading layers are not: several Python threads may call at once, and a forked child simply builds a new pool. The
+thread count is ``torch.get_num_threads()``, and results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit
+from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+R = TypeVar("R")
+
+F32, I32, U8, U32 = np.float32, np.int32, np.uint8, np.uint32
+#: An index known not to be negative: Numba then leaves out the wrap-around, and the loop vectorizes.
+At = np.uintp
+
+MAGNITUDE = np.int32(0x7FFFFFFF)
+#: Magnitude bits of infinity; anything at or above it is inf or NaN.
+NON_FINITE = np.int32(0x7F800000)
+
+#: Elements in one vector, where a loop is written in vectors; on lesser machines LLVM makes several of it.
+LANES = 16
+#: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
+MIN_ELEMENTS_PER_THREAD = 1 << 16
+
+_HERE = Path(__file__).parent
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+
+
+def _forget_pool() -> None:
+    global _pool, _pool_size
+    _pool, _pool_size = None, 0
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def threads_for(elements: int) -> int:
+    """How many threads this much work is worth."""
+    return max(1, min(torch.get_num_threads(), elements // MIN_ELEMENTS_PER_THREAD))
+
+
+def spread(units: int, elements: int, work: Callable[[int, int], R]) -> list[R]:
+    """``work(start, stop)`` over [0, units), one contiguous range per thread; the results in order.
+
+    ``elements`` is how much the units amount to, and decides how many threads are worth waking.
+    """
+    global _pool, _pool_size  # noqa: PLW0603
+    threads = min(threads_for(elements), units)
+    if threads <= 1:
+        return [work(0, units)]
+    pool = _pool
+    if pool is None or _pool_size < threads:
+        # A pool that another thread still uses finishes its work and is then collected.
+        pool = _pool = ThreadPoolExecutor(threads, thread_name_prefix="narrowband-kernel")
+        _pool_size = threads
+    cuts = [units * t // threads for t in range(threads + 1)]
+    rest = [pool.submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
+    return [work(cuts[0], cuts[1])] + [future.result() for future in rest]
+
+
+def loop(function: Callable[..., Any]) -> Any:
+    """A loop that Python may call."""
+    return _cached(njit(function, nogil=True, cache=True, error_model="numpy", boundscheck=False))
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A part of a loop, put into it before types are known.
+
+    A call costs about 30 ns, the counting of references to the arrays it is given; that is what a block of 64 elements
+    takes altogether.
+    """
+    return njit(function, inline="always", nogil=True, error_model="numpy", boundscheck=False)
+
+
+def instruction(function: Callable[..., Any]) -> Any:
+    """A part of a loop that is written in LLVM's own terms."""
+    return intrinsic(function)
+
+
+def float_sum(function: Callable[..., Any]) -> Any:
+    """A loop whose sums may be reordered, so that they vectorize."""
+    fast = {"reassoc", "contract", "nsz"}
+    return _cached(njit(function, nogil=True, cache=True, error_model="numpy", fastmath=fast))
+
+
+#: When the files of this package were written. Numba keeps machine code until the file of the function itself changes;
+#: the parts of a loop come from several.
+_WRITTEN = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(_HERE.glob("*.py")))
+
+
+def _cached(dispatcher: Any) -> Any:
+    dispatcher._cache._cache_file._source_stamp = _WRITTEN  # there is no public way to say so
+    return dispatcher
+
+
+@loop
+def mix(h):
+    h = U32(h ^ (h >> U32(16)))
+    h = U32(h * U32(0x7FEB352D))
+    h = U32(h ^ (h >> U32(15)))
+    h = U32(h * U32(0x846CA68B))
+    return U32(h ^ (h >> U32(16)))
+
+
+def _mix_int(h: int) -> int:
+    h ^= h >> 16
+    h = h * 0x7FEB352D & 0xFFFFFFFF
+    h ^= h >> 15
+    h = h * 0x846CA68B & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+def fold_seed(seed: int) -> Any:
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return U32((_mix_int(low) + 0x9E3779B9 * _mix_int(high) + 0x85EBCA6B) & 0xFFFFFFFF)
+
+
+@inlined
+def max_magnitude(bits, begin, m):
+    top = I32(0)
+    for j in range(m):
+        top = max(top, I32(bits[At(begin + j)] & MAGNITUDE))
+    return top
+
+
+def splat(builder: Any, scalar: Any) -> Any:
+    """A vector of LANES equal elements."""
+    vector = ir.VectorType(scalar.type, LANES)
+    unset = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(unset, scalar, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, unset, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def neighbours(context: Any, builder: Any, array: Any, value: Any, index: Any) -> Any:
+    """The place of LANES neighbours of an array, as that of one vector."""
+    data = context.make_array(array)(context, builder, value).data
+    vector = ir.VectorType(data.type.pointee, LANES)
+    return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())

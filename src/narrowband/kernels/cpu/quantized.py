@@ -1,0 +1,383 @@
+"""Grouped quantization on CPU: two passes over a group that stays in L1, codes packed so that every loop vectorizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+
+from narrowband.kernels import plane_widths
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    MAGNITUDE,
+    NON_FINITE,
+    U8,
+    U32,
+    At,
+    float_sum,
+    fold_seed,
+    inlined,
+    instruction,
+    loop,
+    max_magnitude,
+    mix,
+    neighbours,
+    splat,
+    spread,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from narrowband.kernels import Scale
+
+    Array = npt.NDArray[Any]
+
+NAN_BITS = np.int32(0x7FC00000)
+TINY = np.float32(2.0**-126)
+#: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
+PAGE = 4096
+
+_SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
+
+
+@loop
+def _ordered_extremes(bits, begin, m):
+    """(min, max) of floats given as bits, mapped to integers that order as the floats do: this loop vectorizes.
+
+    inf and NaN land outside (−NON_FINITE, NON_FINITE), so one pass also tells whether everything is finite.
+    """
+    low, high = I32(0x7FFFFFFF), I32(-0x7FFFFFFF - 1)
+    for j in range(m):
+        b = I32(bits[At(begin + j)])
+        ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
+        low = min(low, ordered)
+        high = max(high, ordered)
+    return low, high
+
+
+@loop
+def _bits_of(ordered):
+    return I32(ordered ^ I32(I32(ordered >> I32(31)) & MAGNITUDE))
+
+
+@float_sum
+def _sum_of_squares(x, begin, m):
+    total = 0.0
+    for j in range(m):
+        v = np.float64(x[At(begin + j)])
+        total += v * v
+    return total
+
+
+@float_sum
+def _sum_of_magnitudes(x, begin, m):
+    total = 0.0
+    for j in range(m):
+        total += np.float64(abs(x[At(begin + j)]))
+    return total
+
+
+@loop
+def _minmax_range(bits, group, low_bits, high_bits, first, last):
+    for g in range(first, last):
+        begin = g * group
+        low, high = _ordered_extremes(bits, begin, min(group, bits.size - begin))
+        if high >= NON_FINITE or low < -NON_FINITE:
+            low_bits[g] = high_bits[g] = NAN_BITS
+        else:
+            low_bits[g] = _bits_of(low)
+            high_bits[g] = _bits_of(high)
+
+
+@loop
+def _code(x, low, inverse, offset, top):
+    v = F32(F32(F32(x - low) * inverse) + offset)
+    v = v if v > F32(0) else F32(0)  # NaN becomes 0
+    return I32(v if v < top else top)
+
+
+@loop
+def _uniform(i):
+    return F32(F32(I32(mix(i) >> U32(8))) * F32(2.0**-24))
+
+
+@loop
+def _codes(x, begin, m, low, inverse, offset, top, q, to):
+    """Nearest: ``offset`` holds the ½."""
+    for j in range(m):
+        q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, offset, top))
+
+
+@loop
+def _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, to):
+    for j in range(m):
+        shift = F32(offset + _uniform(U32(start + U32(j))))
+        q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, shift, top))
+
+
+@loop
+def _nibbles(x, begin, half, low, inverse, offset, top, q, to):
+    """Four bits, packed at once: element j and element j + half of the group in one byte."""
+    for j in range(half):
+        first = _code(x[At(begin + j)], low, inverse, offset, top)
+        second = _code(x[At(begin + half + j)], low, inverse, offset, top)
+        q[At(to + j)] = U8(first | I32(second << I32(4)))
+
+
+@loop
+def _nibbles_stochastic(x, begin, half, low, inverse, offset, top, start, q, to):
+    for j in range(half):
+        shift = F32(offset + _uniform(U32(start + U32(j))))
+        first = _code(x[At(begin + j)], low, inverse, shift, top)
+        shift = F32(offset + _uniform(U32(start + U32(half + j))))
+        second = _code(x[At(begin + half + j)], low, inverse, shift, top)
+        q[At(to + j)] = U8(first | I32(second << I32(4)))
+
+
+@inlined
+def _codes_sign(x, begin, m, finite, q):
+    for j in range(m):
+        q[j] = U8(finite) & U8(x[At(begin + j)] >= F32(0))
+
+
+@inlined
+def _pack_plane(q, m, shift, width, codes, at):
+    """``stride`` bytes at ``codes[at:]``; the scratch ``q`` has zeros behind element m up to a multiple of 8."""
+    stride = (m * width + 7) >> 3
+    mask = U8((1 << width) - 1)
+    down = U8(shift)
+    if width == 4:
+        for t in range(stride):
+            codes[At(at + t)] = U8(((q[t] >> down) & mask) | U8(U8(q[At(stride + t)] >> down) << U8(4)))
+    elif width == 2:
+        for t in range(stride):
+            a = U8((q[t] >> down) & mask) | U8(U8((q[At(stride + t)] >> down) & mask) << U8(2))
+            b = U8((q[At(2 * stride + t)] >> down) & mask) | U8(U8((q[At(3 * stride + t)] >> down) & mask) << U8(2))
+            codes[At(at + t)] = U8(a | U8(b << U8(4)))
+    else:
+        for t in range(stride):
+            codes[At(at + t)] = U8((q[t] >> down) & mask)
+        for p in range(1, 8):
+            up = U8(p)
+            for t in range(stride):
+                codes[At(at + t)] |= U8(U8((q[At(p * stride + t)] >> down) & mask) << up)
+
+
+@inlined
+def _unpack_plane(codes, at, m, shift, width, q):
+    """The inverse; writes up to 7 elements behind element m."""
+    stride = (m * width + 7) >> 3
+    mask = U8((1 << width) - 1)
+    up = U8(shift)
+    for p in range(8 // width):
+        down = U8(p * width)
+        if shift == 0:
+            for t in range(stride):
+                q[At(p * stride + t)] = U8((codes[At(at + t)] >> down) & mask)
+        else:
+            for t in range(stride):
+                q[At(p * stride + t)] |= U8(U8((codes[At(at + t)] >> down) & mask) << up)
+
+
+def _prefetch(builder: Any, place: Any, ahead: int) -> None:
+    """Ask for the cache line ``ahead`` bytes on, to be written."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    instruction = builder.module.declare_intrinsic("llvm.prefetch", (byte,), form)
+    line = builder.gep(builder.bitcast(place, byte), [word(ahead)])
+    builder.call(instruction, [line, word(1), word(3), word(1)])
+
+
+@instruction
+def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, accumulate, out, begin):  # noqa: ARG001
+    """What the last loop of ``_values`` does, for LANES elements: the compiler need not ask whether arrays overlap."""
+
+    def generate(context, builder, signature, arguments):
+        code_at = neighbours(context, builder, signature.args[0], arguments[0], arguments[1])
+        out_at = neighbours(context, builder, signature.args[9], arguments[9], arguments[10])
+        down, mask, low, offset, step, weight = (splat(builder, scalar) for scalar in arguments[2:8])
+        packed = builder.load(code_at)
+        packed.align = 1
+        code = builder.and_(builder.lshr(builder.zext(packed, ir.VectorType(ir.IntType(32), LANES)), down), mask)
+        level = builder.fsub(builder.sitofp(code, ir.VectorType(ir.FloatType(), LANES)), offset)
+        value = builder.fmul(weight, builder.fadd(low, builder.fmul(level, step)))
+        _prefetch(builder, out_at, PAGE)
+        old = builder.load(out_at)
+        old.align = 4
+        builder.store(builder.select(arguments[8], builder.fadd(old, value), value), out_at).align = 4
+        return context.get_dummy_value()
+
+    i32, f32 = types.int32, types.float32
+    return types.void(codes, types.uintp, i32, i32, f32, f32, f32, f32, types.boolean, out, types.uintp), generate
+
+
+@inlined
+def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out, begin):
+    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``."""
+    whole = m // LANES * LANES
+    for j in range(0, whole, LANES):
+        _lanes_of_values(codes, At(at + j), down, mask, low, offset, step, weight, accumulate, out, At(begin + j))
+    for j in range(whole, m):
+        code = (I32(codes[At(at + j)]) >> down) & mask
+        value = F32(weight * F32(low + F32(F32(F32(code) - offset) * step)))
+        out[At(begin + j)] = F32(out[At(begin + j)] + value) if accumulate else value
+
+
+@loop
+def _quantize_range(x, x_bits, lows, steps, codes, bits, widths, group, scale, stochastic, fold, first, last):
+    """Groups [first, last): header, then codes in ``q`` (one byte each), then the planes of ``q`` packed."""
+    group_bytes = 0
+    for w in widths:
+        group_bytes += (group * w + 7) >> 3
+    q = np.zeros(group + 8, np.uint8)
+    pair = np.empty(2, np.float32)
+    pair_bits = pair.view(np.int32)
+    centre = (1 << (bits - 1)) - 1
+    offset = F32(0) if scale == 0 else F32(centre)
+    top = F32((1 << bits) - 1) if scale == 0 else F32(2 * centre)
+    for g in range(first, last):
+        begin = g * group
+        m = min(group, x.size - begin)
+        if m < group:
+            q[m:] = 0
+        low = F32(0)
+        if scale == 0:
+            ordered_low, ordered_high = _ordered_extremes(x_bits, begin, m)
+            finite = ordered_high < NON_FINITE and ordered_low >= -NON_FINITE
+            pair_bits[0] = _bits_of(ordered_low)
+            pair_bits[1] = _bits_of(ordered_high)
+            low = pair[0]
+            step = F32(F32(pair[1] - low) / top)
+        else:
+            pair_bits[0] = max_magnitude(x_bits, begin, m)
+            finite = pair_bits[0] < NON_FINITE
+            if scale == 1:
+                step = F32(pair[0] / F32(centre))
+            elif scale == 2:
+                step = F32(np.sqrt(_sum_of_squares(x, begin, m)) / centre)
+            else:
+                step = F32(2.0 * _sum_of_magnitudes(x, begin, m) / m)
+        if not finite:
+            low = step = F32(np.nan)
+        if scale == 0:
+            lows[g] = low
+        steps[g] = step
+        inverse = F32(0) if step < TINY else F32(F32(1) / step)
+        at = g * group_bytes
+        start = U32(U32(begin) + fold)
+        if bits == 4 and m & 1 == 0:
+            if stochastic:
+                _nibbles_stochastic(x, begin, m >> 1, low, inverse, offset, top, start, codes, at)
+            else:
+                _nibbles(x, begin, m >> 1, low, inverse, F32(offset + F32(0.5)), top, codes, at)
+            continue
+        if bits == 8:  # a code is a byte: no packing
+            if stochastic:
+                _codes_stochastic(x, begin, m, low, inverse, offset, top, start, codes, at)
+            else:
+                _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, codes, at)
+            continue
+        if scale == 3:
+            _codes_sign(x, begin, m, finite, q)
+        elif stochastic:
+            _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, 0)
+        else:
+            _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, q, 0)
+        shift = 0
+        for w in widths:
+            _pack_plane(q, m, shift, w, codes, at)
+            at += (m * w + 7) >> 3
+            shift += w
+
+
+@loop
+def _dequantize_whole_range(lows, steps, codes, out, width, group, offset, weight, accumulate, first, last):
+    """Groups [first, last) of codes of 1, 2, 4 or 8 bits: they are read where they are."""
+    group_bytes = (group * width + 7) >> 3
+    mask = I32((1 << width) - 1)
+    for g in range(first, last):
+        begin = g * group
+        m = min(group, out.size - begin)
+        stride = (m * width + 7) >> 3
+        low = lows[At(g)] if lows.size else F32(0)
+        step = steps[At(g)]
+        shift = 0
+        while shift < 8:
+            count = min(stride, m)
+            _values(codes, g * group_bytes, count, I32(shift), mask, low, offset, step, weight, accumulate, out, begin)
+            begin += count
+            m -= count
+            shift += width
+
+
+@loop
+def _dequantize_planes_range(lows, steps, codes, out, widths, group, offset, weight, accumulate, first, last):
+    """Groups [first, last) of codes in several planes, put together in ``q``."""
+    group_bytes = 0
+    for w in widths:
+        group_bytes += (group * w + 7) >> 3
+    q = np.empty(group + 8, np.uint8)
+    for g in range(first, last):
+        begin = g * group
+        m = min(group, out.size - begin)
+        at = g * group_bytes
+        low = lows[g] if lows.size else F32(0)
+        shift = 0
+        for w in widths:
+            _unpack_plane(codes, at, m, shift, w, q)
+            at += (m * w + 7) >> 3
+            shift += w
+        _values(q, 0, m, I32(0), I32(255), low, offset, steps[g], weight, accumulate, out, begin)
+
+
+def _sections(payload: Tensor, numel: int, group: int, scale: Scale) -> tuple[Array, Array, Array]:
+    """(lows, steps, codes) as views of the payload."""
+    groups = -(-numel // group)
+    header = groups * (2 if scale == "minmax" else 1)
+    floats = payload[: 4 * header].numpy().view(np.float32)
+    lows = floats[:groups] if scale == "minmax" else floats[:0]
+    return lows, floats[header - groups :], payload[4 * header :].numpy()
+
+
+def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    groups = -(-x.numel() // group)
+    low, high = torch.empty(groups), torch.empty(groups)
+    arrays = x.numpy().view(np.int32), group, low.numpy().view(np.int32), high.numpy().view(np.int32)
+    spread(groups, x.numel(), lambda a, b: _minmax_range(*arrays, a, b))
+    return low, high
+
+
+def quantize_groups(
+    x: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, stochastic: bool, seed: int = 0
+) -> None:
+    n = x.numel()
+    lows, steps, codes = _sections(out, n, group, scale)
+    widths = tuple(plane_widths(bits))
+    used = sum(-(-group * w // 8) for w in widths) * (n // group) + sum(-(-(n % group) * w // 8) for w in widths)
+    codes[used:] = 0
+    values = x.numpy()
+    bits_of_x = values.view(np.int32)
+    form = bits, np.array(widths), group, _SCALES[scale], stochastic, fold_seed(seed)
+    arguments = values, bits_of_x, lows, steps, codes, *form
+    spread(-(-n // group), n, lambda a, b: _quantize_range(*arguments, a, b))
+
+
+def dequantize_groups(
+    payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
+) -> None:
+    n = out.numel()
+    lows, steps, codes = _sections(payload, n, group, scale)
+    offset = {"minmax": 0.0, "mean": 0.5}.get(scale, (1 << (bits - 1)) - 1)
+    widths = plane_widths(bits)
+    whole = len(widths) == 1
+    loop = _dequantize_whole_range if whole else _dequantize_planes_range
+    form = widths[0] if whole else np.array(widths), group, F32(offset), F32(weight), accumulate
+    arguments = lows, steps, codes, out.numpy(), *form
+    spread(-(-n // group), n, lambda a, b: loop(*arguments, a, b))

@@ -1,0 +1,364 @@
+"""Selection of large elements on CPU: a threshold from a sample, one pass that collects what reaches it, and the exact
+choice among the few that do.
+
+Magnitudes are compared as integers. A word says which elements of a block are large before a look at any of them, and
+survivors keep their bits, so that nothing is fetched twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+
+from narrowband.kernels import OVERSAMPLE, sample_rank, sample_size
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    MAGNITUDE,
+    U32,
+    At,
+    fold_seed,
+    inlined,
+    instruction,
+    loop,
+    max_magnitude,
+    mix,
+    neighbours,
+    splat,
+    spread,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Array = npt.NDArray[Any]
+
+#: Elements that are compared with a threshold at once: one bit each in a word.
+BLOCK = 64
+#: Neighbours that a sample takes together where it may: finding a place in memory costs more than reading 32 there.
+RUN = 32
+#: How many survivors per element wanted such a sample aims at: neighbours are alike, so its threshold is less sure, and
+#: where it lets too few survive all is to be looked at again.
+OVERSAMPLE_OF_RUNS = 1.5
+#: How many the second look aims at.
+SECOND_OVERSAMPLE = 2.0
+
+
+@loop
+def kth_largest(bits, k):
+    """(the k-th largest magnitude, how many of those equal to it belong to the k largest).
+
+    By a radix histogram (11 + 10 + 10 bits), without moving anything.
+    """
+    prefix = I32(0)
+    wanted = k
+    shift = 20
+    width = 11
+    histogram = np.empty(2048, np.int64)
+    while True:
+        histogram[:] = 0
+        digit_mask = I32((1 << width) - 1)
+        above = shift + width
+        for i in range(bits.size):
+            b = I32(bits[i] & MAGNITUDE)
+            if above >= 31 or (b >> above) == (prefix >> above):
+                histogram[(b >> shift) & digit_mask] += 1
+        digit = (1 << width) - 1
+        while histogram[digit] < wanted:
+            wanted -= histogram[digit]
+            digit -= 1
+        prefix |= I32(digit << shift)
+        if shift == 0:
+            return prefix, wanted
+        width = 10
+        shift -= 10
+
+
+@instruction
+def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types here
+    """A word with a one for each of the BLOCK elements from ``begin`` on whose magnitude reaches the threshold."""
+
+    def generate(context, builder, signature, arguments):
+        i64, vector = ir.IntType(64), ir.VectorType(ir.IntType(32), LANES)
+        thresholds = splat(builder, arguments[2])
+        word = ir.Constant(i64, 0)
+        for at in range(0, BLOCK, LANES):  # wider vectors make LLVM put the word together bit by bit
+            place = neighbours(
+                context, builder, signature.args[0], arguments[0], builder.add(arguments[1], ir.Constant(i64, at))
+            )
+            values = builder.load(place)
+            values.align = 4
+            magnitudes = builder.and_(values, ir.Constant(vector, [0x7FFFFFFF] * LANES))
+            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, thresholds), ir.IntType(LANES))
+            word = builder.or_(word, builder.shl(builder.zext(reached, i64), ir.Constant(i64, at)))
+        return word
+
+    return types.uint64(bits, types.uintp, types.int32), generate
+
+
+@instruction
+def lowest(typing, word):  # noqa: ARG001
+    """The place of the lowest one in a word that is not zero."""
+
+    def generate(context, builder, signature, arguments):
+        del context, signature
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+@inlined
+def survivors_of_block(bits, begin, threshold, found, kept, count):
+    """Write the survivors' indices behind ``found[:count]`` and their bits behind ``kept[:count]``, while they are at
+    hand; count on where there is no room.
+    """
+    word = _reaching(bits, At(begin), threshold)
+    while word:
+        if count < found.size:
+            j = I32(begin + lowest(word))
+            found[At(count)] = j
+            kept[At(count)] = bits[At(j)]
+        word &= word - np.uint64(1)
+        count += 1
+    return count
+
+
+@inlined
+def survivors_of_rest(bits, begin, end, threshold, found, kept, count):
+    for j in range(begin, end):
+        if (bits[At(j)] & MAGNITUDE) >= threshold:
+            if count < found.size:
+                found[At(count)] = I32(j)
+                kept[At(count)] = bits[At(j)]
+            count += 1
+    return count
+
+
+@loop
+def _survivors_range(bits, threshold, found, kept, first, last):
+    """What in blocks [first, last) has a magnitude ≥ threshold; the count goes on where ``found`` is full."""
+    count = np.int64(0)
+    whole = min(last, bits.size // BLOCK)
+    for block in range(first, whole):
+        count = survivors_of_block(bits, block * BLOCK, threshold, found, kept, count)
+    if whole < last:
+        count = survivors_of_rest(bits, whole * BLOCK, bits.size, threshold, found, kept, count)
+    return count
+
+
+@loop
+def take_largest(found, kept, k, out, out_kept):
+    """The k of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted; their bits beside them.
+
+    The outputs have room for k + 1.
+    """
+    threshold, ties = kth_largest(kept, k)
+    at = np.int64(0)
+    for i in range(found.size):  # every one is written, and overwritten unless it is taken: no branch
+        out[At(at)] = found[i]
+        out_kept[At(at)] = kept[i]
+        magnitude = kept[i] & MAGNITUDE
+        tie = np.int64(magnitude == threshold) & np.int64(ties > 0)
+        ties -= tie
+        at += np.int64(magnitude > threshold) | tie
+
+
+@loop
+def _strata(n, size, fold, first, last, out):
+    """One position from each of the strata [first, last) of ``size`` equal ones over n elements."""
+    whole, part = n // size, n % size
+    low = first * n // size
+    left = first * n % size
+    for i in range(first, last):
+        width = np.int64(whole)
+        left += part
+        if left >= size:
+            left -= size
+            width += 1
+        draw = np.int64(mix(U32(U32(i) + fold)))
+        out[i - first] = I32(low + ((draw * width) >> 32))
+        low += width
+
+
+@loop
+def _sample_range(x, residual, size, fold, first, last, out):
+    """Values [first, last) of the sample of x, or of residual + x where there is a residual."""
+    at = np.empty(last - first, np.int32)
+    _strata(x.size, size, fold, first, last, at)
+    if residual.size:
+        for i in range(at.size):
+            out[first + i] = F32(residual[at[i]] + x[at[i]])
+    else:
+        for i in range(at.size):
+            out[first + i] = x[at[i]]
+
+
+@loop
+def threshold_of_runs(x, residual, size, rank, fold):
+    """The magnitude at that rank of a sample of runs of RUN neighbours, one from each of equal strata."""
+    out = np.empty(size, np.float32)
+    runs = -(-size // RUN)
+    at = np.empty(runs, np.int32)
+    _strata(x.size - RUN, runs, fold, 0, runs, at)
+    for r in range(runs):
+        for j in range(min(RUN, out.size - r * RUN)):
+            value = x[At(at[r] + j)]
+            out[At(r * RUN + j)] = F32(residual[At(at[r] + j)] + value) if residual.size else value
+    return kth_largest(out.view(np.int32), rank)[0]
+
+
+@loop
+def _histogram_range(bits, prefix, shift, width, first, last):
+    histogram = np.zeros(1 << width, np.int64)
+    above = shift + width
+    digit_mask = I32((1 << width) - 1)
+    for i in range(first, last):
+        b = I32(bits[i] & MAGNITUDE)
+        if above >= 31 or (b >> above) == prefix:
+            histogram[(b >> shift) & digit_mask] += 1
+    return histogram
+
+
+@loop
+def _take_exact(bits, threshold, ties, out):
+    """All indices above the threshold and the first ``ties`` equal to it, sorted, into ``out`` (just large enough)."""
+    at = 0
+    for begin in range(0, bits.size, BLOCK):
+        m = min(BLOCK, bits.size - begin)
+        if max_magnitude(bits, begin, m) < threshold:
+            continue
+        for j in range(m):
+            b = I32(bits[At(begin + j)] & MAGNITUDE)
+            if b > threshold or (b == threshold and ties > 0):
+                ties -= b == threshold
+                out[at] = I32(begin + j)
+                at += 1
+
+
+def _exact_topk(bits: Array, k: int) -> Array:
+    """Top-k of anything: three histograms over the bits of the magnitude, then one pass that takes."""
+    prefix, wanted = 0, k
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        above = I32(prefix >> (shift + width))
+        digit = functools.partial(_histogram_range, bits, above, shift, width)
+        parts = spread(bits.size, bits.size, digit)
+        reached = np.cumsum(np.sum(parts, axis=0)[::-1])
+        down = int(np.searchsorted(reached, wanted))
+        wanted -= int(reached[down - 1]) if down else 0
+        prefix |= ((1 << width) - 1 - down) << shift
+    out = np.empty(k, np.int32)
+    _take_exact(bits, I32(prefix), wanted, out)
+    return out
+
+
+def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, oversample: float) -> Any:
+    """The magnitude (as bits) that about oversample·k elements of x (+ residual) should reach."""
+    size, fold = sample_size(x.size, k), fold_seed(seed)
+    sample = np.empty(size, np.float32)
+    spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
+    return kth_largest(sample.view(np.int32), sample_rank(x.size, k, oversample))[0]
+
+
+def first_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool) -> Any:
+    """The threshold to select k with."""
+    size = sample_size(x.size, k)
+    if sampled or x.size < 4 * size:
+        return _sampled_threshold(x, residual, k, seed, OVERSAMPLE)
+    # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
+    return threshold_of_runs(x, residual, size, sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), fold_seed(seed))
+
+
+def most_survivors(k: int, n: int) -> int:
+    """Survivors kept per thread: ample for any threshold that aims at 1.5·k or 2·k, and small beside the tensor."""
+    return min(n, 3 * k + 1024)
+
+
+class Survivors(NamedTuple):
+    """What one thread's range gave: how many there are, and as many of them as there was room for."""
+
+    number: int
+    found: Array
+    kept: Array
+
+
+def room_for(room: int) -> tuple[Array, Array]:
+    return np.empty(room, np.int32), np.empty(room, np.int32)
+
+
+def joined(parts: Sequence[Survivors]) -> tuple[Array, Array] | None:
+    """The survivors of all threads and their bits, sorted as the ranges are; None if a thread ran out of room."""
+    if any(part.number > part.found.size for part in parts):
+        return None
+    cut = [(part.found[: part.number], part.kept[: part.number]) for part in parts]
+    if len(cut) == 1:
+        return cut[0]
+    return np.concatenate([found for found, _ in cut]), np.concatenate([kept for _, kept in cut])
+
+
+def select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | None:
+    room = most_survivors(k, bits.size)
+
+    def work(first: int, last: int) -> Survivors:
+        arrays = room_for(min(room, (last - first) * BLOCK))
+        return Survivors(_survivors_range(bits, threshold, *arrays, first, last), *arrays)
+
+    return joined(spread(-(-bits.size // BLOCK), bits.size, work))
+
+
+def finish_topk(
+    bits: Array, survivors: tuple[Array, Array] | None, k: int, seed: int, sampled: bool
+) -> tuple[Array, Array]:
+    """The largest k of the survivors, and their bits."""
+    if survivors is not None and survivors[0].size < k and not sampled:
+        values = bits.view(np.float32)  # a little too few: a lower threshold, from a sample that is more even
+        survivors = select_above(bits, _sampled_threshold(values, values[:0], k, seed, SECOND_OVERSAMPLE), k)
+    if survivors is None or (survivors[0].size < k and not sampled):
+        found = _exact_topk(bits, k)  # a sample says nothing here
+        return found, bits[found]
+    if survivors[0].size > k:
+        out = room_for(k + 1)
+        take_largest(*survivors, k, *out)
+        return out[0][:k], out[1][:k]
+    return survivors
+
+
+def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
+    n = x.numel()
+    if k == n:
+        return torch.arange(n, dtype=torch.int32)
+    values = x.numpy()
+    bits = values.view(np.int32)
+    survivors = select_above(bits, first_threshold(values, values[:0], k, seed, sampled), k)
+    return torch.from_numpy(finish_topk(bits, survivors, k, seed, sampled)[0])
+
+
+def select_threshold(x: Tensor, value: float) -> Tensor:
+    bits = x.numpy().view(np.int32)
+    threshold = np.array([value], np.float32).view(np.int32)[0]
+
+    def work(first: int, last: int) -> Survivors:
+        arrays = room_for((last - first) * BLOCK // 16 + 1024)
+        count = _survivors_range(bits, threshold, *arrays, first, last)
+        if count > arrays[0].size:  # now the exact size is known
+            arrays = room_for(count)
+            _survivors_range(bits, threshold, *arrays, first, last)
+        return Survivors(count, *arrays)
+
+    survivors = joined(spread(-(-bits.size // BLOCK), bits.size, work))
+    assert survivors is not None
+    return torch.from_numpy(survivors[0])
+
+
+def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
+    out = np.empty(k, np.int32)
+    _strata(n, k, fold_seed(seed), 0, k, out)
+    return torch.from_numpy(out).to(device)
