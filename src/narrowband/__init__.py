@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from narrowband.codecs import Codec, codec
 from narrowband.errors import PayloadError, UnsupportedError
-from narrowband.feedback import Compression, Feedback, compression
-from narrowband.gradients import GradientCompression, Stats, StepStats, compress_gradients
+from narrowband.feedback import DGC, Compression, Feedback, compression
+from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
+    "DGCSGD",
     "Codec",
     "Compression",
     "Feedback",

@@ -42,6 +42,8 @@ SPARSE = [
     "topk:density=0.1,scope=sample",
     "topk:density=0.2,scope=sample,select=sampled,values=fp16,indices=int32",
     "topk:density=0.1,values=fp16",
+    "topk:density=0.1,indices=runs",
+    "topk:density=0.3,select=sampled,values=fp16,indices=runs",
     "topk:density=0.7,values=int8",
     "topk:density=0.2,values=int8,indices=int32",
     "threshold:value=0.5",

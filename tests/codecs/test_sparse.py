@@ -294,3 +294,37 @@ def test_the_wrong_seed_puts_values_elsewhere():
     codec, x = nb.codec("randomk:density=0.1"), torch.randn(1000)
     assert codec.shared_seed
     assert not torch.equal(codec.decode(codec.encode(x, seed=1), torch.empty(1000), seed=2), codec.roundtrip(x, seed=1))
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize(
+    ("n", "places"),
+    [
+        (65_536, [65_535]),  # the longest run there is
+        (65_537, [65_536]),  # one zero more: a stop
+        (200_000, [0, 65_536, 131_072, 196_607, 199_999]),
+        (400_000, [131_071, 131_072, 393_215]),
+        (400_000, [399_999]),
+        (70_000, [0]),
+    ],
+)
+def test_runs_that_16_bits_cannot_say(n, places, values):
+    x = torch.zeros(n)
+    x[places] = torch.arange(1.0, len(places) + 1)
+    density = len(places) / n
+    codec, plain = (nb.codec(f"topk:density={density},values={values}{form}") for form in (",indices=runs", ""))
+    assert torch.equal(codec.roundtrip(x), plain.roundtrip(x))
+
+
+def test_runs_are_the_papers_format():
+    """32-bit values, then how many there are and 16-bit lengths of the zeros before each."""
+    x = torch.zeros(200_000)
+    x[torch.tensor([3, 4, 70_004])] = torch.tensor([1.0, -2.0, 3.0])
+    payload = nb.codec("topk:density=1.5e-5,indices=runs").encode(x)
+    entries = 3 + 200_000 // 65_536
+    assert payload.numel() == 4 * entries + 4 + 2 * entries
+    assert payload[: 4 * entries].view(torch.float32).tolist() == [1.0, -2.0, 0.0, 3.0, 0.0, 0.0]
+    assert payload[4 * entries :].view(torch.int32)[0] == 4
+    assert payload[4 * entries + 4 :].view(torch.uint16).tolist() == [3, 0, 65_535, 70_004 - 65_540 - 1, 0, 0]
+    elias_fano = nb.codec("topk:density=0.001").payload_nbytes(25_000_000)
+    assert elias_fano < 0.905 * nb.codec("topk:density=0.001,indices=runs").payload_nbytes(25_000_000)

@@ -283,6 +283,6 @@ def test_the_battery_covers_every_value_of_every_key():
         (codecs.TopK, "select", {"exact", "sampled"}),
         (codecs.TopK, "scope", {"tensor", "sample"}),
         (codecs.TopK, "values", {"fp32", "fp16", "int8"}),
-        (codecs.TopK, "indices", {"elias-fano", "int32"}),
+        (codecs.TopK, "indices", {"elias-fano", "int32", "runs"}),
     ]:
         assert {getattr(codec, key) for codec in configurations if isinstance(codec, kind)} == values

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels import cpu, reference
-from narrowband.kernels.cpu import selection
+from narrowband.kernels.cpu import momentum, selection
 from narrowband.kernels.cpu.lowrank import COLUMNS
 from narrowband.kernels.cpu.sparse import CACHED
 
@@ -224,6 +224,65 @@ def test_a_payload_may_start_at_any_address(scale: str, bits: int, offset: int) 
     )
 
 
+@given(
+    x=inputs, share=st.floats(0, 1), momentum=st.sampled_from([0.0, 0.9]), nesterov=st.booleans(),
+    masking=st.booleans(), threshold=st.sampled_from([0.0, 1e-30, 0.5, 2.0, 1e30]), seed=seeds,
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_momentum_topk_and_forget(
+    x: Tensor, share: float, momentum: float, nesterov: bool, masking: bool, threshold: float, seed: int
+) -> None:
+    n = x.numel()
+    k = min(n, max(1, round(share * n)))
+    form = {"momentum": momentum, "nesterov": nesterov}
+    outcomes = []
+    for backend in (cpu, reference):
+        gradient, now, before = x.clone(), make("normal", n, 1), make("few-levels", n, 2)
+        held = now.clone(), before.clone()
+        finite, indices, values, _ = backend.momentum_topk(
+            gradient, now, before, k, **form, threshold=threshold, seed=seed
+        )
+        assert torch.equal(gradient, held[1])
+        outcomes.append([finite, gradient, now.clone(), before.clone(), indices, values])
+        if finite:
+            old = backend.forget(now, before, indices, **form, masking=masking)
+            owed = before + (before - now) * momentum if nesterov else before
+            assert (owed[indices].abs() <= 1e-6 * values.abs()).all()
+            outcomes[-1] += [old, now.clone(), before.clone()]
+            now[indices] = old
+        before.copy_(gradient)
+        assert torch.equal(now, held[0])
+        assert torch.equal(before, held[1])
+    assert_same(outcomes[0], outcomes[1])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_threshold_from_the_step_before_saves_looks_and_changes_nothing(count, nesterov, monkeypatch):
+    looks = 0
+    again = momentum.look_again
+
+    def look_again(*arguments):
+        nonlocal looks
+        looks += 1
+        return again(*arguments)
+
+    monkeypatch.setattr(momentum, "look_again", look_again)
+    n, k = 300_000, 3000
+    form = {"momentum": 0.9, "nesterov": nesterov}
+    states, hint = [torch.zeros(n) for _ in range(4)], 0.0
+    with threads(count):
+        for step in range(60):
+            x = make("normal", n, step)
+            _, at, values, hint = cpu.momentum_topk(x.clone(), *states[:2], k, **form, threshold=hint, seed=step)
+            _, expected, theirs, _ = reference.momentum_topk(x.clone(), *states[2:], k, **form)
+            assert_same([at, values], [expected, theirs])
+            for now, before in (states[:2], states[2:]):
+                cpu.forget(now, before, at, **form)
+            states = [states[1], states[0], states[3], states[2]]
+    assert 1 <= looks < 30, looks
+
+
 @given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
 @settings(max_examples=200, deadline=None)
 def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
@@ -309,7 +368,7 @@ def test_encode_topk_of_what_is_not_finite_writes_nothing(backend: Any, count: i
 def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
     """Large elements in few stretches: the exact selection is exact, and seldom has to look at everything."""
     looks = {"second": 0, "everything": 0}
-    above, everything = selection.select_above, selection._exact_topk
+    above, everything = selection._select_above, selection._exact_topk
 
     def look_again(*arguments):
         looks["second"] += 1
@@ -319,7 +378,7 @@ def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
         looks["everything"] += 1
         return everything(*arguments)
 
-    monkeypatch.setattr(selection, "select_above", look_again)
+    monkeypatch.setattr(selection, "_select_above", look_again)
     monkeypatch.setattr(selection, "_exact_topk", look_at_everything)
     x = make("normal", MILLION, 0)
     x[: MILLION - 3].view(-1, 100)[::33] *= 10

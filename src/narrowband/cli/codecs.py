@@ -28,7 +28,7 @@ def example(kind: type[Codec]) -> Codec:
 
 @dataclass(frozen=True)
 class Codecs:
-    """List every codec and feedback: what it does, its keys with their defaults, and what it costs.
+    """List every codec, feedback and method: what it does, its keys with their defaults, and what it costs.
 
     A spec string is ``name[:key=value,…][+feedback]``. It is the same in code, on the command line and in checkpoints.
 
@@ -59,6 +59,13 @@ class Codecs:
         console.print("Behind a '+', what is done about what compression loses:")
         for name, kept in feedback.available().items():
             console.print(f"  [bold]+{name}[/bold]  {escape(_summary(kept))}", highlight=False)
+        console.print("Methods, which bring their codec and their feedback along:")
+        for method in feedback.methods().values():
+            bits = f"{method().codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g} bits"
+            console.print(
+                f"  [bold]{escape(str(method()))}[/bold]  {bits}. {escape(_summary(method))}", highlight=False
+            )
+            console.print("   " + ", ".join(line.strip() for line in _keys(method)), highlight=False)
         return 0
 
 
@@ -66,9 +73,11 @@ def _summary(kind: type) -> str:
     return (kind.__doc__ or "").strip().splitlines()[0].replace("``", "`")
 
 
-def _keys(kind: type[Codec]) -> list[str]:
+def _keys(kind: type) -> list[str]:
     shown = []
-    for f in fields(kind):  # type: ignore[arg-type]
+    for f in fields(kind):
+        if not f.init:
+            continue
         default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default)
         shown.append(f"  {f.name} (required)" if f.default is MISSING else f"  {f.name}={default}")
     return shown

@@ -1,5 +1,7 @@
 """What compression lost, kept for later.
 
+``ef`` stands behind a codec, after a ``+``. ``dgc`` is a method: a feedback that brings its codec along.
+
 A feedback holds state per key (a parameter's name). For each tensor and step it is called twice:
 :meth:`Feedback.encode` when the tensor is to be sent, then, when the step is known to be good on every rank,
 :meth:`Feedback.absorb` with the payload that went out, or else :meth:`Feedback.rollback`, which leaves the state as it
@@ -9,7 +11,8 @@ was, to the bit.
 from __future__ import annotations
 
 from narrowband.feedback.base import Feedback
+from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
-from narrowband.feedback.spec import Compression, available, compression
+from narrowband.feedback.spec import Compression, available, compression, methods
 
-__all__ = ["Compression", "ErrorFeedback", "Feedback", "available", "compression"]
+__all__ = ["DGC", "Compression", "ErrorFeedback", "Feedback", "available", "compression", "methods"]

@@ -1,4 +1,6 @@
-"""``codec[+feedback]``: a whole spec string, such as ``topk:density=0.01+ef``."""
+"""``codec[+feedback]``, or a method that is both: a whole spec string, such as ``topk:density=0.01+ef`` or
+``dgc:density=0.001``.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,26 @@ from typing import TYPE_CHECKING
 
 from narrowband import codecs
 from narrowband.feedback.base import Feedback
+from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 
 if TYPE_CHECKING:
     from narrowband.codecs import Codec
 
-__all__ = ["Compression", "available", "compression"]
+__all__ = ["Compression", "available", "compression", "methods"]
 
 _FEEDBACKS: tuple[type[Feedback], ...] = (ErrorFeedback,)
+_METHODS: tuple[type[DGC], ...] = (DGC,)
 
 
 def available() -> dict[str, type[Feedback]]:
-    """Every feedback by its name in a spec string."""
+    """Every feedback by its name behind the ``+`` of a spec string."""
     return {kind.name: kind for kind in _FEEDBACKS}
+
+
+def methods() -> dict[str, type[DGC]]:
+    """Every feedback that names its codec itself, by its name in a spec string."""
+    return {kind.name: kind for kind in _METHODS}
 
 
 @dataclass(frozen=True)
@@ -33,11 +42,17 @@ class Compression:
         """A feedback of this configuration, with no state yet."""
         return replace(self.feedback) if self.feedback is not None else None  # type: ignore[type-var]
 
+    def codec_at(self, step: int, epoch: int | None = None) -> Codec:
+        """The codec of a step (from 0): another one while a method warms up."""
+        return self.feedback.codec_at(step, epoch) if isinstance(self.feedback, DGC) else self.codec
+
     def __str__(self) -> str:
+        if isinstance(self.feedback, _METHODS):
+            return codecs.format_term(self.feedback)
         return str(self.codec) if self.feedback is None else f"{self.codec}+{codecs.format_term(self.feedback)}"
 
 
-def compression(spec: str | Codec | Compression) -> Compression:
+def compression(spec: str | Codec | Compression | DGC) -> Compression:
     """The codec and feedback that a spec string names.
 
     Raises:
@@ -49,7 +64,22 @@ def compression(spec: str | Codec | Compression) -> Compression:
     """
     if isinstance(spec, Compression):
         return spec
-    if not isinstance(spec, str):
-        return Compression(codecs.codec(spec))
-    text, plus, feedback = spec.partition("+")
-    return Compression(codecs.codec(text), codecs.parse_term(feedback, available(), "feedback") if plus else None)
+    if isinstance(spec, str):
+        text, plus, feedback = spec.partition("+")
+        kept = codecs.parse_term(feedback, available(), "feedback") if plus else None
+        if text.strip().partition(":")[0] not in methods():
+            return Compression(_codec(text), kept)
+        spec = codecs.parse_term(text, methods(), "method")
+        if plus:
+            raise ValueError(f"{spec.name} keeps what it does not send by itself; leave out '+{feedback}'")
+    if isinstance(spec, DGC):
+        return Compression(spec.codec, spec)
+    return Compression(codecs.codec(spec))
+
+
+def _codec(text: str) -> Codec:
+    """The codec of that name; an error lists the methods, too."""
+    kinds: dict[str, type[Codec | DGC]] = {**codecs.available(), **methods()}
+    found = codecs.parse_term(text, kinds, "codec")
+    assert isinstance(found, codecs.Codec)
+    return found

@@ -8,6 +8,8 @@ the bucket to the engine's thread and returns a future, for which DDP waits at t
   anew after the first step; an all-reduce of a bucket adds up in an order that its layout decides);
 * everything else (biases, norms, small layers) is collected over all buckets and travels in one dense all-reduce, just
   ahead of the last bucket's payload;
+* with ``dgc`` momentum lives here and not in the optimizer: what travels uncompressed gets the same momentum, after its
+  average, and so do steps in which nothing is compressed;
 * a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every
   rank, and with feedback no average is written before that is known. With ``gather`` it is known early: the dense
   all-reduce carries one element more, NaN where a rank encoded something not finite, so that averages are written
@@ -34,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowband import kernels
 from narrowband.codecs import Codec, Identity
+from narrowband.codecs.base import squared_norm
 from narrowband.collectives import (
     COLLECTIVES,
     Engine,
@@ -48,7 +51,8 @@ from narrowband.collectives import (
 )
 from narrowband.collectives.exchange import all_gather_single, check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import Compression, compression
+from narrowband.feedback import DGC, Compression, compression
+from narrowband.gradients.optim import check_momentum
 from narrowband.gradients.stats import Stats, StepStats
 
 if TYPE_CHECKING:
@@ -86,7 +90,7 @@ _handles: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Gradien
 
 def compress_gradients(
     ddp_model: DistributedDataParallel,
-    spec: str | Codec | Compression,
+    spec: str | Codec | Compression | DGC,
     *,
     min_numel: int = 1024,
     start_step: int = 0,
@@ -94,6 +98,7 @@ def compress_gradients(
     seed: int = 0,
     collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> GradientCompression:
     """Compress the gradients that ``ddp_model`` averages. Call it on all ranks, once, before the first backward.
 
@@ -107,6 +112,8 @@ def compress_gradients(
         collective: ``auto`` takes the one that sends least (see :mod:`narrowband.collectives.exchange`).
         grad_scaler: the scaler of mixed-precision training, if there is one. What feedback owes is in units of scaled
             gradients, and is rescaled when the scale changes.
+        optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
+            wire).
 
     ``model.join()`` works: ranks that have run out of data send zeros, and keep what they owe. Its
     ``divide_by_initial_world_size=False`` is refused by the first backward.
@@ -117,7 +124,8 @@ def compress_gradients(
 
     Raises:
         TypeError: not a DistributedDataParallel model.
-        ValueError: a spec, a number or a collective that does not exist, or ranks that disagree.
+        ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
+            disagree.
         UnsupportedError: the model already has a hook, or does what no hook can follow.
 
     Example:
@@ -141,6 +149,7 @@ def compress_gradients(
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
     _check_model(ddp_model)
+    _check_momentum(ddp_model, chosen, optimizer)
     return GradientCompression(
         ddp_model,
         chosen,
@@ -166,6 +175,27 @@ def _check_model(model: DistributedDataParallel) -> None:
         raise UnsupportedError(
             "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
             "step it after backward instead"
+        )
+
+
+def _check_momentum(
+    model: DistributedDataParallel, chosen: Compression, optimizer: torch.optim.Optimizer | None
+) -> None:
+    method = chosen.feedback
+    if not isinstance(method, DGC):
+        return
+    if optimizer is not None:
+        check_momentum(optimizer, method, model.parameters())
+    elif method.momentum:
+        log.warning(
+            "dgc applies momentum=%s before the wire, and the optimizer must not apply it again; pass optimizer=… to "
+            "have that checked",
+            method.momentum,
+        )
+    odd = [name for name, p in model.module.named_parameters() if p.requires_grad and p.dtype.is_complex]
+    if odd and method.momentum:
+        raise UnsupportedError(
+            f"dgc keeps the momentum of real numbers; these parameters are complex: {', '.join(odd)}"
         )
 
 
@@ -203,6 +233,9 @@ class GradientCompression:
         self._loss_scale: float | None = None
         self._paused = False
         self._feedback = chosen.new_feedback()
+        #: The feedback, if momentum is its business: it then has to hear of everything that is averaged.
+        self._method = self._feedback if isinstance(self._feedback, DGC) else None
+        self._epoch: int | None = None
         self._step = 0
         self._current: _Step | None = None  # the step whose buckets are coming in
         self._open_step: _Step | None = None  # the step that the engine works on
@@ -257,6 +290,14 @@ class GradientCompression:
         """Compress again from the next step on. Call on all ranks."""
         self._paused = False
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a warm-up that counts epochs which one begins, from 0 on, as a DistributedSampler is told. Call on all
+        ranks.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} must not be negative")
+        self._epoch = epoch
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on to the bit. Every rank has its own: save one file per rank.
 
@@ -267,6 +308,7 @@ class GradientCompression:
             "version": 1,
             "spec": str(self.compression),
             "step": self._step,
+            "epoch": self._epoch,
             "seed": self._seed,
             "loss_scale": self._loss_scale,
             "rank": self._peers.rank,
@@ -306,17 +348,20 @@ class GradientCompression:
                 f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} "
                 "has no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
             )
-        numel = {p.name: p.shape.numel() for p in self._parameters.values() if p.codec is not None}
-        for name, residual in owed.items():
-            if numel.get(name) != residual.numel():
+        numel = {p.name: p.shape.numel() for p in self._parameters.values()}
+        compressed = {p.name for p in self._parameters.values() if p.codec is not None}
+        for key, residual in owed.items():
+            room, _, name = key.rpartition("/")
+            expected = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
+            if expected != residual.numel():
                 raise ValueError(
-                    f"the state owes {residual.numel()} elements to {name!r}, of which this model compresses "
-                    f"{numel.get(name, 0)}; it is the state of another model, or was saved with another min_numel"
+                    f"the state owes {residual.numel()} elements to {key!r}, of which this model compresses "
+                    f"{expected}; it is the state of another model, or was saved with another min_numel"
                 )
         if self._feedback is not None:
             device = next(iter(self._parameters)).device
             self._feedback.load_state_dict({name: residual.to(device) for name, residual in owed.items()})
-        self._step = first["step"]
+        self._step, self._epoch = first["step"], first["epoch"]
         self._seed = first["seed"]
         self._loss_scale = first["loss_scale"]
         self._total, self._last = StepStats(), StepStats()
@@ -424,7 +469,9 @@ class GradientCompression:
                     "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, "
                     "which compressed averages do not know; use join(divide_by_initial_world_size=True), the default"
                 )
-            step = _Step(self, compressing=not self._paused and self._step >= self._start_step)
+            compressing = not self._paused and self._step >= self._start_step
+            codec = self.compression.codec_at(max(0, self._step - self._start_step), self._epoch)
+            step = _Step(self, codec if compressing else Identity(), compressing=compressing)
             self._current = self._open_step = step
         buffer = bucket.buffer()
         parameters = bucket.parameters()
@@ -486,9 +533,13 @@ class _Step:
     thread.
     """
 
-    def __init__(self, handle: GradientCompression, *, compressing: bool) -> None:
+    def __init__(self, handle: GradientCompression, codec: Codec, *, compressing: bool) -> None:
         self.handle = handle
+        self.codec = codec
         self.compressing = compressing
+        self._kind = handle._kind if compressing else "dense"
+        self._held: list[tuple[Tensor, Sequence[Tensor]]] = []  # buckets that wait for the norm of all
+        self._held_norm = 0.0
         self.futures: list[torch.futures.Future[Tensor]] = []
         self.closed_at = 0.0
         self._closed = False
@@ -496,13 +547,13 @@ class _Step:
         self._open_jobs = 0
         self._undecided_jobs = 0  # those that may still show that the step does not count
         self._encoded_finite = True
-        self._flagged = compressing and handle._feedback is not None and handle._kind == "gather"
+        self._flagged = handle._feedback is not None and compressing and self._kind == "gather"
         self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
         self._arrived: list[Exchange] = []
         self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._dense: dict[torch.dtype, Tensor] = {}
-        self._dense_back: list[tuple[Tensor, Tensor]] = []
+        self._dense_back: list[tuple[_Parameter, Tensor, Tensor]] = []
         self._dense_finite = True
         self._stats = StepStats(steps=1)
         self._wire_before = handle._engine.wire_seconds
@@ -520,10 +571,38 @@ class _Step:
         if not self._begun:
             self._begun = True
             handle._scale_changed()
-        size = handle._peers.size
         self._results.append((future, buffer))
+        method = handle._method
+        if method is not None and math.isfinite(method.clip):
+            self._held.append((buffer, parameters))
+            self._held_norm = math.hypot(self._held_norm, _norm(buffer))
+            if last:
+                self._clip(method.clip)
+                held, self._held = self._held, []
+                for at, (held_buffer, held_parameters) in enumerate(held):
+                    self._exchange(held_buffer, held_parameters, last=at == len(held) - 1)
+        else:
+            self._exchange(buffer, parameters, last=last)
+
+    def _clip(self, threshold: float) -> None:
+        """Local gradient clipping: each rank's own gradient at its share of the threshold."""
+        threshold /= math.sqrt(self.handle._peers.size)
+        threshold *= self.handle._loss_scale or 1.0
+        if threshold < self._held_norm < math.inf:
+            for buffer, _ in self._held:
+                buffer.mul_(threshold / self._held_norm)
+
+    def _exchange(self, buffer: Tensor, parameters: Sequence[Tensor], *, last: bool) -> None:
+        """Start what a bucket needs."""
+        handle = self.handle
+        size, method = handle._peers.size, handle._method
         work: Exchange | None = None
         if buffer.is_sparse:
+            if method is not None and method.momentum:
+                raise UnsupportedError(
+                    "dgc keeps momentum for every element, and this gradient is sparse; use a dense gradient "
+                    "(sparse=False), or dgc with momentum=0"
+                )
             if not handle._said_sparse:
                 handle._said_sparse = True
                 log.warning("sparse gradients travel uncompressed")
@@ -535,7 +614,7 @@ class _Step:
             self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
             plain = isinstance(handle.compression.codec, Identity)  # loses nothing, so feedback has nothing to do
             known = buffer.dtype == parameters[0].dtype  # complex gradients come as pairs of real numbers
-            if self.compressing and known and not plain:
+            if known and ((self.compressing and not plain) or method is not None):
                 work = self._encode(buffer, parameters)
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
@@ -558,11 +637,11 @@ class _Step:
                 self._travels_dense(part, known)
             else:
                 items.append(
-                    Item(known.name, part, known.shape, known.codec, handle._feedback, self._seeds(known.index))
+                    Item(known.name, part, known.shape, self.codec, handle._feedback, self._seeds(known.index))
                 )
         if not items:
             return None
-        work = exchange(handle._kind, items, handle._peers, measure=self._measure)
+        work = exchange(self._kind, items, handle._peers, measure=self._measure)
         self._exchanges.append(work)
         self._encoded_finite &= work.encode()
         return work
@@ -593,7 +672,7 @@ class _Step:
             flat = self._dense[part.dtype] = torch.zeros(numel, dtype=part.dtype, device=part.device)
         place = flat[known.dense_at : known.dense_at + part.numel()]
         place.copy_(part)
-        self._dense_back.append((part, place))
+        self._dense_back.append((known, part, place))
 
     def _seeds(self, index: int) -> Callable[[int], int]:
         seed, step = self.handle._seed, self.handle.step
@@ -629,7 +708,10 @@ class _Step:
             return
         if self._good is None:
             self._good = self._dense_finite and all(work.finite for work in self._exchanges)
-            for part, place in self._dense_back:
+            method = self.handle._method
+            if method is not None and self._good:
+                method.advance_dense([(known.name, place) for known, _, place in self._dense_back])
+            for _, part, place in self._dense_back:
                 part.copy_(place)
         arrived, self._arrived = self._arrived, []
         for work in arrived:
@@ -665,6 +747,12 @@ class _Step:
         for future in self.futures:
             if not future.done():
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
+
+
+def _norm(x: Tensor) -> float:
+    """The norm, in float64 where float32 is too small for it."""
+    norm = float(torch.linalg.vector_norm(x.float()))
+    return norm if math.isfinite(norm) else math.sqrt(squared_norm(x))
 
 
 def _hook(handle: GradientCompression, bucket: GradBucket) -> torch.futures.Future[Tensor]:

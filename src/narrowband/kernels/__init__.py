@@ -72,8 +72,10 @@ __all__ = [
     "elias_fano_low_bits",
     "elias_fano_nbytes",
     "encode_topk",
+    "forget",
     "group_minmax",
     "low_rank_product",
+    "momentum_topk",
     "packed_nbytes",
     "quantize_groups",
     "randomk_indices",
@@ -246,6 +248,53 @@ def encode_topk(
     """
     found = _backend(x).encode_topk(x, residual, k, out, sampled=sampled, seed=seed, subtract=subtract)
     return cast("bool", found)
+
+
+def momentum_topk(
+    x: Tensor,
+    now: Tensor,
+    before: Tensor,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    threshold: float = 0.0,
+    seed: int = 0,
+) -> tuple[bool, Tensor, Tensor, float]:
+    """One step of momentum correction, and the k elements of largest magnitude in what is owed then, fused.
+
+    A running sum y of velocities is kept as two of its states, ``now`` and the one ``before``; their difference is the
+    velocity. So nothing is lost when the step is undone: ::
+
+        (x, before) ← (before, now + (momentum · (now − before) + x))
+
+    makes ``before`` the newest sum, ``now`` the one before that, and leaves the oldest in ``x``. Owed is the newest
+    sum; with ``nesterov``, it is that plus momentum · (newest − now), which is what the variant's own sum comes to.
+
+    Args:
+        threshold: a magnitude that a little more than k elements may reach, as the last call returned it, or 0. It says
+            where to look first, and changes no result.
+
+    Returns:
+        (whether everything owed is finite, the k sorted indices, what is owed there, the threshold for the next call).
+        When not finite, indices and values are empty.
+    """
+    result = _backend(x).momentum_topk(
+        x, now, before, k, momentum=momentum, nesterov=nesterov, threshold=threshold, seed=seed
+    )
+    return cast("tuple[bool, Tensor, Tensor, float]", result)
+
+
+def forget(
+    now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
+) -> Tensor:
+    """Owe nothing more at the indices, after :func:`momentum_topk`; with ``masking`` the velocity there is zero, too.
+
+    Returns what ``now`` held there; written back, and ``before`` overwritten with ``x``, it undoes both calls to the
+    bit.
+    """
+    old = _backend(now).forget(now, before, indices, momentum=momentum, nesterov=nesterov, masking=masking)
+    return cast("Tensor", old)
 
 
 def all_finite(x: Tensor) -> bool:

@@ -307,6 +307,38 @@ def encode_topk(
     return finite
 
 
+def momentum_topk(
+    x: Tensor,
+    now: Tensor,
+    before: Tensor,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    threshold: float = 0.0,
+    seed: int = 0,
+) -> tuple[bool, Tensor, Tensor, float]:
+    oldest = before.clone()
+    before.copy_(now + ((now - oldest) * momentum + x))
+    x.copy_(oldest)
+    owed = before + (before - now) * momentum if nesterov else before
+    if not all_finite(owed):
+        return False, torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0), threshold
+    at = select_topk(owed, k, seed=seed)
+    return True, at, owed[at], 0.0
+
+
+def forget(
+    now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
+) -> Tensor:
+    old = now[indices]
+    velocity = torch.zeros_like(old) if masking else before[indices] - old
+    held = velocity * -momentum if nesterov else torch.zeros_like(old)
+    before[indices] = held
+    now[indices] = held - velocity
+    return old
+
+
 def all_zero(x: Tensor) -> bool:
     return not bool(x.any())
 

@@ -14,6 +14,7 @@ from narrowband.kernels.cpu.compensation import (
     encode_topk,
 )
 from narrowband.kernels.cpu.lowrank import low_rank_product
+from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk
 from narrowband.kernels.cpu.sparse import (
@@ -35,8 +36,10 @@ __all__ = [
     "elias_fano_decode",
     "elias_fano_encode",
     "encode_topk",
+    "forget",
     "group_minmax",
     "low_rank_product",
+    "momentum_topk",
     "quantize_groups",
     "randomk_indices",
     "select_threshold",

@@ -22,6 +22,7 @@ from narrowband.kernels.cpu.loops import (
 )
 from narrowband.kernels.cpu.selection import (
     BLOCK,
+    NEVER,
     OVERSAMPLE_OF_RUNS,
     Survivors,
     finish_topk,
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-#: A threshold that no finite magnitude reaches: compensation without selection.
-_NEVER = np.int32(0x7FFFFFFF)
-
 
 @inlined
 def _swap_add(x, residual, begin, m):
@@ -64,12 +62,12 @@ def _compensate_range(x, residual, residual_bits, threshold, found, kept, first,
         begin = block * BLOCK
         _swap_add(x, residual, begin, BLOCK)
         top = max(top, max_magnitude(residual_bits, begin, BLOCK))
-        count = survivors_of_block(residual_bits, begin, threshold, found, kept, count)
+        count = survivors_of_block(residual_bits, begin, begin, threshold, found, kept, count)
     if whole < last:
         begin, m = whole * BLOCK, x.size - whole * BLOCK
         _swap_add(x, residual, begin, m)
         top = max(top, max_magnitude(residual_bits, begin, m))
-        count = survivors_of_rest(residual_bits, begin, x.size, threshold, found, kept, count)
+        count = survivors_of_rest(residual_bits, begin, x.size, begin, threshold, found, kept, count)
     return count, top
 
 
@@ -86,7 +84,7 @@ def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[b
 
 
 def compensate(x: Tensor, residual: Tensor) -> bool:
-    return _compensate(x.numpy(), residual.numpy(), _NEVER, 0)[0]
+    return _compensate(x.numpy(), residual.numpy(), NEVER, 0)[0]
 
 
 def compensate_select_topk(
@@ -98,7 +96,7 @@ def compensate_select_topk(
 
 def _compensate_select(x: Array, residual: Array, k: int, sampled: bool, seed: int) -> tuple[bool, Array, Array]:
     every = k == x.size
-    threshold = _NEVER if every else first_threshold(x, residual, k, seed, sampled)
+    threshold = NEVER if every else first_threshold(x, residual, k, seed, sampled)
     finite, parts = _compensate(x, residual, threshold, 0 if every else most_survivors(k, x.size))
     bits = residual.view(np.int32)
     if every or not finite:

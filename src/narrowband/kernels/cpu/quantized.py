@@ -16,6 +16,7 @@ from narrowband.kernels.cpu.loops import (
     LANES,
     MAGNITUDE,
     NON_FINITE,
+    PAGE,
     U8,
     U32,
     At,
@@ -27,6 +28,7 @@ from narrowband.kernels.cpu.loops import (
     max_magnitude,
     mix,
     neighbours,
+    prefetch,
     splat,
     spread,
 )
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
 
 NAN_BITS = np.int32(0x7FC00000)
 TINY = np.float32(2.0**-126)
-#: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
-PAGE = 4096
 
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
 
@@ -186,15 +186,6 @@ def _unpack_plane(codes, at, m, shift, width, q):
                 q[At(p * stride + t)] |= U8(U8((codes[At(at + t)] >> down) & mask) << up)
 
 
-def _prefetch(builder: Any, place: Any, ahead: int) -> None:
-    """Ask for the cache line ``ahead`` bytes on, to be written."""
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    instruction = builder.module.declare_intrinsic("llvm.prefetch", (byte,), form)
-    line = builder.gep(builder.bitcast(place, byte), [word(ahead)])
-    builder.call(instruction, [line, word(1), word(3), word(1)])
-
-
 @instruction
 def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, accumulate, out, begin):  # noqa: ARG001
     """What the last loop of ``_values`` does, for LANES elements: the compiler need not ask whether arrays overlap."""
@@ -208,7 +199,7 @@ def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, a
         code = builder.and_(builder.lshr(builder.zext(packed, ir.VectorType(ir.IntType(32), LANES)), down), mask)
         level = builder.fsub(builder.sitofp(code, ir.VectorType(ir.FloatType(), LANES)), offset)
         value = builder.fmul(weight, builder.fadd(low, builder.fmul(level, step)))
-        _prefetch(builder, out_at, PAGE)
+        prefetch(builder, out_at, PAGE)
         old = builder.load(out_at)
         old.align = 4
         builder.store(builder.select(arguments[8], builder.fadd(old, value), value), out_at).align = 4

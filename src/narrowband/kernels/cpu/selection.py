@@ -51,6 +51,8 @@ RUN = 32
 OVERSAMPLE_OF_RUNS = 1.5
 #: How many the second look aims at.
 SECOND_OVERSAMPLE = 2.0
+#: A threshold that no finite magnitude reaches: no selection.
+NEVER = np.int32(0x7FFFFFFF)
 
 
 @loop
@@ -117,27 +119,27 @@ def lowest(typing, word):  # noqa: ARG001
 
 
 @inlined
-def survivors_of_block(bits, begin, threshold, found, kept, count):
+def survivors_of_block(bits, begin, index, threshold, found, kept, count):
     """Write the survivors' indices behind ``found[:count]`` and their bits behind ``kept[:count]``, while they are at
-    hand; count on where there is no room.
+    hand; count on where there is no room. What lies at ``begin`` has this index.
     """
     word = _reaching(bits, At(begin), threshold)
     while word:
         if count < found.size:
-            j = I32(begin + lowest(word))
-            found[At(count)] = j
-            kept[At(count)] = bits[At(j)]
+            j = I32(lowest(word))
+            found[At(count)] = I32(index + j)
+            kept[At(count)] = bits[At(begin + j)]
         word &= word - np.uint64(1)
         count += 1
     return count
 
 
 @inlined
-def survivors_of_rest(bits, begin, end, threshold, found, kept, count):
+def survivors_of_rest(bits, begin, end, index, threshold, found, kept, count):
     for j in range(begin, end):
         if (bits[At(j)] & MAGNITUDE) >= threshold:
             if count < found.size:
-                found[At(count)] = I32(j)
+                found[At(count)] = I32(index + j - begin)
                 kept[At(count)] = bits[At(j)]
             count += 1
     return count
@@ -149,9 +151,9 @@ def _survivors_range(bits, threshold, found, kept, first, last):
     count = np.int64(0)
     whole = min(last, bits.size // BLOCK)
     for block in range(first, whole):
-        count = survivors_of_block(bits, block * BLOCK, threshold, found, kept, count)
+        count = survivors_of_block(bits, block * BLOCK, block * BLOCK, threshold, found, kept, count)
     if whole < last:
-        count = survivors_of_rest(bits, whole * BLOCK, bits.size, threshold, found, kept, count)
+        count = survivors_of_rest(bits, whole * BLOCK, bits.size, whole * BLOCK, threshold, found, kept, count)
     return count
 
 
@@ -304,7 +306,7 @@ def joined(parts: Sequence[Survivors]) -> tuple[Array, Array] | None:
     return np.concatenate([found for found, _ in cut]), np.concatenate([kept for _, kept in cut])
 
 
-def select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | None:
+def _select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | None:
     room = most_survivors(k, bits.size)
 
     def work(first: int, last: int) -> Survivors:
@@ -314,16 +316,25 @@ def select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | N
     return joined(spread(-(-bits.size // BLOCK), bits.size, work))
 
 
+def look_again(bits: Array, k: int, seed: int) -> tuple[Array, Array]:
+    """At least k of the largest, and their bits: by a sample that is more even than one of runs, or else exactly."""
+    values = bits.view(np.float32)
+    survivors = _select_above(bits, _sampled_threshold(values, values[:0], k, seed, SECOND_OVERSAMPLE), k)
+    if survivors is None or survivors[0].size < k:
+        found = _exact_topk(bits, k)  # a sample says nothing here
+        return found, bits[found]
+    return survivors
+
+
 def finish_topk(
     bits: Array, survivors: tuple[Array, Array] | None, k: int, seed: int, sampled: bool
 ) -> tuple[Array, Array]:
     """The largest k of the survivors, and their bits."""
-    if survivors is not None and survivors[0].size < k and not sampled:
-        values = bits.view(np.float32)  # a little too few: a lower threshold, from a sample that is more even
-        survivors = select_above(bits, _sampled_threshold(values, values[:0], k, seed, SECOND_OVERSAMPLE), k)
-    if survivors is None or (survivors[0].size < k and not sampled):
-        found = _exact_topk(bits, k)  # a sample says nothing here
+    if survivors is None:
+        found = _exact_topk(bits, k)
         return found, bits[found]
+    if survivors[0].size < k and not sampled:
+        survivors = look_again(bits, k, seed)
     if survivors[0].size > k:
         out = room_for(k + 1)
         take_largest(*survivors, k, *out)
@@ -337,7 +348,7 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
         return torch.arange(n, dtype=torch.int32)
     values = x.numpy()
     bits = values.view(np.int32)
-    survivors = select_above(bits, first_threshold(values, values[:0], k, seed, sampled), k)
+    survivors = _select_above(bits, first_threshold(values, values[:0], k, seed, sampled), k)
     return torch.from_numpy(finish_topk(bits, survivors, k, seed, sampled)[0])
 
 

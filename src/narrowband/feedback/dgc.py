@@ -1,0 +1,333 @@
+"""Deep Gradient Compression: 99.9 % of a gradient waits, and momentum does not suffer from it (Lin et al., arXiv
+1712.01887).
+
+Momentum that an optimizer applies to sparse averages would forget, for elements that waited T steps, how their
+gradients ought to have been discounted in the meantime. So momentum comes before the wire (equation 7): with gradient
+g, momentum m, velocity u and accumulated velocity v, each rank ::
+
+    u = m·u + g          # momentum correction
+    v = v + u
+    send the largest of v; where v was sent: v = 0, and u = 0    # momentum factor masking
+
+and the optimizer is plain SGD. Nesterov's variant (appendix B) has u = m·(u + g), v = v + u + g.
+
+Both states are kept as two successive sums of velocities, y and the y of the step before: u is their difference. A step
+then reads three arrays and writes two, and can be undone to the bit with no copy (:func:`narrowband.kernels.
+momentum_topk`). v is y; in Nesterov's variant v telescopes to y + m·(velocity of the plain kind), which these two hold
+as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.codecs import Identity, TopK, format_term
+from narrowband.codecs.base import check_keys, dims, squared_norm
+from narrowband.feedback.base import Feedback, Norms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from narrowband.codecs import Codec, Shape
+
+__all__ = ["DGC"]
+
+#: Warm-up begins by sending a quarter, and every later stretch sends a quarter of the one before (section 3.3).
+WARM_UP = 0.25
+
+
+@dataclass(eq=False)
+class _Sent:
+    """What a step in progress did to one tensor."""
+
+    undo: Callable[[], None]
+    commit: Callable[[], None] | None  # None: done already
+    at: Tensor | None = None  # what was sent; None: everything
+
+
+@dataclass(unsafe_hash=True)
+class DGC(Feedback):
+    """Deep Gradient Compression: momentum correction and masking before the wire, for SGD without momentum of its own.
+
+    Costs two float32 per element, one of which the optimizer no longer needs for its momentum.
+
+    Args:
+        density: the share of elements that is sent, after warm-up.
+        momentum: of the velocity, as SGD's; the optimizer's own must be 0 (see :class:`narrowband.DGCSGD`).
+        nesterov: Nesterov's variant.
+        clip: threshold for the norm of the whole model's averaged gradient; each of N ranks clips its own at
+            clip/√N before it enters the velocity (section 3.2). Encoding then waits for the whole gradient.
+        warmup_steps: steps over which the density falls: 25 %, 6.25 %, 1.56 % …, as long as that is above ``density``,
+            for equally many steps each.
+        warmup_epochs: the same, counted in epochs: call the handle's ``set_epoch`` before each.
+        masking: whether the velocity is set to zero where elements are sent.
+        indices: how they are written: see :class:`~narrowband.codecs.TopK`.
+    """
+
+    name: ClassVar[str] = "dgc"
+
+    density: float = field(default=0.001, metadata={"always": True})
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float = math.inf
+    warmup_steps: int = 0
+    warmup_epochs: int = 0
+    masking: bool = True
+    indices: Literal["elias-fano", "runs"] = "elias-fano"
+
+    _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _before: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _dense: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Magnitudes that a few more elements than wanted reached in the step before. They save time, and change nothing.
+    _hints: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        TopK(density=self.density)  # says what a density may be
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"dgc: momentum={self.momentum} is not in [0, 1)")
+        if self.nesterov and not self.momentum:
+            raise ValueError("dgc: nesterov=true needs a momentum above 0")
+        if not self.clip > 0:
+            raise ValueError(f"dgc: clip={self.clip} must be above 0; leave it out for no clipping")
+        if self.warmup_steps < 0 or self.warmup_epochs < 0:
+            raise ValueError(
+                f"dgc: warmup_steps={self.warmup_steps} and warmup_epochs={self.warmup_epochs} must not be negative"
+            )
+        if self.warmup_steps and self.warmup_epochs:
+            raise ValueError("dgc: a warm-up lasts warmup_steps or warmup_epochs; give one of them")
+        if (self.warmup_steps or self.warmup_epochs) and self.density >= WARM_UP:
+            raise ValueError(
+                f"dgc: density={self.density} is no less than the {WARM_UP:.0%} that warm-up begins with, so the "
+                "density would grow; leave the warm-up out"
+            )
+
+    # ---- the schedule ------------------------------------------------------------------------------------------------
+
+    @property
+    def codec(self) -> TopK:
+        """What v is sent with after warm-up."""
+        return TopK(density=self.density, indices=self.indices)
+
+    def codec_at(self, step: int, epoch: int | None) -> TopK:
+        """What v is sent with in this step (from 0), and this epoch where that is what warm-up counts.
+
+        Raises:
+            ValueError: warm-up counts epochs, and there is none.
+
+        Example:
+            >>> DGC(density=0.001, warmup_steps=400).codec_at(100, None).density
+            0.0625
+        """
+        if self.warmup_epochs and epoch is None:
+            raise ValueError(
+                f"{self.name}: warmup_epochs={self.warmup_epochs} counts epochs: call handle.set_epoch(epoch) at the "
+                "beginning of each, from 0 on"
+            )
+        position, length = (epoch, self.warmup_epochs) if self.warmup_epochs else (step, self.warmup_steps)
+        if position is None or position >= length:
+            return self.codec
+        stretches = math.ceil(math.log(self.density) / math.log(WARM_UP) - 1e-9) - 1
+        return TopK(density=WARM_UP ** (1 + stretches * position // length), indices=self.indices)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        key: str,
+        x: Tensor,
+        codec: Codec,
+        *,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None = None,
+        absorb: bool = False,
+    ) -> tuple[bool, Tensor]:
+        if absorb and not self.can_roll_back(x):
+            raise ValueError(f"a step of {x.dtype} can be absorbed only when it is decided")
+        now, before = self._now.get(key), self._before.get(key)
+        if now is None or before is None:
+            now, before = (torch.zeros(x.numel(), device=x.device) for _ in range(2))
+            self._now[key], self._before[key] = now, before
+        elif now.numel() != x.numel():
+            raise ValueError(
+                f"the state of {key!r} has {now.numel()} elements, so {x.numel()} cannot be encoded there; "
+                "use another key, or load the state of this model"
+            )
+        if isinstance(codec, Identity):
+            finite, payload = self._encode_velocity(key, x, now, before, codec, shape, seed, out)
+        elif isinstance(codec, TopK):
+            finite, payload = self._encode_top(key, x, now, before, codec, shape, seed, out)
+        else:
+            raise TypeError(f"dgc sends what is largest, or everything, and not by {codec}")
+        if absorb and finite:
+            self._commit(key)
+        return finite, payload
+
+    def _encode_top(
+        self,
+        key: str,
+        x: Tensor,
+        now: Tensor,
+        before: Tensor,
+        codec: TopK,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None,
+    ) -> tuple[bool, Tensor]:
+        in_place = x.dtype == torch.float32
+        # A half-precision gradient cannot hold the oldest sum: there a copy takes part, and its memory is the state's
+        # if the step is good.
+        gradient, newest = (x, before) if in_place else (x.float(), before.clone())
+        finite, at, values, hint = kernels.momentum_topk(
+            gradient,
+            now,
+            newest,
+            codec.kept(shape),
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            threshold=self._hints.get(key, 0.0),
+            seed=seed,
+        )
+        forgotten: list[Tensor] = []
+
+        def commit() -> None:
+            old = kernels.forget(now, newest, at, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking)
+            forgotten.append(old)
+            self._now[key], self._before[key] = newest, now
+            self._hints[key] = hint
+
+        def undo() -> None:
+            if forgotten:
+                now[at] = forgotten.pop()
+            if in_place:
+                before.copy_(x)
+            self._now[key], self._before[key] = now, before
+
+        self._sent[key] = _Sent(undo, commit, at)
+        if not finite:
+            nbytes = codec.payload_nbytes(shape, torch.float32)
+            return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
+        return True, codec.pack(at, values, shape=shape, out=out)
+
+    def _encode_velocity(
+        self,
+        key: str,
+        x: Tensor,
+        now: Tensor,
+        before: Tensor,
+        codec: Identity,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None,
+    ) -> tuple[bool, Tensor]:
+        """A step of momentum SGD: all of the new velocity travels, and what is owed stays as it is."""
+        gradient = x.float()
+        velocity = (now - before).mul_(self.momentum).add_(gradient)
+        step = velocity
+        newest = now
+        if self.nesterov:
+            step = gradient + velocity * self.momentum
+            newest = now + (now - before - velocity) * self.momentum
+        previous = newest - velocity
+
+        def commit() -> None:
+            self._now[key], self._before[key] = newest, previous
+
+        def undo() -> None:
+            self._now[key], self._before[key] = now, before
+
+        self._sent[key] = _Sent(undo, commit)
+        payload = codec.encode(step.to(x.dtype).view(dims(shape)), seed=seed, out=out)
+        return kernels.all_finite(step), payload
+
+    def absorb(
+        self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
+    ) -> Norms | None:
+        at = self._sent[key].at
+        self._commit(key)
+        if not measure or at is None:
+            return None
+        lost = squared_norm(self._owed(key))
+        return Norms(lost + squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device))), lost)
+
+    def _commit(self, key: str) -> None:
+        sent = self._sent[key]
+        if sent.commit is not None:
+            sent.commit()
+            sent.commit = None
+
+    def _owed(self, key: str) -> Tensor:
+        """v."""
+        now = self._now[key]
+        return now + (now - self._before[key]) * self.momentum if self.nesterov else now
+
+    def can_roll_back(self, x: Tensor) -> bool:
+        return x.dtype == torch.float32
+
+    def rollback(self, key: str, x: Tensor) -> None:
+        self._sent.pop(key).undo()
+
+    def owed(self, key: str) -> Tensor | None:
+        return self._now.get(key)
+
+    # ---- what travels uncompressed -----------------------------------------------------------------------------------
+
+    def advance_dense(self, averages: Sequence[tuple[str, Tensor]]) -> None:
+        """Put the momentum into averages of what is not compressed, in place: they become the steps of momentum SGD.
+
+        A parameter whose average is exactly zero had no gradient on any rank. Its velocity waits.
+        """
+        named = [(name, x) for name, x in averages if x.numel()]
+        if not self.momentum or not named:
+            return
+        used = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in named], math.inf)]).tolist()
+        for (name, x), norm in zip(named, used, strict=True):
+            if norm:
+                velocity = self._dense.get(name)
+                if velocity is None:
+                    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+                    velocity = self._dense[name] = torch.zeros(x.numel(), dtype=dtype, device=x.device)
+                flat = x.view(-1)
+                velocity.mul_(self.momentum).add_(flat)
+                if self.nesterov:
+                    flat.add_(velocity, alpha=self.momentum)
+                else:
+                    flat.copy_(velocity)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def scale(self, factor: float) -> None:
+        for states in (self._now, self._before, self._dense):
+            for state in states.values():
+                state.mul_(factor)
+        self._hints = {key: hint * factor for key, hint in self._hints.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        rooms = {"now": self._now, "before": self._before, "dense": self._dense}
+        return {f"{room}/{key}": state for room, states in rooms.items() for key, state in states.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        rooms: dict[str, dict[str, Tensor]] = {"now": {}, "before": {}, "dense": {}}
+        for name, value in state.items():
+            room, slash, key = name.partition("/")
+            if not slash or room not in rooms:
+                raise ValueError(
+                    f"dgc keeps two sums and a velocity, and the state holds {name!r}: it was saved with another spec"
+                )
+            dtype = value.dtype if room == "dense" else torch.float32
+            rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if rooms["now"].keys() != rooms["before"].keys():
+            raise ValueError("dgc: the state lacks one of the two sums of some parameters")
+        self._now, self._before, self._dense = rooms["now"], rooms["before"], rooms["dense"]
+        self._hints.clear()
+
+    def __str__(self) -> str:
+        return format_term(self)

@@ -1,0 +1,113 @@
+"""What an optimizer may still do when momentum comes before the wire."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from narrowband.feedback import DGC
+
+__all__ = ["DGCSGD", "check_momentum"]
+
+
+class DGCSGD(torch.optim.Optimizer):
+    """SGD for gradients that have their momentum already (``dgc``, arXiv 1712.01887); only weight decay gets it here.
+
+    With weight decay w and momentum m, SGD's velocity is m·u + (g + w·p). Two velocities add up to the same: that of
+    the gradients, which ``dgc`` keeps before the wire, and that of w·p, which no rank needs to send. So the same
+    ``momentum`` and ``weight_decay`` as for :class:`torch.optim.SGD` train by the same rule.
+
+    Args:
+        params: as for any optimizer.
+        lr: the learning rate.
+        momentum: that of the spec; used for weight decay alone.
+        weight_decay: as SGD's.
+        nesterov: that of the spec.
+
+    Raises:
+        ValueError: a number out of range.
+
+    Example:
+        >>> optimizer = nb.DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        >>> nb.compress_gradients(model, "dgc:density=0.001,momentum=0.9", optimizer=optimizer)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
+            raise ValueError(
+                f"lr={lr} and weight_decay={weight_decay} must not be negative, and momentum={momentum} be in [0, 1)"
+            )
+        if nesterov and not momentum:
+            raise ValueError("nesterov=True needs a momentum above 0")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what the closure does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            gradients = tuple(p.grad for p in parameters)
+            if not parameters:
+                continue
+            decay, momentum = group["weight_decay"], group["momentum"]
+            if decay:
+                decays = torch._foreach_mul(parameters, decay)
+                if momentum:
+                    for p in parameters:
+                        if "decay_velocity" not in self.state[p]:
+                            self.state[p]["decay_velocity"] = torch.zeros_like(p)
+                    velocities = [self.state[p]["decay_velocity"] for p in parameters]
+                    torch._foreach_mul_(velocities, momentum)
+                    torch._foreach_add_(velocities, decays)
+                    if group["nesterov"]:
+                        torch._foreach_add_(decays, velocities, alpha=momentum)
+                    else:
+                        decays = tuple(velocities)
+                gradients = torch._foreach_add(gradients, decays)
+            torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+        return loss
+
+
+def check_momentum(optimizer: torch.optim.Optimizer, method: DGC, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError unless the momentum of these parameters is the method's, once.
+
+    A method without momentum leaves it to the optimizer.
+    """
+    if not method.momentum:
+        return
+    ours = {id(p) for p in parameters}
+    for group in optimizer.param_groups:
+        if not any(id(p) in ours for p in group["params"]):
+            continue
+        if isinstance(optimizer, DGCSGD):
+            theirs = (group["momentum"], group["nesterov"])
+            if theirs != (method.momentum, method.nesterov):
+                raise ValueError(
+                    f"DGCSGD has momentum={theirs[0]} and nesterov={theirs[1]}, the spec {method.momentum} and "
+                    f"{method.nesterov}; give both the same"
+                )
+            continue
+        momentum = group.get("momentum", group.get("betas", (0.0,))[0])
+        if momentum:
+            key = "momentum" if "momentum" in group else "betas[0]"
+            raise ValueError(
+                f"momentum in both places: {type(optimizer).__name__} has {key}={momentum}, and dgc applies "
+                f"{method.momentum} before the wire. Take nb.DGCSGD, which has momentum for weight decay only, set the "
+                f"optimizer's to 0, or leave it to the optimizer with dgc:density={method.density},momentum=0"
+            )

@@ -1,0 +1,198 @@
+"""Momentum correction on CPU: velocity, accumulation and the choice of what to send in one pass over three arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    NON_FINITE,
+    PAGE,
+    At,
+    inlined,
+    instruction,
+    loop,
+    neighbours,
+    prefetch,
+    splat,
+    spread,
+)
+from narrowband.kernels.cpu.selection import (
+    BLOCK,
+    Survivors,
+    finish_topk,
+    joined,
+    kth_largest,
+    look_again,
+    lowest,
+    most_survivors,
+    room_for,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Array = npt.NDArray[Any]
+
+#: How many elements per element wanted should reach the threshold of the next step: enough that seldom too few do.
+AHEAD = 1.5
+#: By how much that threshold is lowered where it is not known how many would reach it.
+LOWER = 0.98
+
+
+@inlined
+def _owed(now, before, i, momentum, nesterov):
+    """What is owed after a step: the newest sum; in Nesterov's variant, and once more its last step."""
+    new = before[i]
+    return F32(new + F32(momentum * F32(new - now[i]))) if nesterov else new
+
+
+@inlined
+def _advance_one(x, now, before, i, momentum):
+    oldest, old = before[i], now[i]
+    before[i] = F32(old + F32(F32(momentum * F32(old - oldest)) + x[i]))
+    x[i] = oldest
+
+
+@instruction
+def _advance_block(typing, x, now, before, begin, momentum, nesterov, threshold):  # noqa: ARG001 - they are types here
+    """``_advance_one`` for the BLOCK elements from ``begin`` on, and a word with a one for each whose ``_owed`` reaches
+    the threshold: the compiler need not ask whether arrays overlap, and nothing is read twice.
+    """
+
+    def generate(context, builder, signature, arguments):
+        x, now, before = zip(signature.args[:3], arguments[:3], strict=True)
+        begin, momentum, nesterov, threshold = arguments[3:]
+        factor, level = splat(builder, momentum), splat(builder, threshold)
+        i64, integers = ir.IntType(64), ir.VectorType(ir.IntType(32), LANES)
+        word = ir.Constant(i64, 0)
+        for at in range(0, BLOCK, LANES):
+            index = builder.add(begin, ir.Constant(i64, at))
+            places = [neighbours(context, builder, *array, index) for array in (x, now, before)]
+            gradient, old, oldest = values = [builder.load(place) for place in places]
+            for value in values:
+                value.align = 4
+            for place in places:
+                prefetch(builder, place, PAGE)
+            step = builder.fadd(builder.fmul(factor, builder.fsub(old, oldest)), gradient)
+            new = builder.fadd(old, step)
+            builder.store(new, places[2]).align = 4
+            builder.store(oldest, places[0]).align = 4
+            ahead = builder.fadd(new, builder.fmul(factor, builder.fsub(new, old)))
+            owed = builder.bitcast(builder.select(nesterov, ahead, new), integers)
+            magnitudes = builder.and_(owed, ir.Constant(integers, [0x7FFFFFFF] * LANES))
+            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, level), ir.IntType(LANES))
+            word = builder.or_(word, builder.shl(builder.zext(reached, i64), ir.Constant(i64, at)))
+        return word
+
+    form = x, now, before, types.uintp, types.float32, types.boolean, types.int32
+    return types.uint64(*form), generate
+
+
+@loop
+def _advance_range(x, now, before, momentum, nesterov, threshold, found, kept, first, last):
+    """Advance, and write what is owed and reaches the threshold: its indices and values; count on where there is no
+    room. Returns that count, and whether all is finite: what is not reaches every threshold.
+    """
+    count = np.int64(0)
+    finite = True
+    limit = I32(threshold).view(np.float32)
+    whole = min(last, x.size // BLOCK)
+    for block in range(first, whole):
+        begin = block * BLOCK
+        word = _advance_block(x, now, before, At(begin), momentum, nesterov, threshold)
+        while word:
+            i = At(begin + lowest(word))
+            owed = _owed(now, before, i, momentum, nesterov)
+            finite &= np.isfinite(owed)
+            if count < found.size:
+                found[At(count)] = I32(i)
+                kept[At(count)] = owed
+            word &= word - np.uint64(1)
+            count += 1
+    for j in range(whole * BLOCK, x.size if whole < last else 0):
+        i = At(j)
+        _advance_one(x, now, before, i, momentum)
+        owed = _owed(now, before, i, momentum, nesterov)
+        finite &= np.isfinite(owed)
+        if not abs(owed) < limit:  # NaN is not less, either
+            if count < found.size:
+                found[At(count)] = I32(i)
+                kept[At(count)] = owed
+            count += 1
+    return count, finite
+
+
+@loop
+def _owed_range(now, before, momentum, out, first, last):
+    for j in range(first, last):
+        out[At(j)] = _owed(now, before, At(j), momentum, True)
+
+
+def momentum_topk(
+    x: Tensor,
+    now: Tensor,
+    before: Tensor,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    threshold: float = 0.0,
+    seed: int = 0,
+) -> tuple[bool, Tensor, Tensor, float]:
+    gradient, last, new, m, n = x.numpy(), now.numpy(), before.numpy(), F32(momentum), x.numel()
+    room = most_survivors(k, n) if threshold > 0 and k < n else 0
+    level = np.float32(threshold).view(np.int32) if room else NON_FINITE
+
+    def work(first: int, stop: int) -> tuple[bool, Survivors]:
+        found, kept = room_for(min(room, (stop - first) * BLOCK))
+        count, finite = _advance_range(
+            gradient, last, new, m, nesterov, level, found, kept.view(np.float32), first, stop
+        )
+        return finite, Survivors(count, found, kept)
+
+    parts = spread(-(-n // BLOCK), 2 * n, work)
+    if not all(finite for finite, _ in parts):
+        return False, torch.empty(0, dtype=torch.int32), torch.empty(0), threshold
+    survivors = joined([part for _, part in parts]) if room else None
+    bits = new.view(np.int32)
+    if survivors is None or survivors[0].size < k:  # no hint, or a bad one: look once more, at what is owed now
+        if nesterov:
+            owed = np.empty(n, np.float32)
+            spread(n, n, lambda a, b: _owed_range(last, new, m, owed, a, b))
+            bits = owed.view(np.int32)
+        if k == n:
+            return True, torch.arange(n, dtype=torch.int32), torch.from_numpy(bits.copy().view(np.float32)), 0.0
+        survivors = look_again(bits, k, seed)
+    wanted, number = int(AHEAD * k), survivors[0].size
+    hint = np.int32(kth_largest(survivors[1], min(wanted, number))[0]).view(np.float32)
+    found, kept = finish_topk(bits, survivors, k, seed, sampled=False)
+    values = torch.from_numpy(kept.view(np.float32))
+    return True, torch.from_numpy(found), values, float(hint) * (1.0 if number >= wanted else LOWER)
+
+
+@loop
+def _forget(now, before, at, momentum, nesterov, masking, old):
+    for i in range(at.size):
+        j = At(at[i])
+        old[i] = now[j]
+        velocity = F32(0) if masking else F32(before[j] - now[j])
+        held = F32(-F32(momentum * velocity)) if nesterov else F32(0)  # of which nothing is owed
+        before[j] = held
+        now[j] = F32(held - velocity)
+
+
+def forget(
+    now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
+) -> Tensor:
+    old = torch.empty(indices.numel())
+    _forget(now.numpy(), before.numpy(), indices.numpy(), F32(momentum), nesterov, masking, old.numpy())
+    return old

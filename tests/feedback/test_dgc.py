@@ -1,0 +1,196 @@
+"""Deep Gradient Compression in one process: its transaction, its schedule, its spec. Its equations: tests/gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.codecs import BF16, Identity, TopK
+from narrowband.feedback import Compression
+
+SHAPE = (20, 30)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KEYS = ["", ",nesterov=true", ",masking=false", ",nesterov=true,masking=false", ",indices=runs", ",momentum=0"]
+
+
+def gradient(step, dtype=torch.float32):
+    return torch.randn(600, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def send(method, step, codec=None, *, dtype=torch.float32, absorb=False, measure=False):
+    """One good step: what arrives, and the norms."""
+    x, codec = gradient(step, dtype), codec or method.codec
+    finite, payload = method.encode("w", x, codec, shape=SHAPE, seed=step, absorb=absorb)
+    assert finite
+    norms = None if absorb else method.absorb("w", x, codec, payload, shape=SHAPE, seed=step, measure=measure)
+    return codec.decode(payload, torch.empty(SHAPE)).reshape(-1), norms
+
+
+def state(method):
+    return {key: value.clone() for key, value in method.state_dict().items()}
+
+
+def method(keys=""):
+    return nb.compression(f"dgc:density=0.05{keys}").new_feedback()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", [None, Identity()])
+@pytest.mark.parametrize("moment", ["encoded", "absorbed early", "absorbed late", "not finite"])
+def test_a_rollback_undoes_a_step_to_the_bit(keys, dtype, codec, moment):
+    dgc = method(keys)
+    for step in range(5):
+        send(dgc, step)
+    before, x = state(dgc), gradient(5, dtype)
+    if moment == "not finite":
+        x[7] = math.nan
+    early = moment == "absorbed early" and dgc.can_roll_back(x)
+    codec = codec or dgc.codec
+    finite, payload = dgc.encode("w", x, codec, shape=SHAPE, seed=5, absorb=early)
+    assert finite == (moment != "not finite")
+    if moment == "absorbed late" and dgc.can_roll_back(x):
+        dgc.absorb("w", x, codec, payload, shape=SHAPE, seed=5)
+        assert not same(before, state(dgc))
+    dgc.rollback("w", x)
+    assert same(before, state(dgc))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_absorbing_early_or_late_is_the_same(keys):
+    early, late = method(keys), method(keys)
+    for step in range(8):
+        a, _ = send(early, step, absorb=True)
+        b, norms = send(late, step, measure=True)
+        assert torch.equal(a, b)
+        assert same(state(early), state(late))
+        now, before = (late.state_dict()[f"{room}/w"] for room in ("now", "before"))
+        owed = now + (now - before) * late.momentum * late.nesterov
+        assert norms.lost == pytest.approx(float(owed.double().square().sum()))
+        assert norms.encoded - norms.lost == pytest.approx(float(b.double().square().sum()))
+
+
+def test_half_precision_sends_what_its_float32_would():
+    for dtype in DTYPES[1:]:
+        half, whole = method(), method()
+        for step in range(6):
+            a, _ = send(half, step, dtype=dtype)
+            x = gradient(step, dtype).float()
+            _, payload = whole.encode("w", x, whole.codec, shape=SHAPE, seed=step, absorb=True)
+            assert torch.equal(a, whole.codec.decode(payload, torch.empty(SHAPE)).reshape(-1))
+        assert same(state(half), state(whole))
+
+
+def test_what_was_sent_early_or_late_adds_up():
+    """With momentum 0, all that went out and what is owed make the sum of all gradients."""
+    dgc = method(",momentum=0")
+    sent = sum(send(dgc, step)[0].double() for step in range(30))
+    total = sum(gradient(step).double() for step in range(30))
+    torch.testing.assert_close(sent + dgc.owed("w"), total, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dense_averages_get_the_momentum_of_sgd(nesterov):
+    dgc = method(f",nesterov={nesterov}")
+    parameter = torch.nn.Parameter(torch.zeros(7))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, nesterov=nesterov)
+    at = torch.zeros(7)
+    for step in range(10):
+        g = gradient(step)[:7]
+        if step == 4:
+            parameter.grad = None  # no rank had one
+            g.zero_()
+        else:
+            parameter.grad = g.clone()
+        average = g.clone()
+        dgc.advance_dense([("bias", average), ("empty", torch.empty(0))])
+        at -= average
+        optimizer.step()
+        torch.testing.assert_close(at, parameter.data)
+    assert set(dgc.state_dict()) == {"dense/bias"}
+
+
+@pytest.mark.parametrize(
+    ("density", "expected"),
+    [
+        (0.001, [0.25, 0.0625, 0.015625, 0.00390625, 0.001]),
+        (0.01, [0.25, 0.0625, 0.015625, 0.01]),
+        (0.0625, [0.25, 0.0625]),
+        (0.2, [0.25, 0.2]),
+        (1e-4, [0.25**e for e in range(1, 7)] + [1e-4]),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 6, 60, 1000])
+def test_warm_up_quarters_the_density(density, expected, length):
+    dgc = nb.DGC(density=density, warmup_steps=length)
+    densities = [dgc.codec_at(step, None).density for step in range(length + 2)]
+    assert densities == sorted(densities, reverse=True)
+    assert densities[0] == 0.25
+    assert densities[length - 1] > density
+    assert densities[length:] == [density] * 2
+    if length >= 60:
+        assert list(dict.fromkeys(densities)) == expected
+        counts = [densities.count(value) for value in expected[:-1]]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_spec_is_its_canonical_form():
+    for text in (
+        "dgc:density=0.001",
+        "dgc:density=0.01,momentum=0.5,nesterov=true,clip=2.5,warmup_steps=10,masking=false,indices=runs",
+        "dgc:density=0.001,warmup_epochs=4",
+    ):
+        whole = nb.compression(text)
+        assert str(whole) == text
+        assert nb.compression(str(whole)) == whole
+    assert str(nb.compression("dgc")) == "dgc:density=0.001"
+    assert nb.compression(nb.DGC(density=0.01)) == nb.compression("dgc:density=0.01")
+    assert nb.compression("dgc:density=0.01,indices=runs").codec == TopK(density=0.01, indices="runs")
+    assert nb.compression("dgc").new_feedback() is not nb.compression("dgc").feedback
+    assert isinstance(nb.compression("dgc"), Compression)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("dgc:density=0", ["density=0.0", "(0, 1]"]),
+        ("dgc:density=2", ["density=2.0"]),
+        ("dgc:momentum=1", ["momentum=1.0", "[0, 1)"]),
+        ("dgc:momentum=0,nesterov=true", ["nesterov", "momentum above 0"]),
+        ("dgc:clip=0", ["clip=0.0", "above 0"]),
+        ("dgc:clip=nan", ["clip=nan"]),
+        ("dgc:warmup_steps=-1", ["warmup_steps=-1", "negative"]),
+        ("dgc:warmup_steps=1,warmup_epochs=1", ["give one"]),
+        ("dgc:density=0.25,warmup_steps=4", ["density=0.25", "25%", "grow"]),
+        ("dgc:density=0.5,warmup_epochs=4", ["grow"]),
+        ("dgc:rank=4", ["dgc has no key 'rank'", "momentum"]),
+        ("dgc+ef", ["dgc keeps what it does not send", "+ef"]),
+        ("dgd:density=0.1", ["unknown codec 'dgd'", "did you mean 'dgc'"]),
+        ("dgc:indices=int32", ["elias-fano, runs"]),
+    ],
+)
+def test_what_no_spec_can_mean(spec, words):
+    with pytest.raises(ValueError, match=r".") as error:
+        nb.compression(spec)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_it_cannot_send_is_refused():
+    dgc = method()
+    with pytest.raises(TypeError, match="bf16"):
+        dgc.encode("w", gradient(0), BF16(), shape=SHAPE, seed=0)
+    send(dgc, 0)
+    with pytest.raises(ValueError, match="600 elements"):
+        dgc.encode("w", torch.zeros(5), dgc.codec, shape=(5,), seed=0)
+    with pytest.raises(ValueError, match="float16"):
+        dgc.encode("w", gradient(0, torch.float16), dgc.codec, shape=SHAPE, seed=0, absorb=True)
+    with pytest.raises(ValueError, match="set_epoch"):
+        nb.DGC(warmup_epochs=2).codec_at(0, None)
