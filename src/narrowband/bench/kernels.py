@@ -175,7 +175,7 @@ def _low_rank_product(data: _Data, backend: Any) -> _Loop:
     """Rank 4, into the largest square matrix that the tensor holds."""
     side = math.isqrt(data.numel)
     out = data.y[: side * side]
-    p, q = (torch.randn(side, 4, generator=data.generator) for _ in range(2))
+    p, q = (torch.randn(4, side, generator=data.generator) for _ in range(2))
     return _Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
 
 

@@ -75,7 +75,9 @@ __all__ = [
     "forget",
     "group_minmax",
     "low_rank_product",
+    "low_rank_split",
     "momentum_topk",
+    "orthonormalize",
     "packed_nbytes",
     "quantize_groups",
     "randomk_indices",
@@ -92,6 +94,10 @@ Scale = Literal["minmax", "absmax", "l2", "mean"]
 
 #: How far the sampled threshold overshoots: it aims at this many survivors per element wanted (DGC's constant).
 OVERSAMPLE = 1.3
+
+#: A row that keeps less than this share of its squared norm beside the rows before it is a sum of them, as far as
+#: float32 can tell.
+DEPENDENT = 1e-12
 
 
 def backend_for(device_type: str) -> ModuleType:
@@ -354,9 +360,25 @@ def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
 
 
 def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
-    """``out = weight · p·qᵀ`` or, accumulating, ``out += weight · p·qᵀ``.
+    """``out = weight · pᵀ·q`` or, accumulating, ``out += weight · pᵀ·q``.
 
-    p is (n, r), q (m, r) with r ≥ 1, out flat of n·m elements, all float32 and contiguous. Every element's r terms are
+    p is (r, n), q (r, m) with r ≥ 1, out flat of n·m elements, all float32 and contiguous. Every element's r terms are
     added in their order, without fused multiply-add, so that ranks on different machines come to the same bits.
     """
     _backend(out).low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
+
+
+def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:
+    """``out = pᵀ·q``, as :func:`low_rank_product` has it, and ``residual -= out``, in one pass."""
+    _backend(out).low_rank_split(out, residual, p, q)
+
+
+def orthonormalize(p: Tensor) -> Tensor:
+    """Rows that are orthonormal and span what those of p span: each row of p minus its share of those before, divided
+    by its norm.
+
+    p is (count, r, n), float32 and contiguous: count matrices. A row of zeros, and one that depends on those before it
+    (it keeps less than :data:`DEPENDENT` of its squared norm), becomes a row of zeros. Sums are in float64 and in an
+    order of the loop's own, so that ranks on different machines come to the same bits. NaN stays NaN.
+    """
+    return cast("Tensor", _backend(p).orthonormalize(p))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowband.errors import PayloadError
-from narrowband.kernels import elias_fano_low_bits, elias_fano_nbytes, plane_widths, sample_rank, sample_size
+from narrowband.kernels import DEPENDENT, elias_fano_low_bits, elias_fano_nbytes, plane_widths, sample_rank, sample_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -434,14 +434,37 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
 
 
 def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
-    rows, some = out.view(p.shape[0], q.shape[0]), max(1, CHUNK // q.shape[0])
-    for begin in range(0, p.shape[0], some):
-        part, of_p = rows[begin : begin + some], p[begin : begin + some]
-        total = of_p[:, :1] * q[:, 0]
-        for k in range(1, p.shape[1]):
-            total += of_p[:, k : k + 1] * q[:, k]
-        total *= weight
+    rows, some = out.view(p.shape[1], q.shape[1]), max(1, CHUNK // q.shape[1])
+    for begin in range(0, p.shape[1], some):
+        part = rows[begin : begin + some]
+        total = _sum_up(p[:, begin : begin + some], q) * weight
         if accumulate:
             part.add_(total)
         else:
             part.copy_(total)
+
+
+def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:
+    low_rank_product(out, p, q)
+    residual.sub_(out)
+
+
+def _sum_up(p: Tensor, q: Tensor) -> Tensor:
+    """pᵀ·q, term by term."""
+    total = p[0, :, None] * q[0]
+    for k in range(1, p.shape[0]):
+        total += p[k, :, None] * q[k]
+    return total
+
+
+def orthonormalize(p: Tensor) -> Tensor:
+    rows, out = p.double(), torch.zeros(p.shape, dtype=torch.float64, device=p.device)
+    for j in range(p.shape[1]):
+        row = rows[:, j : j + 1]
+        before = row.square().sum(-1, keepdim=True)
+        for _ in range(2):  # Gram and Schmidt, once more for what rounding left
+            row = row - (row @ out[:, :j].mT) @ out[:, :j]
+        rest = row.square().sum(-1, keepdim=True)
+        dependent = rest <= DEPENDENT * before
+        out[:, j : j + 1] = torch.where(dependent, 0.0, row / torch.where(dependent, 1.0, rest).sqrt())
+    return out.float()

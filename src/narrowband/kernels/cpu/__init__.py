@@ -13,7 +13,7 @@ from narrowband.kernels.cpu.compensation import (
     compensate_select_topk,
     encode_topk,
 )
-from narrowband.kernels.cpu.lowrank import low_rank_product
+from narrowband.kernels.cpu.lowrank import low_rank_product, low_rank_split, orthonormalize
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk
@@ -39,7 +39,9 @@ __all__ = [
     "forget",
     "group_minmax",
     "low_rank_product",
+    "low_rank_split",
     "momentum_topk",
+    "orthonormalize",
     "quantize_groups",
     "randomk_indices",
     "select_threshold",

@@ -1,44 +1,61 @@
-"""Products of two factors on CPU, in an order of sums that no machine changes."""
+"""Low rank on CPU: products of two factors and orthonormal rows, in an order of sums that no machine changes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
 
-from narrowband.kernels.cpu.loops import F32, At, loop, spread
+from narrowband.kernels import DEPENDENT
+from narrowband.kernels.cpu.loops import F32, At, inlined, instruction, loop, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Elements of a float64 vector; rows that are multiplied with each other at once; elements of theirs in one go, and
+#: between two visits to the sums.
+WIDE, TILE, RUN, PIECE = 8, 4, 64, 256
 #: Columns of a low-rank product that are summed up together.
 COLUMNS = 1024
+#: Above this share, rows are orthonormal to float32 after one pass; below it, a second one is made.
+WELL_APART = 1e-8
+
+
+@inlined
+def _sum_up(p, q, i, begin, count, total):
+    """Row i of pᵀ·q from column ``begin`` on."""
+    r = p.shape[0]
+    a = p[0, i]
+    for j in range(count):
+        total[At(j)] = F32(a * q[0, At(begin + j)])
+    k = 1
+    while k + 4 <= r:  # four terms at a time, one after the other
+        a, b, c, d = p[k, i], p[k + 1, i], p[k + 2, i], p[k + 3, i]
+        for j in range(count):
+            t = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
+            t = F32(t + F32(b * q[k + 1, At(begin + j)]))
+            t = F32(t + F32(c * q[k + 2, At(begin + j)]))
+            total[At(j)] = F32(t + F32(d * q[k + 3, At(begin + j)]))
+        k += 4
+    while k < r:
+        a = p[k, i]
+        for j in range(count):
+            total[At(j)] = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
+        k += 1
 
 
 @loop
 def _product_range(p, q, out, weight, accumulate, first, last):
-    """Rows [first, last) of weight · p·q, q of shape (r, m), some columns at a time: that piece of q stays in L2."""
-    r, m = q.shape
+    """Rows [first, last) of weight · pᵀ·q, some columns at a time: that piece of q stays in L2."""
+    m = q.shape[1]
     total = np.empty(min(m, COLUMNS), np.float32)
     for begin in range(0, m, COLUMNS):
         count = min(COLUMNS, m - begin)
         for i in range(first, last):
-            for j in range(count):
-                total[At(j)] = F32(p[i, 0] * q[0, At(begin + j)])
-            k = 1
-            while k + 4 <= r:  # four terms at a time, one after the other
-                a, b, c, d = p[i, k], p[i, k + 1], p[i, k + 2], p[i, k + 3]
-                for j in range(count):
-                    t = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
-                    t = F32(t + F32(b * q[k + 1, At(begin + j)]))
-                    t = F32(t + F32(c * q[k + 2, At(begin + j)]))
-                    total[At(j)] = F32(t + F32(d * q[k + 3, At(begin + j)]))
-                k += 4
-            while k < r:
-                a = p[i, k]
-                for j in range(count):
-                    total[At(j)] = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
-                k += 1
+            _sum_up(p, q, i, begin, count, total)
             if accumulate:
                 for j in range(count):
                     out[i, At(begin + j)] += F32(weight * total[At(j)])
@@ -48,7 +65,234 @@ def _product_range(p, q, out, weight, accumulate, first, last):
 
 
 def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
-    n, r = p.shape
-    matrix = out.view(n, -1).numpy()
-    form = p.numpy(), np.ascontiguousarray(q.numpy().T), matrix, F32(weight), accumulate
-    spread(n, r * matrix.size // 2, lambda a, b: _product_range(*form, a, b))
+    matrix = out.view(p.shape[1], -1).numpy()
+    form = p.numpy(), q.numpy(), matrix, F32(weight), accumulate
+    spread(p.shape[1], p.shape[0] * matrix.size // 2, lambda a, b: _product_range(*form, a, b))
+
+
+@loop
+def _split_range(p, q, out, residual, first, last):
+    m = q.shape[1]
+    total = np.empty(min(m, COLUMNS), np.float32)
+    for begin in range(0, m, COLUMNS):
+        count = min(COLUMNS, m - begin)
+        for i in range(first, last):
+            _sum_up(p, q, i, begin, count, total)
+            for j in range(count):
+                out[i, At(begin + j)] = total[At(j)]
+            for j in range(count):
+                residual[i, At(begin + j)] -= total[At(j)]
+
+
+def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:
+    n = p.shape[1]
+    form = p.numpy(), q.numpy(), out.view(n, -1).numpy(), residual.view(n, -1).numpy()
+    spread(n, p.shape[0] * out.numel() // 2, lambda a, b: _split_range(*form, a, b))
+
+
+def _wide(builder: Any, data: Any, index: Any) -> Any:
+    """The place of WIDE float64 from an index on."""
+    return builder.bitcast(builder.gep(data, [index]), ir.VectorType(ir.DoubleType(), WIDE).as_pointer())
+
+
+def _load(builder: Any, place: Any) -> Any:
+    value = builder.load(place)
+    value.align = 8
+    return value
+
+
+@instruction
+def _add_tile(typing, sums, at, rows, stride, a, b):  # noqa: ARG001 - they are types here
+    """Add up, for TILE rows from place ``a`` on and TILE from ``b`` on, the products of their next RUN elements.
+
+    Each of the TILE² sums has WIDE lanes in ``sums[at:]``, and they stay in registers meanwhile.
+    """
+
+    def generate(context, builder, signature, arguments):
+        into, data = (context.make_array(signature.args[k])(context, builder, arguments[k]).data for k in (0, 2))
+        i64 = ir.IntType(64)
+        places = [
+            _wide(builder, into, builder.add(arguments[1], ir.Constant(i64, WIDE * k))) for k in range(TILE * TILE)
+        ]
+        totals = [_load(builder, place) for place in places]
+        starts = [
+            [builder.add(arguments[k], builder.mul(arguments[3], ir.Constant(i64, row))) for row in range(TILE)]
+            for k in (4, 5)
+        ]
+        for step in range(0, RUN, WIDE):
+            one, other = (
+                [_load(builder, _wide(builder, data, builder.add(start, ir.Constant(i64, step)))) for start in side]
+                for side in starts
+            )
+            for k in range(TILE * TILE):
+                product = builder.fmul(one[k // TILE], other[k % TILE])
+                totals[k] = builder.fadd(totals[k], product)
+        for place, total in zip(places, totals, strict=True):
+            builder.store(total, place).align = 8
+        return context.get_dummy_value()
+
+    index = types.uintp
+    return types.void(sums, index, rows, index, index, index), generate
+
+
+@instruction
+def _combine_tile(typing, out, stride, to, factors, at, rows, start):  # noqa: ARG001
+    """Add to 2 · WIDE elements of TILE rows from place ``to`` on TILE multiples each of the rows from ``start`` on.
+
+    ``factors[at:]`` holds those of the first of them, then of the next.
+    """
+
+    def generate(context, builder, signature, arguments):
+        into, scalars, data = (
+            context.make_array(signature.args[k])(context, builder, arguments[k]).data for k in (0, 3, 5)
+        )
+        i64, vector = ir.IntType(64), ir.VectorType(ir.DoubleType(), WIDE)
+        unset, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), WIDE), [0] * WIDE)
+
+        def row(base, k, half):
+            offset = builder.mul(arguments[1], ir.Constant(i64, k))
+            return builder.add(base, builder.add(offset, ir.Constant(i64, half * WIDE)))
+
+        halves = range(2)
+        places = [[_wide(builder, into, row(arguments[2], k, half)) for half in halves] for k in range(TILE)]
+        totals = [[_load(builder, place) for place in pair] for pair in places]
+        for b in range(TILE):
+            values = [_load(builder, _wide(builder, data, row(arguments[6], b, half))) for half in halves]
+            for k in range(TILE):
+                index = builder.add(arguments[4], ir.Constant(i64, b * TILE + k))
+                scalar = builder.load(builder.gep(scalars, [index]))
+                one = builder.insert_element(unset, scalar, ir.Constant(ir.IntType(32), 0))
+                factor = builder.shuffle_vector(one, unset, first)
+                for half in halves:
+                    totals[k][half] = builder.fadd(totals[k][half], builder.fmul(factor, values[half]))
+        for pair, sums in zip(places, totals, strict=True):
+            for place, total in zip(pair, sums, strict=True):
+                builder.store(total, place).align = 8
+        return context.get_dummy_value()
+
+    index = types.uintp
+    return types.void(out, index, index, factors, index, rows, index), generate
+
+
+@inlined
+def _widen(p, begin, rows):
+    """Columns of p from ``begin`` on, as many as PIECE, as float64; zeros behind its end."""
+    count = min(PIECE, p.shape[1] - begin)
+    for a in range(p.shape[0]):
+        for i in range(count):
+            rows[a, At(i)] = p[a, At(begin + i)]
+        for i in range(count, PIECE):
+            rows[a, At(i)] = 0.0
+
+
+@loop
+def _gram(p, rows, gram):
+    """``gram ← p·pᵀ``, on and below the diagonal, piece by piece: what is in float64 stays in the caches."""
+    tall, stride = rows.shape
+    flat = rows.reshape(-1)
+    tiles = tall // TILE
+    sums = np.zeros(tiles * (tiles + 1) // 2 * TILE * TILE * WIDE)
+    for begin in range(0, p.shape[1], PIECE):
+        _widen(p, begin, rows)
+        at = 0
+        for a in range(0, tall, TILE):
+            for b in range(0, a + 1, TILE):
+                for i in range(0, PIECE, RUN):
+                    _add_tile(sums, At(at), flat, At(stride), At(a * stride + i), At(b * stride + i))
+                at += TILE * TILE * WIDE
+    at = 0
+    for a in range(0, tall, TILE):
+        for b in range(0, a + 1, TILE):
+            for k in range(TILE * TILE):
+                total = 0.0
+                for lane in range(WIDE):
+                    total += sums[at + lane]
+                gram[a + k // TILE, b + k % TILE] = total
+                at += WIDE
+
+
+@loop
+def _inverse_root(gram, inverse):
+    """The inverse of the lower triangular L with L·Lᵀ = gram; rows of zeros where a row of p depends on those before.
+
+    Returns the smallest share of its squared norm that a row has beside the rows before it, where it is not that.
+    """
+    r = gram.shape[0]
+    root = np.zeros((r, r))
+    smallest = 1.0
+    for a in range(r):
+        for b in range(a):
+            rest = gram[a, b]
+            for c in range(b):
+                rest -= root[a, c] * root[b, c]
+            root[a, b] = rest / root[b, b] if root[b, b] > 0 else 0.0
+        rest = gram[a, a]
+        for c in range(a):
+            rest -= root[a, c] * root[a, c]
+        inverse[a, :] = 0.0
+        if rest > DEPENDENT * gram[a, a]:
+            smallest = min(smallest, rest / gram[a, a])
+            root[a, a] = np.sqrt(rest)
+            for b in range(a):
+                total = 0.0
+                for c in range(b, a):
+                    total += root[a, c] * inverse[c, b]
+                inverse[a, b] = -total / root[a, a]
+            inverse[a, a] = 1.0 / root[a, a]
+        else:
+            root[a, :] = 0.0
+    return smallest
+
+
+@loop
+def _combine(inverse, p, rows, out):
+    """``out ← inverse·p`` for a lower triangular inverse."""
+    tall, stride = rows.shape
+    sums = np.empty_like(rows)
+    flat, into = rows.reshape(-1), sums.reshape(-1)
+    factors = np.empty(tall * tall)  # tile by tile, in the order of their use
+    at = 0
+    for a in range(0, tall, TILE):
+        for b in range(a + TILE):
+            for k in range(TILE):
+                factors[at] = inverse[a + k, b]
+                at += 1
+    for begin in range(0, p.shape[1], PIECE):
+        _widen(p, begin, rows)
+        into[:] = 0.0
+        for i in range(0, PIECE, 2 * WIDE):
+            at = 0
+            for a in range(0, tall, TILE):
+                for b in range(0, a + 1, TILE):
+                    _combine_tile(into, At(stride), At(a * stride + i), factors, At(at), flat, At(b * stride + i))
+                    at += TILE * TILE
+        count = min(PIECE, p.shape[1] - begin)
+        for a in range(p.shape[0]):
+            for i in range(count):
+                out[a, At(begin + i)] = sums[a, At(i)]
+
+
+@loop
+def _orthonormalize(p, out):
+    """Cholesky's way: p·pᵀ = L·Lᵀ, and the rows of L⁻¹·p are orthonormal; twice where p's are hardly independent.
+
+    Sums of squares are in float64, so that float32 rows of any condition short of dependence come out well.
+    """
+    tall = -(-p.shape[0] // TILE) * TILE
+    rows = np.zeros((tall, PIECE + WIDE))  # rows a power of two apart would share cache lines
+    gram, inverse = np.empty((tall, tall)), np.empty((tall, tall))
+    _gram(p, rows, gram)
+    smallest = _inverse_root(gram, inverse)
+    _combine(inverse, p, rows, out)
+    if smallest < WELL_APART:
+        once = out.copy()
+        _gram(once, rows, gram)
+        _inverse_root(gram, inverse)
+        _combine(inverse, once, rows, out)
+
+
+def orthonormalize(p: Tensor) -> Tensor:
+    out = torch.empty_like(p)
+    for rows, result in zip(p.numpy(), out.numpy(), strict=True):
+        _orthonormalize(rows, result)
+    return out
