@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from narrowband.codecs import Codec, codec
 from narrowband.errors import PayloadError, UnsupportedError
-from narrowband.feedback import DGC, Compression, Feedback, compression
+from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
 from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "Feedback",
     "GradientCompression",
     "PayloadError",
+    "PowerSGD",
     "Stats",
     "StepStats",
     "UnsupportedError",

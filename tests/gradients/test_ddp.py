@@ -545,10 +545,12 @@ WARM = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import narrowband as nb
-from narrowband.kernels import cpu
+from narrowband.kernels.cpu import compensation, lowrank, momentum, quantized, selection, sparse
 
 def compiled():
-    return {name: len(loop.signatures) for name, loop in vars(cpu).items() if hasattr(loop, "signatures")}
+    rooms = (compensation, lowrank, momentum, quantized, selection, sparse)
+    loops = {name: loop for room in rooms for name, loop in vars(room).items()}
+    return {name: len(loop.signatures) for name, loop in loops.items() if hasattr(loop, "signatures")}
 
 spec, store, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
@@ -563,8 +565,19 @@ print({name: count for name, count in after.items() if count != before[name]}, s
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("spec", ["topk:density=0.01+ef", "qsgd:bits=4", "lowrank:rank=2+ef"])
+@pytest.mark.parametrize(
+    ("spec", "threads"),
+    [
+        ("topk:density=0.01+ef", 1),
+        ("topk:density=0.01+ef", 2),
+        ("qsgd:bits=4", 2),
+        ("lowrank:rank=2+ef", 1),
+        ("dgc:density=0.01,warmup_steps=2", 1),
+        ("dgc:density=0.001,nesterov=true,masking=false", 2),
+        ("powersgd:rank=4", 1),
+        ("powersgd:rank=2,ef=false,iterations=2", 2),
+    ],
+)
 def test_no_step_waits_for_a_compiler(tmp_path, spec, threads):
     """Set-up loads or compiles every loop that a step needs, so that ranks do not do it all at once in the first."""
     command = [sys.executable, "-c", WARM, spec, str(tmp_path / "store"), str(threads)]

@@ -1,6 +1,6 @@
 """What compression lost, kept for later.
 
-``ef`` stands behind a codec, after a ``+``. ``dgc`` is a method: a feedback that brings its codec along.
+``ef`` stands behind a codec, after a ``+``. ``dgc`` and ``powersgd`` are methods, which bring their codec along.
 
 A feedback holds state per key (a parameter's name). For each tensor and step it is called twice:
 :meth:`Feedback.encode` when the tensor is to be sent, then, when the step is known to be good on every rank,
@@ -10,9 +10,20 @@ was, to the bit.
 
 from __future__ import annotations
 
-from narrowband.feedback.base import Feedback
+from narrowband.feedback.base import Feedback, State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
+from narrowband.feedback.powersgd import PowerSGD
 from narrowband.feedback.spec import Compression, available, compression, methods
 
-__all__ = ["DGC", "Compression", "ErrorFeedback", "Feedback", "available", "compression", "methods"]
+__all__ = [
+    "DGC",
+    "Compression",
+    "ErrorFeedback",
+    "Feedback",
+    "PowerSGD",
+    "State",
+    "available",
+    "compression",
+    "methods",
+]

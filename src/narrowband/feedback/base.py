@@ -1,4 +1,4 @@
-"""The contract of a feedback."""
+"""The contract of a feedback, and of state in general."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from narrowband.codecs import Codec, Shape
 
-__all__ = ["Feedback", "Norms"]
+__all__ = ["Feedback", "Norms", "State"]
 
 
 class Norms(NamedTuple):
@@ -22,11 +22,30 @@ class Norms(NamedTuple):
     lost: float
 
 
-class Feedback(ABC):
-    """State per key between the gradient and the codec, changed only by steps that are good on every rank."""
+class State(ABC):
+    """What stays between two steps, per key."""
 
     #: The name in a spec string.
     name: ClassVar[str]
+
+    @abstractmethod
+    def owed(self, key: str) -> Tensor | None:
+        """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply everything owed, when the unit of the gradients changes (a new loss scale)."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Key → state, plain tensors (not copies)."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Feedback(State):
+    """State per key between the gradient and the codec, changed only by steps that are good on every rank."""
 
     @abstractmethod
     def encode(
@@ -71,18 +90,3 @@ class Feedback(ABC):
     @abstractmethod
     def rollback(self, key: str, x: Tensor) -> None:
         """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
-
-    @abstractmethod
-    def owed(self, key: str) -> Tensor | None:
-        """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiply everything owed, when the unit of the gradients changes (a new loss scale)."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """Key → state, plain tensors (not copies)."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...

@@ -5,20 +5,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
-from narrowband.feedback.base import Feedback
+from narrowband.feedback.base import Feedback, State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
+from narrowband.feedback.powersgd import PowerSGD
 
 if TYPE_CHECKING:
     from narrowband.codecs import Codec
 
 __all__ = ["Compression", "available", "compression", "methods"]
 
+#: What names its codec itself.
+Method: TypeAlias = DGC | PowerSGD
+
 _FEEDBACKS: tuple[type[Feedback], ...] = (ErrorFeedback,)
-_METHODS: tuple[type[DGC], ...] = (DGC,)
+_METHODS: tuple[type[Method], ...] = (DGC, PowerSGD)
 
 
 def available() -> dict[str, type[Feedback]]:
@@ -26,8 +30,8 @@ def available() -> dict[str, type[Feedback]]:
     return {kind.name: kind for kind in _FEEDBACKS}
 
 
-def methods() -> dict[str, type[DGC]]:
-    """Every feedback that names its codec itself, by its name in a spec string."""
+def methods() -> dict[str, type[Method]]:
+    """Every method that brings codec and feedback along, by its name in a spec string."""
     return {kind.name: kind for kind in _METHODS}
 
 
@@ -36,9 +40,9 @@ class Compression:
     """A codec, and the feedback around it if any. ``compression(str(c)) == c``."""
 
     codec: Codec
-    feedback: Feedback | None = None
+    feedback: State | None = None
 
-    def new_feedback(self) -> Feedback | None:
+    def new_feedback(self) -> State | None:
         """A feedback of this configuration, with no state yet."""
         return replace(self.feedback) if self.feedback is not None else None  # type: ignore[type-var]
 
@@ -47,12 +51,12 @@ class Compression:
         return self.feedback.codec_at(step, epoch) if isinstance(self.feedback, DGC) else self.codec
 
     def __str__(self) -> str:
-        if isinstance(self.feedback, _METHODS):
+        if isinstance(self.feedback, DGC | PowerSGD):
             return codecs.format_term(self.feedback)
         return str(self.codec) if self.feedback is None else f"{self.codec}+{codecs.format_term(self.feedback)}"
 
 
-def compression(spec: str | Codec | Compression | DGC) -> Compression:
+def compression(spec: str | Codec | Compression | Method) -> Compression:
     """The codec and feedback that a spec string names.
 
     Raises:
@@ -70,16 +74,16 @@ def compression(spec: str | Codec | Compression | DGC) -> Compression:
         if text.strip().partition(":")[0] not in methods():
             return Compression(_codec(text), kept)
         spec = codecs.parse_term(text, methods(), "method")
-        if plus:
-            raise ValueError(f"{spec.name} keeps what it does not send by itself; leave out '+{feedback}'")
-    if isinstance(spec, DGC):
+        if plus and not (isinstance(spec, PowerSGD) and isinstance(kept, ErrorFeedback) and spec.ef):
+            raise ValueError(f"{spec.name} keeps what it does not send in its own way; leave out '+{feedback}'")
+    if isinstance(spec, DGC | PowerSGD):
         return Compression(spec.codec, spec)
     return Compression(codecs.codec(spec))
 
 
 def _codec(text: str) -> Codec:
     """The codec of that name; an error lists the methods, too."""
-    kinds: dict[str, type[Codec | DGC]] = {**codecs.available(), **methods()}
+    kinds: dict[str, type[Codec | Method]] = {**codecs.available(), **methods()}
     found = codecs.parse_term(text, kinds, "codec")
     assert isinstance(found, codecs.Codec)
     return found

@@ -35,13 +35,14 @@ from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, fo
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowband import kernels
-from narrowband.codecs import Codec, Identity
+from narrowband.codecs import Codec, Identity, LowRank
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import (
     COLLECTIVES,
     Engine,
     Exchange,
     Item,
+    LowRankReduce,
     Peers,
     Wire,
     Worker,
@@ -51,7 +52,7 @@ from narrowband.collectives import (
 )
 from narrowband.collectives.exchange import all_gather_single, check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import DGC, Compression, compression
+from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
 from narrowband.gradients.optim import check_momentum
 from narrowband.gradients.stats import Stats, StepStats
 
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
     from narrowband.collectives import Job
     from narrowband.collectives.exchange import Collective
+
+    Way = Collective | Literal["lowrank"]
 
 __all__ = ["GradientCompression", "compress_gradients"]
 
@@ -90,7 +93,7 @@ _handles: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Gradien
 
 def compress_gradients(
     ddp_model: DistributedDataParallel,
-    spec: str | Codec | Compression | DGC,
+    spec: str | Codec | Compression | DGC | PowerSGD,
     *,
     min_numel: int = 1024,
     start_step: int = 0,
@@ -145,6 +148,8 @@ def compress_gradients(
     if collective != "auto":
         if collective not in COLLECTIVES:
             raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
+        if isinstance(chosen.feedback, PowerSGD):
+            raise UnsupportedError(f"{chosen} has a way of its own to travel; use collective='auto'")
         check(chosen.codec, collective)
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
@@ -236,10 +241,11 @@ class GradientCompression:
         #: The feedback, if momentum is its business: it then has to hear of everything that is averaged.
         self._method = self._feedback if isinstance(self._feedback, DGC) else None
         self._epoch: int | None = None
+        self._layers: dict[str, Compression] = {}  # those that differ from the rest
         self._step = 0
         self._current: _Step | None = None  # the step whose buckets are coming in
         self._open_step: _Step | None = None  # the step that the engine works on
-        self._said_sparse = False
+        self._said_sparse = self._said_rank = False
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
@@ -260,6 +266,7 @@ class GradientCompression:
             weakref.finalize(self, pairs.close)
             self._peers = replace(self._peers, pairs=pairs)
         self._agree(min_numel, device)
+        self._check_ranks()
         self._warm_up(device)
 
         myself = weakref.ref(self)
@@ -298,6 +305,37 @@ class GradientCompression:
             raise ValueError(f"epoch={epoch} must not be negative")
         self._epoch = epoch
 
+    def set_layers(self, specs: Mapping[str, str | Codec | Compression | DGC | PowerSGD]) -> None:
+        """Compress some layers more or less than the rest, from the next step on. Call on all ranks, between steps.
+
+        What is owed stays, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
+        ones.
+
+        Args:
+            specs: parameter name → spec, which may differ from the model's in what its codec keeps: another density,
+                bits or rank. A later call adds to an earlier one.
+
+        Raises:
+            ValueError: a name that is not compressed, or a spec of another kind.
+
+        Example:
+            >>> handle = nb.compress_gradients(model, "powersgd:rank=4")
+            >>> handle.set_layers({"head.weight": "powersgd:rank=1"})
+        """
+        self._check_between_steps("set_layers")
+        compressed = {p.name for p in self._parameters.values() if p.codec is not None}
+        chosen = {name: compression(spec) for name, spec in specs.items()}
+        for name, layer in chosen.items():
+            if name not in compressed:
+                raise ValueError(
+                    f"{name!r} is no parameter that this handle compresses; there are: {sorted(compressed)}"
+                )
+            same = type(layer.codec) is type(self.compression.codec) and type(layer.feedback) is type(self._feedback)
+            if not same or isinstance(layer.feedback, DGC):
+                raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.compression)!r}")
+        self._layers |= chosen
+        self._check_ranks()
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on to the bit. Every rank has its own: save one file per rank.
 
@@ -309,6 +347,7 @@ class GradientCompression:
             "spec": str(self.compression),
             "step": self._step,
             "epoch": self._epoch,
+            "layers": {name: str(layer) for name, layer in self._layers.items()},
             "seed": self._seed,
             "loss_scale": self._loss_scale,
             "rank": self._peers.rank,
@@ -348,23 +387,33 @@ class GradientCompression:
                 f"the state was saved with {first['spec']!r} and holds what was still owed; {str(self.compression)!r} "
                 "has no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
             )
-        numel = {p.name: p.shape.numel() for p in self._parameters.values()}
-        compressed = {p.name for p in self._parameters.values() if p.codec is not None}
-        for key, residual in owed.items():
-            room, _, name = key.rpartition("/")
-            expected = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
-            if expected != residual.numel():
-                raise ValueError(
-                    f"the state owes {residual.numel()} elements to {key!r}, of which this model compresses "
-                    f"{expected}; it is the state of another model, or was saved with another min_numel"
-                )
+        self._check_fits(owed)
         if self._feedback is not None:
             device = next(iter(self._parameters)).device
             self._feedback.load_state_dict({name: residual.to(device) for name, residual in owed.items()})
         self._step, self._epoch = first["step"], first["epoch"]
+        self._layers = {}
+        self.set_layers(first["layers"])
         self._seed = first["seed"]
         self._loss_scale = first["loss_scale"]
         self._total, self._last = StepStats(), StepStats()
+
+    def _check_fits(self, owed: Mapping[str, Tensor]) -> None:
+        """Raise ValueError where a state has a size that no state of this model can have."""
+        numel = {p.name: p.shape.numel() for p in self._parameters.values()}
+        compressed = {p.name for p in self._parameters.values() if p.codec is not None}
+        for key, value in owed.items():
+            room, _, name = key.rpartition("/")
+            here = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
+            if room == "factor":
+                fits = here > 0 and value.dim() == 2 and here % value.shape[1] == 0
+            else:
+                fits = here == value.numel()
+            if not fits:
+                raise ValueError(
+                    f"the state holds {value.numel()} elements for {key!r}, of which this model compresses {here}; "
+                    "it is the state of another model, or was saved with another min_numel"
+                )
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -393,13 +442,40 @@ class GradientCompression:
             )
         return found
 
-    def _choose(self) -> Collective:
+    def _check_ranks(self) -> None:
+        """Make room for what low rank will owe, and say where a rank is more than a matrix has."""
+        method = self._feedback
+        if not isinstance(method, PowerSGD):
+            return
+        rooms: list[tuple[str, int, int, torch.device]] = []
+        cut: list[str] = []
+        for parameter, known in reversed(self._parameters.items()):  # about the order in which gradients come
+            if known.codec is None:
+                continue
+            codec = cast("LowRank", self._codec_of(known, self.compression.codec))
+            n, m, r = method.factors(codec, known.shape)
+            if r and method.owed(known.name) is None:
+                rooms.append((known.name, n, m, parameter.device))
+            if codec.rank > min(n, m):
+                cut.append(f"{known.name} ({n} × {m}: {f'rank {r}' if r else 'averaged as it is'})")
+        method.prepare(rooms)
+        if cut and not self._said_rank:
+            self._said_rank = True
+            log.warning("powersgd: rank %d is more than these matrices have: %s", method.rank, ", ".join(cut))
+
+    def _codec_of(self, known: _Parameter, usual: Codec) -> Codec:
+        layer = self._layers.get(known.name)
+        return usual if layer is None else layer.codec
+
+    def _choose(self) -> Way:
         """The collective, once for the whole model: chosen by the bucket, it would make the result depend on buckets.
 
         Says so when more would be sent than without compression.
         """
         codec, size = self.compression.codec, self._peers.size
         items = [(p.numel() * p.element_size(), q) for p, q in self._parameters.items() if q.codec is not None]
+        if isinstance(self._feedback, PowerSGD):
+            return "lowrank"  # what it would not shorten it does not factor
         nbytes = sum(codec.payload_nbytes(q.shape) for _, q in items)
         kind = choose(codec, nbytes, size) if self._collective == "auto" else cast("Collective", self._collective)
         if size == 1 or not items or not codec.fixed_size:
@@ -441,7 +517,17 @@ class GradientCompression:
         """All that a step does with a tensor, but for sending it."""
         codec, feedback = self.compression.codec, self.compression.new_feedback()
         kernels.all_zero(x.view(-1))
-        if feedback is not None:
+        kernels.all_finite(x.view(-1))
+        if isinstance(feedback, PowerSGD):
+            item = Item("", x.flatten(), x.shape, codec, None, lambda _: 0)
+            work = LowRankReduce([item], Peers(None, 0, 1), False, feedback)
+            work.encode()
+            for _ in work.job():
+                pass
+            work.deliver(good=True)
+            kernels.low_rank_product(item.x, *(torch.zeros(1, side) for side in x.shape))
+            return
+        if isinstance(feedback, Feedback):
             for absorb in {False, feedback.can_roll_back(x)}:
                 total = x.flatten()
                 payload = feedback.encode("", total, codec, shape=x.shape, seed=0, absorb=absorb)[1]
@@ -450,7 +536,6 @@ class GradientCompression:
         payload, out = codec.encode(x), torch.zeros_like(x)
         codec.decode(payload, out, weight=0.5, accumulate=True)
         codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])
-        kernels.all_finite(out.view(-1))
 
     # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 
@@ -537,7 +622,7 @@ class _Step:
         self.handle = handle
         self.codec = codec
         self.compressing = compressing
-        self._kind = handle._kind if compressing else "dense"
+        self._way: Way = handle._kind if compressing else "dense"
         self._held: list[tuple[Tensor, Sequence[Tensor]]] = []  # buckets that wait for the norm of all
         self._held_norm = 0.0
         self.futures: list[torch.futures.Future[Tensor]] = []
@@ -547,7 +632,7 @@ class _Step:
         self._open_jobs = 0
         self._undecided_jobs = 0  # those that may still show that the step does not count
         self._encoded_finite = True
-        self._flagged = handle._feedback is not None and compressing and self._kind == "gather"
+        self._flagged = handle._feedback is not None and compressing and self._way in ("gather", "lowrank")
         self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
         self._arrived: list[Exchange] = []
@@ -627,6 +712,7 @@ class _Step:
 
     def _encode(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Exchange | None:
         handle = self.handle
+        feedback = handle._feedback if isinstance(handle._feedback, Feedback) else None
         items: list[Item] = []
         at = 0
         for p in parameters:
@@ -637,14 +723,21 @@ class _Step:
                 self._travels_dense(part, known)
             else:
                 items.append(
-                    Item(known.name, part, known.shape, self.codec, handle._feedback, self._seeds(known.index))
+                    Item(known.name, part, known.shape, self._codec_of(known), feedback, self._seeds(known.index))
                 )
         if not items:
             return None
-        work = exchange(self._kind, items, handle._peers, measure=self._measure)
+        if self._way == "lowrank":
+            assert isinstance(handle._feedback, PowerSGD)
+            work: Exchange = LowRankReduce(items, handle._peers, self._measure, handle._feedback)
+        else:
+            work = exchange(self._way, items, handle._peers, measure=self._measure)
         self._exchanges.append(work)
         self._encoded_finite &= work.encode()
         return work
+
+    def _codec_of(self, known: _Parameter) -> Codec:
+        return self.handle._codec_of(known, self.codec) if self.compressing else self.codec
 
     def _send(self, work: Exchange) -> None:
         if self.handle._feedback is None:  # nothing to commit: write the averages as soon as they are here

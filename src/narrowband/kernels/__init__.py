@@ -217,12 +217,12 @@ def randomk_indices(n: int, k: int, seed: int, device: Any = "cpu") -> Tensor:
     return cast("Tensor", backend_for(device.type).randomk_indices(n, k, seed, device))
 
 
-def compensate(x: Tensor, residual: Tensor) -> bool:
-    """``(x, residual) ← (residual, residual + x)`` in one pass; True if every sum is finite.
+def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
+    """``(x, residual) ← (residual, residual + x)`` in one pass; True if every sum is of a magnitude below ``below``.
 
     ``x`` is left holding the old residual: copying it back undoes the call, to the bit.
     """
-    return cast("bool", _backend(x).compensate(x, residual))
+    return cast("bool", _backend(x).compensate(x, residual, below=below))
 
 
 def compensate_select_topk(
@@ -303,9 +303,9 @@ def forget(
     return cast("Tensor", old)
 
 
-def all_finite(x: Tensor) -> bool:
-    """True if no element is inf or NaN."""
-    return cast("bool", _backend(x).all_finite(x))
+def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
+    """True if no element is inf or NaN, or of a magnitude of at least ``below``."""
+    return cast("bool", _backend(x).all_finite(x, below=below))
 
 
 def all_zero(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ Shapes: G groups, M elements of a group, B bytes of a group or of a plane of it,
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -269,12 +270,12 @@ def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
     return _strata(n, k, seed, device).to(torch.int32)
 
 
-def compensate(x: Tensor, residual: Tensor) -> bool:
+def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
     for begin, end, _ in _pieces(x.numel(), CHUNK):
         old = residual[begin:end].clone()
         residual[begin:end] += x[begin:end]
         x[begin:end] = old
-    return all_finite(residual)
+    return all_finite(residual, below=below)
 
 
 def compensate_select_topk(
@@ -343,9 +344,10 @@ def all_zero(x: Tensor) -> bool:
     return not bool(x.any())
 
 
-def all_finite(x: Tensor) -> bool:
+def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
+    limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
     tops = [_magnitudes(x[begin:end]).amax() for begin, end, _ in _pieces(x.numel(), CHUNK)]
-    return not tops or bool(torch.stack(tops).amax() < NON_FINITE)
+    return not tops or bool(torch.stack(tops).amax().cpu() < limit)
 
 
 # ---- sparse vectors --------------------------------------------------------------------------------------------------

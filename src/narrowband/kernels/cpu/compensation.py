@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +72,14 @@ def _compensate_range(x, residual, residual_bits, threshold, found, kept, first,
     return count, top
 
 
-def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[bool, list[Survivors]]:
+def _bits_of(below: float) -> Any:
+    """The bits of a positive float32, or of infinity where it is larger."""
+    return np.float32(min(below, np.inf)).view(np.int32)
+
+
+def _compensate(
+    x: Array, residual: Array, threshold: Any, room: int, limit: Any = NON_FINITE
+) -> tuple[bool, list[Survivors]]:
     bits = residual.view(np.int32)
 
     def work(first: int, last: int) -> tuple[int, Survivors]:
@@ -80,11 +88,11 @@ def _compensate(x: Array, residual: Array, threshold: Any, room: int) -> tuple[b
         return top, Survivors(count, *arrays)
 
     parts = spread(-(-x.size // BLOCK), x.size, work)
-    return all(top < NON_FINITE for top, _ in parts), [survivors for _, survivors in parts]
+    return all(top < limit for top, _ in parts), [survivors for _, survivors in parts]
 
 
-def compensate(x: Tensor, residual: Tensor) -> bool:
-    return _compensate(x.numpy(), residual.numpy(), NEVER, 0)[0]
+def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
+    return _compensate(x.numpy(), residual.numpy(), NEVER, 0, _bits_of(below))[0]
 
 
 def compensate_select_topk(
@@ -177,16 +185,16 @@ def encode_topk(
 
 
 @loop
-def _finite_range(bits, first, last):
+def _below_range(bits, limit, first, last):
     for begin in range(first, last, 4096):  # noqa: SIM110 - Numba compiles no generator
-        if max_magnitude(bits, begin, min(4096, last - begin)) >= NON_FINITE:
+        if max_magnitude(bits, begin, min(4096, last - begin)) >= limit:
             return False
     return True
 
 
-def all_finite(x: Tensor) -> bool:
-    bits = x.numpy().view(np.int32)
-    return all(spread(bits.size, bits.size, lambda a, b: _finite_range(bits, a, b)))
+def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
+    bits, limit = x.numpy().view(np.int32), _bits_of(below)
+    return all(spread(bits.size, bits.size, lambda a, b: _below_range(bits, limit, a, b)))
 
 
 @loop

@@ -1,0 +1,252 @@
+"""PowerSGD's way to average matrices: two all-reduces of factors (Vogels et al., arXiv 1905.13727, algorithm 1).
+
+For every matrix M (n × m) of a rank, and a factor Q that all ranks have in common::
+
+    Q: orthogonalize
+    P = M·Q           all-reduce, orthogonalize
+    Q = Mᵀ·P          all-reduce, divide by the number of ranks
+    average ≈ P·Qᵀ    what M has more or less than that is owed
+
+The P of all matrices of a bucket travel as one all-reduce, and so do the Q. Matrices that are not worth factoring ride
+along with P. Matrices of equal shape take part in one batched product, as far as their memory lies side by side.
+Factors lie row by row (Qᵀ, Pᵀ): the products are several times faster so.
+
+Inf and NaN survive both sums, which are the same on every rank, so all know of them with no flag.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from narrowband import kernels
+from narrowband.codecs.base import squared_norm
+from narrowband.codecs.lowrank import start
+from narrowband.collectives.engine import Wire
+from narrowband.collectives.exchange import Exchange, Item, Peers, allreduce_nbytes
+from narrowband.feedback.base import Norms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.collectives.engine import Job
+    from narrowband.feedback import PowerSGD
+
+__all__ = ["LowRankReduce"]
+
+#: A gradient with an element as large as this is broken. Below it no product of a step leaves float32, so that a step
+#: in which all ranks' gradients stay below is known to be good before its factors have arrived.
+TOO_LARGE = 2.0**40
+
+
+@dataclass(eq=False)
+class _Matrix:
+    """One tensor to average, n × m; r = 0: as it is."""
+
+    item: Item
+    n: int
+    m: int
+    r: int
+    #: The gradient with what was owed; after the step, with what is owed then.
+    owed: Tensor | None
+    #: What is averaged: ``owed``, or else the gradient.
+    values: Tensor
+    #: What was owed before, where the gradient's own memory cannot hold it.
+    before: Tensor | None = None
+    #: Whether this rank has a gradient here; where it is exactly zero it only hears what the others have.
+    takes_part: bool = True
+
+
+@dataclass(eq=False)
+class _Block:
+    """Matrices of one shape and rank that take part in one product: (count, n, m) values, factors before it."""
+
+    matrices: list[_Matrix]
+    values: Tensor
+    p: Tensor  # (count, r, n), in the first payload
+    q: Tensor  # (count, r, m), in the second
+
+
+class LowRankReduce(Exchange):
+    """PowerSGD; see the module."""
+
+    decided_by_encoding: ClassVar[bool] = True
+
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, method: PowerSGD) -> None:
+        super().__init__(items, peers, measure)
+        self._method = method
+        self._good = False
+
+    # ---- before the first collective ---------------------------------------------------------------------------------
+
+    def _encode_all(self) -> None:
+        matrices = [self._matrix(item) for item in self.items]
+        self._whole = [matrix for matrix in matrices if not matrix.r]
+        factored = sorted(
+            (matrix for matrix in matrices if matrix.r),
+            key=lambda x: (x.n, x.m, x.r, self._method.order(x.item.key), x.item.key),
+        )
+        device = self.items[0].x.device
+        numel = sum(x.r * x.n for x in factored) + sum(x.values.numel() for x in self._whole)
+        self._first = torch.empty(numel, device=device)
+        self._second = torch.empty(sum(x.r * x.m for x in factored), device=device)
+        self._blocks: list[_Block] = []
+        at = behind = 0
+        for (n, m, r), alike in itertools.groupby(factored, key=lambda x: (x.n, x.m, x.r)):
+            for some, values in self._side_by_side(list(alike)):
+                p = self._first[at : at + len(some) * r * n].view(len(some), r, n)
+                q = self._second[behind : behind + len(some) * r * m].view(len(some), r, m)
+                at, behind = at + p.numel(), behind + q.numel()
+                self._begin_with(some, q)
+                self._blocks.append(_Block(some, values, p, q))
+        for block in self._blocks:
+            self._project(block)
+        self._parts: list[Tensor] = []
+        for matrix in self._whole:
+            part = self._first[at : at + matrix.values.numel()]
+            at += part.numel()
+            if matrix.takes_part:
+                torch.div(matrix.values.reshape(-1), self.peers.size, out=part)
+            else:
+                part.zero_()
+            self._parts.append(part)
+
+    def _begin_with(self, matrices: list[_Matrix], q: Tensor) -> None:
+        """The factors that all ranks have in common, with orthonormal rows, which keeps those of P apart.
+
+        A row that says nothing, of zeros or of what others say, could never become anything else: another is drawn.
+        """
+        for matrix, rows in zip(matrices, q, strict=True):
+            seed = matrix.item.seed(0)
+            rows.copy_(self._method.factor(matrix.item.key, matrix.r, matrix.m, seed, q.device))
+        q.copy_(kernels.orthonormalize(q))
+        silent = ~(q != 0).any(-1)
+        if bool(silent.any()):
+            for matrix, rows, which in zip(matrices, q, silent, strict=True):
+                rows[which] = start(matrix.m, matrix.r, ~matrix.item.seed(0), q.device)[which]
+
+    def _matrix(self, item: Item) -> _Matrix:
+        method, x = self._method, item.x
+        n, m, r = method.factors(item.codec, item.shape)
+        takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
+        if not method.ef or (not r and method.owed(item.key) is None):
+            values = x if x.dtype == torch.float32 else x.float()
+            self._mine_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
+            return _Matrix(item, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
+        owed = method.matrix(item.key, *((n, m) if r else (1, x.numel())), x.device)
+        matrix = _Matrix(item, n, m, r, owed, owed, takes_part=takes_part)
+        if takes_part:
+            gradient = x if x.dtype == torch.float32 else x.float()
+            self._mine_finite &= kernels.compensate(gradient, owed.view(-1), below=TOO_LARGE)
+            matrix.before = gradient  # its memory holds what was owed before
+        return matrix
+
+    def _side_by_side(self, alike: list[_Matrix]) -> list[tuple[list[_Matrix], Tensor]]:
+        """Cut where the memory of the next matrix does not follow."""
+        cut: list[tuple[list[_Matrix], Tensor]] = []
+        for matrix in alike:
+            if cut and matrix.owed is not None:
+                some = [*cut[-1][0], matrix]
+                values = self._method.block([x.item.key for x in some])
+                if values is not None:
+                    cut[-1] = some, values
+                    continue
+            cut.append(([matrix], matrix.values[None]))
+        return cut
+
+    def _project(self, block: _Block) -> None:
+        """P, of what this rank has."""
+        torch.bmm(block.q, block.values.mT, out=block.p)
+        self._leave_out(block, block.p)
+
+    @staticmethod
+    def _leave_out(block: _Block, factor: Tensor) -> None:
+        for matrix, rows in zip(block.matrices, factor, strict=True):
+            if not matrix.takes_part:
+                rows.zero_()
+
+    # ---- on the wire -------------------------------------------------------------------------------------------------
+
+    def job(self) -> Job:
+        yield self._sum(self._first)
+        self.finite = kernels.all_finite(self._first)
+        if not self.finite or not self._blocks:
+            return  # on all ranks alike
+        rounds = self._blocks[0].matrices[0].item.codec.iterations  # type: ignore[attr-defined]
+        for again in reversed(range(rounds)):
+            begin = time.perf_counter()
+            for block in self._blocks:
+                block.p = kernels.orthonormalize(block.p)
+                torch.bmm(block.p, block.values, out=block.q)
+                self._leave_out(block, block.q)
+            if self.measure and not again:
+                self._measure()
+            self.encode_seconds += time.perf_counter() - begin
+            yield self._sum(self._second)
+            begin = time.perf_counter()
+            self._second.div_(self.peers.size)
+            if again:
+                at = 0
+                for block in self._blocks:
+                    block.p = self._first[at : at + block.p.numel()].view_as(block.p)
+                    at += block.p.numel()
+                    self._project(block)
+                self.encode_seconds += time.perf_counter() - begin
+                yield self._sum(self._first[:at])
+            else:
+                self.finite = kernels.all_finite(self._second)
+                self.encode_seconds += time.perf_counter() - begin
+
+    def _sum(self, x: Tensor) -> Wire:
+        """The sum over all ranks, in place."""
+        if self.peers.size == 1:
+            return Wire(lambda: None, later=["group"])
+        self.sent_nbytes += allreduce_nbytes(4 * x.numel(), self.peers.size)
+        return Wire(lambda: dist.all_reduce(x, group=self.peers.group, async_op=True), later=["group"])
+
+    def _measure(self) -> None:
+        """P has orthonormal rows: what they say of a matrix is as long as its product with them."""
+        for block in self._blocks:
+            for matrix, values, q in zip(block.matrices, block.values, block.q, strict=True):
+                if matrix.takes_part:
+                    norm = squared_norm(values)
+                    self.norms.append(Norms(norm, max(0.0, norm - squared_norm(q))))
+
+    # ---- the end of a step -------------------------------------------------------------------------------------------
+
+    def _settle(self, good: bool) -> None:
+        self._settled = True
+        self._good = good = good and self.finite
+        if not good:
+            self.norms.clear()
+        for matrix in itertools.chain(self._whole, *(block.matrices for block in self._blocks)):
+            if matrix.before is not None and not good:
+                assert matrix.owed is not None
+                matrix.owed.view(-1).copy_(matrix.before)
+        if good:
+            for block in self._blocks:
+                for matrix, q in zip(block.matrices, block.q, strict=True):
+                    self._method.keep(matrix.item.key, q)
+
+    def _write(self) -> None:
+        for block in self._blocks:
+            for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
+                x = matrix.item.x
+                out = x if x.dtype == torch.float32 else torch.empty(x.numel(), device=x.device)
+                if self._good and matrix.owed is not None:
+                    kernels.low_rank_split(out, matrix.owed.view(-1), p, q)
+                else:
+                    kernels.low_rank_product(out, p, q)
+                if out is not x:
+                    x.copy_(out)
+        for matrix, part in zip(self._whole, self._parts, strict=True):
+            matrix.item.x.copy_(part)
+            if self._good and matrix.owed is not None and matrix.takes_part:
+                matrix.owed.zero_()

@@ -1,0 +1,177 @@
+"""PowerSGD's state: what every rank owes, and the factors that power iteration goes on from (Vogels et al., arXiv
+1905.13727).
+
+The codec :class:`~narrowband.codecs.LowRank` factors one rank's matrix. PowerSGD factors the average of all, and needs
+no rank's matrix for that: products with the same factors add up. How they travel is the business of
+:mod:`narrowband.collectives.lowrank`; here is what stays between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from narrowband.codecs import LowRank, format_term
+from narrowband.codecs.base import check_keys
+from narrowband.codecs.lowrank import factors, start
+from narrowband.feedback.base import State
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from narrowband.codecs import Codec, Shape
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(unsafe_hash=True)
+class PowerSGD(State):
+    """Low-rank factors of the average gradient, by all-reduce, with error feedback and a warm start.
+
+    Costs one float32 per element for what is owed, and the factors of one side.
+
+    Args:
+        rank: columns of the factors.
+        iterations: rounds of power iteration per step; each takes two all-reduces.
+        warm_start: whether a step goes on from the factors of the one before; one round is then enough.
+        min_ratio: a matrix that is not more than so many times as large as its factors is averaged as it is.
+        ef: whether what the factors do not say is added to the next gradient.
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    rank: int = field(default=4, metadata={"always": True})
+    iterations: int = 1
+    warm_start: bool = True
+    min_ratio: float = 2.0
+    ef: bool = True
+
+    #: Key → where it is owed: one of several matrices of a shape, side by side, so that one product serves them all.
+    _places: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        for key in ("rank", "iterations"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"powersgd: {key}={getattr(self, key)} must be at least 1")
+        if not 0.0 <= self.min_ratio < math.inf:
+            raise ValueError(f"powersgd: min_ratio={self.min_ratio} must be a number from 0 on")
+
+    @property
+    def codec(self) -> LowRank:
+        """What factors one matrix by itself: for sizes and errors."""
+        return LowRank(rank=self.rank, iterations=self.iterations)
+
+    def factors(self, codec: Codec, shape: Shape) -> tuple[int, int, int]:
+        """(n, m, r) of a tensor of this shape; r = 0: averaged as it is."""
+        if not isinstance(codec, LowRank):
+            raise TypeError(f"powersgd averages factors of low rank; {codec} has none")
+        return factors(shape, codec.rank, self.min_ratio)
+
+    # ---- what is owed ------------------------------------------------------------------------------------------------
+
+    def prepare(self, matrices: Sequence[tuple[str, int, int, torch.device]]) -> None:
+        """Make room for what (key, rows, columns, device) will owe: side by side where shapes are equal, in this order.
+
+        What has no room by the time it is asked for gets some of its own.
+        """
+        if not self.ef:
+            return
+        alike: dict[tuple[int, int], list[tuple[str, torch.device]]] = {}
+        for key, n, m, device in matrices:
+            alike.setdefault((n, m), []).append((key, device))
+        for (n, m), keys in alike.items():
+            room = torch.zeros(len(keys), n, m, device=keys[0][1])
+            self._places.update({key: (room, at) for at, (key, _) in enumerate(keys)})
+
+    def matrix(self, key: str, n: int, m: int, device: torch.device) -> Tensor:
+        """What is owed under ``key``, n × m; zeros at first."""
+        if key not in self._places:
+            self._places[key] = (torch.zeros(1, n, m, device=device), 0)
+        room, at = self._places[key]
+        if room[at].numel() != n * m:
+            raise ValueError(
+                f"{room[at].numel()} elements are owed under {key!r}, so {n * m} cannot be averaged there; "
+                "use another key, or load the state of this model"
+            )
+        return room[at].view(n, m)
+
+    def block(self, keys: Sequence[str]) -> Tensor | None:
+        """What these matrices owe, (count, n, m), if it lies side by side in this order."""
+        room, first = self._places[keys[0]]
+        for step, key in enumerate(keys):
+            other, at = self._places[key]
+            if other is not room or at != first + step:
+                return None
+        return room[first : first + len(keys)]
+
+    def order(self, key: str) -> int:
+        """Where a matrix lies among those beside it."""
+        return self._places[key][1] if key in self._places else 0
+
+    def owed(self, key: str) -> Tensor | None:
+        if key not in self._places:
+            return None
+        room, at = self._places[key]
+        return room[at].view(-1)
+
+    # ---- the factors -------------------------------------------------------------------------------------------------
+
+    def factor(self, key: str, r: int, m: int, seed: int, device: torch.device) -> Tensor:
+        """The r × m factor that this step starts with, equal on all ranks: that of the step before, with rows left out
+        or new ones drawn where the rank has changed.
+        """
+        before = self._factors.get(key) if self.warm_start else None
+        if before is None:
+            return start(m, r, seed, device)
+        if before.shape[0] < r:
+            return torch.cat([before, start(m, r - before.shape[0], seed, device)])
+        return before[:r]
+
+    def keep(self, key: str, q: Tensor) -> None:
+        """The r × m factor of a good step, to start the next one with. That of a matrix of zeros says nothing."""
+        if self.warm_start and bool(q.any()):
+            self._factors[key] = q.clone()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def scale(self, factor: float) -> None:
+        for key in self._places:
+            owed = self.owed(key)
+            assert owed is not None
+            owed.mul_(factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        owed = {f"owed/{key}": room[at].view(-1) for key, (room, at) in self._places.items()}
+        return owed | {f"factor/{key}": q for key, q in self._factors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        rooms = {name: name.partition("/") for name in state}
+        for name, (room, slash, _) in rooms.items():
+            if not slash or room not in ("owed", "factor"):
+                raise ValueError(
+                    f"powersgd keeps what is owed and factors, and the state holds {name!r}: it was saved with "
+                    "another spec"
+                )
+        if not self.ef and any(room == "owed" for room, _, _ in rooms.values()):
+            raise ValueError("the state owes something, and powersgd with ef=false could not send it")
+        self.scale(0.0)
+        self._factors = {}
+        for name, value in state.items():
+            room, _, key = rooms[name]
+            values = value.detach().to(torch.float32)
+            if room == "factor":
+                self._factors[key] = values.clone(memory_format=torch.contiguous_format)
+            elif key in self._places:
+                place, at = self._places[key]
+                place[at].view(-1).copy_(values.reshape(-1))
+            else:
+                self._places[key] = (values.reshape(1, -1).clone(), 0)
+
+    def __str__(self) -> str:
+        return format_term(self)
