@@ -79,9 +79,9 @@ def gradients_of(ranks, step):
     return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
-def frozen_steps(rank, world_size, spec, steps):
+def frozen_steps(rank, world_size, spec, steps, **options):
     """The averages of steps that leave the parameters where they are."""
-    model, _, _ = compressed(spec, optimizer=lambda m: sgd(m, lr=0.0))
+    model, _, _ = compressed(spec, optimizer=lambda m: sgd(m, lr=0.0), **options)
     averages = []
     for step in range(steps):
         model.zero_grad()
@@ -116,6 +116,73 @@ def test_fifty_steps_of_four_ranks_follow_the_paper(keys, clip):
             for result in results:
                 torch.testing.assert_close(result[step][i].double(), expected, rtol=2e-4, atol=2e-6)
     assert clipped > 100 if clip else not clipped
+
+
+def together(rank, world_size, spec, steps):
+    return frozen_steps(rank, world_size, spec, steps, small="together")
+
+
+@pytest.mark.parametrize("cap", [TINY, 100.0])
+def test_small_parameters_together_are_a_layer_of_the_model(cap):
+    spec, ranks, steps = "dgc:density=0.03,warmup_steps=12,clip=0.5", 3, 30
+    results = run_ranks(together, ranks, spec, steps)
+    method = nb.compression(spec).feedback
+    small = [len(p.shape) < 2 or p.numel() < 64 for p in mlp().parameters()]
+    numel = sum(p.numel() for p, is_small in zip(mlp().parameters(), small, strict=True) if is_small)
+    derived = Deriving(ranks, numel, 0.9, False, True)
+    for step in range(steps):
+        gradients = gradients_of(ranks, step)
+        norms = torch.stack([(g**2).sum(1) for g in gradients]).sum(0).sqrt()
+        factors = torch.clamp(0.5 / math.sqrt(ranks) / norms, max=1.0)
+        vector = torch.cat([g for g, is_small in zip(gradients, small, strict=True) if is_small], 1)
+        expected = derived.step(vector * factors[:, None], method.codec_at(step, None).kept((numel,)))
+        for result in results:
+            got = torch.cat([x for x, is_small in zip(result[step], small, strict=True) if is_small])
+            torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-6)
+
+
+def everything_together(rank, world_size, spec, broken):
+    model, handle = mlp(), None
+    model = wrap(model, TINY)
+    handle = nb.compress_gradients(model, spec, min_numel=64, small="together", optimizer=sgd(model))
+    train(model, rank, range(3))
+    before, sent = state_of(handle), handle.stats().last
+    model.zero_grad()
+    loss = loss_of(model, 3, rank)
+    if rank == 1 and broken is not None:
+        list(model.parameters())[broken].register_hook(lambda g: g * math.nan)
+    loss.backward()
+    finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
+    return same(before, state_of(handle)), finite, sent.ratio
+
+
+@pytest.mark.parametrize("spec", ["dgc:density=0.01", "topk:density=0.01+ef", "threshold:value=0.1+ef"])
+@pytest.mark.parametrize("broken", [None, 0, 1, -1])
+def test_together_a_broken_gradient_anywhere_changes_no_state(spec, broken):
+    for kept, finite, ratio in run_ranks(everything_together, 2, spec, broken):
+        assert kept == (broken is not None)
+        assert finite[broken if broken is not None else 0] == (broken is None)
+        assert ratio > 20 or spec.startswith("threshold")
+
+
+def alike(rank, world_size, spec):
+    """A codec that loses nothing to speak of: small parameters may go either way."""
+    ends = []
+    for small in ("dense", "together"):
+        model = wrap(mlp(), TINY)
+        nb.compress_gradients(model, spec, min_numel=64, small=small)
+        train(model, rank, range(5))
+        ends.append(flat(model))
+    refused = refusal(lambda: nb.compress_gradients(wrap(mlp()), "powersgd", small="together"))
+    unused = refusal(lambda: nb.compress_gradients(wrap(mlp(), find_unused_parameters=True), spec, small="together"))
+    return ends, refused, unused, refusal(lambda: nb.compress_gradients(wrap(mlp()), spec, small="both"))
+
+
+@pytest.mark.parametrize("spec", ["topk:density=1.0+ef", "fp16", "uniform:bits=8,rounding=stochastic", "none"])
+def test_together_or_dense(spec):
+    for (dense, together_), refused, unused, neither in run_ranks(alike, 4, spec):
+        torch.testing.assert_close(dense, together_, rtol=0, atol=2e-3 if spec != "topk:density=1.0+ef" else 1e-6)
+        assert (refused[0], unused[0], neither[0]) == ("UnsupportedError", "UnsupportedError", "ValueError")
 
 
 def warming_up(rank, world_size):

@@ -74,7 +74,9 @@ class Config:
     nodes: int = 4
     rate: str = "200mbit"
     model: str = "gpt-13m"
-    codecs: tuple[str, ...] = ("none", "fp16", "topk:density=0.01+ef", "qsgd:bits=4")
+    codecs: tuple[str, ...] = (
+        "none", "fp16", "topk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "qsgd:bits=4",
+    )  # fmt: skip
     peers: bool = False
     rounds: int = 5
     steps: int = 4
@@ -170,29 +172,32 @@ def skip_communication(model: DDP) -> None:
     model.register_comm_hook(None, lambda _, bucket: done(bucket))
 
 
+_Attach = Callable[[DDP, torch.optim.Optimizer], Any]
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What distinguishes one row: its name, and what is done to a DDP model to get it."""
 
     codec: str
-    attach: Callable[[DDP], Any] | None  # returns a handle with stats(), or None; None: nothing is done
+    attach: _Attach | None  # returns a handle with stats(), or None; None: nothing is done
     bucket_cap_mb: int | None = None
     note: str | None = None
 
 
 def _kinds(config: Config) -> list[_Kind]:
     return [
-        _Kind(NO_COMMUNICATION, skip_communication),
+        _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model)),
         *(_Kind(spec, _attach_codec(spec, config.seed)) for spec in config.codecs),
         *(_peers() if config.peers else ()),
     ]
 
 
-def _attach_codec(spec: str, seed: int) -> Callable[[DDP], Any]:
-    def attach(model: DDP) -> Any:
+def _attach_codec(spec: str, seed: int) -> _Attach:
+    def attach(model: DDP, optimizer: torch.optim.Optimizer) -> Any:
         import narrowband
 
-        return narrowband.compress_gradients(model, spec, seed=seed)
+        return narrowband.compress_gradients(model, spec, seed=seed, optimizer=optimizer)
 
     return attach
 
@@ -200,7 +205,7 @@ def _attach_codec(spec: str, seed: int) -> Callable[[DDP], Any]:
 def _peers() -> list[_Kind]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    def power_sgd(model: DDP) -> None:
+    def power_sgd(model: DDP, _: Any) -> None:
         state = powerSGD_hook.PowerSGDState(model.process_group, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
@@ -208,11 +213,11 @@ def _peers() -> list[_Kind]:
         _Kind("torch: DDP fp32", None),
         _Kind(
             "torch: fp16 hook",
-            lambda model: model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook),
+            lambda model, _: model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook),
         ),
         _Kind(
             "torch: bf16 hook",
-            lambda model: model.register_comm_hook(model.process_group, default_hooks.bf16_compress_hook),
+            lambda model, _: model.register_comm_hook(model.process_group, default_hooks.bf16_compress_hook),
         ),
         _Kind(
             "torch: PowerSGD hook, rank 4",
@@ -247,7 +252,7 @@ class _Row:
             gradient_as_bucket_view=True,
         )
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
-        self._handle = self.kind.attach(self._model) if self.kind.attach is not None else None
+        self._handle = self.kind.attach(self._model, self._optimizer) if self.kind.attach is not None else None
         self._train(tokens_SBL)
 
     def wake(self, tokens_SBL: Tensor) -> None:

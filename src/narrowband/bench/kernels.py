@@ -31,6 +31,8 @@ BACKENDS = ("cpu", "reference")
 #: The group of the quantizers and the density of the sparse loops, as in the table of targets.
 GROUP = 128
 DENSITY = 0.001
+#: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
+_TALL = (32, 4096)
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,34 @@ def _low_rank_product(data: _Data, backend: Any) -> _Loop:
     return _Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
 
 
+def _dgc(data: _Data, backend: Any) -> _Loop:
+    """A step of ``dgc:density=0.001`` on one tensor: velocity, accumulation, selection, masking, with the threshold of
+    a step before. Writing the payload is the work of the loops of top-k.
+    """
+    n, k = data.numel, data.k
+    states = [torch.randn(n, generator=data.generator) for _ in range(2)]
+    x, now, before = (torch.empty(n) for _ in range(3))
+    hint = 0.0
+
+    def restore() -> None:
+        for tensor, kept in zip((x, now, before), (data.x, *states), strict=True):
+            tensor.copy_(kept)
+
+    def body(seed: int) -> float:
+        _, at, _, ahead = backend.momentum_topk(x, now, before, k, momentum=0.9, threshold=hint, seed=seed)
+        backend.forget(now, before, at, momentum=0.9)
+        return float(ahead)
+
+    restore()
+    hint = body(0)
+    return _Loop(body, restore)
+
+
+def _orthonormalize(data: _Data, backend: Any) -> _Loop:
+    p = torch.randn(1, *_TALL, generator=data.generator)
+    return _Loop(lambda _: backend.orthonormalize(p))
+
+
 _LOOPS: dict[str, _Maker] = {
     "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
     "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
@@ -201,6 +231,8 @@ _LOOPS: dict[str, _Maker] = {
     "elias-fano-decode": _elias_fano_decode,
     "sparse-accumulate": _sparse_accumulate,
     "lowrank-4-decode-accumulate": _low_rank_product,
+    "dgc-momentum-select-mask": _dgc,
+    "orthonormalize-32x4096": _orthonormalize,
 }
 
 
@@ -224,10 +256,16 @@ def _peer_threshold(data: _Data, _: Any) -> _Loop:
     return _Loop(lambda _: (data.x.abs() >= value).nonzero())
 
 
+def _peer_qr(data: _Data, _: Any) -> _Loop:
+    p = torch.randn(*reversed(_TALL), generator=data.generator)
+    return _Loop(lambda _: torch.linalg.qr(p))
+
+
 _PEERS: dict[str, _Maker] = {
     "torch.topk": lambda data, _: _Loop(lambda _: data.x.abs().topk(data.k, sorted=False)),
     "torch 4-bit stochastic quantize": _peer_quantize,
     "torch threshold and nonzero": _peer_threshold,
+    "torch.linalg.qr, 4096x32": _peer_qr,
     "torch.isfinite().all()": lambda data, _: _Loop(lambda _: data.x.isfinite().all()),
 }
 

@@ -160,6 +160,10 @@ class Exchange(ABC):
         self.encode_seconds += time.perf_counter() - begin
         return self._mine_finite
 
+    def flag(self, finite: bool) -> None:
+        """Let this exchange's trailer also say whether something else is finite, that its sender answers for."""
+        self._mine_finite &= finite
+
     @abstractmethod
     def _encode_all(self) -> None:
         """Encode every item, and note in ``_mine_finite`` whether all are finite."""

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from narrowband.codecs import Shape
     from narrowband.collectives import Job
     from narrowband.collectives.exchange import Collective
 
@@ -102,13 +103,16 @@ def compress_gradients(
     collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    small: Literal["dense", "together"] = "dense",
 ) -> GradientCompression:
     """Compress the gradients that ``ddp_model`` averages. Call it on all ranks, once, before the first backward.
 
     Args:
         ddp_model: the wrapped model; nothing else of the training loop changes.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``.
-        min_numel: parameters with fewer elements travel uncompressed, as do all biases and norms.
+        min_numel: parameters with fewer elements count as small, as do all biases and norms.
+        small: what happens to these: ``dense``, they travel uncompressed; ``together``, as one vector of the whole
+            model, compressed like any layer. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
         start_step: average uncompressed until this many steps are done; early gradients change fast.
         process_group: the ranks to average over; by default the model's own.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
@@ -145,6 +149,15 @@ def compress_gradients(
     chosen = compression(spec)
     if min_numel < 0 or start_step < 0:
         raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
+    if small not in ("dense", "together"):
+        raise ValueError(f"small={small!r} is neither dense nor together")
+    if small == "together" and isinstance(chosen.feedback, PowerSGD):
+        raise UnsupportedError("powersgd factors matrices, and small parameters make none; use small='dense'")
+    if small == "together" and ddp_model.find_unused_parameters:
+        raise UnsupportedError(
+            "small='together' cannot tell which parts of its vector had no gradient, which find_unused_parameters=True "
+            "allows; use small='dense'"
+        )
     if collective != "auto":
         if collective not in COLLECTIVES:
             raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
@@ -164,6 +177,7 @@ def compress_gradients(
         seed=seed,
         collective=collective,
         grad_scaler=grad_scaler,
+        together=small == "together",
     )
 
 
@@ -229,8 +243,10 @@ class GradientCompression:
         seed: int,
         collective: str,
         grad_scaler: torch.amp.GradScaler | None,
+        together: bool,
     ) -> None:
         self.compression = chosen
+        self._together = together
         self._start_step = start_step
         self._seed = seed
         self._collective = collective
@@ -402,6 +418,10 @@ class GradientCompression:
         """Raise ValueError where a state has a size that no state of this model can have."""
         numel = {p.name: p.shape.numel() for p in self._parameters.values()}
         compressed = {p.name for p in self._parameters.values() if p.codec is not None}
+        if self._together:
+            together = {f"({dtype})": n for dtype, n in self._dense_numel.items() if dtype in _COMPRESSIBLE}
+            numel |= together
+            compressed |= together.keys()
         for key, value in owed.items():
             room, _, name = key.rpartition("/")
             here = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
@@ -494,6 +514,7 @@ class GradientCompression:
         """Ranks that were set up differently would hang, or decode nonsense; find out now."""
         what: list[Any] = [str(self.compression), min_numel, self._start_step, self._seed, self._collective]
         what.append("with a scaler" if self._grad_scaler is not None else "no scaler")
+        what.append("together" if self._together else "dense")
         what += [(p.name, tuple(p.shape), p.codec is None) for p in self._parameters.values()]
         mine = torch.frombuffer(bytearray(hashlib.sha256(repr(what).encode()).digest()), dtype=torch.uint8).to(device)
         all_of_them = torch.empty(self._peers.size, mine.numel(), dtype=torch.uint8, device=device)
@@ -501,7 +522,7 @@ class GradientCompression:
         others = [r for r in range(self._peers.size) if not torch.equal(all_of_them[r], mine)]
         if others:
             raise ValueError(
-                f"ranks disagree: rank {self._peers.rank} compresses with {what[:6]}, and rank(s) {others} differ in "
+                f"ranks disagree: rank {self._peers.rank} compresses with {what[:7]}, and rank(s) {others} differ in "
                 "that or in the model's parameters"
             )
 
@@ -639,6 +660,7 @@ class _Step:
         self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._dense: dict[torch.dtype, Tensor] = {}
         self._dense_back: list[tuple[_Parameter, Tensor, Tensor]] = []
+        self._together: set[torch.dtype] = set()  # of what travels as one vector, compressed
         self._dense_finite = True
         self._stats = StepStats(steps=1)
         self._wire_before = handle._engine.wire_seconds
@@ -660,7 +682,7 @@ class _Step:
         method = handle._method
         if method is not None and math.isfinite(method.clip):
             self._held.append((buffer, parameters))
-            self._held_norm = math.hypot(self._held_norm, _norm(buffer))
+            self._held_norm = math.hypot(self._held_norm, _norm(buffer._values() if buffer.is_sparse else buffer))
             if last:
                 self._clip(method.clip)
                 held, self._held = self._held, []
@@ -704,7 +726,7 @@ class _Step:
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
         if last:
-            self._send_dense()
+            self._send_small()
         if work is not None:
             self._send(work)
         self._closed = last
@@ -712,7 +734,6 @@ class _Step:
 
     def _encode(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Exchange | None:
         handle = self.handle
-        feedback = handle._feedback if isinstance(handle._feedback, Feedback) else None
         items: list[Item] = []
         at = 0
         for p in parameters:
@@ -720,13 +741,17 @@ class _Step:
             part = buffer[at : at + p.numel()]
             at += p.numel()
             if known.codec is None:
-                self._travels_dense(part, known)
+                self._is_small(part, known)
             else:
-                items.append(
-                    Item(known.name, part, known.shape, self._codec_of(known), feedback, self._seeds(known.index))
-                )
-        if not items:
-            return None
+                items.append(self._item(known.name, part, known.shape, self._codec_of(known), known.index))
+        return self._encoded(items) if items else None
+
+    def _item(self, name: str, x: Tensor, shape: Shape, codec: Codec, index: int) -> Item:
+        feedback = self.handle._feedback
+        return Item(name, x, shape, codec, feedback if isinstance(feedback, Feedback) else None, self._seeds(index))
+
+    def _encoded(self, items: Sequence[Item]) -> Exchange:
+        handle = self.handle
         if self._way == "lowrank":
             assert isinstance(handle._feedback, PowerSGD)
             work: Exchange = LowRankReduce(items, handle._peers, self._measure, handle._feedback)
@@ -746,22 +771,43 @@ class _Step:
             decides = not (self._flagged and work.decided_by_encoding)
             self._start(work.job(), lambda: self._arrived.append(work), decides=decides)
 
-    def _send_dense(self) -> None:
-        if self._flagged:
+    def _send_small(self) -> None:
+        """What is small: one vector per dtype, averaged as it is or compressed. With it goes the news whether all that
+        this rank has encoded is finite, if others wait for that.
+        """
+        handle = self.handle
+        together = sorted(self._together, key=str)
+        if together:
+            number = len(handle._parameters)
+            work = self._encoded(
+                [
+                    self._item(f"({dtype})", flat, flat.shape, self.codec, number + at)
+                    for at, (dtype, flat) in enumerate((dtype, self._dense[dtype]) for dtype in together)
+                ]
+            )
+            work.flag(self._encoded_finite)
+            if handle._feedback is None:
+                self._start(work.job(), lambda: work.deliver(good=True))
+            else:
+                self._start(work.job(), lambda: self._arrived.append(work))
+        elif self._flagged:
             if not self._dense:
                 self._dense[torch.float32] = torch.zeros(1, device=self._results[0][1].device)
             for flat in self._dense.values():
                 flat[-1] = 0.0 if self._encoded_finite else math.nan
-        for dtype in sorted(self._dense, key=str):
+        for dtype in sorted(self._dense.keys() - self._together, key=str):
             flat = self._dense[dtype]
-            nbytes = allreduce_nbytes(flat.numel() * flat.element_size(), self.handle._peers.size)
+            nbytes = allreduce_nbytes(flat.numel() * flat.element_size(), handle._peers.size)
             self._start(self._all_reduce(flat, nbytes, check=True))
 
-    def _travels_dense(self, part: Tensor, known: _Parameter) -> None:
+    def _is_small(self, part: Tensor, known: _Parameter) -> None:
         flat = self._dense.get(part.dtype)
         if flat is None:
+            together = self.handle._together and part.dtype in _COMPRESSIBLE
+            if together:
+                self._together.add(part.dtype)
             # Zero where a bucket did not come: all ranks have the same layout whatever the buckets.
-            numel = self.handle._dense_numel[part.dtype] + self._flagged
+            numel = self.handle._dense_numel[part.dtype] + (self._flagged and not together)
             flat = self._dense[part.dtype] = torch.zeros(numel, dtype=part.dtype, device=part.device)
         place = flat[known.dense_at : known.dense_at + part.numel()]
         place.copy_(part)
@@ -799,16 +845,21 @@ class _Step:
         """Deliver what can be delivered, and end the step when that was all."""
         if not self._closed or self._undecided_jobs or not self._results:
             return
-        if self._good is None:
-            self._good = self._dense_finite and all(work.finite for work in self._exchanges)
-            method = self.handle._method
-            if method is not None and self._good:
-                method.advance_dense([(known.name, place) for known, _, place in self._dense_back])
-            for _, part, place in self._dense_back:
-                part.copy_(place)
+        decided, good = self._good is not None, self._good
+        if good is None:
+            good = self._good = self._dense_finite and all(work.finite for work in self._exchanges)
         arrived, self._arrived = self._arrived, []
         for work in arrived:
-            work.deliver(self._good)
+            work.deliver(good)
+        if not decided:  # what is small is here: it decides, too
+            method = self.handle._method
+            if method is not None and good:
+                dense = [
+                    (known.name, place) for known, _, place in self._dense_back if place.dtype not in self._together
+                ]
+                method.advance_dense(dense)
+            for _, part, place in self._dense_back:
+                part.copy_(place)
         if self._open_jobs:
             return
         self._account()
