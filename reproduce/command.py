@@ -1,0 +1,243 @@
+"""What every module here does when it is run: choose rows, train them, print tables and claims, write JSON."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowband.bench.ranks import RankError
+from narrowband.errors import UnsupportedError
+from narrowband.report.record import provenance, write_json
+from narrowband.report.units import format_seconds
+from reproduce.report import Claim, Group, groups, legend, markdown, table
+from reproduce.training import Row, run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+__all__ = ["Experiment", "Options", "Recipe", "chosen", "main"]
+
+#: A run of ``--quick``: enough to see that everything works, not to learn anything.
+_QUICK_ROWS = 2
+_QUICK_BATCH = 16
+_QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "gpt": 20_000}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row, but for its seed.
+
+    Attributes:
+        row: of seed 0.
+        turn: rows of a lower one are trained first, for all their seeds.
+        ablation: whether it only shows what a part of the method is good for; such rows get seeds of their own.
+    """
+
+    row: Row
+    turn: int = 0
+    ablation: bool = False
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A paper's: rows, and what they ought to show.
+
+    Attributes:
+        module: the last part of the module's name.
+        paper: its authors, title and arXiv id.
+        titles: of each task, for tables.
+        recipes: all rows, the dense one of each task first.
+        claims: what the paper says, judged by the groups that were trained.
+    """
+
+    module: str
+    paper: str
+    titles: dict[str, str]
+    recipes: tuple[Recipe, ...]
+    claims: Callable[[Sequence[Group]], list[Claim]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train small real models on real ranks with and without compression, and judge a paper's claims by it.
+
+    Rows that are finished are kept, each as soon as it is done: after Ctrl-C, the same command goes on from there.
+    """
+
+    tasks: tuple[str, ...] = ()
+    """Only these tasks; all when left out."""
+    rows: tuple[str, ...] = ()
+    """Only rows of these names; all when left out."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the rows that claims are about."""
+    ablation_seeds: tuple[int, ...] = (0,)
+    """Seeds of the rows that leave a part of the method out."""
+    epochs: int | None = None
+    """Epochs of every row; the task's own number when left out."""
+    nodes: int = 4
+    """Ranks on this machine."""
+    data_dir: Path | None = None
+    """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
+    output: Path | None = None
+    """Directory of the results; reproduce/results/<module> when left out."""
+    resume: bool = True
+    """Take rows that an earlier run finished."""
+    quick: bool = False
+    """Two rows, one seed, one epoch, a handful of samples: to see in seconds that everything works."""
+    markdown: Path | None = None
+    """Also write the tables and claims to this file, for the documentation."""
+
+
+def chosen(experiment: Experiment, options: Options) -> list[Row]:
+    """The rows to train, in order: turn by turn, and then task by task and seed by seed.
+
+    Raises:
+        ValueError: a task or a row that the experiment does not have, or no seed.
+    """
+    for given, there in (
+        (options.tasks, dict.fromkeys(r.row.task for r in experiment.recipes)),
+        (options.rows, dict.fromkeys(r.row.name for r in experiment.recipes)),
+    ):
+        for name in given:
+            if name not in there:
+                raise ValueError(f"{experiment.module} has no {name!r}; there are: {', '.join(there)}")
+    recipes = [
+        r
+        for r in experiment.recipes
+        if r.row.task in (options.tasks or (r.row.task,)) and r.row.name in (options.rows or (r.row.name,))
+    ]
+    if not options.seeds:
+        raise ValueError("no seed: give at least one, as in --seeds 0")
+    if options.quick:
+        return [_quick(replace(r.row, seed=options.seeds[0])) for r in recipes[:_QUICK_ROWS]]
+    rows = []
+    for turn, task in itertools.product(sorted({r.turn for r in recipes}), dict.fromkeys(r.row.task for r in recipes)):
+        own = [r for r in recipes if (r.turn, r.row.task) == (turn, task)]
+        for seed in dict.fromkeys((*options.seeds, *options.ablation_seeds)):
+            rows += [
+                replace(r.row, seed=seed)
+                for r in own
+                if seed in (options.ablation_seeds if r.ablation else options.seeds)
+            ]
+    return rows if options.epochs is None else [_with_epochs(row, options.epochs) for row in rows]
+
+
+def _with_epochs(row: Row, epochs: int) -> Row:
+    """Bytes are taken in the last epoch, when warm-up has to be over."""
+    return replace(row, epochs=epochs, warmup_epochs=max(0, min(row.warmup_epochs, epochs - 1)))
+
+
+def _quick(row: Row) -> Row:
+    return replace(_with_epochs(row, 1), batch=_QUICK_BATCH, limit=_QUICK_LIMIT[row.task])
+
+
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code, as ``narrowband``'s commands do."""
+    import tyro
+    from rich.console import Console
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    console, errors = Console(), Console(stderr=True)
+    options = tyro.cli(Options, args=words, prog=f"python -m reproduce.{experiment.module}")
+    try:
+        _run(experiment, options, ["python", "-m", f"reproduce.{experiment.module}", *words], console)
+    except KeyboardInterrupt:
+        errors.print("Stopped. Rows that were finished are kept: the same command goes on from there.", style="yellow")
+        return 130
+    except (ValueError, UnsupportedError, RankError, OSError, ImportError) as error:
+        errors.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, (ValueError, UnsupportedError)) else 1
+    return 0
+
+
+def _run(experiment: Experiment, options: Options, command: list[str], console: Console) -> None:
+    output = options.output or Path(__file__).parent / "results" / experiment.module
+    rows = chosen(experiment, options)
+    record = provenance(rows[0].seed, command)
+    console.print(experiment.paper, style="bold", markup=False, highlight=False)
+    with _progress(console) as progress:
+        results = run(
+            rows,
+            output,
+            nodes=options.nodes,
+            data_dir=options.data_dir,
+            resume=options.resume,
+            on_event=_Show(progress, rows),
+        )
+    found = groups(results)
+    claims = [] if options.quick else experiment.claims(found)
+    for drawn in table(found, experiment.titles):
+        console.print(drawn)
+    console.print(legend(), style="dim", highlight=False, markup=False)
+    for claim in claims:
+        style = {True: "green", False: "red", None: "dim"}[claim.held]
+        console.print(f"{claim.verdict()}: {claim.text} ({claim.figures})", style=style, markup=False, highlight=False)
+    others = sorted({str(row["commit"]) for row in results} - {str(record["commit"])})
+    if others:
+        console.print(f"Some rows were trained at other commits: {', '.join(others)}", style="yellow", markup=False)
+    written = output / "summary.json"
+    write_json(
+        written,
+        record
+        | {
+            "paper": experiment.paper,
+            "seeds": sorted({row.seed for row in rows}),
+            "groups": [asdict(group) for group in found],
+            "claims": [asdict(claim) for claim in claims],
+            "rows": results,
+        },
+    )
+    if options.markdown is not None:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(markdown(found, experiment.titles, claims, shlex.join(command)))
+    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+class _Show:
+    """A bar for the row in training, a line for each that is done."""
+
+    def __init__(self, progress: Progress, rows: Sequence[Row]) -> None:
+        self._progress = progress
+        self._rows = rows
+        self._bar = progress.add_task("starting ranks", total=None, said="")
+        self._current: int | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        number = event["row"]
+        row = self._rows[number]
+        label = f"[{number + 1}/{len(self._rows)}] {row.task} {row.name}, seed {row.seed}"
+        if number != self._current:
+            self._current = number
+            self._progress.reset(self._bar, description=label, total=row.epochs, said="")
+        if event["event"] == "step":
+            self._progress.update(
+                self._bar, total=event["of"], completed=event["step"], said=f"loss {event['loss']:.2f}"
+            )
+        elif event["event"] == "row":
+            result = event["result"]
+            score = "diverged" if result["score"] is None else f"{result['score']:.2f}"
+            self._progress.console.print(
+                f"{label}: {score} ({result['metric']}), {format_seconds(result['wall_s'])}",
+                markup=False,
+                highlight=False,
+            )

@@ -1,0 +1,231 @@
+"""Real data sets, as tensors.
+
+A set's files come from ``--data-dir``, else from the folder that ``NARROWBAND_DATA`` names, else they are downloaded
+once into the cache folder:
+
+=================  ==================================================  ================================================
+set                files in the folder                                 format
+=================  ==================================================  ================================================
+CIFAR-10           ``cifar10/{train,test}.parquet``                    columns ``img`` = {bytes, path} and ``label``
+tiny shakespeare   ``tinyshakespeare/input.txt``                       plain text
+WikiText-2         ``wikitext2/{validation,test}.parquet``             column ``text``, one line a row
+=================  ==================================================  ================================================
+
+Decoding 60,000 images takes a while, so decoded arrays are kept in the cache folder (``$XDG_CACHE_HOME/narrowband``)
+under names that hold their file's size and time, and are mapped into memory: all ranks share one copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Images", "Text", "cache_folder", "cifar10", "locate", "tiny_shakespeare", "wikitext2"]
+
+ENVIRONMENT = "NARROWBAND_DATA"
+
+_HUB = "https://huggingface.co/datasets"
+#: Where the public sets are, by their file's name in the data folder.
+URLS = {
+    "cifar10/train.parquet": f"{_HUB}/uoft-cs/cifar10/resolve/main/plain_text/train-00000-of-00001.parquet",
+    "cifar10/test.parquet": f"{_HUB}/uoft-cs/cifar10/resolve/main/plain_text/test-00000-of-00001.parquet",
+    "wikitext2/validation.parquet": (
+        f"{_HUB}/Salesforce/wikitext/resolve/main/wikitext-2-v1/validation-00000-of-00001.parquet"
+    ),
+    "wikitext2/test.parquet": f"{_HUB}/Salesforce/wikitext/resolve/main/wikitext-2-v1/test-00000-of-00001.parquet",
+    "tinyshakespeare/input.txt": (
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    ),
+}
+_TIMEOUT_S = 60.0
+
+#: Share of tiny shakespeare that is trained on; the rest, its end, is for validation.
+_TRAINED_ON = 0.9
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images as uint8 (N, 3, 32, 32), labels as int64 (N,), and a digest of the files they came from."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    digest: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """Two stretches of text as flat uint8 token ids below ``vocabulary``, and a digest of the files."""
+
+    train: Tensor
+    heldout: Tensor
+    vocabulary: int
+    digest: str
+
+
+# ---- the sets --------------------------------------------------------------------------------------------------------
+
+
+def cifar10(directory: Path | None = None) -> Images:
+    """CIFAR-10 (Krizhevsky 2009): 50,000 and 10,000 images of ten classes.
+
+    Args:
+        directory: the data folder; None: as the module says.
+
+    Raises:
+        FileNotFoundError: the files are not to be had; says how they could be.
+    """
+    train, test = (locate(f"cifar10/{split}.parquet", directory) for split in ("train", "test"))
+    return Images(
+        train_x=_kept(train, "cifar10-train-images", _decoded_images),
+        train_y=_kept(train, "cifar10-train-labels", _labels),
+        test_x=_kept(test, "cifar10-test-images", _decoded_images),
+        test_y=_kept(test, "cifar10-test-labels", _labels),
+        digest=_digest([train, test]),
+    )
+
+
+def tiny_shakespeare(directory: Path | None = None) -> Text:
+    """Tiny shakespeare (Karpathy 2015): 1.1 million characters; the last tenth is held out.
+
+    Ids are the characters' places among those that occur, sorted.
+
+    Raises:
+        FileNotFoundError: the file is not to be had; says how it could be.
+    """
+    file = locate("tinyshakespeare/input.txt", directory)
+    characters, ids = np.unique(np.frombuffer(file.read_bytes(), dtype=np.uint8), return_inverse=True)
+    tokens = torch.from_numpy(ids.astype(np.uint8))
+    cut = int(_TRAINED_ON * tokens.numel())
+    return Text(tokens[:cut], tokens[cut:], len(characters), _digest([file]))
+
+
+def wikitext2(directory: Path | None = None) -> Text:
+    """WikiText-2 (Merity et al. 2016) as bytes, trained on its validation split and evaluated on its test split.
+
+    Its train split is not used: the two others are large enough for small models, and small enough to come with a
+    repository's data. Losses therefore do not compare with published ones.
+
+    Raises:
+        FileNotFoundError: the files are not to be had; says how they could be.
+    """
+    files = [locate(f"wikitext2/{split}.parquet", directory) for split in ("validation", "test")]
+    train, heldout = (torch.frombuffer(bytearray(_lines(file)), dtype=torch.uint8) for file in files)
+    return Text(train, heldout, 256, _digest(files))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def locate(name: str, directory: Path | None = None) -> Path:
+    """The file ``name`` of the data folder, such as ``cifar10/train.parquet``; downloaded if there is no folder.
+
+    Raises:
+        FileNotFoundError: it is not there, and how it could be.
+    """
+    ways = (
+        f"pass --data-dir FOLDER with {name} in it, or set {ENVIRONMENT}=FOLDER, or connect to a network from which "
+        f"{URLS[name]} can be downloaded"
+    )
+    folder = os.environ.get(ENVIRONMENT, "")
+    if directory is not None or folder:
+        file = (Path(folder) if directory is None else directory) / name
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no {file}; {ways}")
+        return file
+    file = cache_folder() / "data" / name
+    if not file.is_file():
+        try:
+            with urllib.request.urlopen(URLS[name], timeout=_TIMEOUT_S) as answer:
+                content = answer.read()
+        except (urllib.error.URLError, OSError) as error:
+            raise FileNotFoundError(f"{name} is not here and could not be downloaded ({error}); {ways}") from error
+        _write_whole(file, lambda out: out.write(content))
+    return file
+
+
+def cache_folder() -> Path:
+    """Where downloads and decoded arrays are kept: ``$XDG_CACHE_HOME/narrowband``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowband"
+
+
+def _kept(file: Path, name: str, make: Callable[[Path], np.ndarray[Any, Any]]) -> Tensor:
+    """``make(file)``, from the cache folder if it was made from this very file before; mapped into memory."""
+    stat = file.stat()
+    kept = cache_folder() / "arrays" / f"{name}-{stat.st_size}-{stat.st_mtime_ns}.npy"
+    if not kept.exists():
+        array = make(file)
+        _write_whole(kept, lambda out: np.save(out, array))
+    # Copy on write, because torch warns of memory that it could not write to.
+    return torch.from_numpy(np.load(kept, mmap_mode="c"))
+
+
+def _write_whole(file: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file whole or not at all, as several processes may want it at once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            write(out)
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _column(file: Path, name: str) -> list[Any]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ImportError(f"reading {file.name} needs pyarrow: pip install 'narrowband[reproduce]'") from error
+    table: pa.Table = pq.read_table(file)
+    if name not in table.column_names:
+        raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected one named {name!r}")
+    column: list[Any] = table.column(name).to_pylist()
+    return column
+
+
+def _decoded_images(file: Path) -> np.ndarray[Any, Any]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("decoding images needs pillow: pip install 'narrowband[reproduce]'") from error
+    rows = _column(file, "img")
+    x_NHWC = np.empty((len(rows), 32, 32, 3), dtype=np.uint8)
+    for at, row in enumerate(rows):
+        x_NHWC[at] = np.asarray(Image.open(io.BytesIO(row["bytes"])).convert("RGB"))
+    return np.ascontiguousarray(x_NHWC.transpose(0, 3, 1, 2))
+
+
+def _labels(file: Path) -> np.ndarray[Any, Any]:
+    return np.asarray(_column(file, "label"), dtype=np.int64)
+
+
+def _lines(file: Path) -> bytes:
+    return "".join(_column(file, "text")).encode()

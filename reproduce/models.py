@@ -1,0 +1,93 @@
+"""The models that are trained here: a ResNet for small images and an LSTM over characters.
+
+The residual network is that of He et al. 2015 (arXiv 1512.03385, section 4.2): depth 6n + 2, three stages of n blocks
+with 16, 32 and 64 channels, and shortcuts without parameters ("option A": every second pixel, new channels zero).
+
+Shapes: B batch, L sequence, D embedding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["CharLSTM", "ResNet"]
+
+_WIDTHS = (16, 32, 64)
+_SIDE = 32
+
+
+class _Block(nn.Module):
+    """Two 3 × 3 convolutions and a shortcut around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.stride = stride
+        self.new_channels = outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), inplace=True)))
+        if self.stride > 1:
+            # x[:, :, ::2, ::2] in a way whose backward keeps the channels-last layout: a step takes a quarter less.
+            x = F.avg_pool2d(x, 1, self.stride)
+        if self.new_channels:
+            x = F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(h.add_(x), inplace=True)
+
+
+class ResNet(nn.Module):
+    """A residual network for 32 × 32 images; ``forward(x_B3HW) -> logits_BV``. Fastest with channels-last input.
+
+    Args:
+        depth: 6n + 2: 8, 14, 20, … He et al. begin at 20.
+        classes: how many.
+    """
+
+    def __init__(self, depth: int = 20, classes: int = 10) -> None:
+        super().__init__()
+        if depth < 8 or depth % 6 != 2:
+            raise ValueError(f"depth={depth} is not 6n + 2 with n ≥ 1: 8, 14, 20, …")
+        self.conv = nn.Conv2d(3, _WIDTHS[0], 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(_WIDTHS[0])
+        blocks = []
+        inputs = _WIDTHS[0]
+        for width in _WIDTHS:
+            for _ in range(depth // 6):
+                blocks.append(_Block(inputs, width, 1 if width == inputs else 2))
+                inputs = width
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(_WIDTHS[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks(F.relu(self.norm(self.conv(x)), inplace=True))
+        logits: Tensor = self.head(F.avg_pool2d(h, _SIDE // 4).flatten(1))
+        return logits
+
+
+class CharLSTM(nn.Module):
+    """Embedding, LSTM, linear head; ``forward(tokens_BL) -> logits_BLV``, from a state of zeros.
+
+    PyTorch's LSTM has two biases per gate that only ever occur as their sum; the second is kept at zero.
+    """
+
+    def __init__(self, vocabulary: int, dim: int = 128, hidden: int = 320, layers: int = 1) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.lstm = nn.LSTM(dim, hidden, layers, batch_first=True)
+        self.head = nn.Linear(hidden, vocabulary)
+        for name, parameter in self.lstm.named_parameters():
+            if name.startswith("bias_hh"):
+                nn.init.zeros_(parameter)
+                parameter.requires_grad_(False)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        h_BLD, _ = self.lstm(self.tokens(tokens_BL))
+        logits_BLV: Tensor = self.head(h_BLD)
+        return logits_BLV

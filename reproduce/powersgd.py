@@ -1,0 +1,61 @@
+"""PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727), on CIFAR-10 and on bytes of English.
+
+The paper sends two thin factors of every gradient matrix, found by one round of power iteration that goes on from step
+to step, with error feedback, and finds accuracy on par with SGD from rank 2 on for a residual network, and from rank 4
+on for a language model.
+
+Run ``python -m reproduce.powersgd`` (about 100 minutes on two cores), ``--quick`` (seconds), ``--help``.
+
+Differences from the paper: smaller networks (ResNet-8, a GPT of 0.9 million parameters instead of an LSTM), four ranks,
+few epochs, AdamW for the GPT. It reads bytes of WikiText-2's validation split and is judged on its test split.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from reproduce.command import Experiment, Recipe, main
+from reproduce.report import DENSE, Claim, Group, as_good_as
+from reproduce.training import Row
+
+__all__ = ["EXPERIMENT"]
+
+_RANKS = (1, 2, 4)
+
+_CIFAR = Row("cifar", DENSE, "none", epochs=10, lr=0.1, batch=128, weight_decay=1e-4)
+_GPT = Row("gpt", DENSE, "none", optimizer="adamw", epochs=2, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0)
+
+#: Accuracy that counts as kept, in points, and perplexity.
+_POINTS_KEPT = 0.5
+_PERPLEXITY_KEPT = 0.02
+
+
+def _claims(found: Sequence[Group]) -> list[Claim]:
+    return [
+        as_good_as(
+            found, "cifar", "rank 2", f"rank 2 is within {_POINTS_KEPT} points of dense on CIFAR-10",
+            within=_POINTS_KEPT, relative=False,
+        ),
+        as_good_as(
+            found, "gpt", "rank 4", f"rank 4's perplexity is within {_PERPLEXITY_KEPT:.0%} of dense",
+            within=_PERPLEXITY_KEPT, relative=True,
+        ),
+    ]  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    module="powersgd",
+    paper="Vogels et al. 2019, PowerSGD (arXiv 1905.13727)",
+    titles={"cifar": "CIFAR-10, ResNet-8", "gpt": "WikiText-2 as bytes (validation split, judged on test), GPT"},
+    recipes=tuple(
+        Recipe(row if rank is None else replace(row, name=f"rank {rank}", spec=f"powersgd:rank={rank}"))
+        for row in (_CIFAR, _GPT)
+        for rank in (None, *_RANKS)
+    ),
+    claims=_claims,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

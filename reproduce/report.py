@@ -1,0 +1,238 @@
+"""What rows come to together: means over seeds, tables, and claims that held or did not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from narrowband.report.units import format_bytes, format_seconds
+
+__all__ = ["DENSE", "Claim", "Group", "as_good_as", "groups", "legend", "markdown", "named", "table"]
+
+#: The row that others are compared with.
+DENSE = "dense"
+
+_NOTHING = "–"
+_DIVERGED = "diverged"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One row over its seeds.
+
+    Attributes:
+        task: of the rows.
+        name: of the rows.
+        spec: for ``nb.compress_gradients``.
+        metric: what ``scores`` are.
+        higher_is_better: whether more of the metric is better.
+        epochs: of each row.
+        nodes: ranks.
+        parameters: that are trained.
+        seeds: one per row.
+        scores: of the last epoch; None where a row diverged.
+        mean: of the scores; None if one diverged.
+        std: the sample's standard deviation; None for fewer than two.
+        against_dense: the mean's difference from the dense rows' of the same task; None without those.
+        sent_bytes_per_step: by a rank, in the last epoch.
+        ratio: bytes of a dense ring all-reduce over bytes sent.
+        payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
+        matrix_ratio: the same of compressed tensors alone.
+        step_s: a step of the last epoch; the median over steps and then seeds.
+    """
+
+    task: str
+    name: str
+    spec: str
+    metric: str
+    higher_is_better: bool
+    epochs: int
+    nodes: int
+    parameters: int
+    seeds: tuple[int, ...]
+    scores: tuple[float | None, ...]
+    mean: float | None
+    std: float | None
+    against_dense: float | None
+    sent_bytes_per_step: float
+    ratio: float | None
+    payload_ratio: float | None
+    matrix_ratio: float | None
+    step_s: float
+
+    def score(self) -> str:
+        """The mean, and its spread where there are several seeds."""
+        if self.mean is None:
+            return _DIVERGED
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something a paper says, and whether it was so here.
+
+    Attributes:
+        text: what is claimed.
+        held: None where the rows that would show it were not trained.
+        figures: what was found.
+    """
+
+    text: str
+    held: bool | None
+    figures: str
+
+    def verdict(self) -> str:
+        """In words."""
+        return {True: "held", False: "not held", None: "not tested"}[self.held]
+
+
+def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
+    """Rows put together by task and name, in order of appearance; rows are what :func:`reproduce.training.run` returns.
+
+    Example:
+        >>> [group.name for group in groups(rows)]
+        ['dense', 'dgc']
+    """
+    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        together.setdefault((row["task"], row["name"]), []).append(row)
+    means = {place: _mean([row["score"] for row in own]) for place, own in together.items()}
+    found = []
+    for (task, name), own in together.items():
+        first, mean, dense = own[0], means[task, name], means.get((task, DENSE))
+        scores = tuple(row["score"] for row in own)
+        found.append(
+            Group(
+                task=task,
+                name=name,
+                spec=first["spec"],
+                metric=first["metric"],
+                higher_is_better=first["higher_is_better"],
+                epochs=first["epochs"],
+                nodes=first["nodes"],
+                parameters=first["parameters"],
+                seeds=tuple(row["seed"] for row in own),
+                scores=scores,
+                mean=mean,
+                std=statistics.stdev(scores) if mean is not None and len(scores) > 1 else None,
+                against_dense=None if mean is None or dense is None else mean - dense,
+                sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
+                ratio=first["ratio"],
+                payload_ratio=first["payload_ratio"],
+                matrix_ratio=first["matrix_ratio"],
+                step_s=statistics.median(row["step_s"] for row in own),
+            )
+        )
+    return found
+
+
+def _mean(scores: list[float | None]) -> float | None:
+    there = [score for score in scores if score is not None]
+    return statistics.mean(there) if len(there) == len(scores) else None
+
+
+def named(found: Sequence[Group], task: str, name: str) -> Group | None:
+    """The group of that task and name, if its rows were trained."""
+    return next((group for group in found if (group.task, group.name) == (task, name)), None)
+
+
+def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool) -> Claim:
+    """The claim that a row's metric is no worse than the dense row's by more than ``within``.
+
+    Args:
+        within: in units of the metric, or, with ``relative``, as a share of the dense row's.
+    """
+    own, dense = named(found, task, name), named(found, task, DENSE)
+    if own is None or dense is None:
+        return Claim(text, None, f"needs the rows {DENSE} and {name} of task {task}")
+    figures = f"{name} {own.score()}, {DENSE} {dense.score()} ({own.metric})"
+    if own.mean is None or dense.mean is None:
+        return Claim(text, False, figures)
+    worse = dense.mean - own.mean if own.higher_is_better else own.mean - dense.mean
+    bound = within * dense.mean if relative else within
+    return Claim(text, worse <= bound, figures)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _optional(form: Callable[[float], str], value: float | None) -> str:
+    return _NOTHING if value is None else form(value)
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Group], str]], ...] = (
+    ("row", lambda group: group.name),
+    ("score", Group.score),
+    ("− dense", lambda group: _NOTHING if group.name == DENSE else _optional("{:+.2f}".format, group.against_dense)),
+    ("sent", lambda group: format_bytes(group.sent_bytes_per_step)),
+    ("ratio", lambda group: _optional("{:.1f}".format, group.ratio)),
+    ("payload", lambda group: _optional("{:.0f}".format, group.payload_ratio)),
+    ("matrix", lambda group: _optional("{:.0f}".format, group.matrix_ratio)),
+    ("step", lambda group: format_seconds(group.step_s)),
+)
+
+#: What the columns mean.
+_LEGEND = (
+    "Score: mean ± standard deviation over seeds; without ± it is one seed's. Sent: by one rank in a step of the last "
+    "epoch; ratio: how many times less that is than a dense ring all-reduce. Payload: how many times smaller than its "
+    "dense gradient one rank's payload is, norms and biases included; matrix: without them."
+)
+
+
+def _per_task(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
+    for task in dict.fromkeys(group.task for group in found):
+        yield task, [group for group in found if group.task == task]
+
+
+def _caption(title: str, own: Sequence[Group]) -> str:
+    first = own[0]
+    seeds = sorted({seed for group in own for seed in group.seeds})
+    return (
+        f"{title}, {first.parameters:,} parameters, {first.nodes} ranks, {_count(first.epochs, 'epoch')}, "
+        f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}; score: {first.metric}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def table(found: Sequence[Group], titles: dict[str, str]) -> Iterator[Table]:
+    """A table per task, for the terminal."""
+    for task, own in _per_task(found):
+        drawn = Table(
+            title=escape(_caption(titles[task], own)),
+            title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+        )  # fmt: skip
+        for position, (column, _) in enumerate(_COLUMNS):
+            drawn.add_column(column, justify="right" if position else "left", no_wrap=True)
+        for group in own:
+            drawn.add_row(*(escape(cell(group)) for _, cell in _COLUMNS))
+        yield drawn
+
+
+def legend() -> str:
+    """What the columns of a table mean."""
+    return _LEGEND
+
+
+def markdown(found: Sequence[Group], titles: dict[str, str], claims: Sequence[Claim], command: str) -> str:
+    """The same tables and the claims for a page of documentation."""
+    lines = [_LEGEND, ""]
+    for task, own in _per_task(found):
+        lines += [_caption(titles[task], own) + ".", ""]
+        lines += ["| " + " | ".join(column for column, _ in _COLUMNS) + " |"]
+        lines += ["| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
+        lines += ["| " + " | ".join(cell(group) for _, cell in _COLUMNS) + " |" for group in own]
+        lines += [""]
+        lines += [f"- {group.name}: `{group.spec}`" for group in own]
+        lines += [""]
+    lines += [f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims]
+    lines += ["", f"Command: `{command}`"]
+    return "\n".join(lines) + "\n"

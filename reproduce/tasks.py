@@ -1,0 +1,290 @@
+"""The tasks: a model, its data in an order that depends on the seed alone, and a metric.
+
+Every rank draws the same order of samples and takes its part of each global batch, so that rows with one seed see the
+same batches whatever they send each other.
+
+Shapes: B batch, L sequence, V vocabulary, N samples, C channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowband.bench.models import GPT, GPTConfig
+from reproduce.data import Images, Text, cifar10, tiny_shakespeare, wikitext2
+from reproduce.models import CharLSTM, ResNet
+
+__all__ = ["TASKS", "Task", "augmented", "load", "own_part", "window_starts"]
+
+#: Mean and standard deviation of CIFAR-10's channels, of 255.
+_MEAN = (125.3, 123.0, 113.9)
+_STD = (63.0, 62.1, 66.7)
+_BORDER = 4
+
+#: Samples per forward pass when a metric is taken.
+_IMAGES_AT_ONCE = 125
+_WINDOWS_AT_ONCE = 32
+
+#: Held-out windows that a text metric looks at, spread evenly: enough that its noise is far below its differences.
+_HELDOUT_WINDOWS = 1024
+
+#: A model that is more surprised than this has diverged; to know nothing about bytes is 5.5.
+_MOST_NATS = 50.0
+
+#: A character model is fed and judged in windows of this length, each from a state of zeros.
+_CHARACTERS = 64
+_GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
+
+#: Generators of several purposes are kept apart by the place of their purpose in the seed.
+_ORDER, _AUGMENTATION = 0, 1
+
+
+def _generator(seed: int, purpose: int, epoch: int, rank: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(((seed * 1_000 + epoch) * 1_000 + rank) * 10 + purpose)
+
+
+def own_part(order: Tensor, batch: int, rank: int, world_size: int) -> Tensor:
+    """The samples of this rank, (steps, batch / world size): rank r takes the r-th part of every global batch.
+
+    What does not fill a last batch is left out.
+    """
+    steps = order.numel() // batch
+    return order[: steps * batch].view(steps, world_size, batch // world_size)[:, rank]
+
+
+class Task(ABC):
+    """One rank's view of a task.
+
+    Args:
+        batch: global; each rank sees its part.
+        seed: of the order of samples and of augmentation.
+        rank: this rank's.
+        world_size: how many ranks; divides ``batch``.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+    higher_is_better: ClassVar[bool]
+
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int) -> None:
+        if batch % world_size:
+            raise ValueError(f"a global batch of {batch} cannot be shared evenly by {world_size} ranks")
+        self.batch = batch
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Steps of an epoch."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model, from torch's global generator."""
+
+    @abstractmethod
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's inputs and targets, step by step."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+
+    @abstractmethod
+    def tally(self, model: nn.Module) -> tuple[float, float]:
+        """This rank's share of the metric: a sum and a count, to be added up over ranks."""
+
+    @abstractmethod
+    def value(self, total: float, count: float) -> float:
+        """The metric, from sums over all ranks."""
+
+
+class Cifar(Task):
+    """CIFAR-10 with a ResNet; metric: the share of the test set that is classified right.
+
+    Training images are cropped at random from a border of 4 pixels and mirrored half of the time.
+    """
+
+    name = "cifar"
+    metric = "test accuracy, %"
+    higher_is_better = True
+
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int, images: Images, depth: int = 8) -> None:
+        super().__init__(batch, seed, rank, world_size)
+        self.images = images
+        self.depth = depth
+
+    @property
+    def steps(self) -> int:
+        return self.images.train_y.numel() // self.batch
+
+    def model(self) -> nn.Module:
+        return ResNet(self.depth)
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(self.images.train_y.numel(), generator=_generator(self.seed, _ORDER, epoch))
+        generator = _generator(self.seed, _AUGMENTATION, epoch, self.rank)
+        for at in own_part(order, self.batch, self.rank, self.world_size):
+            yield _normalized(augmented(self.images.train_x[at], generator)), self.images.train_y[at]
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output, y)
+
+    def tally(self, model: nn.Module) -> tuple[float, float]:
+        right, count = 0, 0
+        own = torch.arange(self.rank, self.images.test_y.numel(), self.world_size)
+        for at in torch.split(own, _IMAGES_AT_ONCE):
+            logits = model(_normalized(self.images.test_x[at].contiguous(memory_format=torch.channels_last)))
+            right += int((logits.argmax(1) == self.images.test_y[at]).sum())
+            count += at.numel()
+        return right, count
+
+    def value(self, total: float, count: float) -> float:
+        return 100.0 * total / count
+
+
+class Language(Task):
+    """A model of text, fed with windows; metric: perplexity per token of held-out windows.
+
+    An epoch cuts the text into windows from an offset of its own and goes through them in an order of its own.
+    """
+
+    metric = "held-out perplexity"
+    higher_is_better = False
+    length: ClassVar[int]
+
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int, text: Text) -> None:
+        super().__init__(batch, seed, rank, world_size)
+        self.text = text
+
+    @property
+    def steps(self) -> int:
+        return (self.text.train.numel() - self.length) // self.length // self.batch
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        starts = window_starts(self.text.train.numel(), self.length, _generator(self.seed, _ORDER, epoch))
+        for own in own_part(starts, self.batch, self.rank, self.world_size):
+            yield _windows(self.text.train, own, self.length)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+    def tally(self, model: nn.Module) -> tuple[float, float]:
+        last = self.text.heldout.numel() - self.length - 1
+        starts = torch.linspace(0, last, min(_HELDOUT_WINDOWS, last + 1)).long()[self.rank :: self.world_size]
+        nats, count = 0.0, 0
+        for own in torch.split(starts, _WINDOWS_AT_ONCE):
+            x_BL, y_BL = _windows(self.text.heldout, own, self.length)
+            nats += self.loss(model(x_BL), y_BL).item() * y_BL.numel()
+            count += y_BL.numel()
+        return nats, count
+
+    def value(self, total: float, count: float) -> float:
+        nats = total / count
+        return math.exp(nats) if nats < _MOST_NATS else math.nan
+
+
+class Shakespeare(Language):
+    """Characters of tiny shakespeare with an LSTM."""
+
+    name = "lstm"
+    length = _CHARACTERS
+
+    def model(self) -> nn.Module:
+        return CharLSTM(self.text.vocabulary, hidden=384)
+
+
+class Wikitext(Language):
+    """Bytes of WikiText-2 with a GPT: trained on its validation split, judged on its test split."""
+
+    name = "gpt"
+    length = _GPT.sequence
+
+    def model(self) -> nn.Module:
+        return GPT(_GPT)
+
+
+TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Wikitext)
+
+
+def load(
+    name: str,
+    *,
+    batch: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    directory: Path | None = None,
+    limit: int | None = None,
+    depth: int = 8,
+) -> Task:
+    """The task of that name.
+
+    Args:
+        directory: the data folder, see :mod:`reproduce.data`.
+        limit: use no more than so many samples (images or characters) to train with and as many to judge by.
+        depth: of the ResNet.
+    """
+    if name == "cifar":
+        all_of_it = cifar10(directory)
+        images = Images(
+            train_x=all_of_it.train_x[:limit],
+            train_y=all_of_it.train_y[:limit],
+            test_x=all_of_it.test_x[:limit],
+            test_y=all_of_it.test_y[:limit],
+            digest=all_of_it.digest,
+        )
+        return Cifar(batch, seed, rank, world_size, images, depth)
+    sets = {"lstm": (Shakespeare, tiny_shakespeare), "gpt": (Wikitext, wikitext2)}
+    if name not in sets:
+        raise ValueError(f"there is no task {name!r}; there are: {', '.join(task.name for task in TASKS)}")
+    kind, read = sets[name]
+    text = read(directory)
+    return kind(
+        batch, seed, rank, world_size, Text(text.train[:limit], text.heldout[:limit], text.vocabulary, text.digest)
+    )
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def augmented(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Every image cropped at random from itself with a black border, and mirrored half of the time.
+
+    One gather for the whole batch. Its result has the channels-last layout.
+    """
+    n, _, height, width = x_NCHW.shape
+    padded = F.pad(x_NCHW, (_BORDER,) * 4)
+    top_N, left_N = torch.randint(0, 2 * _BORDER + 1, (2, n), generator=generator)
+    mirrored_N = torch.rand(n, generator=generator) < 0.5
+    rows_NH = top_N[:, None] + torch.arange(height)
+    columns_NW = left_N[:, None] + torch.arange(width)
+    columns_NW = torch.where(mirrored_N[:, None], columns_NW.flip(1), columns_NW)
+    x_NHWC = padded[torch.arange(n)[:, None, None], :, rows_NH[:, :, None], columns_NW[:, None, :]]
+    return x_NHWC.permute(0, 3, 1, 2)
+
+
+def _normalized(x_NCHW: Tensor) -> Tensor:
+    mean, std = (torch.tensor(channel)[None, :, None, None] for channel in (_MEAN, _STD))
+    return (x_NCHW.float() - mean) / std
+
+
+def window_starts(length: int, window: int, generator: torch.Generator) -> Tensor:
+    """Where the windows of an epoch begin: side by side from a random offset, in random order, always as many."""
+    count = (length - window) // window
+    offset = int(torch.randint(window, (), generator=generator))
+    return torch.randperm(count, generator=generator) * window + offset
+
+
+def _windows(text: Tensor, starts: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    tokens = text[starts[:, None] + torch.arange(window + 1)].long()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

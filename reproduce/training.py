@@ -1,0 +1,394 @@
+"""Train rows: one model, one spec, one seed each, on real ranks, with what they sent beside how good they became.
+
+Rows run one after the other in one set of rank processes, and each is written to ``rows/`` as soon as it is done, under
+a name that holds everything it depends on: a run that was stopped goes on from there.
+
+``run`` starts the ranks; this module run as ``python -m`` is one rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowband as nb
+from narrowband.bench.ranks import Loopback, Worker, run_ranks
+from narrowband.collectives import allreduce_nbytes, choose
+from narrowband.report.record import commit, versions, write_json
+from reproduce.data import locate
+from reproduce.tasks import Task, load
+
+__all__ = ["Row", "files_of", "key", "resolved", "run", "train"]
+
+#: Share of steps over which the learning rate rises; then it falls along a cosine to zero.
+_WARM_UP = 0.05
+
+#: Points per epoch of the curve of training losses, and steps between two words to the parent.
+_CURVE_POINTS = 10
+_TELL_EVERY = 10
+
+#: What a task reads.
+_FILES = {
+    "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
+    "lstm": ("tinyshakespeare/input.txt",),
+    "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training run.
+
+    Attributes:
+        task: cifar, lstm or gpt.
+        name: what the row is called in tables.
+        spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps of ``warmup_epochs``.
+        seed: of parameters, order of samples and codecs.
+        optimizer: ``sgd`` and ``adamw`` are PyTorch's, and work on averages; with ``dgc``, which is ``nb.DGCSGD``,
+            momentum is the compression's.
+        epochs: passes over the data.
+        lr: learning rate at its peak.
+        batch: global.
+        momentum: of SGD.
+        nesterov: whether it is Nesterov's.
+        weight_decay: of all parameters.
+        clip: norm above which averaged gradients are scaled down to it; None: never. A spec can clip before sending.
+        warmup_epochs: epochs of warm-up of the compression.
+        min_numel: tensors with fewer elements are small, as are biases and norms.
+        small: whether these travel dense, or together as one compressed vector.
+        depth: of the ResNet.
+        limit: use no more samples than this; None: all.
+    """
+
+    task: str
+    name: str
+    spec: str
+    seed: int = 0
+    optimizer: Literal["sgd", "dgc", "adamw"] = "sgd"
+    epochs: int = 10
+    lr: float = 0.1
+    batch: int = 128
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 1e-4
+    clip: float | None = None
+    warmup_epochs: int = 0
+    min_numel: int = 1
+    small: Literal["dense", "together"] = "dense"
+    depth: int = 8
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in _FILES:
+            raise ValueError(f"task={self.task!r} is none of {', '.join(_FILES)}")
+        for field in ("epochs", "batch"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if not 0 <= self.warmup_epochs < self.epochs:
+            raise ValueError(
+                f"warmup_epochs={self.warmup_epochs} is not below epochs={self.epochs}: bytes are taken in the last "
+                "epoch, when warm-up has to be over"
+            )
+        if not self.lr > 0:
+            raise ValueError(f"lr={self.lr} must be above 0")
+
+
+def run(
+    rows: Sequence[Row],
+    directory: Path,
+    *,
+    nodes: int = 4,
+    data_dir: Path | None = None,
+    resume: bool = True,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Train every row and return what each came to, in the given order; see :func:`train` for what that holds.
+
+    Args:
+        rows: trained in this order.
+        directory: finished rows are kept in its ``rows/``.
+        nodes: number of ranks on this machine.
+        data_dir: the data folder, see :mod:`reproduce.data`.
+        resume: take rows that an earlier run finished.
+        on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}``,
+            ``{"event": "epoch", "row": …, "epoch": …, "metric": …}`` and ``{"event": "row", "row": …, "result": …}`` as
+            the ranks work.
+
+    Raises:
+        FileNotFoundError: data is missing.
+        RankError: a rank ended early.
+    """
+    for task in {row.task for row in rows}:  # decoded once, before all ranks want it; and errors come early
+        load(task, batch=nodes, seed=0, rank=0, world_size=nodes, directory=data_dir)
+    digests = {task: _digest(task, data_dir) for task in {row.task for row in rows}}
+    kept = [directory / "rows" / f"{key(row, nodes, digests[row.task])}.json" for row in rows]
+    results: dict[int, dict[str, Any]] = {}
+    for number, path in enumerate(kept):
+        if resume and path.exists():
+            results[number] = json.loads(path.read_text())
+            if on_event is not None:
+                on_event({"event": "row", "row": number, "result": results[number]})
+
+    def note(event: dict[str, Any]) -> None:
+        if event["event"] == "row":
+            results[event["row"]] = event["result"]
+            write_json(kept[event["row"]], event["result"])
+        if on_event is not None:
+            on_event(event)
+
+    missing = [[number, asdict(row)] for number, row in enumerate(rows) if number not in results]
+    if missing:
+        config = {"rows": missing, "data_dir": None if data_dir is None else str(data_dir), "commit": commit()}
+        run_ranks("reproduce.training", config, Loopback(nodes), note)
+    return [results[number] for number in range(len(rows))]
+
+
+def key(row: Row, nodes: int, digest: str) -> str:
+    """A file name that changes with anything that changes the row: its fields, the ranks, the data, the versions."""
+    identity = {"row": asdict(row), "nodes": nodes, "data": digest, "curve": _CURVE_POINTS, "versions": versions()}
+    text = json.dumps(identity, sort_keys=True)
+    name = "".join(c if c.isalnum() else "-" for c in f"{row.task}-{row.name}-{row.seed}")
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def files_of(task: str) -> tuple[str, ...]:
+    """The files of the data folder that a task reads."""
+    return _FILES[task]
+
+
+def _digest(task: str, data_dir: Path | None) -> str:
+    digest = hashlib.sha256()
+    for name in files_of(task):
+        digest.update(locate(name, data_dir).read_bytes())
+    return digest.hexdigest()
+
+
+def resolved(row: Row, steps: int) -> str:
+    """The row's spec with its warm-up in steps, of which an epoch has ``steps``."""
+    return row.spec.replace("{warmup}", str(row.warmup_epochs * steps))
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
+    """Train one row on this process's group; equal on all ranks but for times.
+
+    What returns has the row's fields, and
+
+    * ``metric`` (what it is), ``score`` (after the last epoch), ``scores`` (after each), None where it diverged;
+    * ``curve``: [step, mean loss of the steps up to it], over all ranks;
+    * ``sent_bytes_per_step``, ``raw_bytes_per_step``: a rank's, in the last epoch, and ``ratio``, raw over sent: what
+      the network sees, against a ring all-reduce;
+    * ``payload_ratio``: a rank's dense gradient, 4 bytes per element, over its payload, norms and biases included, as
+      papers count. ``ratio`` is the same for what travels by all-reduce, dense or compressed, and 2/N of this for what
+      is gathered by N ranks, as each payload is sent N − 1 times;
+    * ``matrix_ratio``: the same of compressed tensors alone, without norms and biases, which travel dense;
+    * ``step_s``: the median step of the last epoch on rank 0, ``wall_s``: all of it, with evaluation.
+
+    Args:
+        row: what to train.
+        task: on what; of this rank.
+        tell: called with events, see :func:`run`.
+    """
+    begin = time.perf_counter()
+    spec = resolved(row, task.steps)
+    if task.steps < 1:
+        raise ValueError(f"{row.task}: there is less than one global batch of {row.batch} to train on")
+    torch.manual_seed(row.seed)
+    # Statistics of batch norm are averaged before they are used, not sent at every step.
+    model = DDP(task.model(), broadcast_buffers=False, gradient_as_bucket_view=True)
+    optimizer = _optimizer(row, model)
+    extra: dict[str, Any] = {"optimizer": optimizer} if row.optimizer == "dgc" else {}
+    handle = nb.compress_gradients(model, spec, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
+    rate = functools.partial(_rate, total=row.epochs * task.steps)
+    losses: list[Tensor] = []
+    scores: list[float | None] = []
+    curve: list[tuple[int, float | None]] = []
+    taken: list[float] = []
+    before = handle.stats().total
+    for epoch in range(row.epochs):
+        before = handle.stats().total
+        taken.clear()
+        losses.clear()
+        start = time.perf_counter()
+        for x, y in task.batches(epoch):
+            step = epoch * task.steps + len(taken)
+            for group in optimizer.param_groups:
+                group["lr"] = row.lr * rate(step)
+            losses.append(_step(model, optimizer, task, x, y, row.clip))
+            now = time.perf_counter()
+            taken.append(now - start)
+            start = now
+            if (step + 1) % _TELL_EVERY == 0 or len(taken) == task.steps:
+                tell(event="step", step=step + 1, of=row.epochs * task.steps, loss=losses[-1].item())
+        curve += _curve(losses, epoch * task.steps)
+        scores.append(_score(model.module, task))
+        tell(event="epoch", epoch=epoch + 1, metric=scores[-1])
+    after = handle.stats().total
+    sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
+    return {
+        **asdict(row),
+        "spec": spec,
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
+        "score": scores[-1],
+        "scores": scores,
+        "curve": curve,
+        "steps": row.epochs * task.steps,
+        "nodes": task.world_size,
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "sent_bytes_per_step": sent,
+        "raw_bytes_per_step": raw,
+        "ratio": raw / sent if sent else None,
+        **_payload_ratios(model, row, spec, sent, task.world_size),
+        "step_s": statistics.median(taken),
+        "wall_s": time.perf_counter() - begin,
+    }
+
+
+def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if row.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=row.lr, weight_decay=row.weight_decay, fused=True)
+    kind: Any = torch.optim.SGD
+    if row.optimizer == "dgc":
+        kind = getattr(nb, "DGCSGD", None)
+        if kind is None:
+            raise nb.UnsupportedError(f"row {row.name!r} needs narrowband.DGCSGD, which this version does not have")
+    made: torch.optim.Optimizer = kind(
+        parameters, lr=row.lr, momentum=row.momentum, nesterov=row.nesterov, weight_decay=row.weight_decay
+    )
+    return made
+
+
+def _rate(step: int, total: int) -> float:
+    """The learning rate's share of its peak."""
+    rising = max(1, round(_WARM_UP * total))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, x: Tensor, y: Tensor, clip: float | None
+) -> Tensor:
+    """One optimizer step; this rank's loss before it."""
+    optimizer.zero_grad()
+    loss = task.loss(model(x), y)
+    torch.autograd.backward(loss)
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.detach()
+
+
+def _curve(losses: list[Tensor], steps_before: int) -> Iterator[tuple[int, float | None]]:
+    """A few points of an epoch's losses, each a mean over steps and ranks."""
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    at = 0
+    for part in mean.tensor_split(min(_CURVE_POINTS, len(losses))):
+        at += part.numel()
+        yield steps_before + at, _finite(part.mean().item())
+
+
+@torch.no_grad()
+def _score(model: nn.Module, task: Task) -> float | None:
+    """The metric over the whole held-out set, each rank looking at its share."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():  # batch norm's running statistics: every rank saw other images
+            dist.all_reduce(buffer)
+            buffer.div_(dist.get_world_size())
+    model.eval()
+    tally = torch.tensor(task.tally(model), dtype=torch.float64)
+    model.train()
+    dist.all_reduce(tally)
+    return _finite(task.value(*tally.tolist()))
+
+
+def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: int) -> dict[str, float | None]:
+    """Dense bytes over payload bytes: of the whole gradient, and of its compressed tensors."""
+    if size < 2:
+        return {"payload_ratio": None, "matrix_ratio": None}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    nbytes = 4 * sum(p.numel() for p in parameters)
+    small = 4 * sum(p.numel() for p in parameters if p.dim() < 2 or p.numel() < row.min_numel)
+    dense = small if row.small == "dense" else 0
+    times_sent = size - 1 if _is_gathered(spec, nbytes, size) else 2 * (size - 1) / size
+    payload = (sent - allreduce_nbytes(dense, size)) / times_sent
+    return {
+        "payload_ratio": nbytes / (payload + dense),
+        "matrix_ratio": (nbytes - dense) / payload if payload > 0 else None,
+    }
+
+
+def _is_gathered(spec: str, nbytes: int, size: int) -> bool:
+    """Whether every rank gets every payload; otherwise they are added up on the way."""
+    chosen = nb.compression(spec)
+    if chosen.feedback is not None and chosen.feedback.name == "powersgd":
+        return False  # its factors add up, though low-rank codecs' payloads do not
+    return choose(chosen.codec, nbytes, size) == "gather"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: a number that is not finite is written as null."""
+    return value if math.isfinite(value) else None
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what is freed: handing activations back to the kernel at every step, and getting them
+    again page by page, takes a fifth of a small model's step.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        map_threshold, trim_threshold, top_pad = -3, -1, -2  # <malloc.h>
+        library.mallopt(map_threshold, 1 << 30)
+        library.mallopt(trim_threshold, (1 << 31) - 1)
+        library.mallopt(top_pad, 1 << 26)
+
+
+def _work(worker: Worker) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _keep_freed_memory()
+    dist.init_process_group("gloo")
+    directory = worker.config["data_dir"]
+    for number, fields in worker.config["rows"]:
+        row = Row(**fields)
+        task = load(
+            row.task,
+            batch=row.batch,
+            seed=row.seed,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            directory=None if directory is None else Path(directory),
+            limit=row.limit,
+            depth=row.depth,
+        )
+        result = train(row, task, functools.partial(worker.tell, row=number))
+        worker.tell(event="row", row=number, result=result | {"commit": worker.config["commit"]})
+    worker.finish(None)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(Worker(sys.argv[1]))

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import narrowband as nb
+from reproduce import dgc, powersgd
+from reproduce.command import Options, chosen, main
+from reproduce.report import DENSE
+from reproduce.training import resolved
+from tests.reproduce.synthetic import write_all
+
+EXPERIMENTS = [dgc.EXPERIMENT, powersgd.EXPERIMENT]
+
+
+def names(rows):
+    return [(row.task, row.name, row.seed) for row in rows]
+
+
+def test_what_claims_are_about_is_trained_first():
+    rows = names(chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), seeds=(0, 1), ablation_seeds=(1,))))
+    assert rows[:4] == [("cifar", "dense", 0), ("cifar", "dgc", 0), ("cifar", "dense", 1), ("cifar", "dgc", 1)]
+    assert rows[4:6] == [("cifar", "plain", 0), ("cifar", "plain", 1)]
+    assert {(name, seed) for _, name, seed in rows[6:]} == {
+        ("no correction", 1),
+        ("no masking", 1),
+        ("no warm-up", 1),
+    }
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.module)
+def test_every_row_can_be_set_up(experiment):
+    rows = chosen(experiment, Options())
+    assert len(set(names(rows))) == len(rows)
+    for row in rows:
+        nb.compression(resolved(row, steps=100))
+        assert row.epochs > 1
+    assert {row.task for row in rows} == {row.task for row in rows if row.name == DENSE} == set(experiment.titles)
+
+
+def test_options_select_rows_and_set_epochs():
+    rows = chosen(dgc.EXPERIMENT, Options(tasks=("lstm",), rows=("dgc",), seeds=(4,), epochs=1))
+    assert names(rows) == [("lstm", "dgc", 4)]
+    assert (rows[0].epochs, rows[0].warmup_epochs) == (1, 0)  # bytes are those after warm-up
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.module)
+def test_a_quick_run_is_two_short_rows(experiment):
+    rows = chosen(experiment, Options(quick=True))
+    assert len(rows) == 2
+    assert all(row.epochs == 1 and row.limit is not None and row.limit <= 20_000 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(tasks=("mnist",)), "dgc has no 'mnist'; there are: cifar, lstm"),
+        (Options(rows=("rank 1",)), "dgc has no 'rank 1'; there are: dense, dgc"),
+        (Options(seeds=()), "no seed"),
+    ],
+)
+def test_what_is_not_there_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(dgc.EXPERIMENT, options)
+
+
+def test_a_whole_quick_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_all(tmp_path / "data", images=64)
+    arguments = ["--quick", "--tasks", "cifar", "--rows", "dense", "plain", "--nodes", "2"]
+    arguments += ["--data-dir", str(tmp_path / "data"), "--output", str(tmp_path / "out")]
+    assert main(dgc.EXPERIMENT, [*arguments, "--markdown", str(tmp_path / "page.md")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {"command", "commit", "machine", "versions", "seed", "groups", "claims", "rows"} <= summary.keys()
+    assert [group["name"] for group in summary["groups"]] == ["dense", "plain"]
+    assert "reproduce.dgc --quick" in summary["command"]
+    assert "| plain |" in (tmp_path / "page.md").read_text()
+    assert "cifar plain, seed 0" in capsys.readouterr().out
+
+
+def test_missing_data_is_one_line(tmp_path, capsys):
+    arguments = ["--quick", "--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert main(dgc.EXPERIMENT, arguments) == 1
+    said = capsys.readouterr().err
+    assert "--data-dir" in said
+    assert "Traceback" not in said
+
+
+def test_a_wrong_choice_is_one_line(tmp_path, capsys):
+    assert main(dgc.EXPERIMENT, ["--tasks", "mnist", "--output", str(tmp_path / "out")]) == 2
+    assert "there are: cifar, lstm" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+from rich.console import Console
+
+from reproduce import dgc, powersgd
+from reproduce.report import Claim, as_good_as, groups, markdown, table
+
+
+def row(name, score, seed=0, task="cifar", **more):
+    fields = {
+        "task": task,
+        "name": name,
+        "spec": "none" if name == "dense" else "topk:density=0.001+ef",
+        "seed": seed,
+        "metric": "held-out perplexity" if task == "lstm" else "test accuracy, %",
+        "higher_is_better": task != "lstm",
+        "epochs": 10,
+        "nodes": 4,
+        "parameters": 75_290,
+        "score": score,
+        "sent_bytes_per_step": 4000.0,
+        "ratio": 100.0,
+        "payload_ratio": None if name == "dense" else 400.0,
+        "matrix_ratio": None if name == "dense" else 700.0,
+        "step_s": 0.08,
+    }
+    return fields | more
+
+
+def claim(module, rows, text):
+    (found,) = [claim for claim in module.EXPERIMENT.claims(groups(rows)) if text in claim.text]
+    return found.held
+
+
+def test_a_group_is_the_mean_and_the_spread_over_seeds():
+    dense, sparse = groups([row("dense", 80.0), row("plain", 70.0), row("dense", 84.0, 1), row("plain", 74.0, 1)])
+    assert (dense.seeds, dense.mean, dense.against_dense) == ((0, 1), 82.0, 0.0)
+    assert dense.std == pytest.approx(math.sqrt(8))
+    assert (sparse.mean, sparse.against_dense) == (72.0, -10.0)
+
+
+def test_one_seed_has_no_spread_and_a_diverged_one_no_mean():
+    single, broken = groups([row("dense", 80.0), row("plain", None), row("plain", 70.0, 1)])
+    assert (single.std, single.score()) == (None, "80.00")
+    assert (broken.mean, broken.std, broken.against_dense, broken.score()) == (None, None, None, "diverged")
+
+
+@pytest.mark.parametrize(("score", "held"), [(79.5, True), (79.4, False), (81.0, True), (None, False)])
+def test_accuracy_may_be_a_little_lower(score, held):
+    assert claim(dgc, [row("dense", 80.0), row("dgc", score)], "within 0.5 points") is held
+
+
+@pytest.mark.parametrize(("score", "held"), [(5.05, True), (5.06, False), (4.0, True)])
+def test_perplexity_may_be_a_little_higher(score, held):
+    rows = [row("dense", 5.0, task="lstm"), row("dgc", score, task="lstm")]
+    assert claim(dgc, rows, "perplexity is within 1%") is held
+
+
+@pytest.mark.parametrize(("score", "held"), [(78.9, True), (79.1, False), (None, True)])
+def test_plain_sparsification_has_to_be_visibly_worse(score, held):
+    assert claim(dgc, [row("dense", 80.0), row("plain", score)], "plain") is held
+
+
+@pytest.mark.parametrize(("ratio", "held"), [(300.0, True), (299.0, False)])
+def test_bytes_are_counted_over_the_whole_gradient(ratio, held):
+    assert claim(dgc, [row("dgc", 80.0, payload_ratio=ratio)], "cifar: a payload") is held
+
+
+@pytest.mark.parametrize("module", [dgc, powersgd])
+def test_claims_without_their_rows_are_not_tested(module):
+    claims = module.EXPERIMENT.claims(groups([row("dense", 80.0)]))
+    assert [claim.held for claim in claims] == [None] * len(claims)
+    assert {claim.verdict() for claim in claims} == {"not tested"}
+
+
+def test_a_page_has_every_row_and_every_verdict():
+    found = groups([row("dense", 80.0), row("plain", 70.0), row("dense", 5.0, task="lstm")])
+    text = "plain is | worse"
+    page = markdown(found, dgc.EXPERIMENT.titles, [Claim(text, True, "70")], "python -m reproduce.dgc")
+    assert "| plain | 70.00 | -10.00 |" in page
+    assert f"**held**: {text} (70)" in page
+    assert "`python -m reproduce.dgc`" in page
+    assert page.count("| --- |") == 2
+    for line in page.splitlines():
+        if line.startswith("| "):
+            assert line.count("|") == 9
+
+
+def test_tables_fit_a_terminal():
+    found = groups([row("no correction", 70.123, seed, payload_ratio=1234.0) for seed in range(3)])
+    console = Console(width=80, record=True)
+    for drawn in table(found, dgc.EXPERIMENT.titles):
+        console.print(drawn)
+    assert "no correction  70.12 ± 0.00" in console.export_text()
+    assert "…" not in console.export_text()
+
+
+def test_groups_and_claims_are_json():
+    found = groups([row("dense", None), row("dgc", 70.0)])
+    json.dumps([asdict(group) for group in found], allow_nan=False)
+    json.dumps([asdict(claim) for claim in dgc.EXPERIMENT.claims(found)], allow_nan=False)
+
+
+def test_a_bound_is_kept_in_the_direction_of_the_metric():
+    better = groups([row("dense", 5.0, task="lstm"), row("dgc", 1.0, task="lstm")])
+    assert as_good_as(better, "lstm", "dgc", "", within=0.0, relative=True).held

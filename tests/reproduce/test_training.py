@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reproduce import training
+from reproduce.training import Row, key, resolved, run
+from tests.reproduce.synthetic import write_all
+
+NODES = 2
+DENSE = Row("cifar", "dense", "none", epochs=2, batch=32, lr=0.05)
+SPARSE = replace(DENSE, name="plain", spec="topk:density=0.01+ef")
+WRITES = replace(DENSE, task="lstm", epochs=1, batch=8, lr=1.0, weight_decay=0.0, clip=0.25, limit=4_000)
+READS = replace(WRITES, task="gpt", optimizer="adamw", lr=1e-3)
+BREAKS = replace(WRITES, name="broken", lr=1e30, clip=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A data folder, and the cache beside it."""
+    there = tmp_path_factory.mktemp("data")
+    write_all(there)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(there / "cache"))
+        yield there
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """Rows of every task through real ranks: their directory, what they came to, what was told on the way."""
+    directory, events = tmp_path_factory.mktemp("results"), []
+    rows = run([DENSE, SPARSE, WRITES, READS, BREAKS], directory, nodes=NODES, data_dir=folder, on_event=events.append)
+    return directory, rows, events
+
+
+def test_models_learn_with_and_without_compression(finished):
+    _, (dense, sparse, writes, reads, _), _ = finished
+    for row in (dense, sparse):
+        assert row["metric"] == "test accuracy, %"
+        assert row["score"] == row["scores"][-1] > 2 * 10  # ten classes
+        assert row["curve"][-1][1] < row["curve"][0][1]
+    assert writes["score"] < 30  # of 34 characters that occur
+    assert reads["score"] < 256 / 2
+
+
+def test_a_row_that_diverges_is_a_row_too(finished):
+    _, rows, _ = finished
+    assert rows[-1]["score"] is None
+    json.dumps(rows, allow_nan=False)
+
+
+def test_bytes_are_those_of_a_step_of_the_last_epoch(finished):
+    _, (dense, sparse, *_), _ = finished
+    assert dense["steps"] == 2 * (480 // 32)
+    gradient = 4 * dense["parameters"]
+    assert dense["sent_bytes_per_step"] == dense["raw_bytes_per_step"] == gradient  # 2·(N−1)/N of it, N = 2
+    assert dense["ratio"] == 1.0
+    assert dense["payload_ratio"] == dense["matrix_ratio"] == 1.0
+    # One element in a hundred of 74,800, with its index, and 490 norms and biases as they are.
+    assert 4 * 490 + 748 * 5 <= sparse["sent_bytes_per_step"] <= 4 * 490 + 760 * 6
+    assert sparse["ratio"] == pytest.approx(gradient / sparse["sent_bytes_per_step"])
+    assert sparse["payload_ratio"] == pytest.approx(sparse["ratio"], rel=0.01)  # two ranks send a payload once
+    assert 4 * 74_800 / (760 * 6) <= sparse["matrix_ratio"] <= 4 * 74_800 / (748 * 5)
+
+
+def test_every_step_epoch_and_row_is_told(finished):
+    _, rows, events = finished
+    for number, row in enumerate(rows):
+        told = [event for event in events if event["row"] == number]
+        steps = [event["step"] for event in told if event["event"] == "step"]
+        assert steps == sorted(steps)
+        assert steps[-1] == row["steps"] == told[0]["of"]
+        assert [event["metric"] for event in told if event["event"] == "epoch"] == row["scores"]
+        assert told[-1]["event"] == "row"
+
+
+def test_a_curve_covers_every_step_of_every_epoch(finished):
+    _, (dense, *_), _ = finished
+    steps = [step for step, _ in dense["curve"]]
+    assert steps == sorted(set(steps))
+    assert {dense["steps"] // 2, dense["steps"]} <= set(steps)
+    assert len(steps) == 20
+
+
+def test_finished_rows_are_taken_and_missing_ones_trained_to_the_same_bits(finished, folder):
+    directory, rows, _ = finished
+    (missing,) = (directory / "rows").glob("cifar-plain-*.json")
+    missing.unlink()
+    events = []
+    again = run([DENSE, SPARSE], directory, nodes=NODES, data_dir=folder, on_event=events.append)
+    assert {event["row"] for event in events if event["event"] == "step"} == {1}
+    assert again[0] == rows[0]
+    for what in ("scores", "curve", "sent_bytes_per_step"):
+        assert again[1][what] == rows[1][what]
+    assert missing.exists()
+
+
+def test_without_resume_ranks_are_asked_for_every_row(finished, folder, monkeypatch):
+    directory, _, _ = finished
+
+    class AskedError(Exception):
+        pass
+
+    def ask(module, config, *_):
+        raise AskedError([row["name"] for _, row in config["rows"]])
+
+    monkeypatch.setattr(training, "run_ranks", ask)
+    with pytest.raises(AskedError, match=r"\['dense', 'plain'\]"):
+        run([DENSE, SPARSE], directory, nodes=NODES, data_dir=folder, resume=False)
+    assert run([DENSE], directory, nodes=NODES, data_dir=folder)[0]["name"] == "dense"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": "fp16"},
+        {"seed": 1},
+        {"optimizer": "adamw"},
+        {"epochs": 3},
+        {"lr": 0.2},
+        {"batch": 64},
+        {"momentum": 0.5},
+        {"clip": 1.0},
+        {"limit": 100},
+        {"depth": 20},
+        {"weight_decay": 0.0},
+        {"warmup_epochs": 1},
+    ],
+)
+def test_a_row_is_kept_under_a_name_that_everything_changes(change):
+    assert key(replace(DENSE, **change), 4, "data") != key(DENSE, 4, "data")
+
+
+def test_other_data_and_other_ranks_are_other_rows():
+    assert len({key(DENSE, 4, "data"), key(DENSE, 4, "other"), key(DENSE, 2, "data")}) == 3
+    assert key(replace(DENSE), 4, "data") == key(DENSE, 4, "data")
+
+
+@pytest.mark.parametrize(
+    ("spec", "gathered"),
+    [
+        ("none", False),
+        ("fp16", False),
+        ("qsgd:bits=4", False),
+        ("topk:density=0.001+ef", True),
+        ("dgc:density=0.001", True),
+        ("powersgd:rank=2", False),
+    ],
+)
+def test_payloads_that_do_not_add_up_are_sent_to_every_rank(spec, gathered):
+    """One payload as large as a quarter of the gradient: how often it is sent shows what is taken for a payload."""
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    sent = 1_000_000 * (3 if gathered else 1.5)
+    ratios = training._payload_ratios(model, spec, min_numel=1, sent=sent, size=4)
+    assert ratios == {"payload_ratio": 4.0, "matrix_ratio": 4.0}
+
+
+def test_warm_up_is_counted_in_steps():
+    row = replace(DENSE, spec="dgc:density=0.001,warmup_steps={warmup}", warmup_epochs=1)
+    assert resolved(row, steps=390) == "dgc:density=0.001,warmup_steps=390"
+    assert resolved(DENSE, steps=390) == "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": "mnist"}, "'mnist' is none of cifar, lstm, gpt"),
+        ({"epochs": 0}, "epochs=0 must be at least 1"),
+        ({"warmup_epochs": 2}, "warmup_epochs=2 is not below epochs=2"),
+        ({"lr": 0.0}, "lr=0.0 must be above 0"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(DENSE, **change)
