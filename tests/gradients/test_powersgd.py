@@ -13,10 +13,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives.exchange import allreduce_nbytes
+from narrowband.gradients import ddp
 from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPEC = "powersgd:rank=2"
+USUAL = ddp._ENOUGH_NBYTES
 
 
 def net(dtype=torch.float32):
@@ -28,7 +30,9 @@ def net(dtype=torch.float32):
     ).to(dtype)  # fmt: skip
 
 
-def compressed(spec=SPEC, *, cap=TINY, module=None, **options):
+def compressed(spec=SPEC, *, cap=TINY, module=None, together=False, **options):
+    """A model with a bucket for every parameter, each sent by itself; ``together``: sent as users have it."""
+    ddp._ENOUGH_NBYTES = USUAL if together else 0
     model = wrap(module if module is not None else net(), cap)
     return model, nb.compress_gradients(model, spec, min_numel=16, **options)
 
@@ -150,9 +154,9 @@ def test_steps_of_four_ranks_follow_the_paper(keys, cap):
     assert len(derived) == (6 if "min_ratio=0" in keys else 4)
 
 
-def counted(rank, world_size, cap):
+def counted(rank, world_size, cap, together=False):
     """Collectives and bytes of one step, once buckets have settled."""
-    model, handle = compressed(cap=cap)
+    model, handle = compressed(cap=cap, together=together)
     train(model, rank, range(3))
     calls, original = [], dist.all_reduce
 
@@ -180,19 +184,25 @@ def test_a_bucket_takes_two_all_reduces_and_what_is_not_worth_it_rides_along():
     for calls, _ in run_ranks(counted, 2, TINY):
         assert len(calls) == 1 + 2 * 4 + 2  # a bucket for every parameter: two of them have no Q
         assert calls.count(small) == 1
+    for calls, _ in run_ranks(counted, 4, TINY, True):  # buckets of a few bytes travel together
+        assert calls == [small, 2 * sum(n for n, _ in pairs) + whole, 2 * sum(m for _, m in pairs)]
 
 
-def however_bucketed(rank, world_size, cap, steps):
-    model, handle = compressed(cap=cap)
+def however_bucketed(rank, world_size, cap, steps, together=False):
+    model, handle = compressed(cap=cap, together=together)
     train(model, rank, range(steps))
     return flat(model), state_of(handle)
 
 
 def test_the_result_does_not_depend_on_the_buckets():
-    (one, owed), (many, owing) = (run_ranks(however_bucketed, 2, cap, 10)[0] for cap in (HUGE, TINY))
-    torch.testing.assert_close(one, many, rtol=0, atol=1e-7)
-    for key, value in owed.items():
-        torch.testing.assert_close(value, owing[key], rtol=1e-4, atol=1e-6)
+    (one, owed), *others = (
+        run_ranks(however_bucketed, 2, cap, 10, together)[0]
+        for cap, together in ((HUGE, False), (TINY, False), (TINY, True))
+    )
+    for many, owing in others:
+        torch.testing.assert_close(one, many, rtol=0, atol=1e-7)
+        for key, value in owed.items():
+            torch.testing.assert_close(value, owing[key], rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_end_with_the_same_parameters():

@@ -7,8 +7,9 @@ For every matrix M (n × m) of a rank, and a factor Q that all ranks have in com
     Q = Mᵀ·P          all-reduce, divide by the number of ranks
     average ≈ P·Qᵀ    what M has more or less than that is owed
 
-The P of all matrices of a bucket travel as one all-reduce, and so do the Q. Matrices that are not worth factoring ride
-along with P. Matrices of equal shape take part in one batched product, as far as their memory lies side by side.
+The P of all matrices of a bucket travel as one all-reduce, and so do the Q; those of small buckets together, because an
+all-reduce takes its time however little it carries. Matrices that are not worth factoring ride along with P. Matrices
+of equal shape take part in one batched product, as far as their memory lies side by side.
 Factors lie row by row (Qᵀ, Pᵀ): the products are several times faster so.
 
 Inf and NaN survive both sums, which are the same on every rank, so all know of them with no flag.
@@ -66,12 +67,12 @@ class _Matrix:
 
 @dataclass(eq=False)
 class _Block:
-    """Matrices of one shape and rank that take part in one product: (count, n, m) values, factors before it."""
+    """Matrices of one shape and rank that take part in one product."""
 
     matrices: list[_Matrix]
-    values: Tensor
-    p: Tensor  # (count, r, n), in the first payload
-    q: Tensor  # (count, r, m), in the second
+    values: Tensor  # (count, n, m)
+    p: Tensor  # (count, r, n)
+    q: Tensor  # (count, r, m)
 
 
 class LowRankReduce(Exchange):
@@ -80,43 +81,44 @@ class LowRankReduce(Exchange):
     decided_by_encoding: ClassVar[bool] = True
 
     def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, method: PowerSGD) -> None:
-        super().__init__(items, peers, measure)
+        super().__init__(list(items), peers, measure)
         self._method = method
         self._good = False
+        self._begun = 0
+        self._whole: list[_Matrix] = []
+        self._parts: list[Tensor] = []  # what these send
+        self._blocks: list[_Block] = []
+
+    def extend(self, items: Sequence[Item]) -> None:
+        """Take these along; :meth:`encode` them before the job."""
+        self.items = [*self.items, *items]
+
+    @property
+    def first_nbytes(self) -> int:
+        """Bytes of the first all-reduce, as things stand."""
+        return 4 * (sum(block.p.numel() for block in self._blocks) + sum(part.numel() for part in self._parts))
 
     # ---- before the first collective ---------------------------------------------------------------------------------
 
     def _encode_all(self) -> None:
-        matrices = [self._matrix(item) for item in self.items]
-        self._whole = [matrix for matrix in matrices if not matrix.r]
+        matrices = [self._matrix(item) for item in self.items[self._begun :]]
+        self._begun = len(self.items)
         factored = sorted(
             (matrix for matrix in matrices if matrix.r),
             key=lambda x: (x.n, x.m, x.r, self._method.order(x.item.key), x.item.key),
         )
-        device = self.items[0].x.device
-        numel = sum(x.r * x.n for x in factored) + sum(x.values.numel() for x in self._whole)
-        self._first = torch.empty(numel, device=device)
-        self._second = torch.empty(sum(x.r * x.m for x in factored), device=device)
-        self._blocks: list[_Block] = []
-        at = behind = 0
         for (n, m, r), alike in itertools.groupby(factored, key=lambda x: (x.n, x.m, x.r)):
             for some, values in self._side_by_side(list(alike)):
-                p = self._first[at : at + len(some) * r * n].view(len(some), r, n)
-                q = self._second[behind : behind + len(some) * r * m].view(len(some), r, m)
-                at, behind = at + p.numel(), behind + q.numel()
+                p, q = (torch.empty(len(some), r, length, device=values.device) for length in (n, m))
+                block = _Block(some, values, p, q)
                 self._begin_with(some, q)
-                self._blocks.append(_Block(some, values, p, q))
-        for block in self._blocks:
-            self._project(block)
-        self._parts: list[Tensor] = []
-        for matrix in self._whole:
-            part = self._first[at : at + matrix.values.numel()]
-            at += part.numel()
-            if matrix.takes_part:
-                torch.div(matrix.values.reshape(-1), self.peers.size, out=part)
-            else:
-                part.zero_()
-            self._parts.append(part)
+                self._project(block)
+                self._blocks.append(block)
+        for matrix in matrices:
+            if not matrix.r:
+                self._whole.append(matrix)
+                flat = matrix.values.reshape(-1)
+                self._parts.append(flat / self.peers.size if matrix.takes_part else torch.zeros_like(flat))
 
     def _begin_with(self, matrices: list[_Matrix], q: Tensor) -> None:
         """The factors that all ranks have in common, with orthonormal rows, which keeps those of P apart.
@@ -175,11 +177,21 @@ class LowRankReduce(Exchange):
     # ---- on the wire -------------------------------------------------------------------------------------------------
 
     def job(self) -> Job:
-        yield self._sum(self._first)
-        self.finite = kernels.all_finite(self._first)
+        begin = time.perf_counter()
+        first = torch.cat([block.p.view(-1) for block in self._blocks] + self._parts)
+        places = _views(first, [block.p for block in self._blocks] + self._parts)
+        for block, place in zip(self._blocks, places, strict=False):
+            block.p = place
+        self._parts = places[len(self._blocks) :]
+        self.encode_seconds += time.perf_counter() - begin
+        yield self._sum(first)
+        self.finite = kernels.all_finite(first)
         if not self.finite or not self._blocks:
             return  # on all ranks alike
-        rounds = self._blocks[0].matrices[0].item.codec.iterations  # type: ignore[attr-defined]
+        second = torch.empty(sum(block.q.numel() for block in self._blocks), device=first.device)
+        for block, place in zip(self._blocks, _views(second, [block.q for block in self._blocks]), strict=True):
+            block.q = place
+        rounds = self._method.iterations
         for again in reversed(range(rounds)):
             begin = time.perf_counter()
             for block in self._blocks:
@@ -189,19 +201,18 @@ class LowRankReduce(Exchange):
             if self.measure and not again:
                 self._measure()
             self.encode_seconds += time.perf_counter() - begin
-            yield self._sum(self._second)
+            yield self._sum(second)
             begin = time.perf_counter()
-            self._second.div_(self.peers.size)
+            second.div_(self.peers.size)
             if again:
-                at = 0
-                for block in self._blocks:
-                    block.p = self._first[at : at + block.p.numel()].view_as(block.p)
-                    at += block.p.numel()
+                first = torch.empty(sum(block.p.numel() for block in self._blocks), device=first.device)
+                for block, place in zip(self._blocks, _views(first, [block.p for block in self._blocks]), strict=True):
+                    block.p = place
                     self._project(block)
                 self.encode_seconds += time.perf_counter() - begin
-                yield self._sum(self._first[:at])
+                yield self._sum(first)
             else:
-                self.finite = kernels.all_finite(self._second)
+                self.finite = kernels.all_finite(second)
                 self.encode_seconds += time.perf_counter() - begin
 
     def _sum(self, x: Tensor) -> Wire:
@@ -250,3 +261,8 @@ class LowRankReduce(Exchange):
             matrix.item.x.copy_(part)
             if self._good and matrix.owed is not None and matrix.takes_part:
                 matrix.owed.zero_()
+
+
+def _views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive pieces of a flat tensor, in the shapes of these."""
+    return [piece.view_as(one) for piece, one in zip(flat.split([one.numel() for one in alike]), alike, strict=True)]

@@ -78,6 +78,10 @@ MEASURE_EVERY = 50
 #: codecs look at a sample where that is much smaller than the tensor.
 _WARM_UP_SIDES = (64, 256, 1024)
 
+#: Factors of several buckets travel together until they are so many bytes: 10 ms at 200 Mbit/s, about what an
+#: all-reduce among busy machines takes anyway.
+_ENOUGH_NBYTES = 1 << 18
+
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 _NORMS = (
     torch.nn.LayerNorm,
@@ -656,6 +660,7 @@ class _Step:
         self._flagged = handle._feedback is not None and compressing and self._way in ("gather", "lowrank")
         self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
+        self._gathering: LowRankReduce | None = None  # what has not enough to send yet
         self._arrived: list[Exchange] = []
         self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._dense: dict[torch.dtype, Tensor] = {}
@@ -725,6 +730,9 @@ class _Step:
                 work = self._encode(buffer, parameters)
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
+        if self._gathering is not None:  # small buckets travel together
+            enough = last or self._gathering.first_nbytes >= _ENOUGH_NBYTES
+            work, self._gathering = (self._gathering, None) if enough else (None, self._gathering)
         if last:
             self._send_small()
         if work is not None:
@@ -752,12 +760,17 @@ class _Step:
 
     def _encoded(self, items: Sequence[Item]) -> Exchange:
         handle = self.handle
-        if self._way == "lowrank":
-            assert isinstance(handle._feedback, PowerSGD)
-            work: Exchange = LowRankReduce(items, handle._peers, self._measure, handle._feedback)
-        else:
+        work: Exchange
+        if self._way != "lowrank":
             work = exchange(self._way, items, handle._peers, measure=self._measure)
-        self._exchanges.append(work)
+        elif self._gathering is not None:
+            work = self._gathering
+            work.extend(items)
+        else:
+            assert isinstance(handle._feedback, PowerSGD)
+            work = self._gathering = LowRankReduce(items, handle._peers, self._measure, handle._feedback)
+        if work not in self._exchanges:
+            self._exchanges.append(work)
         self._encoded_finite &= work.encode()
         return work
 

@@ -7,17 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
 
 from narrowband.kernels import elias_fano_low_bits, sample_rank, sample_size
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
+    LANES,
+    MAGNITUDE,
     NON_FINITE,
     At,
     fold_seed,
     inlined,
+    instruction,
     loop,
     max_magnitude,
+    neighbours,
+    splat,
     spread,
     threads_for,
 )
@@ -29,9 +36,10 @@ from narrowband.kernels.cpu.selection import (
     finish_topk,
     first_threshold,
     joined,
+    lowest,
     most_survivors,
+    reaching,
     room_for,
-    survivors_of_block,
     survivors_of_rest,
     take_largest,
     threshold_of_runs,
@@ -53,17 +61,48 @@ def _swap_add(x, residual, begin, m):
         x[At(begin + j)] = old
 
 
+@instruction
+def _swap_add_block(typing, x, residual, begin, threshold):  # noqa: ARG001 - they are types here
+    """``_swap_add`` of the BLOCK elements from ``begin`` on, and a word with a one for each sum whose magnitude reaches
+    the threshold: the compiler need not ask whether the arrays overlap, and nothing is read twice.
+    """
+
+    def generate(context, builder, signature, arguments):
+        level, i64 = splat(builder, arguments[3]), ir.IntType(64)
+        word = ir.Constant(i64, 0)
+        for at in range(0, BLOCK, LANES):
+            index = builder.add(arguments[2], ir.Constant(i64, at))
+            places = [neighbours(context, builder, signature.args[k], arguments[k], index) for k in range(2)]
+            gradient, old = values = [builder.load(place) for place in places]
+            for value in values:
+                value.align = 4
+            total = builder.fadd(old, gradient)
+            builder.store(old, places[0]).align = 4
+            builder.store(total, places[1]).align = 4
+            word = builder.or_(word, builder.shl(reaching(builder, total, level), ir.Constant(i64, at)))
+        return word
+
+    return types.uint64(x, residual, types.uintp, types.int32), generate
+
+
 @loop
 def _compensate_range(x, residual, residual_bits, threshold, found, kept, first, last):
-    """Swap-add, the survivors of the sum, and its largest magnitude, block by block."""
+    """Swap-add, the sums that reach the threshold, and the largest magnitude among these, block by block."""
     count = np.int64(0)
     top = I32(0)
     whole = min(last, x.size // BLOCK)
     for block in range(first, whole):
         begin = block * BLOCK
-        _swap_add(x, residual, begin, BLOCK)
-        top = max(top, max_magnitude(residual_bits, begin, BLOCK))
-        count = survivors_of_block(residual_bits, begin, begin, threshold, found, kept, count)
+        word = _swap_add_block(x, residual, At(begin), threshold)
+        while word:
+            j = begin + lowest(word)
+            bits = residual_bits[At(j)]
+            top = max(top, I32(bits & MAGNITUDE))
+            if count < found.size:
+                found[At(count)] = I32(j)
+                kept[At(count)] = bits
+            word &= word - np.uint64(1)
+            count += 1
     if whole < last:
         begin, m = whole * BLOCK, x.size - whole * BLOCK
         _swap_add(x, residual, begin, m)
@@ -81,6 +120,7 @@ def _compensate(
     x: Array, residual: Array, threshold: Any, room: int, limit: Any = NON_FINITE
 ) -> tuple[bool, list[Survivors]]:
     bits = residual.view(np.int32)
+    threshold = min(threshold, limit)  # what is too large is among those that reach it
 
     def work(first: int, last: int) -> tuple[int, Survivors]:
         arrays = room_for(min(room, (last - first) * BLOCK))
@@ -139,7 +179,7 @@ def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload
     them is still to be found.
     """
     bits = residual.view(np.int32)
-    threshold = threshold_of_runs(x, residual, size, rank, fold)
+    threshold = min(threshold_of_runs(x, residual, size, rank, fold), NON_FINITE)
     found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
     count, top = _compensate_range(x, residual, bits, threshold, found, kept, 0, -(-x.size // BLOCK))
     if top >= NON_FINITE:

@@ -25,14 +25,13 @@ WELL_APART = 1e-8
 
 
 @inlined
-def _sum_up(p, q, i, begin, count, total):
-    """Row i of pᵀ·q from column ``begin`` on."""
-    r = p.shape[0]
+def _sum_up(p, q, i, begin, count, terms, total):
+    """The first ``terms`` terms of row i of pᵀ·q from column ``begin`` on."""
     a = p[0, i]
     for j in range(count):
         total[At(j)] = F32(a * q[0, At(begin + j)])
     k = 1
-    while k + 4 <= r:  # four terms at a time, one after the other
+    while k + 4 <= terms:  # four at a time, one after the other
         a, b, c, d = p[k, i], p[k + 1, i], p[k + 2, i], p[k + 3, i]
         for j in range(count):
             t = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
@@ -40,7 +39,7 @@ def _sum_up(p, q, i, begin, count, total):
             t = F32(t + F32(c * q[k + 2, At(begin + j)]))
             total[At(j)] = F32(t + F32(d * q[k + 3, At(begin + j)]))
         k += 4
-    while k < r:
+    while k < terms:
         a = p[k, i]
         for j in range(count):
             total[At(j)] = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
@@ -55,7 +54,7 @@ def _product_range(p, q, out, weight, accumulate, first, last):
     for begin in range(0, m, COLUMNS):
         count = min(COLUMNS, m - begin)
         for i in range(first, last):
-            _sum_up(p, q, i, begin, count, total)
+            _sum_up(p, q, i, begin, count, p.shape[0], total)
             if accumulate:
                 for j in range(count):
                     out[i, At(begin + j)] += F32(weight * total[At(j)])
@@ -72,16 +71,35 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
 
 @loop
 def _split_range(p, q, out, residual, first, last):
-    m = q.shape[1]
+    """Rows [first, last) of pᵀ·q into ``out`` and from ``residual``; of four terms or more, three on the way."""
+    r, m = q.shape
+    late = 3 if r >= 4 else 0
     total = np.empty(min(m, COLUMNS), np.float32)
     for begin in range(0, m, COLUMNS):
         count = min(COLUMNS, m - begin)
         for i in range(first, last):
-            _sum_up(p, q, i, begin, count, total)
-            for j in range(count):
-                out[i, At(begin + j)] = total[At(j)]
-            for j in range(count):
-                residual[i, At(begin + j)] -= total[At(j)]
+            if late == 0 or r > 4:
+                _sum_up(p, q, i, begin, count, r - late, total)
+            if late == 0:
+                for j in range(count):
+                    out[i, At(begin + j)] = total[At(j)]
+                    residual[i, At(begin + j)] -= total[At(j)]
+            elif r == 4:
+                a, b, c, d = p[0, i], p[1, i], p[2, i], p[3, i]
+                for j in range(count):
+                    t = F32(F32(a * q[0, At(begin + j)]) + F32(b * q[1, At(begin + j)]))
+                    t = F32(t + F32(c * q[2, At(begin + j)]))
+                    t = F32(t + F32(d * q[3, At(begin + j)]))
+                    out[i, At(begin + j)] = t
+                    residual[i, At(begin + j)] -= t
+            else:
+                b, c, d = p[r - 3, i], p[r - 2, i], p[r - 1, i]
+                for j in range(count):
+                    t = F32(total[At(j)] + F32(b * q[r - 3, At(begin + j)]))
+                    t = F32(t + F32(c * q[r - 2, At(begin + j)]))
+                    t = F32(t + F32(d * q[r - 1, At(begin + j)]))
+                    out[i, At(begin + j)] = t
+                    residual[i, At(begin + j)] -= t
 
 
 def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:

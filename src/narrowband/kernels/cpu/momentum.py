@@ -33,6 +33,7 @@ from narrowband.kernels.cpu.selection import (
     look_again,
     lowest,
     most_survivors,
+    reaching,
     room_for,
 )
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 AHEAD = 1.5
 #: By how much that threshold is lowered where it is not known how many would reach it.
 LOWER = 0.98
+#: One element in so many may reach it before that costs a second look: sums grow fast in the first steps.
+ROOM = 32
 
 
 @inlined
@@ -72,7 +75,7 @@ def _advance_block(typing, x, now, before, begin, momentum, nesterov, threshold)
         x, now, before = zip(signature.args[:3], arguments[:3], strict=True)
         begin, momentum, nesterov, threshold = arguments[3:]
         factor, level = splat(builder, momentum), splat(builder, threshold)
-        i64, integers = ir.IntType(64), ir.VectorType(ir.IntType(32), LANES)
+        i64 = ir.IntType(64)
         word = ir.Constant(i64, 0)
         for at in range(0, BLOCK, LANES):
             index = builder.add(begin, ir.Constant(i64, at))
@@ -87,10 +90,8 @@ def _advance_block(typing, x, now, before, begin, momentum, nesterov, threshold)
             builder.store(new, places[2]).align = 4
             builder.store(oldest, places[0]).align = 4
             ahead = builder.fadd(new, builder.fmul(factor, builder.fsub(new, old)))
-            owed = builder.bitcast(builder.select(nesterov, ahead, new), integers)
-            magnitudes = builder.and_(owed, ir.Constant(integers, [0x7FFFFFFF] * LANES))
-            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, level), ir.IntType(LANES))
-            word = builder.or_(word, builder.shl(builder.zext(reached, i64), ir.Constant(i64, at)))
+            reached = reaching(builder, builder.select(nesterov, ahead, new), level)
+            word = builder.or_(word, builder.shl(reached, ir.Constant(i64, at)))
         return word
 
     form = x, now, before, types.uintp, types.float32, types.boolean, types.int32
@@ -149,7 +150,7 @@ def momentum_topk(
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
     gradient, last, new, m, n = x.numpy(), now.numpy(), before.numpy(), F32(momentum), x.numel()
-    room = most_survivors(k, n) if threshold > 0 and k < n else 0
+    room = max(most_survivors(k, n), n // ROOM) if threshold > 0 and k < n else 0
     level = np.float32(threshold).view(np.int32) if room else NON_FINITE
 
     def work(first: int, stop: int) -> tuple[bool, Survivors]:

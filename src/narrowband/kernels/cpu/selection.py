@@ -85,12 +85,22 @@ def kth_largest(bits, k):
         shift -= 10
 
 
+def reaching(builder: Any, values: Any, level: Any) -> Any:
+    """In IR: a word of LANES ones and zeros, for which of these float32 have a magnitude of at least that of the level,
+    given as bits.
+    """
+    integers = ir.VectorType(ir.IntType(32), LANES)
+    magnitudes = builder.and_(builder.bitcast(values, integers), ir.Constant(integers, [0x7FFFFFFF] * LANES))
+    reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, level), ir.IntType(LANES))
+    return builder.zext(reached, ir.IntType(64))
+
+
 @instruction
 def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types here
     """A word with a one for each of the BLOCK elements from ``begin`` on whose magnitude reaches the threshold."""
 
     def generate(context, builder, signature, arguments):
-        i64, vector = ir.IntType(64), ir.VectorType(ir.IntType(32), LANES)
+        i64 = ir.IntType(64)
         thresholds = splat(builder, arguments[2])
         word = ir.Constant(i64, 0)
         for at in range(0, BLOCK, LANES):  # wider vectors make LLVM put the word together bit by bit
@@ -99,9 +109,7 @@ def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types 
             )
             values = builder.load(place)
             values.align = 4
-            magnitudes = builder.and_(values, ir.Constant(vector, [0x7FFFFFFF] * LANES))
-            reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, thresholds), ir.IntType(LANES))
-            word = builder.or_(word, builder.shl(builder.zext(reached, i64), ir.Constant(i64, at)))
+            word = builder.or_(word, builder.shl(reaching(builder, values, thresholds), ir.Constant(i64, at)))
         return word
 
     return types.uint64(bits, types.uintp, types.int32), generate
