@@ -14,6 +14,7 @@ import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives.exchange import allreduce_nbytes
 from narrowband.gradients import ddp
+from tests.codecs.common import backend
 from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
@@ -103,13 +104,14 @@ class Deriving:
         return average
 
 
-def frozen_steps(rank, world_size, spec, cap, steps):
-    model, handle = compressed(spec, cap=cap)
+def frozen_steps(rank, world_size, spec, cap, steps, kind="cpu"):
     averages = []
-    for step in range(steps):
-        model.zero_grad()
-        loss_of(model, step, rank).backward()
-        averages.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
+    with backend(kind):
+        model, handle = compressed(spec, cap=cap)
+        for step in range(steps):
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            averages.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
     seeds = {known.name: known.index for known in handle._parameters.values()}
     return averages, state_of(handle), seeds
 
@@ -124,12 +126,12 @@ def gradients_of(ranks, step):
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize("cap", [TINY, HUGE])
+@pytest.mark.parametrize(("cap", "kind"), [(TINY, "cpu"), (HUGE, "cpu"), (HUGE, "reference")])
 @pytest.mark.parametrize("keys", ["", ",iterations=2", ",warm_start=false", ",ef=false", ",rank=3,min_ratio=0"])
-def test_steps_of_four_ranks_follow_the_paper(keys, cap):
+def test_steps_of_four_ranks_follow_the_paper(keys, cap, kind):
     spec = "powersgd:" + (keys[1:] if "rank" in keys else f"rank=2{keys}")
     ranks, steps = 4, 12
-    results = run_ranks(frozen_steps, ranks, spec, cap, steps)
+    results = run_ranks(frozen_steps, ranks, spec, cap, steps, kind)
     method = nb.compression(spec).feedback
     derived = {}
     for step in range(steps):

@@ -517,19 +517,29 @@ def test_low_rank_product(n: int, m: int, r: int, seed: int, weight: float, accu
     torch.testing.assert_close(results[0].double(), exact, rtol=0, atol=1e-4)
 
 
-@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, COLUMNS, 2 * COLUMNS + 5]), seed=seeds,
-       r=st.integers(1, 10))  # fmt: skip
+@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, 64, 65, 1000]), seed=seeds, r=st.integers(1, 10),
+       said=st.integers(0, 6), broken=st.sampled_from([0.0, 5e5, 2e6, torch.inf, torch.nan]))  # fmt: skip
 @lean
-def test_low_rank_split(n: int, m: int, r: int, seed: int) -> None:
-    p, q = make("normal", n * r, seed % 1000).view(r, n), make("normal", m * r, 1).view(r, m)
-    residual, product = make("normal", n * m, 2), torch.empty(n * m)
-    reference.low_rank_product(product, p, q)
+def test_compensate_project(n: int, m: int, r: int, said: int, broken: float, seed: int) -> None:
+    x, owed = make("normal", n * m, seed % 1000), make("normal", n * m, 1)
+    x[seed % (n * m)] += broken
+    p0, q0 = make("normal", n * said, 2).view(said, n), make("normal", m * said, 3).view(said, m)
+    q = make("normal", r * m, 4).view(r, m)
+    expected = owed.clone()
+    if said:
+        reference.low_rank_product(expected, p0, q0, weight=-1.0, accumulate=True)
+    expected += x
+    product = (q.double() @ expected.view(n, m).double().T).float()
     for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
-        out, rest = torch.nn.functional.pad(residual, (1, 0))[1:], residual.clone()
+        gradient, debt = torch.nn.functional.pad(x, (1, 0))[1:], owed.clone()
+        p = torch.empty(r, n)
         with threads(count):
-            backend.low_rank_split(out, rest, p, q)
-        assert_same(out, product)
-        assert_same(rest, residual - product)
+            below = backend.compensate_project(gradient, debt, q, p, said=(p0, q0) if said else None, below=1e6)
+        assert below == (abs(broken) < 1e6)
+        assert_same(gradient, owed)
+        assert_same(debt, expected)
+        if below:
+            torch.testing.assert_close(p, product, rtol=1e-4, atol=1e-3 + 1e-6 * abs(broken))
 
 
 @given(n=st.sampled_from([1, 7, 64, 65, 300, 1000]), r=st.integers(1, 13), count=st.integers(1, 3), seed=seeds)

@@ -112,7 +112,7 @@ class LowRankReduce(Exchange):
                 p, q = (torch.empty(len(some), r, length, device=values.device) for length in (n, m))
                 block = _Block(some, values, p, q)
                 self._begin_with(some, q)
-                self._project(block)
+                self._compensate(block)
                 self._blocks.append(block)
         for matrix in matrices:
             if not matrix.r:
@@ -138,17 +138,42 @@ class LowRankReduce(Exchange):
         method, x = self._method, item.x
         n, m, r = method.factors(item.codec, item.shape)
         takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
-        if not method.ef or (not r and method.owed(item.key) is None):
+        if not method.ef or (not r and not method.owes(item.key)):
             values = x if x.dtype == torch.float32 else x.float()
             self._mine_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
             return _Matrix(item, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
+        if not r or not takes_part:
+            method.owed(item.key)  # with all that was said taken away
         owed = method.matrix(item.key, *((n, m) if r else (1, x.numel())), x.device)
         matrix = _Matrix(item, n, m, r, owed, owed, takes_part=takes_part)
         if takes_part:
-            gradient = x if x.dtype == torch.float32 else x.float()
-            self._mine_finite &= kernels.compensate(gradient, owed.view(-1), below=TOO_LARGE)
-            matrix.before = gradient  # its memory holds what was owed before
+            matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold what was owed before
+            if not r:
+                self._mine_finite &= kernels.compensate(matrix.before, owed.view(-1), below=TOO_LARGE)
         return matrix
+
+    def _compensate(self, block: _Block) -> None:
+        """Add what is owed to the gradients, and P of the sums: in one pass, matrix by matrix, or in one product."""
+        one_pass = kernels.fuses(block.values)
+        for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
+            if matrix.before is None:
+                continue
+            assert matrix.owed is not None
+            owed, said = matrix.owed.view(-1), self._method.said(matrix.item.key)
+            if one_pass:
+                self._mine_finite &= kernels.compensate_project(matrix.before, owed, q, p, said=said, below=TOO_LARGE)
+            else:
+                old = owed.clone()
+                if said is not None:
+                    kernels.low_rank_product(owed, *said, weight=-1.0, accumulate=True)
+                self._mine_finite &= kernels.compensate(matrix.before, owed, below=TOO_LARGE)
+                matrix.before.copy_(old)
+        if one_pass and all(matrix.before is not None for matrix in block.matrices):
+            return
+        if one_pass and block.matrices[0].owed is not None:
+            self._leave_out(block, block.p)
+        else:
+            self._project(block)
 
     def _side_by_side(self, alike: list[_Matrix]) -> list[tuple[list[_Matrix], Tensor]]:
         """Cut where the memory of the next matrix does not follow."""
@@ -243,18 +268,17 @@ class LowRankReduce(Exchange):
                 matrix.owed.view(-1).copy_(matrix.before)
         if good:
             for block in self._blocks:
-                for matrix, q in zip(block.matrices, block.q, strict=True):
+                for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
                     self._method.keep(matrix.item.key, q)
+                    if matrix.owed is not None:
+                        self._method.say(matrix.item.key, p, q)
 
     def _write(self) -> None:
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
                 x = matrix.item.x
                 out = x if x.dtype == torch.float32 else torch.empty(x.numel(), device=x.device)
-                if self._good and matrix.owed is not None:
-                    kernels.low_rank_split(out, matrix.owed.view(-1), p, q)
-                else:
-                    kernels.low_rank_product(out, p, q)
+                kernels.low_rank_product(out, p, q)
                 if out is not x:
                     x.copy_(out)
         for matrix, part in zip(self._whole, self._parts, strict=True):
@@ -265,4 +289,5 @@ class LowRankReduce(Exchange):
 
 def _views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive pieces of a flat tensor, in the shapes of these."""
-    return [piece.view_as(one) for piece, one in zip(flat.split([one.numel() for one in alike]), alike, strict=True)]
+    ends = itertools.accumulate(one.numel() for one in alike)
+    return [flat[end - one.numel() : end].view_as(one) for one, end in zip(alike, ends, strict=True)]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from narrowband import kernels
 from narrowband.codecs import LowRank, format_term
 from narrowband.codecs.base import check_keys
 from narrowband.codecs.lowrank import factors, start
@@ -52,6 +53,8 @@ class PowerSGD(State):
 
     #: Key → where it is owed: one of several matrices of a shape, side by side, so that one product serves them all.
     _places: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Key → factors (r × n, r × m) that were said and have yet to leave what is owed: the next step does both at once.
+    _said: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ class PowerSGD(State):
             self._places.update({key: (room, at) for at, (key, _) in enumerate(keys)})
 
     def matrix(self, key: str, n: int, m: int, device: torch.device) -> Tensor:
-        """What is owed under ``key``, n × m; zeros at first."""
+        """What is owed under ``key``, n × m, with what :meth:`said` returns; zeros at first."""
         if key not in self._places:
             self._places[key] = (torch.zeros(1, n, m, device=device), 0)
         room, at = self._places[key]
@@ -114,11 +117,26 @@ class PowerSGD(State):
         """Where a matrix lies among those beside it."""
         return self._places[key][1] if key in self._places else 0
 
+    def owes(self, key: str) -> bool:
+        """Whether there is room for what is owed under ``key``."""
+        return key in self._places
+
     def owed(self, key: str) -> Tensor | None:
         if key not in self._places:
             return None
         room, at = self._places[key]
-        return room[at].view(-1)
+        owed = room[at].view(-1)
+        if key in self._said:
+            kernels.low_rank_product(owed, *self._said.pop(key), weight=-1.0, accumulate=True)
+        return owed
+
+    def said(self, key: str) -> tuple[Tensor, Tensor] | None:
+        """Factors that have yet to leave what :meth:`matrix` gives."""
+        return self._said.get(key)
+
+    def say(self, key: str, p: Tensor, q: Tensor) -> None:
+        """A step was good: these factors were averaged, and are owed no longer."""
+        self._said[key] = p, q
 
     # ---- the factors -------------------------------------------------------------------------------------------------
 
@@ -142,12 +160,10 @@ class PowerSGD(State):
 
     def scale(self, factor: float) -> None:
         for key in self._places:
-            owed = self.owed(key)
-            assert owed is not None
-            owed.mul_(factor)
+            cast("Tensor", self.owed(key)).mul_(factor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        owed = {f"owed/{key}": room[at].view(-1) for key, (room, at) in self._places.items()}
+        owed = {f"owed/{key}": cast("Tensor", self.owed(key)) for key in self._places}
         return owed | {f"factor/{key}": q for key, q in self._factors.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

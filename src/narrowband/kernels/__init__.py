@@ -65,6 +65,7 @@ __all__ = [
     "backend_for",
     "check_indices",
     "compensate",
+    "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
     "elias_fano_decode",
@@ -73,9 +74,9 @@ __all__ = [
     "elias_fano_nbytes",
     "encode_topk",
     "forget",
+    "fuses",
     "group_minmax",
     "low_rank_product",
-    "low_rank_split",
     "momentum_topk",
     "orthonormalize",
     "packed_nbytes",
@@ -119,6 +120,13 @@ def _backend(tensor: Tensor) -> Any:
     if found is None:
         found = _backends[device_type] = backend_for(device_type)
     return found
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether the backend of this tensor gains from one pass that does several things; others gain from one call that
+    does them for several tensors.
+    """
+    return bool(_backend(x).FUSES)
 
 
 # ---- sizes: plain arithmetic, the same on every backend --------------------------------------------------------------
@@ -368,9 +376,17 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
     _backend(out).low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
 
 
-def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:
-    """``out = pᵀ·q``, as :func:`low_rank_product` has it, and ``residual -= out``, in one pass."""
-    _backend(out).low_rank_split(out, residual, p, q)
+def compensate_project(
+    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+) -> bool:
+    """``(x, owed) ← (owed, (owed − said) + x)`` and ``p ← q·owedᵀ`` of the new one, in one pass.
+
+    x and owed are flat, of n·m elements, q is (r, m), p (r, n); ``said`` are factors as :func:`low_rank_product` takes
+    them, of any rank. ``x`` is left holding what was owed before: copying it back undoes the call, to the bit.
+
+    Returns whether everything owed is of a magnitude below ``below``.
+    """
+    return cast("bool", _backend(x).compensate_project(x, owed, q, p, said=said, below=below))
 
 
 def orthonormalize(p: Tensor) -> Tensor:

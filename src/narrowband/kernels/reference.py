@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 #: Elements per temporary: large enough to keep a GPU busy, 32 MiB as int64.
 CHUNK = 1 << 22
+FUSES = False
 
 UINT32 = 0xFFFFFFFF
 #: All bits of a float but the sign. Finite floats without it, read as integers, order as their magnitudes do.
@@ -446,9 +447,16 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
             part.copy_(total)
 
 
-def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:
-    low_rank_product(out, p, q)
-    residual.sub_(out)
+def compensate_project(
+    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+) -> bool:
+    old = owed.clone()
+    if said is not None:
+        low_rank_product(owed, *said, weight=-1.0, accumulate=True)
+    owed.add_(x)
+    x.copy_(old)
+    torch.mm(q, owed.view(p.shape[1], -1).T, out=p)
+    return all_finite(owed, below=below)
 
 
 def _sum_up(p: Tensor, q: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from narrowband.kernels.cpu.compensation import (
     compensate_select_topk,
     encode_topk,
 )
-from narrowband.kernels.cpu.lowrank import low_rank_product, low_rank_split, orthonormalize
+from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk
@@ -26,11 +26,14 @@ from narrowband.kernels.cpu.sparse import (
     sparse_sum_rows,
 )
 
+FUSES = True
+
 __all__ = [
     "all_finite",
     "all_zero",
     "check_indices",
     "compensate",
+    "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
     "elias_fano_decode",
@@ -39,7 +42,6 @@ __all__ = [
     "forget",
     "group_minmax",
     "low_rank_product",
-    "low_rank_split",
     "momentum_topk",
     "orthonormalize",
     "quantize_groups",

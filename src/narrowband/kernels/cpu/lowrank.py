@@ -1,7 +1,10 @@
-"""Low rank on CPU: products of two factors and orthonormal rows, in an order of sums that no machine changes."""
+"""Low rank on CPU: products of factors, and orthonormal rows. What ranks must agree on is summed up in an order that no
+machine changes.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +13,18 @@ from llvmlite import ir
 from numba import types
 
 from narrowband.kernels import DEPENDENT
-from narrowband.kernels.cpu.loops import F32, At, inlined, instruction, loop, spread
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    At,
+    inlined,
+    instruction,
+    loop,
+    max_magnitude,
+    neighbours,
+    spread,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,12 +63,19 @@ def _sum_up(p, q, i, begin, count, terms, total):
 @loop
 def _product_range(p, q, out, weight, accumulate, first, last):
     """Rows [first, last) of weight · pᵀ·q, some columns at a time: that piece of q stays in L2."""
-    m = q.shape[1]
+    r, m = q.shape
     total = np.empty(min(m, COLUMNS), np.float32)
     for begin in range(0, m, COLUMNS):
         count = min(COLUMNS, m - begin)
         for i in range(first, last):
-            _sum_up(p, q, i, begin, count, p.shape[0], total)
+            if r == 4 and not accumulate:  # the rank that most have, in one go
+                a, b, c, d = p[0, i], p[1, i], p[2, i], p[3, i]
+                for j in range(count):
+                    t = F32(F32(a * q[0, At(begin + j)]) + F32(b * q[1, At(begin + j)]))
+                    t = F32(t + F32(c * q[2, At(begin + j)]))
+                    out[i, At(begin + j)] = F32(weight * F32(t + F32(d * q[3, At(begin + j)])))
+                continue
+            _sum_up(p, q, i, begin, count, r, total)
             if accumulate:
                 for j in range(count):
                     out[i, At(begin + j)] += F32(weight * total[At(j)])
@@ -69,43 +90,82 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
     spread(p.shape[1], p.shape[0] * matrix.size // 2, lambda a, b: _product_range(*form, a, b))
 
 
+@instruction
+def _dot_tile(typing, sums, values, at, q, stride, start):  # noqa: ARG001 - they are types here
+    """Add up the products of RUN neighbours in ``values`` with those of TILE rows of ``q`` from place ``start`` on.
+
+    Each of the TILE sums has LANES lanes, which stay in registers meanwhile.
+    """
+
+    def generate(context, builder, signature, arguments):
+        kinds, i64 = signature.args, ir.IntType(64)
+
+        def lanes(array, index):
+            value = builder.load(neighbours(context, builder, kinds[array], arguments[array], index))
+            value.align = 4
+            return value
+
+        def plus(index, number):
+            return builder.add(index, ir.Constant(i64, number))
+
+        totals = [lanes(0, ir.Constant(i64, LANES * k)) for k in range(TILE)]
+        rows = [builder.add(arguments[5], builder.mul(arguments[4], ir.Constant(i64, k))) for k in range(TILE)]
+        for step in range(0, RUN, LANES):
+            value = lanes(1, plus(arguments[2], step))
+            for k in range(TILE):
+                totals[k] = builder.fadd(totals[k], builder.fmul(value, lanes(3, plus(rows[k], step))))
+        for k, total in enumerate(totals):
+            place = neighbours(context, builder, kinds[0], arguments[0], ir.Constant(i64, LANES * k))
+            builder.store(total, place).align = 4
+        return context.get_dummy_value()
+
+    index = types.uintp
+    return types.void(sums, values, index, q, index, index), generate
+
+
 @loop
-def _split_range(p, q, out, residual, first, last):
-    """Rows [first, last) of pᵀ·q into ``out`` and from ``residual``; of four terms or more, three on the way."""
-    r, m = q.shape
-    late = 3 if r >= 4 else 0
-    total = np.empty(min(m, COLUMNS), np.float32)
-    for begin in range(0, m, COLUMNS):
-        count = min(COLUMNS, m - begin)
-        for i in range(first, last):
-            if late == 0 or r > 4:
-                _sum_up(p, q, i, begin, count, r - late, total)
-            if late == 0:
-                for j in range(count):
-                    out[i, At(begin + j)] = total[At(j)]
-                    residual[i, At(begin + j)] -= total[At(j)]
-            elif r == 4:
-                a, b, c, d = p[0, i], p[1, i], p[2, i], p[3, i]
-                for j in range(count):
-                    t = F32(F32(a * q[0, At(begin + j)]) + F32(b * q[1, At(begin + j)]))
-                    t = F32(t + F32(c * q[2, At(begin + j)]))
-                    t = F32(t + F32(d * q[3, At(begin + j)]))
-                    out[i, At(begin + j)] = t
-                    residual[i, At(begin + j)] -= t
-            else:
-                b, c, d = p[r - 3, i], p[r - 2, i], p[r - 1, i]
-                for j in range(count):
-                    t = F32(total[At(j)] + F32(b * q[r - 3, At(begin + j)]))
-                    t = F32(t + F32(c * q[r - 2, At(begin + j)]))
-                    t = F32(t + F32(d * q[r - 1, At(begin + j)]))
-                    out[i, At(begin + j)] = t
-                    residual[i, At(begin + j)] -= t
+def _project_range(x, owed, said_p, said_q, q, p, first, last):
+    """Rows [first, last): what was said leaves what is owed, the gradient takes its place, and the products with q."""
+    m = x.shape[1]
+    r, stride = q.shape  # rows of zeros fill the last tile
+    values, rows = owed.reshape(-1), q.reshape(-1)
+    total, sums = np.zeros(m, np.float32), np.empty(TILE * LANES, np.float32)
+    top = I32(0)
+    for i in range(first, last):
+        if said_p.shape[0]:
+            _sum_up(said_p, said_q, i, 0, m, said_p.shape[0], total)
+        gradient, debt = x[i], owed[i]
+        for j in range(m):
+            old = debt[At(j)]
+            debt[At(j)] = F32(F32(old - total[At(j)]) + gradient[At(j)])
+            gradient[At(j)] = old
+        top = max(top, max_magnitude(debt.view(np.int32), 0, m))
+        whole = m // RUN * RUN
+        for a in range(0, r, TILE):
+            sums[:] = 0
+            for j in range(0, whole, RUN):
+                _dot_tile(sums, values, At(i * m + j), rows, At(stride), At(a * stride + j))
+            for k in range(min(TILE, p.shape[0] - a)):
+                product = F32(0)
+                for lane in range(LANES):
+                    product += sums[At(k * LANES + lane)]
+                for j in range(whole, m):
+                    product += F32(debt[At(j)] * q[a + k, At(j)])
+                p[a + k, i] = product
+    return top
 
 
-def low_rank_split(out: Tensor, residual: Tensor, p: Tensor, q: Tensor) -> None:
-    n = p.shape[1]
-    form = p.numpy(), q.numpy(), out.view(n, -1).numpy(), residual.view(n, -1).numpy()
-    spread(n, p.shape[0] * out.numel() // 2, lambda a, b: _split_range(*form, a, b))
+def compensate_project(
+    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+) -> bool:
+    (r, n), m = p.shape, q.shape[1]
+    tall = np.zeros((-(-r // TILE) * TILE, m), np.float32)
+    tall[:r] = q.numpy()
+    nothing = np.empty((0, 0), np.float32)
+    said_p, said_q = (nothing, nothing) if said is None else (said[0].numpy(), said[1].numpy())
+    form = x.view(n, m).numpy(), owed.view(n, m).numpy(), said_p, said_q, tall, p.numpy()
+    tops = spread(n, 2 * n * m, lambda a, b: _project_range(*form, a, b))
+    return all(top < np.float32(min(below, np.inf)).view(np.int32) for top in tops)
 
 
 def _wide(builder: Any, data: Any, index: Any) -> Any:
