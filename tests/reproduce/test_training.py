@@ -154,8 +154,17 @@ def test_payloads_that_do_not_add_up_are_sent_to_every_rank(spec, gathered):
     """One payload as large as a quarter of the gradient: how often it is sent shows what is taken for a payload."""
     model = torch.nn.Linear(1000, 1000, bias=False)
     sent = 1_000_000 * (3 if gathered else 1.5)
-    ratios = training._payload_ratios(model, spec, min_numel=1, sent=sent, size=4)
+    ratios = training._payload_ratios(model, replace(DENSE, min_numel=1), spec, sent, 4)
     assert ratios == {"payload_ratio": 4.0, "matrix_ratio": 4.0}
+
+
+def test_small_parameters_count_as_dense_unless_they_are_compressed():
+    model = torch.nn.Linear(1000, 1000)
+    for small, dense in (("dense", 4000), ("together", 0)):
+        row = replace(DENSE, min_numel=1, small=small)
+        ratios = training._payload_ratios(model, row, "dgc:density=0.001", 3 * 5500 + 1.5 * dense, 4)
+        assert ratios["payload_ratio"] == pytest.approx(4_004_000 / (5500 + dense))
+        assert ratios["matrix_ratio"] == pytest.approx((4_004_000 - dense) / 5500)
 
 
 def test_warm_up_is_counted_in_steps():
