@@ -9,7 +9,7 @@ left out here one part at a time:
 * *no warm-up*: one element in a thousand from the first step on;
 * *plain*: top-k with error feedback, and none of the above.
 
-Run ``python -m reproduce.dgc`` (about 90 minutes on two cores), ``--quick`` (seconds), ``--help``.
+Run ``python -m reproduce.dgc`` (longer than an hour on two cores), ``--quick`` (seconds), ``--help``.
 
 Differences from the paper: smaller networks (ResNet-8, an LSTM of 0.8 million parameters over characters), four ranks,
 ten epochs, a cosine schedule. Norms and biases travel dense, as in the authors' code; in networks this small they are

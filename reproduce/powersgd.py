@@ -4,7 +4,7 @@ The paper sends two thin factors of every gradient matrix, found by one round of
 to step, with error feedback, and finds accuracy on par with SGD from rank 2 on for a residual network, and from rank 4
 on for a language model.
 
-Run ``python -m reproduce.powersgd`` (about 100 minutes on two cores), ``--quick`` (seconds), ``--help``.
+Run ``python -m reproduce.powersgd`` (longer than an hour on two cores), ``--quick`` (seconds), ``--help``.
 
 Differences from the paper: smaller networks (ResNet-8, a GPT of 0.9 million parameters instead of an LSTM), four ranks,
 few epochs, AdamW for the GPT. It reads bytes of WikiText-2's validation split and is judged on its test split.

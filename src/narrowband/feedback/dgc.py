@@ -253,6 +253,8 @@ class DGC(Feedback):
     ) -> Norms | None:
         at = self._sent[key].at
         self._commit(key)
+        if not self.can_roll_back(x):
+            del self._sent[key]  # decided: let go of the sums of the step before
         if not measure or at is None:
             return None
         lost = squared_norm(self._owed(key))
