@@ -71,7 +71,7 @@ class Row:
         clip: norm above which averaged gradients are scaled down to it; None: never. A spec can clip before sending.
         warmup_epochs: epochs of warm-up of the compression.
         min_numel: tensors with fewer elements are small, as are biases and norms.
-        small: whether these travel dense, or together as one compressed vector.
+        small: whether these travel dense, or together as one compressed vector, or as one by a codec of their own.
         depth: of the ResNet.
         limit: use no more samples than this; None: all.
     """
@@ -90,7 +90,7 @@ class Row:
     clip: float | None = None
     warmup_epochs: int = 0
     min_numel: int = 1
-    small: Literal["dense", "together"] = "dense"
+    small: str = "dense"
     depth: int = 8
     limit: int | None = None
 

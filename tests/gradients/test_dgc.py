@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,27 +119,62 @@ def test_fifty_steps_of_four_ranks_follow_the_paper(keys, clip):
     assert clipped > 100 if clip else not clipped
 
 
-def together(rank, world_size, spec, steps):
-    return frozen_steps(rank, world_size, spec, steps, small="together")
+def together(rank, world_size, spec, steps, cap, small):
+    return frozen_steps(rank, world_size, spec, steps, cap=cap, small=small)
 
 
 @pytest.mark.parametrize("cap", [TINY, 100.0])
-def test_small_parameters_together_are_a_layer_of_the_model(cap):
+@pytest.mark.parametrize("small", ["together", "topk:density=0.1"])
+def test_small_parameters_together_are_a_layer_of_the_model(cap, small):
     spec, ranks, steps = "dgc:density=0.03,warmup_steps=12,clip=0.5", 3, 30
-    results = run_ranks(together, ranks, spec, steps)
+    results = run_ranks(together, ranks, spec, steps, cap, small)
     method = nb.compression(spec).feedback
-    small = [len(p.shape) < 2 or p.numel() < 64 for p in mlp().parameters()]
-    numel = sum(p.numel() for p, is_small in zip(mlp().parameters(), small, strict=True) if is_small)
+    least = 0.0 if small == "together" else nb.codec(small).density  # also while the rest warms up
+    is_small = [len(p.shape) < 2 or p.numel() < 64 for p in mlp().parameters()]
+    numel = sum(p.numel() for p, here in zip(mlp().parameters(), is_small, strict=True) if here)
     derived = Deriving(ranks, numel, 0.9, False, True)
     for step in range(steps):
         gradients = gradients_of(ranks, step)
         norms = torch.stack([(g**2).sum(1) for g in gradients]).sum(0).sqrt()
         factors = torch.clamp(0.5 / math.sqrt(ranks) / norms, max=1.0)
-        vector = torch.cat([g for g, is_small in zip(gradients, small, strict=True) if is_small], 1)
-        expected = derived.step(vector * factors[:, None], method.codec_at(step, None).kept((numel,)))
+        vector = torch.cat([g for g, here in zip(gradients, is_small, strict=True) if here], 1)
+        kept = replace(method.codec_at(step, None), density=max(method.codec_at(step, None).density, least)).kept(
+            (numel,)
+        )
+        expected = derived.step(vector * factors[:, None], kept)
         for result in results:
-            got = torch.cat([x for x, is_small in zip(result[step], small, strict=True) if is_small])
+            got = torch.cat([x for x, here in zip(result[step], is_small, strict=True) if here])
             torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-6)
+
+
+def another_density(rank, world_size):
+    """How much of each compressed layer is sent, step by step; a resumed handle goes on so."""
+    model, optimizer, handle = compressed("dgc:density=0.03,warmup_steps=4")
+    handle.set_layers({"0.weight": "topk:density=0.1", "3.weight": "topk:density=0.01"})
+    names = [name for name, p in model.module.named_parameters() if p.numel() >= 64 and p.dim() > 1]
+    sent = []
+    for step in range(6):
+        if step == 5:
+            state, end = handle.state_dict(), model.module.state_dict()
+            model, optimizer, handle = compressed("dgc:density=0.03,warmup_steps=4")
+            model.module.load_state_dict(end)
+            handle.load_state_dict(state)
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        sent.append([int(model.module.get_parameter(name).grad.count_nonzero()) for name in names])
+    kept = {name: model.module.get_parameter(name).shape for name in names}
+    return sent, kept, refusal(lambda: handle.set_layers({"0.weight": "dgc:density=0.1"}))
+
+
+def test_a_layer_can_send_more_or_less_but_no_less_than_warm_up():
+    ((sent, shapes, refused),) = run_ranks(another_density, 1)
+    own = {"0.weight": 0.1, "3.weight": 0.01}
+    for step, counts in enumerate(sent):
+        usual = nb.compression("dgc:density=0.03,warmup_steps=4").codec_at(step)
+        for (name, shape), count in zip(shapes.items(), counts, strict=True):
+            density = own.get(name, 0.03) if step >= 4 else max(own.get(name, 0.0), usual.density)
+            assert count == nb.codecs.TopK(density=density).kept(shape), (step, name)
+    assert refused[0] == "ValueError"
 
 
 def everything_together(rank, world_size, spec, broken):
@@ -175,14 +211,20 @@ def alike(rank, world_size, spec):
         ends.append(flat(model))
     refused = refusal(lambda: nb.compress_gradients(wrap(mlp()), "powersgd", small="together"))
     unused = refusal(lambda: nb.compress_gradients(wrap(mlp(), find_unused_parameters=True), spec, small="together"))
-    return ends, refused, unused, refusal(lambda: nb.compress_gradients(wrap(mlp()), spec, small="both"))
+    neither = [
+        refusal(lambda small=small: nb.compress_gradients(wrap(mlp()), "dgc", small=small))
+        for small in ("both", "dgc:density=0.1", "topk:density=0.1+ef", "qsgd:bits=4")
+    ]
+    return ends, refused, unused, neither
 
 
 @pytest.mark.parametrize("spec", ["topk:density=1.0+ef", "fp16", "uniform:bits=8,rounding=stochastic", "none"])
 def test_together_or_dense(spec):
     for (dense, together_), refused, unused, neither in run_ranks(alike, 4, spec):
         torch.testing.assert_close(dense, together_, rtol=0, atol=2e-3 if spec != "topk:density=1.0+ef" else 1e-6)
-        assert (refused[0], unused[0], neither[0]) == ("UnsupportedError", "UnsupportedError", "ValueError")
+        assert (refused[0], unused[0]) == ("UnsupportedError", "UnsupportedError")
+        assert [kind for kind, _ in neither] == ["ValueError"] * 4
+        assert "'topk:density=0.1'" in neither[1][1]
 
 
 def warming_up(rank, world_size):

@@ -20,7 +20,7 @@ as well.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -136,6 +136,12 @@ class DGC(Feedback):
             return self.codec
         stretches = math.ceil(math.log(self.density) / math.log(WARM_UP) - 1e-9) - 1
         return TopK(density=WARM_UP ** (1 + stretches * position // length), indices=self.indices)
+
+    def codec_of_layer(self, own: TopK, usual: TopK) -> TopK:
+        """What a layer with a codec of its own is sent with in a step in which the others have ``usual``: that codec,
+        but no less than the others while they warm up.
+        """
+        return own if usual == self.codec else replace(own, density=max(own.density, usual.density))
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

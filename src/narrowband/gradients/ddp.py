@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, fo
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowband import kernels
-from narrowband.codecs import Codec, Identity, LowRank
+from narrowband.codecs import Codec, Identity, LowRank, TopK
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import (
     COLLECTIVES,
@@ -107,7 +107,7 @@ def compress_gradients(
     collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    small: Literal["dense", "together"] = "dense",
+    small: str | Codec = "dense",
 ) -> GradientCompression:
     """Compress the gradients that ``ddp_model`` averages. Call it on all ranks, once, before the first backward.
 
@@ -116,7 +116,8 @@ def compress_gradients(
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.
         small: what happens to these: ``dense``, they travel uncompressed; ``together``, as one vector of the whole
-            model, compressed like any layer. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
+            model, compressed like any layer; or, as one vector, by a codec of their own, which keeps more, such as
+            ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
         start_step: average uncompressed until this many steps are done; early gradients change fast.
         process_group: the ranks to average over; by default the model's own.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
@@ -153,15 +154,15 @@ def compress_gradients(
     chosen = compression(spec)
     if min_numel < 0 or start_step < 0:
         raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
-    if small not in ("dense", "together"):
-        raise ValueError(f"small={small!r} is neither dense nor together")
-    if small == "together" and isinstance(chosen.feedback, PowerSGD):
+    together = small != "dense"
+    if together and isinstance(chosen.feedback, PowerSGD):
         raise UnsupportedError("powersgd factors matrices, and small parameters make none; use small='dense'")
-    if small == "together" and ddp_model.find_unused_parameters:
+    if together and ddp_model.find_unused_parameters:
         raise UnsupportedError(
-            "small='together' cannot tell which parts of its vector had no gradient, which find_unused_parameters=True "
-            "allows; use small='dense'"
+            f"small={str(small)!r} cannot tell which parts of its vector had no gradient, which "
+            "find_unused_parameters=True allows; use small='dense'"
         )
+    small_codec = _codec_like(chosen, small, "small") if together and small != "together" else None
     if collective != "auto":
         if collective not in COLLECTIVES:
             raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
@@ -181,8 +182,24 @@ def compress_gradients(
         seed=seed,
         collective=collective,
         grad_scaler=grad_scaler,
-        together=small == "together",
+        together=together,
+        small_codec=small_codec,
     )
+
+
+def _codec_like(chosen: Compression, spec: str | Codec | Compression | DGC | PowerSGD, name: str) -> Codec:
+    """What part of a model may have where the whole model has ``chosen``: another codec of that kind."""
+    layer = compression(spec)
+    same_codec = type(layer.codec) is type(chosen.codec)
+    same_feedback = layer.feedback is None or type(layer.feedback) is type(chosen.feedback)
+    if isinstance(layer.feedback, DGC):
+        raise ValueError(
+            f"{name!r} cannot have {str(layer)!r}: momentum and warm-up are the model's, so name what is kept, as in "
+            f"{str(layer.codec)!r}"
+        )
+    if not (same_codec and same_feedback):
+        raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(chosen)!r}")
+    return layer.codec
 
 
 def _check_model(model: DistributedDataParallel) -> None:
@@ -248,9 +265,11 @@ class GradientCompression:
         collective: str,
         grad_scaler: torch.amp.GradScaler | None,
         together: bool,
+        small_codec: Codec | None,
     ) -> None:
         self.compression = chosen
         self._together = together
+        self._small_codec = small_codec
         self._start_step = start_step
         self._seed = seed
         self._collective = collective
@@ -261,7 +280,7 @@ class GradientCompression:
         #: The feedback, if momentum is its business: it then has to hear of everything that is averaged.
         self._method = self._feedback if isinstance(self._feedback, DGC) else None
         self._epoch: int | None = None
-        self._layers: dict[str, Compression] = {}  # those that differ from the rest
+        self._layers: dict[str, Codec] = {}  # those that differ from the rest
         self._step = 0
         self._current: _Step | None = None  # the step whose buckets are coming in
         self._open_step: _Step | None = None  # the step that the engine works on
@@ -333,7 +352,9 @@ class GradientCompression:
 
         Args:
             specs: parameter name → spec, which may differ from the model's in what its codec keeps: another density,
-                bits or rank. A later call adds to an earlier one.
+                bits or rank. The feedback is the model's and can be left out; with ``dgc`` it has to be, as in
+                ``"topk:density=0.01"``, and no layer sends less than the rest does while that warms up. A later call
+                adds to an earlier one.
 
         Raises:
             ValueError: a name that is not compressed, or a spec of another kind.
@@ -344,16 +365,12 @@ class GradientCompression:
         """
         self._check_between_steps("set_layers")
         compressed = {p.name for p in self._parameters.values() if p.codec is not None}
-        chosen = {name: compression(spec) for name, spec in specs.items()}
-        for name, layer in chosen.items():
-            if name not in compressed:
-                raise ValueError(
-                    f"{name!r} is no parameter that this handle compresses; there are: {sorted(compressed)}"
-                )
-            same = type(layer.codec) is type(self.compression.codec) and type(layer.feedback) is type(self._feedback)
-            if not same or isinstance(layer.feedback, DGC):
-                raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.compression)!r}")
-        self._layers |= chosen
+        unknown = sorted(specs.keys() - compressed)
+        if unknown:
+            raise ValueError(
+                f"{unknown} are no parameters that this handle compresses; there are: {sorted(compressed)}"
+            )
+        self._layers |= {name: _codec_like(self.compression, spec, name) for name, spec in specs.items()}
         self._check_ranks()
 
     def state_dict(self) -> dict[str, Any]:
@@ -476,7 +493,7 @@ class GradientCompression:
         for parameter, known in reversed(self._parameters.items()):  # about the order in which gradients come
             if known.codec is None:
                 continue
-            codec = cast("LowRank", self._codec_of(known, self.compression.codec))
+            codec = cast("LowRank", self._codec_of(known.name, self.compression.codec))
             n, m, r = method.factors(codec, known.shape)
             if r and method.owed(known.name) is None:
                 rooms.append((known.name, n, m, parameter.device))
@@ -487,9 +504,16 @@ class GradientCompression:
             self._said_rank = True
             log.warning("powersgd: rank %d is more than these matrices have: %s", method.rank, ", ".join(cut))
 
-    def _codec_of(self, known: _Parameter, usual: Codec) -> Codec:
-        layer = self._layers.get(known.name)
-        return usual if layer is None else layer.codec
+    def _codec_of(self, name: str, usual: Codec) -> Codec:
+        """What a layer is compressed with where the rest has ``usual``."""
+        return self._own_codec(self._layers.get(name), usual)
+
+    def _own_codec(self, own: Codec | None, usual: Codec) -> Codec:
+        if own is None:
+            return usual
+        if self._method is None:
+            return own
+        return self._method.codec_of_layer(cast("TopK", own), cast("TopK", usual))
 
     def _choose(self) -> Way:
         """The collective, once for the whole model: chosen by the bucket, it would make the result depend on buckets.
@@ -518,7 +542,7 @@ class GradientCompression:
         """Ranks that were set up differently would hang, or decode nonsense; find out now."""
         what: list[Any] = [str(self.compression), min_numel, self._start_step, self._seed, self._collective]
         what.append("with a scaler" if self._grad_scaler is not None else "no scaler")
-        what.append("together" if self._together else "dense")
+        what.append("dense" if not self._together else str(self._small_codec or "together"))
         what += [(p.name, tuple(p.shape), p.codec is None) for p in self._parameters.values()]
         mine = torch.frombuffer(bytearray(hashlib.sha256(repr(what).encode()).digest()), dtype=torch.uint8).to(device)
         all_of_them = torch.empty(self._peers.size, mine.numel(), dtype=torch.uint8, device=device)
@@ -751,7 +775,7 @@ class _Step:
             if known.codec is None:
                 self._is_small(part, known)
             else:
-                items.append(self._item(known.name, part, known.shape, self._codec_of(known), known.index))
+                items.append(self._item(known.name, part, known.shape, self._codec_of(known.name), known.index))
         return self._encoded(items) if items else None
 
     def _item(self, name: str, x: Tensor, shape: Shape, codec: Codec, index: int) -> Item:
@@ -774,8 +798,8 @@ class _Step:
         self._encoded_finite &= work.encode()
         return work
 
-    def _codec_of(self, known: _Parameter) -> Codec:
-        return self.handle._codec_of(known, self.codec) if self.compressing else self.codec
+    def _codec_of(self, name: str) -> Codec:
+        return self.handle._codec_of(name, self.codec) if self.compressing else self.codec
 
     def _send(self, work: Exchange) -> None:
         if self.handle._feedback is None:  # nothing to commit: write the averages as soon as they are here
@@ -792,9 +816,10 @@ class _Step:
         together = sorted(self._together, key=str)
         if together:
             number = len(handle._parameters)
+            codec = handle._own_codec(handle._small_codec, self.codec) if self.compressing else self.codec
             work = self._encoded(
                 [
-                    self._item(f"({dtype})", flat, flat.shape, self.codec, number + at)
+                    self._item(f"({dtype})", flat, flat.shape, codec, number + at)
                     for at, (dtype, flat) in enumerate((dtype, self._dense[dtype]) for dtype in together)
                 ]
             )
