@@ -11,9 +11,10 @@ left out here one part at a time:
 
 Run ``python -m reproduce.dgc`` (longer than an hour on two cores), ``--quick`` (seconds), ``--help``.
 
-Differences from the paper: smaller networks (ResNet-8, an LSTM of 0.8 million parameters over characters), four ranks,
-ten epochs, a cosine schedule. Norms and biases travel dense, as in the authors' code; in networks this small they are
-most of what is sent, so ratios are given for the whole gradient and for matrices alone.
+Differences from the paper: smaller networks (ResNet-8, an LSTM over characters), four ranks, ten epochs, a cosine
+schedule. An element waits for about a thousand steps, so batches are small, to have steps enough. The authors' code
+sends norms and biases dense; in networks this small they would be most of what is sent. Here they travel as one vector,
+with the smallest layers, of which three percent are sent.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from reproduce.command import Experiment, Recipe, main
 from reproduce.report import DENSE, Claim, Group, as_good_as, named
@@ -31,8 +33,11 @@ __all__ = ["EXPERIMENT"]
 _WARM_UP = "warmup_steps={warmup}"
 _CLIP = 0.25
 
-_CIFAR = Row("cifar", DENSE, "none", epochs=10, lr=0.1, batch=128, weight_decay=1e-4)
-_CIFAR_DGC = replace(_CIFAR, name="dgc", spec=f"dgc:density=0.001,{_WARM_UP}", optimizer="dgc", warmup_epochs=2)
+_SMALL: dict[str, Any] = {"min_numel": 1000, "small": "topk:density=0.03"}
+
+_CIFAR = Row("cifar", DENSE, "none", epochs=10, lr=0.2, batch=64, weight_decay=1e-4)
+_CIFAR_SPARSE = replace(_CIFAR, warmup_epochs=1, **_SMALL)
+_CIFAR_DGC = replace(_CIFAR_SPARSE, name="dgc", spec=f"dgc:density=0.001,{_WARM_UP}", optimizer="dgc")
 _LSTM = Row("lstm", DENSE, "none", epochs=6, lr=2.0, batch=64, weight_decay=0.0, clip=_CLIP)
 _LSTM_DGC = replace(
     _LSTM,
@@ -92,14 +97,16 @@ EXPERIMENT = Experiment(
         Recipe(_CIFAR_DGC),
         Recipe(_LSTM),
         Recipe(_LSTM_DGC),
-        Recipe(replace(_CIFAR, name="plain", spec="topk:density=0.001+ef"), turn=1),
         Recipe(
-            replace(_CIFAR, name="no correction", spec=f"dgc:density=0.001,momentum=0,{_WARM_UP}", warmup_epochs=2),
-            turn=2,
+            replace(_CIFAR_SPARSE, name="plain", spec="topk:density=0.001+ef", warmup_epochs=0), turn=1, ablation=True
+        ),
+        Recipe(
+            replace(_CIFAR_SPARSE, name="no correction", spec=f"dgc:density=0.001,momentum=0,{_WARM_UP}"),
+            turn=1,
             ablation=True,
         ),
-        Recipe(replace(_CIFAR_DGC, name="no masking", spec=f"{_CIFAR_DGC.spec},masking=false"), turn=2, ablation=True),
-        Recipe(replace(_CIFAR_DGC, name="no warm-up", warmup_epochs=0), turn=2, ablation=True),
+        Recipe(replace(_CIFAR_DGC, name="no masking", spec=f"{_CIFAR_DGC.spec},masking=false"), turn=1, ablation=True),
+        Recipe(replace(_CIFAR_DGC, name="no warm-up", warmup_epochs=0), turn=1, ablation=True),
     ),
     claims=_claims,
 )
