@@ -24,8 +24,8 @@ __all__ = ["EXPERIMENT"]
 
 _RANKS = (1, 2, 4)
 
-_CIFAR = Row("cifar", DENSE, "none", epochs=10, lr=0.1, batch=128, weight_decay=1e-4)
-_GPT = Row("gpt", DENSE, "none", optimizer="adamw", epochs=2, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0)
+_CIFAR = Row("cifar", DENSE, "none", epochs=10, lr=0.4, batch=128, weight_decay=1e-4)
+_GPT = Row("gpt", DENSE, "none", optimizer="adamw", epochs=3, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0)
 
 #: Accuracy that counts as kept, in points, and perplexity.
 _POINTS_KEPT = 0.5

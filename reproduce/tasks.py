@@ -200,7 +200,7 @@ class Shakespeare(Language):
     length = _CHARACTERS
 
     def model(self) -> nn.Module:
-        return CharLSTM(self.text.vocabulary, hidden=384)
+        return CharLSTM(self.text.vocabulary, hidden=256)
 
 
 class Wikitext(Language):
