@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -180,7 +179,8 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     for claim in claims:
         style = {True: "green", False: "red", None: "dim"}[claim.held]
         console.print(f"{claim.verdict()}: {claim.text} ({claim.figures})", style=style, markup=False, highlight=False)
-    others = sorted({str(row["commit"]) for row in results} - {str(record["commit"])})
+    commits = sorted({str(row["commit"]) for row in results})
+    others = [commit for commit in commits if commit != str(record["commit"])]
     if others:
         console.print(f"Some rows were trained at other commits: {', '.join(others)}", style="yellow", markup=False)
     written = output / "summary.json"
@@ -197,7 +197,9 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     )
     if options.markdown is not None:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(found, experiment.titles, claims, shlex.join(command)))
+        options.markdown.write_text(
+            markdown(found, experiment.titles, claims, paper=experiment.paper, record=record, commits=commits)
+        )
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
 
 

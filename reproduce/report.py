@@ -222,9 +222,26 @@ def legend() -> str:
     return _LEGEND
 
 
-def markdown(found: Sequence[Group], titles: dict[str, str], claims: Sequence[Claim], command: str) -> str:
-    """The same tables and the claims for a page of documentation."""
-    lines = [_LEGEND, ""]
+def markdown(
+    found: Sequence[Group],
+    titles: dict[str, str],
+    claims: Sequence[Claim],
+    *,
+    paper: str,
+    record: dict[str, Any],
+    commits: Sequence[str],
+) -> str:
+    """The same tables and the claims as a page of documentation.
+
+    Args:
+        found: rows, put together.
+        titles: of each task.
+        claims: and what became of them.
+        paper: authors, title, arXiv id.
+        record: what :func:`narrowband.report.record.provenance` says.
+        commits: those at which rows were trained.
+    """
+    lines = [f"# {paper}", "", _LEGEND, ""]
     for task, own in _per_task(found):
         lines += [_caption(titles[task], own) + ".", ""]
         lines += ["| " + " | ".join(column for column, _ in _COLUMNS) + " |"]
@@ -234,5 +251,8 @@ def markdown(found: Sequence[Group], titles: dict[str, str], claims: Sequence[Cl
         lines += [f"- {group.name}: `{group.spec}`" for group in own]
         lines += [""]
     lines += [f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims]
-    lines += ["", f"Command: `{command}`"]
+    machine, versions = record["machine"], record["versions"]
+    where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
+    trained_at = ", ".join(commit[:12] for commit in commits)
+    lines += ["", f"Command: `{record['command']}`, on {where}, commit {trained_at}."]
     return "\n".join(lines) + "\n"

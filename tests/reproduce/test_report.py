@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
+from narrowband.report.record import provenance
 from reproduce import dgc, powersgd
 from reproduce.report import Claim, as_good_as, groups, markdown, table
 
@@ -81,10 +82,19 @@ def test_claims_without_their_rows_are_not_tested(module):
 def test_a_page_has_every_row_and_every_verdict():
     found = groups([row("dense", 80.0), row("plain", 70.0), row("dense", 5.0, task="lstm")])
     text = "plain is | worse"
-    page = markdown(found, dgc.EXPERIMENT.titles, [Claim(text, True, "70")], "python -m reproduce.dgc")
+    page = markdown(
+        found,
+        dgc.EXPERIMENT.titles,
+        [Claim(text, True, "70")],
+        paper="Somebody 2018",
+        record=provenance(0, ["python", "-m", "reproduce.dgc"]),
+        commits=["0123456789abcdef"],
+    )
     assert "| plain | 70.00 | -10.00 |" in page
     assert f"**held**: {text} (70)" in page
     assert "`python -m reproduce.dgc`" in page
+    assert page.startswith("# Somebody 2018\n")
+    assert "commit 0123456789ab." in page
     assert page.count("| --- |") == 2
     for line in page.splitlines():
         if line.startswith("| "):
