@@ -63,6 +63,7 @@ __all__ = [
     "all_finite",
     "all_zero",
     "backend_for",
+    "cheapest_within",
     "check_indices",
     "compensate",
     "compensate_project",
@@ -398,3 +399,16 @@ def orthonormalize(p: Tensor) -> Tensor:
     order of the loop's own, so that ranks on different machines come to the same bits. NaN stays NaN.
     """
     return cast("Tensor", _backend(p).orthonormalize(p))
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+def cheapest_within(cost: Tensor, weight: Tensor, capacity: int) -> Tensor:
+    """The item of every row, int32, that together cost least with a total weight of at most ``capacity``; all -1 if
+    there are none.
+
+    cost (float64, inf: not allowed) and weight (int32, ≥ 0) are (rows, items), contiguous, on CPU. Of rows' items that
+    cost as much, the first.
+    """
+    return cast("Tensor", _backend(cost).cheapest_within(cost, weight, capacity))

@@ -13,6 +13,7 @@ from narrowband.kernels.cpu.compensation import (
     compensate_select_topk,
     encode_topk,
 )
+from narrowband.kernels.cpu.knapsack import cheapest_within
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
@@ -31,6 +32,7 @@ FUSES = True
 __all__ = [
     "all_finite",
     "all_zero",
+    "cheapest_within",
     "check_indices",
     "compensate",
     "compensate_project",
