@@ -1,0 +1,33 @@
+"""Which compression for which layer, decided while training runs.
+
+A :class:`Policy` looks at gradients that were added up over a window of steps, and makes a :class:`Plan`.
+"""
+
+from __future__ import annotations
+
+from narrowband.adapt.accordion import Accordion
+from narrowband.adapt.kmeans import KMeans
+from narrowband.adapt.lgreco import LGreCo
+from narrowband.adapt.plan import LayerPlan, Plan
+from narrowband.adapt.policy import GlobalTopK, HardThreshold, Policy, Uniform, search_space
+from narrowband.adapt.tables import ErrorTable, error_table, layer_nbytes
+from narrowband.adapt.timing import Times, bucket_priority, fit_times
+
+__all__ = [
+    "Accordion",
+    "ErrorTable",
+    "GlobalTopK",
+    "HardThreshold",
+    "KMeans",
+    "LGreCo",
+    "LayerPlan",
+    "Plan",
+    "Policy",
+    "Times",
+    "Uniform",
+    "bucket_priority",
+    "error_table",
+    "fit_times",
+    "layer_nbytes",
+    "search_space",
+]

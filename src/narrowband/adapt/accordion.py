@@ -1,0 +1,75 @@
+"""Accordion: little compression while gradients change fast, much otherwise (Agarwal et al., arXiv 2010.16248)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from narrowband.adapt.plan import LayerPlan, Plan
+from narrowband.adapt.policy import Policy
+from narrowband.adapt.tables import layer_nbytes
+from narrowband.feedback import Compression, compression
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Accordion"]
+
+
+@dataclass
+class Accordion(Policy):
+    """Two levels of compression per layer, switched by how much its gradient's norm changed between two windows.
+
+    A layer whose norm changed by a share of at least ``eta`` is in a critical regime, and gets ``low``; others get
+    ``high``. In the first window all are critical.
+
+    Args:
+        low: the spec of little compression.
+        high: the spec of much compression.
+        eta: the share of change from which a regime is critical (0.5 in the paper).
+        every: steps between decisions (10 epochs in the paper).
+        warmup: steps before the first decision, which are not compressed.
+    """
+
+    low: str
+    high: str
+    eta: float = 0.5
+    every: int = 500
+    warmup: int = 0
+    name: ClassVar[str] = "accordion"
+
+    _norms: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_times()
+        compression(self.low)
+        compression(self.high)
+        if not self.eta > 0:
+            raise ValueError(f"accordion: eta={self.eta} must be above 0")
+
+    @property
+    def start(self) -> Compression:
+        return compression(self.low)
+
+    def specs(self) -> list[str]:
+        return [self.low, self.high]
+
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+        layers = []
+        for name, x in gradients.items():
+            norm = float(torch.linalg.vector_norm(x.float()))
+            before = self._norms.get(name)
+            self._norms[name] = norm
+            critical = before is None or abs(before - norm) >= self.eta * before
+            spec = self.low if critical else self.high
+            layers.append(LayerPlan(name, tuple(x.shape), spec, layer_nbytes(compression(spec), x.shape), None))
+        return Plan(tuple(layers), repr(self), step)
+
+    def state_dict(self) -> dict[str, object]:
+        return dict(self._norms)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._norms = {name: float(norm) for name, norm in state.items()}  # type: ignore[arg-type]

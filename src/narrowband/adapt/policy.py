@@ -1,0 +1,233 @@
+"""What decides: from gradients that were added up over a window of steps, a plan for the next window."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from narrowband import kernels
+from narrowband.adapt.plan import LayerPlan, Plan
+from narrowband.adapt.tables import ErrorTable, layer_nbytes
+from narrowband.codecs import LowRank, TopK
+from narrowband.feedback import DGC, Compression, compression
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["GlobalTopK", "HardThreshold", "Policy", "Uniform", "as_choice", "planned", "search_space"]
+
+
+class Policy(ABC):
+    """Decides what every layer is compressed with.
+
+    Attributes:
+        every: steps between two decisions.
+        warmup: steps before the first one, which are not compressed.
+    """
+
+    name: ClassVar[str]
+    every: int
+    warmup: int
+
+    @property
+    @abstractmethod
+    def start(self) -> Compression:
+        """What all layers have until the first decision."""
+
+    @abstractmethod
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+        """A plan for the steps to come.
+
+        Args:
+            gradients: layer → sum of the averaged gradients since the last decision, in the layer's shape.
+            step: how many steps of training there were.
+        """
+
+    def specs(self) -> list[str]:
+        """Specs of all kinds that layers may get."""
+        return [str(self.start)]
+
+    def state_dict(self) -> dict[str, object]:
+        """What the next decision depends on beside its gradients, as JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        if state:
+            raise ValueError(f"{self.name} keeps no state, and there is one: {', '.join(state)}")
+
+    def _check_times(self) -> None:
+        if self.every < 1 or self.warmup < 0:
+            raise ValueError(f"{self.name}: every={self.every} must be at least 1 and warmup={self.warmup} at least 0")
+
+
+@dataclass
+class Uniform(Policy):
+    """The same for all layers: what others are compared with."""
+
+    spec: str
+    every: int = 1_000_000
+    warmup: int = 0
+    name: ClassVar[str] = "uniform"
+
+    def __post_init__(self) -> None:
+        self._check_times()
+        compression(self.spec)
+
+    @property
+    def start(self) -> Compression:
+        return compression(self.spec)
+
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+        chosen = compression(self.spec)
+        layers = (
+            LayerPlan(name, tuple(x.shape), self.spec, layer_nbytes(chosen, x.shape), None)
+            for name, x in gradients.items()
+        )
+        return Plan(tuple(layers), repr(self), step)
+
+
+@dataclass
+class GlobalTopK(Policy):
+    """As many of the whole model's elements as a density says, wherever they are largest.
+
+    The densities of layers are those with which the largest elements of the whole gradient lie in them; a layer that
+    has none of these still sends one element.
+
+    Args:
+        density: share of all compressed elements that is sent.
+        feedback: what stands behind ``topk`` in layers' specs.
+        every: steps between decisions.
+        warmup: steps before the first decision, which are not compressed.
+    """
+
+    density: float
+    feedback: str = "ef"
+    every: int = 500
+    warmup: int = 0
+    name: ClassVar[str] = "global-topk"
+
+    def __post_init__(self) -> None:
+        self._check_times()
+        _ = self.start
+
+    @property
+    def start(self) -> Compression:
+        return compression(f"topk:density={self.density!r}+{self.feedback}")
+
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+        flat = torch.cat([x.detach().reshape(-1).float() for x in gradients.values()])
+        at = kernels.select_topk(flat, TopK(density=self.density).kept(flat.shape))
+        ends = torch.tensor([x.numel() for x in gradients.values()]).cumsum(0)
+        up_to = torch.searchsorted(at.long().cpu(), ends)
+        counts = torch.diff(up_to, prepend=up_to.new_zeros(1)).tolist()
+        layers = []
+        for (name, x), count in zip(gradients.items(), counts, strict=True):
+            spec = replace(self.start, codec=TopK(density=max(1, count) / x.numel()))
+            layers.append(LayerPlan(name, tuple(x.shape), str(spec), layer_nbytes(spec, x.shape), None))
+        return Plan(tuple(layers), repr(self), step)
+
+
+@dataclass
+class HardThreshold(Policy):
+    """Whatever is at least so large, in every layer (Rethink-GS: Sahu et al., arXiv 2108.00951).
+
+    How much is sent follows from the gradients; plans say what this window's sum, divided by ``steps``, would send.
+
+    Args:
+        value: the magnitude, in units of gradients.
+        steps: how many gradients were added up.
+        every: steps between decisions, which only take stock.
+        warmup: steps before the first decision, which are not compressed.
+    """
+
+    value: float
+    steps: int = 1
+    every: int = 500
+    warmup: int = 0
+    name: ClassVar[str] = "threshold"
+
+    def __post_init__(self) -> None:
+        self._check_times()
+        _ = self.start
+        if self.steps < 1:
+            raise ValueError(f"{self.name}: steps={self.steps} must be at least 1")
+
+    @property
+    def start(self) -> Compression:
+        return compression(f"threshold:value={self.value!r}+ef")
+
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+        chosen = self.start
+        layers = (
+            LayerPlan(name, tuple(x.shape), str(chosen), chosen.codec.encode(x.float() / self.steps).numel(), None)
+            for name, x in gradients.items()
+        )
+        return Plan(tuple(layers), repr(self), step)
+
+
+def planned(table: ErrorTable, chosen: Sequence[int], *, policy: str, step: int, reference: Compression | None,
+            budget: float | None) -> Plan:  # fmt: skip
+    """The plan that takes these columns of a table."""
+    layers = tuple(
+        LayerPlan(name, shape, str(table.choices[at]), float(table.sizes[row, at]), float(table.errors[row, at]))
+        for row, (name, shape, at) in enumerate(zip(table.layers, table.shapes, chosen, strict=True))
+    )
+    uniform = None if reference is None else math.fsum(table.sizes[:, table.column(reference)])
+    return Plan(layers, policy, step, None if reference is None else str(reference), budget, uniform)
+
+
+def as_choice(chosen: Compression) -> Compression:
+    """What a layer is given where the model has ``chosen``: with ``dgc``, momentum and warm-up stay the model's."""
+    return Compression(chosen.codec) if isinstance(chosen.feedback, DGC) else chosen
+
+
+def search_space(reference: str | Compression) -> list[str]:
+    """The choices around a reference that the paper searches (section 5.1).
+
+    Bits and ranks from half of the reference's to twice as many, one by one; densities from a tenth of it to ten times
+    as much, by tenths.
+
+    Raises:
+        ValueError: a codec with neither bits nor rank nor density.
+
+    Example:
+        >>> search_space("qsgd:bits=4")
+        ['qsgd:bits=2', 'qsgd:bits=3', 'qsgd:bits=4', 'qsgd:bits=5', 'qsgd:bits=6', 'qsgd:bits=7', 'qsgd:bits=8']
+    """
+    chosen = as_choice(compression(reference))
+    key, given, values = _scale(chosen)
+    method = chosen.feedback
+    own = method if method is not None and hasattr(method, key) else chosen.codec
+    found = []
+    for value in values:
+        try:
+            changed = replace(own, **{key: value})  # type: ignore[type-var]
+        except ValueError:  # bits that the codec does not have, a density above 1
+            continue
+        found.append(str(compression(changed) if own is method else replace(chosen, codec=changed)))  # type: ignore[arg-type]
+    if str(chosen) not in found:
+        raise ValueError(f"{str(chosen)!r}: {key}={given} is not in its own search space")
+    return found
+
+
+def _scale(chosen: Compression) -> tuple[str, float, list[float]]:
+    codec = chosen.codec
+    if isinstance(codec, LowRank):
+        given = codec.rank
+        return "rank", given, list(range(max(1, given // 2), 2 * given + 1))
+    if isinstance(codec, TopK):
+        return (
+            "density",
+            codec.density,
+            [codec.density if tenths == 10 else codec.density * tenths / 10 for tenths in range(1, 101)],
+        )
+    bits = getattr(codec, "bits", None)
+    if bits is None:
+        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to choose; give choices=[…]")
+    return "bits", bits, list(range(max(1, bits // 2), 2 * bits + 1))

@@ -1,0 +1,199 @@
+"""What every choice of compression would cost every layer, and do to it: sizes and errors, layer × choice.
+
+Errors are those of one encoding without feedback, which is what L-GreCo budgets. Where choices of a family lie so close
+that one look at the gradient tells them all, there is only one look:
+
+* **top-k**: the largest magnitudes in order; what remains of the squared norm behind each k;
+* **low rank**: the singular values (paper, appendix B.1), or those that a few rounds of power iteration find (B.2),
+  whichever takes less work (B.3); what remains of the squared norm behind each rank;
+* everything else is encoded and decoded, choice by choice.
+
+Shapes: L layers, C choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.codecs import Identity, LowRank, TopK
+from narrowband.codecs.base import Shape, dims, squared_norm
+from narrowband.codecs.lowrank import factors, start
+from narrowband.feedback import Compression, PowerSGD, compression
+
+__all__ = ["POWER_STEPS", "ErrorTable", "error_table", "layer_nbytes"]
+
+#: Rounds of power iteration after which errors are within a few percent of the best (appendix B.2).
+POWER_STEPS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorTable:
+    """Sizes and errors of every choice for every layer.
+
+    Attributes:
+        layers: names, L.
+        shapes: of each layer, L.
+        choices: C.
+        sizes: (L, C), bytes; inf where a layer cannot have that choice.
+        errors: (L, C), L2 norms of what one encoding loses.
+        norms: (L,), L2 norms of the gradients themselves.
+    """
+
+    layers: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    choices: tuple[Compression, ...]
+    sizes: NDArray[np.float64]
+    errors: NDArray[np.float64]
+    norms: NDArray[np.float64]
+
+    def column(self, choice: str | Compression) -> int:
+        """Where a choice is.
+
+        Raises:
+            ValueError: it is not among them.
+        """
+        wanted = str(compression(choice))
+        for at, there in enumerate(self.choices):
+            if str(there) == wanted:
+                return at
+        raise ValueError(f"{wanted!r} is not among the choices: {', '.join(map(str, self.choices))}")
+
+
+def layer_nbytes(chosen: Compression, shape: Shape) -> float:
+    """Bytes of one rank's payload for a layer."""
+    if isinstance(chosen.feedback, PowerSGD):
+        n, m, r = chosen.feedback.factors(chosen.codec, shape)
+        return 4.0 * (r * (n + m) or math.prod(dims(shape)))
+    return float(chosen.codec.payload_nbytes(shape))
+
+
+def error_table(
+    gradients: Mapping[str, Tensor],
+    choices: Sequence[str | Compression],
+    *,
+    nbytes: Callable[[Compression, Shape], float] = layer_nbytes,
+    seed: int = 0,
+) -> ErrorTable:
+    """Sizes and errors of all choices for all layers.
+
+    Args:
+        gradients: layer name → gradient, or a sum of gradients, of any shape.
+        choices: specs; their feedback plays no part in errors.
+        nbytes: what a choice costs a layer of a shape; by default the bytes of one payload.
+        seed: of codecs that draw random numbers.
+
+    Raises:
+        ValueError: no choices, the same one twice, or a gradient that is not finite.
+
+    Example:
+        >>> table = error_table({"w": torch.randn(64, 64)}, ["topk:density=0.1+ef", "none"])
+        >>> table.errors.shape
+        (1, 2)
+    """
+    made = tuple(compression(choice) for choice in choices)
+    names = [str(choice) for choice in made]
+    if not made:
+        raise ValueError("there are no choices")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"these choices are given twice: {', '.join(twice)}")
+    sizes, errors = (np.empty((len(gradients), len(made))) for _ in range(2))
+    norms = np.empty(len(gradients))
+    for row, (name, gradient) in enumerate(gradients.items()):
+        x = gradient.detach().to(torch.float32).contiguous()
+        norms[row] = math.sqrt(squared_norm(x))
+        if not math.isfinite(norms[row]):
+            raise ValueError(f"the gradient of {name!r} is not finite")
+        sizes[row] = [nbytes(choice, x.shape) for choice in made]
+        errors[row] = np.sqrt(_squared_errors(x, made, norms[row] ** 2, seed))
+    shapes = tuple(tuple(gradient.shape) for gradient in gradients.values())
+    return ErrorTable(tuple(gradients), shapes, made, sizes, errors, norms)
+
+
+def _squared_errors(x: Tensor, choices: Sequence[Compression], energy: float, seed: int) -> NDArray[np.float64]:
+    found = np.full(len(choices), math.nan)
+    if not energy:
+        return np.zeros(len(choices))
+    sparse: dict[int, int] = {}
+    ranks: dict[int, int] = {}
+    for at, choice in enumerate(choices):
+        codec = choice.codec
+        if isinstance(codec, Identity):
+            found[at] = 0.0
+        elif isinstance(codec, TopK) and codec.scope == "tensor" and codec.values == "fp32":
+            sparse[at] = codec.kept(x.shape)
+        elif isinstance(codec, LowRank):
+            ranks[at] = _rank(choice, codec, x.shape)
+        else:
+            found[at] = codec.squared_error(x, seed=seed)
+    if sparse:
+        found[list(sparse)] = _behind_k(x.view(-1), np.array(list(sparse.values())), energy)
+    if ranks:
+        found[list(ranks)] = _behind_rank(x, np.array(list(ranks.values())), energy, seed)
+    return found
+
+
+def _behind_k(x: Tensor, ks: NDArray[np.intp], energy: float) -> NDArray[np.float64]:
+    """What remains of the squared norm without the k largest, for each k."""
+    most = int(ks.max())
+    if most >= x.numel():
+        squares = x.numpy(force=True).astype(np.float64) ** 2
+    else:
+        squares = x[kernels.select_topk(x, most).long()].numpy(force=True).astype(np.float64) ** 2
+    squares[::-1].sort()
+    # From the smallest on, so that small remainders keep their digits.
+    behind = np.concatenate([np.cumsum(squares[::-1])[::-1], [0.0]])
+    rest = 0.0 if most >= x.numel() else max(0.0, energy - behind[0])
+    return behind[np.minimum(ks, x.numel())] + rest
+
+
+def _rank(choice: Compression, codec: LowRank, shape: Shape) -> int:
+    """The rank that a layer gets; 0: it is sent as it is."""
+    if isinstance(choice.feedback, PowerSGD):
+        return choice.feedback.factors(codec, shape)[2]
+    return factors(shape, codec.rank)[2]
+
+
+def _behind_rank(x: Tensor, ranks: NDArray[np.intp], energy: float, seed: int) -> NDArray[np.float64]:
+    """What remains of the squared norm without the first r singular values, for each r; 0 where r is 0."""
+    most = int(ranks.max())
+    if not most:
+        return np.zeros(len(ranks))
+    matrix = x.reshape(x.shape[0], -1)
+    n, m = matrix.shape
+    small, large = min(n, m), max(n, m)
+    by_singular_values = small * small * large + 10 * small**3
+    by_power_iteration = 2 * POWER_STEPS * n * m * most
+    if by_singular_values <= by_power_iteration:
+        behind = _behind_singular_values(matrix)
+    else:
+        behind = _behind_power_iteration(matrix, most, energy, seed)
+    return np.where(ranks > 0, behind[np.minimum(ranks, len(behind) - 1)], 0.0)
+
+
+def _behind_singular_values(matrix: Tensor) -> NDArray[np.float64]:
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    gram = (wide.double() @ wide.double().T) if wide.shape[0] <= _DOUBLE else (wide @ wide.T).double()
+    squares = torch.linalg.eigvalsh(gram).clamp(min=0.0).numpy(force=True)  # ascending
+    return np.concatenate([[0.0], np.cumsum(squares)])[::-1]
+
+
+def _behind_power_iteration(matrix: Tensor, rank: int, energy: float, seed: int) -> NDArray[np.float64]:
+    q = start(matrix.shape[1], rank, seed, matrix.device)
+    for _ in range(POWER_STEPS):
+        p = kernels.orthonormalize((q @ matrix.T)[None])[0]
+        q = p @ matrix
+    squares = torch.linalg.svdvals(q.double()).square().numpy(force=True)
+    return np.maximum(energy - np.concatenate([[0.0], np.cumsum(squares)]), 0.0)
+
+
+#: Gram matrices of up to so many rows are computed in float64.
+_DOUBLE = 512

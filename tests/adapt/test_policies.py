@@ -1,0 +1,237 @@
+"""What policies decide, from gradients whose best compression is known."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.adapt import Accordion, GlobalTopK, KMeans, LGreCo, Plan, Uniform, error_table, search_space
+
+METRICS = {"l2": 1, "l2_squared": 2}
+
+
+def spread(seed=0):
+    """Layers of very different sizes, energies and shapes of spectrum."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for at, (n, m, decay, scale) in enumerate(
+        [(200, 120, 0.7, 1.0), (80, 300, 0.97, 0.2), (40, 40, 0.9, 3.0), (256, 64, 0.5, 0.01), (30, 500, 0.99, 1.0)]
+    ):
+        k = min(n, m)
+        u = torch.linalg.qr(torch.randn(n, k, generator=generator))[0]
+        v = torch.linalg.qr(torch.randn(m, k, generator=generator))[0]
+        found[f"{at}.weight"] = scale * (u * decay ** torch.arange(k)) @ v.T
+    return found
+
+
+def totals(plan, gradients, power):
+    """Bytes, and error by encoding and decoding with the plan's codecs (low rank: the best factors)."""
+    nbytes, error = 0.0, 0.0
+    for layer in plan.layers:
+        table = error_table({layer.name: gradients[layer.name]}, [layer.spec])
+        nbytes += table.sizes[0, 0]
+        error += table.errors[0, 0] ** power
+    return nbytes, error
+
+
+@pytest.mark.parametrize("reference", ["powersgd:rank=4", "topk:density=0.01+ef", "qsgd:bits=4"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_lgreco_sends_less_at_no_more_error_than_its_reference(reference, metric):
+    gradients = spread()
+    plan = LGreCo(reference, metric=metric).decide(gradients, step=7)
+    uniform = Uniform(reference).decide(gradients, step=7)
+    nbytes, error = totals(plan, gradients, METRICS[metric])
+    usual_nbytes, usual_error = totals(uniform, gradients, METRICS[metric])
+    assert error <= usual_error * (1 + 1e-9)
+    assert nbytes < usual_nbytes
+    assert plan.nbytes == nbytes
+    assert plan.reference_nbytes == usual_nbytes
+    assert plan.step == 7
+    assert {layer.spec for layer in plan.layers} <= set(search_space(reference))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_lgreco_is_the_best_of_all_plans(metric):
+    gradients = dict(itertools.islice(spread().items(), 4))
+    choices = [f"powersgd:rank={r}" for r in (1, 2, 4, 8, 16)]
+    plan = LGreCo("powersgd:rank=4", choices, metric=metric, discretization=100_000).decide(gradients, step=0)
+    table = error_table(gradients, choices)
+    errors = table.errors ** METRICS[metric]
+    budget = errors[:, 2].sum()
+    rows = np.arange(4)
+    best = min(
+        table.sizes[rows, list(choice)].sum()
+        for choice in itertools.product(range(5), repeat=4)
+        if errors[rows, list(choice)].sum() <= budget
+    )
+    assert plan.nbytes == best
+
+
+def test_mixed_families_beat_each_alone():
+    gradients = spread()
+    reference = "powersgd:rank=4"
+    families = {
+        "low rank": search_space(reference),
+        "sparse": search_space("topk:density=0.03+ef"),
+        "quantized": [f"qsgd:bits={bits}+ef" for bits in range(2, 9)],
+    }
+    sizes = {name: LGreCo(reference, own).decide(gradients, step=0).nbytes for name, own in families.items()}
+    mixed = LGreCo(reference, [*itertools.chain(*families.values()), "none"]).decide(gradients, step=0)
+    assert mixed.nbytes < min(sizes.values())
+    assert len({layer.family for layer in mixed.layers}) > 1
+
+
+def test_alpha_scales_the_budget_and_one_that_cannot_be_reached_is_said(caplog):
+    gradients = spread()
+    nbytes = [LGreCo("powersgd:rank=4", alpha=alpha).decide(gradients, step=0).nbytes for alpha in (0.7, 1.0, 2.0)]
+    assert nbytes == sorted(nbytes, reverse=True)
+    assert len(set(nbytes)) == 3
+    with caplog.at_level(logging.WARNING):
+        plan = LGreCo("powersgd:rank=4", alpha=1e-6).decide(gradients, step=0)
+    assert "cannot be reached" in caplog.text
+    least = error_table(gradients, search_space("powersgd:rank=4")).errors.min(axis=1)
+    assert [layer.error for layer in plan.layers] == pytest.approx(least.tolist())
+
+
+def test_time_is_saved_where_bytes_take_long():
+    gradients = spread()
+    by_bytes = LGreCo("powersgd:rank=4").decide(gradients, step=0)
+    saved = []
+    for slow in gradients:
+        seconds = {name: 100.0 if name == slow else 1.0 for name in gradients}
+        by_time = LGreCo("powersgd:rank=4", objective="time", seconds_per_byte=seconds).decide(gradients, step=0)
+        took, takes = (sum(seconds[layer.name] * layer.nbytes for layer in plan.layers) for plan in (by_bytes, by_time))
+        assert takes <= took
+        saved.append(takes < took)
+    assert any(saved)
+    with pytest.raises(ValueError, match=r"lacks 0.weight"):
+        LGreCo("powersgd:rank=4", objective="time", seconds_per_byte={}).decide(gradients, step=0)
+
+
+def test_layers_without_gradient_cost_least_and_break_nothing():
+    gradients = spread() | {"dead.weight": torch.zeros(50, 50)}
+    assert LGreCo("topk:density=0.01+ef").decide(gradients, step=0).specs()["dead.weight"] == "topk:density=0.001+ef"
+    for policy in (KMeans("topk:density=0.01+ef"), GlobalTopK(0.01)):
+        plan = policy.decide(gradients, step=0)
+        dead = next(layer for layer in plan.layers if layer.name == "dead.weight")
+        assert dead.error in (0.0, None)
+        assert dead.nbytes <= 2500 * 4
+    nothing = {name: torch.zeros_like(x) for name, x in gradients.items()}
+    LGreCo("powersgd:rank=4").decide(nothing, step=0)
+
+
+def test_search_spaces_are_the_papers():
+    assert search_space("powersgd:rank=4,ef=false") == [f"powersgd:rank={r},ef=false" for r in range(2, 9)]
+    assert search_space("qsgd:bits=4+ef") == [f"qsgd:bits={b}+ef" for b in range(2, 9)]
+    densities = [nb.compression(spec).codec.density for spec in search_space("topk:density=0.01+ef")]
+    assert densities == pytest.approx([0.001 * i for i in range(1, 101)])
+    assert "topk:density=0.01+ef" in search_space("topk:density=0.01+ef")
+    assert max(nb.compression(spec).codec.density for spec in search_space("topk:density=0.5+ef")) <= 1
+    with pytest.raises(ValueError, match="neither bits nor rank nor density"):
+        search_space("sign+ef")
+
+
+def test_accordion_compresses_less_where_norms_change():
+    policy = Accordion(low="powersgd:rank=8", high="powersgd:rank=2")
+    x = torch.ones(40, 40)
+
+    def specs(*scales):
+        return list(policy.decide({str(i): x * s for i, s in enumerate(scales)}, step=0).specs().values())
+
+    low, high = policy.low, policy.high
+    assert specs(1.0, 1.0, 1.0) == [low] * 3  # nothing to compare with
+    assert specs(0.9, 0.4, 1.6) == [high, low, low]
+    saved = policy.state_dict()
+    assert specs(0.9, 0.4, 1.6) == [high] * 3
+    again = Accordion(low="powersgd:rank=8", high="powersgd:rank=2")
+    again.load_state_dict(saved)
+    assert again.decide({str(i): x * s for i, s in enumerate((0.9, 0.4, 0.1))}, step=0).specs()["2"] == low
+
+
+def test_accordions_plan_can_be_the_budget():
+    gradients = spread()
+    alone = Accordion(low="powersgd:rank=8", high="powersgd:rank=2")
+    policy = LGreCo(
+        Accordion(low="powersgd:rank=8", high="powersgd:rank=2"), [f"powersgd:rank={r}" for r in range(1, 17)]
+    )
+    for scale in (1.0, 0.9):
+        scaled = {name: x * scale for name, x in gradients.items()}
+        plain, plan = alone.decide(scaled, step=0), policy.decide(scaled, step=0)
+        assert totals(plan, scaled, 1)[1] <= totals(plain, scaled, 1)[1] * (1 + 1e-9)
+        assert plan.nbytes <= plain.nbytes
+    assert plan.nbytes < plain.nbytes
+
+
+def test_kmeans_compresses_large_layers_that_lose_little_most():
+    gradients = {f"{i}.weight": torch.randn(64, 64) for i in range(3)} | {"large.weight": 1e-3 * torch.randn(512, 512)}
+    plan = KMeans("topk:density=0.01+ef", clusters=2).decide(gradients, step=0)
+    densities = {layer.name: nb.compression(layer.spec).codec.density for layer in plan.layers}
+    assert densities["large.weight"] == pytest.approx(0.001)
+    assert all(densities[f"{i}.weight"] == pytest.approx(0.1) for i in range(3))
+
+
+def test_global_topk_takes_the_largest_of_all():
+    gradients = spread()
+    plan = GlobalTopK(0.02).decide(gradients, step=0)
+    flat = torch.cat([x.flatten().abs() for x in gradients.values()])
+    threshold = flat.topk(int(0.02 * flat.numel() + 0.5)).values[-1]
+    for layer in plan.layers:
+        expected = max(1, int((gradients[layer.name].abs() >= threshold).sum()))
+        assert nb.compression(layer.spec).codec.kept(layer.shape) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LGreCo("qsgd:bits=4", choices=[]),
+        lambda: LGreCo("qsgd:bits=4", alpha=0),
+        lambda: LGreCo("qsgd:bits=4", metric="l1"),
+        lambda: LGreCo("qsgd:bits=4", every=0),
+        lambda: LGreCo("qsgd:bits=4", choices=["qsgd:bits=99"]),
+        lambda: LGreCo("sign+ef"),
+        lambda: LGreCo("qsgd:bits=4", objective="time"),
+        lambda: LGreCo("qsgd:bits=4", objective="speed"),
+        lambda: Accordion(low="nothing", high="qsgd:bits=2"),
+        lambda: Accordion(low="qsgd:bits=4", high="qsgd:bits=2", eta=0),
+        lambda: KMeans("qsgd:bits=4", clusters=0),
+        lambda: GlobalTopK(2.0),
+    ],
+)
+def test_what_cannot_be_decided_by_is_refused(make):
+    with pytest.raises(ValueError, match=r"."):
+        make()
+
+
+def test_plans_go_through_json_and_say_what_is_wrong():
+    plan = LGreCo("powersgd:rank=4").decide(spread(), step=3)
+    assert Plan.from_json(plan.to_json()) == plan
+    shapes = {layer.name: layer.shape for layer in plan.layers}
+    plan.check(shapes)
+    for other, said in (
+        ({**shapes, "new.weight": (3, 3)}, "lacks new.weight"),
+        ({name: shape for name, shape in shapes.items() if name != "0.weight"}, "unknown 0.weight"),
+        ({**shapes, "0.weight": (1, 2)}, "other shapes for 0.weight"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan.check(other)
+    text = plan.to_json()
+    for edited, said in (
+        (text[:-5], "not JSON"),
+        ("[]", "not a plan"),
+        (text.replace('"version": 1', '"version": 9'), "version"),
+        (text.replace("powersgd:rank=", "powersgd:rnk=", 1), "0.weight"),
+        (text.replace('"spec"', '"sepc"', 1), "spec"),
+        (text.replace('"nbytes": ', '"nbytes": -', 1), "numbers"),
+        (text.replace('"0.weight"', '"1.weight"'), "twice"),
+        (text.replace('"budget"', '"buget"'), "buget"),
+    ):
+        assert edited != text
+        with pytest.raises(ValueError, match=said):
+            Plan.from_json(edited)
+    assert math.isclose(plan.ratio, plan.dense_nbytes / plan.nbytes)

@@ -1,0 +1,74 @@
+"""Seconds per byte, from durations that are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import narrowband as nb
+from narrowband.adapt import bucket_priority, fit_times
+from tests.gradients.training import loss_of, mlp, sgd, wrap
+from tests.ranks import run_ranks
+
+BUCKETS = [["head"], ["body.1", "body.2"], ["stem"]]
+
+
+@pytest.mark.parametrize("true", [(1e-8, 2e-8, 5e-8), (0.0, 3e-8, 0.0), (1e-8, 0.0, 4e-8)])
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_regression_finds_what_bytes_take(true, noise):
+    rng = np.random.default_rng(0)
+    nbytes = rng.uniform(1e5, 1e7, (200, 3))
+    seconds = 0.02 + nbytes @ np.array(true) + noise * rng.standard_normal(200)
+    times = fit_times(BUCKETS, nbytes, seconds)
+    found = [times.seconds_per_byte[name] for name in ("head", "body.1", "stem")]
+    assert found == pytest.approx(true, abs=1e-10 if noise else 1e-13)
+    assert times.seconds_per_byte["body.2"] == times.seconds_per_byte["body.1"]
+    assert times.fixed_s == pytest.approx(0.02, rel=0.05)
+    assert times.r2 > 0.99
+    assert min(found) >= 0
+
+
+def test_nothing_takes_less_than_no_time():
+    rng = np.random.default_rng(1)
+    nbytes = rng.uniform(1e5, 1e7, (50, 3))
+    times = fit_times(BUCKETS, nbytes, 0.1 - 5e-9 * nbytes[:, 0] + 2e-8 * nbytes[:, 2])
+    assert times.seconds_per_byte["head"] == 0
+    assert times.seconds_per_byte["stem"] == pytest.approx(2e-8, rel=0.2)
+
+
+def test_bucket_priority_counts_up():
+    assert bucket_priority(BUCKETS) == {"head": 1, "body.1": 2, "body.2": 2, "stem": 3}
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="at least 4"):
+        fit_times(BUCKETS, np.ones((3, 3)), np.ones(3))
+    with pytest.raises(ValueError, match=r"\(5, 3\)"):
+        fit_times(BUCKETS, np.ones((5, 2)), np.ones(5))
+
+
+def measured(rank, world_size):
+    model = wrap(mlp(), 1e-6)
+    handle = nb.compress_gradients(model, "topk:density=0.1+ef", min_numel=64)
+    optimizer, count = sgd(model), [0]
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(model, count[0], rank).backward()
+        optimizer.step()
+        count[0] += 1
+
+    times = nb.measure_times(handle, step, ["topk:density=0.01+ef", "qsgd:bits=8"], samples=7, steps=3, warmup=1)
+    specs = {str(handle.layers.has(name)) for name in handle.layers.shapes}
+    policy = nb.LGreCo("topk:density=0.1+ef", objective="time", seconds_per_byte=times.seconds_per_byte)
+    return times, handle.buckets, specs, count[0], sorted(policy.seconds_per_byte)
+
+
+def test_measuring_trains_and_leaves_everything_as_it_was():
+    results = run_ranks(measured, 2)
+    for times, buckets, specs, steps, names in results:
+        assert specs == {"topk:density=0.1+ef"}
+        assert steps == 2 + 7 * 4
+        assert times == results[0][0]
+        assert sorted(name for names in buckets for name in names) == sorted(times.seconds_per_byte)
+        assert names == sorted(times.seconds_per_byte)
