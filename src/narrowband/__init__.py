@@ -9,27 +9,37 @@ Example:
 
 from __future__ import annotations
 
+from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy, Uniform
 from narrowband.codecs import Codec, codec
 from narrowband.errors import PayloadError, UnsupportedError
 from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
-from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients
+from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients, measure_times
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DGC",
     "DGCSGD",
+    "Accordion",
     "Codec",
     "Compression",
     "Feedback",
+    "GlobalTopK",
     "GradientCompression",
+    "HardThreshold",
+    "KMeans",
+    "LGreCo",
     "PayloadError",
+    "Plan",
+    "Policy",
     "PowerSGD",
     "Stats",
     "StepStats",
+    "Uniform",
     "UnsupportedError",
     "__version__",
     "codec",
     "compress_gradients",
     "compression",
+    "measure_times",
 ]

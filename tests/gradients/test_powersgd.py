@@ -13,13 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives.exchange import allreduce_nbytes
-from narrowband.gradients import ddp
+from narrowband.gradients import step as one_step
 from tests.codecs.common import backend
 from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPEC = "powersgd:rank=2"
-USUAL = ddp._ENOUGH_NBYTES
+USUAL = one_step.ENOUGH_NBYTES
 
 
 def net(dtype=torch.float32):
@@ -33,7 +33,7 @@ def net(dtype=torch.float32):
 
 def compressed(spec=SPEC, *, cap=TINY, module=None, together=False, **options):
     """A model with a bucket for every parameter, each sent by itself; ``together``: sent as users have it."""
-    ddp._ENOUGH_NBYTES = USUAL if together else 0
+    one_step.ENOUGH_NBYTES = USUAL if together else 0
     model = wrap(module if module is not None else net(), cap)
     return model, nb.compress_gradients(model, spec, min_numel=16, **options)
 
@@ -63,7 +63,7 @@ def beside_pytorchs_hook(rank, world_size, batched):
         n, m, r = factors(p.shape, 2, 2.0)
         if r:
             shapes.setdefault((n, m), []).append(names[id(p)])
-    factor = handle._feedback._factors
+    factor = handle.layers.state._factors
     generator = torch.Generator().manual_seed(int(type(state.rng)(5).randint(1_000_000_000)))
     for (_, m), alike in shapes.items():
         if batched:
@@ -112,7 +112,7 @@ def frozen_steps(rank, world_size, spec, cap, steps, kind="cpu"):
             model.zero_grad()
             loss_of(model, step, rank).backward()
             averages.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
-    seeds = {known.name: known.index for known in handle._parameters.values()}
+    seeds = {known.name: known.index for known in handle.layers.parameters.values()}
     return averages, state_of(handle), seeds
 
 
@@ -327,7 +327,7 @@ def test_a_resumed_run_is_the_same_to_the_bit():
 
 def another_rank(rank, world_size):
     model, handle = compressed("powersgd:rank=3", module=nn.Linear(60, 50, bias=False))
-    factor = handle._feedback._factors
+    factor = handle.layers.state._factors
     seen = []
 
     def step(at):
@@ -340,7 +340,7 @@ def another_rank(rank, world_size):
     step(0)
     before, owed = factor["weight"].clone(), state_of(handle)["owed/weight"]
     handle.set_layers({"weight": "powersgd:rank=5"})
-    grown = handle._feedback.factor("weight", 5, 60, 9, torch.device("cpu"))
+    grown = handle.layers.state.factor("weight", 5, 60, 9, torch.device("cpu"))
     kept = torch.equal(grown[:3], before), torch.equal(owed, state_of(handle)["owed/weight"])
     step(1)
     handle.set_layers({"weight": "powersgd:rank=1"})
@@ -366,7 +366,7 @@ def bad_layers(rank, world_size):
         for name, spec in (
             ("nowhere", SPEC),
             ("0.bias", SPEC),
-            ("0.weight", "topk:density=0.1+ef"),
+            ("0.weight", "powersgd:rank=2,min_ratio=5"),
             ("0.weight", "dgc"),
         )
     ] + [refusal(lambda: compressed(collective="gather")), refusal(lambda: compressed("powersgd:rank=0"))]

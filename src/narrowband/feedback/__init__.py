@@ -14,13 +14,14 @@ from narrowband.feedback.base import Feedback, State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 from narrowband.feedback.powersgd import PowerSGD
-from narrowband.feedback.spec import Compression, available, compression, methods
+from narrowband.feedback.spec import Compression, Method, available, compression, methods
 
 __all__ = [
     "DGC",
     "Compression",
     "ErrorFeedback",
     "Feedback",
+    "Method",
     "PowerSGD",
     "State",
     "available",

@@ -32,6 +32,14 @@ class State(ABC):
     def owed(self, key: str) -> Tensor | None:
         """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
 
+    def take(self, key: str) -> Tensor | None:
+        """Owe nothing under ``key`` any more; returns what was owed, flat float32, or None if nothing ever was."""
+        raise TypeError(f"what {self.name} keeps has no meaning elsewhere")
+
+    def give(self, key: str, owed: Tensor) -> None:
+        """Owe this under ``key``, where nothing was owed."""
+        raise TypeError(f"{self.name} cannot take over what another owed")
+
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply everything owed, when the unit of the gradients changes (a new loss scale)."""

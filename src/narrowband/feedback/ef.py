@@ -87,6 +87,12 @@ class ErrorFeedback(Feedback):
     def owed(self, key: str) -> Tensor | None:
         return self._residuals.get(key)
 
+    def take(self, key: str) -> Tensor | None:
+        return self._residuals.pop(key, None)
+
+    def give(self, key: str, owed: Tensor) -> None:
+        self._residuals[key] = owed
+
     def scale(self, factor: float) -> None:
         for residual in self._residuals.values():
             residual.mul_(factor)

@@ -130,6 +130,21 @@ class PowerSGD(State):
             kernels.low_rank_product(owed, *self._said.pop(key), weight=-1.0, accumulate=True)
         return owed
 
+    def take(self, key: str) -> Tensor | None:
+        owed = self.owed(key)
+        if owed is None:
+            return None
+        owed = owed.clone()
+        del self._places[key]
+        return owed
+
+    def give(self, key: str, owed: Tensor) -> None:
+        if key in self._places:
+            room, at = self._places[key]
+            room[at].view(-1).copy_(owed)
+        else:
+            self._places[key] = (owed.view(1, -1), 0)
+
     def said(self, key: str) -> tuple[Tensor, Tensor] | None:
         """Factors that have yet to leave what :meth:`matrix` gives."""
         return self._said.get(key)

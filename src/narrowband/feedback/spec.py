@@ -16,7 +16,7 @@ from narrowband.feedback.powersgd import PowerSGD
 if TYPE_CHECKING:
     from narrowband.codecs import Codec
 
-__all__ = ["Compression", "available", "compression", "methods"]
+__all__ = ["Compression", "Method", "available", "compression", "methods"]
 
 #: What names its codec itself.
 Method: TypeAlias = DGC | PowerSGD

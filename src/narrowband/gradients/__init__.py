@@ -5,5 +5,6 @@ from __future__ import annotations
 from narrowband.gradients.ddp import GradientCompression, compress_gradients
 from narrowband.gradients.optim import DGCSGD
 from narrowband.gradients.stats import Stats, StepStats
+from narrowband.gradients.timing import measure_times
 
-__all__ = ["DGCSGD", "GradientCompression", "Stats", "StepStats", "compress_gradients"]
+__all__ = ["DGCSGD", "GradientCompression", "Stats", "StepStats", "compress_gradients", "measure_times"]

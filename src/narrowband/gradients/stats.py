@@ -23,6 +23,7 @@ class StepStats:
             backward.
         decode_s: seconds in decoding and feedback, on the engine's thread.
         waiting_s: seconds between the end of backward's own work and the last average: what compression costs you.
+        exchange_s: seconds between the first bucket and the last average.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: what was owed
             included), of the latest step that measured it (the first, and every 50th); None before.
     """
@@ -34,6 +35,7 @@ class StepStats:
     wire_s: float = 0.0
     decode_s: float = 0.0
     waiting_s: float = 0.0
+    exchange_s: float = 0.0
     relative_error: float | None = None
 
     @property

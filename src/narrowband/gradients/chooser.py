@@ -1,0 +1,148 @@
+"""Lets a policy see gradients, and brings what it decides to all ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from narrowband import kernels
+from narrowband.adapt import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from narrowband.adapt import Policy
+    from narrowband.collectives import Peers
+    from narrowband.gradients.layers import Layers
+
+__all__ = ["Chooser"]
+
+log = logging.getLogger(__name__)
+
+#: Steps between two decisions whose gradients are added up. Each costs a pass over them on one rank.
+LOOKS = 32
+
+
+class Chooser:
+    """Rank 0 adds up gradients and decides; all ranks follow in the same step.
+
+    Args:
+        policy: what decides; None: nothing changes.
+        layers: of the model.
+        peers: the ranks.
+    """
+
+    def __init__(self, policy: Policy | None, layers: Layers, peers: Peers) -> None:
+        self.policy = policy
+        self.plan: Plan | None = None
+        self._layers = layers
+        self._peers = peers
+        self._looked = False
+        self._sums: dict[str, Tensor] = {}
+
+    def follow(self, plan: Plan) -> None:
+        """Give layers what a plan says.
+
+        Raises:
+            ValueError: the plan of another model, or of another kind of compression.
+        """
+        plan.check(self._layers.shapes)
+        self._layers.set(plan.specs())
+        self.plan = plan
+
+    def look(self, step: int, buffer: Tensor, parameters: Sequence[Tensor], weight: float) -> None:
+        """Add a bucket's gradients, times ``weight``, if this step is one of those that are looked at."""
+        policy = self.policy
+        if policy is None or step % max(1, policy.every // LOOKS):
+            return
+        self._looked = True
+        if self._peers.rank:
+            return
+        at = 0
+        for p in parameters:
+            known = self._layers.parameters[p]
+            part = buffer[at : at + p.numel()]
+            at += p.numel()
+            if not known.compressed:
+                continue
+            part = part.float()
+            if not kernels.all_finite(part):
+                continue  # one broken step must not spoil the sum of all
+            if known.name not in self._sums:
+                self._sums[known.name] = torch.zeros_like(part)
+            self._sums[known.name].add_(part, alpha=weight)
+
+    def decide(self, step: int) -> bool:
+        """Decide anew, if it is time; whether anything changed. A collective."""
+        policy = self.policy
+        if policy is None or not self._looked or step < policy.warmup or (step - policy.warmup) % policy.every:
+            return False
+        text = self._decided(step) if self._peers.rank == 0 else b""
+        text = _broadcast(text, self._peers, self._device)
+        self._looked = False
+        self._sums.clear()
+        if not text:
+            log.error("step %d: rank 0 could not decide (see its log); every layer keeps what it has", step)
+            return False
+        self.follow(Plan.from_json(text.decode()))
+        return True
+
+    def _decided(self, step: int) -> bytes:
+        """The plan, as text; empty where it failed: the other ranks are waiting."""
+        assert self.policy is not None
+        try:
+            gradients = {
+                name: self._sums[name].view(shape) if name in self._sums else torch.zeros(shape, device=self._device)
+                for name, shape in self._layers.shapes.items()
+            }
+            plan = self.policy.decide(gradients, step=step)
+            plan.check(self._layers.shapes)
+            return plan.to_json().encode()
+        except Exception:
+            log.exception("step %d: deciding failed", step)
+            return b""
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._layers.parameters)).device
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, and what the next decision depends on. Rank 0's holds the sums."""
+        if self.policy is None and self.plan is None:
+            return {}
+        return {
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "policy": {} if self.policy is None else self.policy.state_dict(),
+            "looked": self._looked,
+            "sums": dict(self._sums),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken. The layers are another's business."""
+        plan = state.get("plan")
+        self.plan = None if plan is None else Plan.from_json(plan)
+        self._looked = state.get("looked", False)
+        self._sums = {name: value.clone().to(self._device) for name, value in state.get("sums", {}).items()}
+        if self.policy is not None:
+            self.policy.load_state_dict(state.get("policy", {}))
+
+
+def _broadcast(text: bytes, peers: Peers, device: torch.device) -> bytes:
+    """Rank 0's text, on all ranks."""
+    source = dist.get_global_rank(peers.group, 0) if peers.group is not None else 0
+    length = torch.tensor([len(text)], device=device)
+    dist.broadcast(length, source, group=peers.group)
+    room = torch.empty(int(length), dtype=torch.uint8)
+    if peers.rank == 0 and text:
+        room.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    if room.numel():
+        room = room.to(device)
+        dist.broadcast(room, source, group=peers.group)
+    return bytes(room.cpu().numpy())

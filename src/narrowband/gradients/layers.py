@@ -1,0 +1,407 @@
+"""What each layer of a model is compressed with: codec, feedback, and the way it travels.
+
+At first all have what the model was given; a plan gives layers something of their own, at any time between two steps.
+What a layer owes then moves along to its new feedback.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+
+from narrowband.codecs import Codec, Identity, LowRank, TopK
+from narrowband.collectives import allreduce_nbytes, choose
+from narrowband.collectives.exchange import Collective, check
+from narrowband.feedback import DGC, Compression, ErrorFeedback, Feedback, PowerSGD, State, compression
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    from narrowband.feedback import Method
+
+__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Way"]
+
+log = logging.getLogger(__name__)
+
+Way = Collective | Literal["lowrank"]
+
+COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_NORMS = (
+    torch.nn.LayerNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RMSNorm,
+    torch.nn.modules.batchnorm._NormBase,  # the common base of all batch and instance norms
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """What the hook needs to know of a parameter.
+
+    Attributes:
+        name: in the model.
+        index: among the model's parameters.
+        shape: its own.
+        compressed: whether it is a layer; otherwise it is small.
+        dense_at: where it lies among the small parameters of its dtype.
+    """
+
+    name: str
+    index: int
+    shape: torch.Size
+    compressed: bool
+    dense_at: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What one tensor is sent with, and how.
+
+    Attributes:
+        codec: what it is encoded with.
+        state: what stays between two steps; None without feedback.
+        way: how payloads travel.
+    """
+
+    codec: Codec
+    state: State | None
+    way: Way
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """The state, if encoding is its business."""
+        return self.state if isinstance(self.state, Feedback) else None
+
+
+class Layers:
+    """The layers of a model, its small parameters, and what they are compressed with.
+
+    Args:
+        model: whose parameters these are.
+        chosen: what all layers have that have nothing of their own.
+        min_numel: parameters with fewer elements are small.
+        small: ``dense``, ``together`` or a codec, see :func:`~narrowband.compress_gradients`.
+        collective: the one to use, or ``auto``.
+        size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        chosen: Compression,
+        *,
+        min_numel: int,
+        small: str | Codec,
+        collective: Collective | Literal["auto"],
+        size: int,
+    ) -> None:
+        self.usual = chosen
+        self.together = small != "dense"
+        self._small = like(chosen, small, "small") if self.together and small != "together" else None
+        self._collective = collective
+        self._size = size
+        self.state = chosen.new_feedback()
+        #: The state, if momentum is its business: it then has to hear of everything that is averaged.
+        self.method = self.state if isinstance(self.state, DGC) else None
+        #: Those of other kinds, by name, once a layer needs them.
+        self._others: dict[str, State] = {}
+        self._own: dict[str, Compression] = {}
+        self._ways: dict[type, Way] = {}
+        self.dense_numel: dict[torch.dtype, int] = {}
+        self.parameters = self._classify(model, min_numel)
+        self._said_rank = False
+        self._settle()
+
+    def _classify(self, model: DistributedDataParallel, min_numel: int) -> dict[Tensor, Parameter]:
+        norms = {id(p) for m in model.module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+        found: dict[Tensor, Parameter] = {}
+        odd: list[str] = []
+        for index, (name, p) in enumerate(model.module.named_parameters()):
+            if not p.requires_grad:
+                continue
+            if p.dtype not in COMPRESSIBLE:
+                odd.append(f"{name} ({p.dtype})")
+            small = p.dim() < 2 or p.numel() < min_numel or id(p) in norms
+            compressed = not small and p.dtype in COMPRESSIBLE
+            at = self.dense_numel.get(p.dtype, 0)
+            if not compressed:
+                self.dense_numel[p.dtype] = at + p.numel()
+            found[p] = Parameter(name, index, p.shape, compressed, at)
+        if odd:
+            log.warning(
+                "these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd)
+            )
+        if not any(p.compressed for p in found.values()):
+            log.warning(
+                "nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel
+            )
+        return found
+
+    # ---- what a layer has --------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all that is compressed layer by layer."""
+        return {p.name: tuple(p.shape) for p in self.parameters.values() if p.compressed}
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is lost anywhere, so that no feedback has anything to do."""
+        return isinstance(self.usual.codec, Identity) and not self._own
+
+    @property
+    def stateful(self) -> bool:
+        """Whether steps are transactions: whether there is any feedback."""
+        return self.state is not None
+
+    @property
+    def states(self) -> dict[str, State]:
+        """All that stays between steps, by name; the model's own is ''."""
+        return ({} if self.state is None else {"": self.state}) | self._others
+
+    def has(self, name: str) -> Compression:
+        """What a layer is compressed with from the next step on."""
+        return self._own.get(name, self.usual)
+
+    def of(self, name: str, usual: Codec) -> Layer:
+        """What a layer is sent with in a step in which the others have ``usual``."""
+        return self._layer(self._own.get(name), usual)
+
+    def vector(self, usual: Codec) -> Layer:
+        """The same of the vectors that small parameters make together."""
+        return self._layer(None if self._small is None else Compression(self._small, self.usual.feedback), usual)
+
+    def uncompressed(self) -> Layer:
+        """What everything is sent with in a step that is not compressed, where feedback has to hear of it."""
+        return Layer(Identity(), self.state, "dense")
+
+    def _layer(self, own: Compression | None, usual: Codec) -> Layer:
+        if own is None:
+            return Layer(usual, self.state, self.way(self.usual))
+        codec = own.codec
+        if self.method is not None:
+            codec = self.method.codec_of_layer(cast("TopK", codec), cast("TopK", usual))
+        return Layer(codec, self._state_of(own), self.way(own))
+
+    def _state_of(self, chosen: Compression) -> State | None:
+        wanted = chosen.feedback
+        if wanted is None or self.state is None or type(wanted) is type(self.state):
+            return self.state
+        name = wanted.name
+        if name not in self._others:
+            self._others[name] = replace(wanted)  # type: ignore[type-var]
+        return self._others[name]
+
+    def way(self, chosen: Compression) -> Way:
+        """How payloads of this kind travel: chosen for all of a kind together, by the bucket it would make the result
+        depend on buckets.
+        """
+        if isinstance(chosen.feedback, PowerSGD):
+            return "lowrank"  # what it would not shorten it does not factor
+        if self._collective != "auto":
+            return self._collective
+        return self._ways.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size)
+
+    @property
+    def decided_early(self) -> bool:
+        """Whether some exchange leaves it to another one to tell whether the step is good."""
+        return any(way in ("gather", "lowrank") for way in self._all_ways())
+
+    @property
+    def exchanges_pairs(self) -> bool:
+        """Whether anything travels from rank to rank."""
+        return "scatter_reduce" in self._all_ways()
+
+    def _all_ways(self) -> set[Way]:
+        return {self.way(self.usual)} | {self.way(own) for own in self._own.values()}
+
+    # ---- plans -------------------------------------------------------------------------------------------------------
+
+    def set(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
+        """Give layers something of their own; all or nothing.
+
+        Raises:
+            ValueError: a name that is no layer, or a spec that this model cannot mix with its own.
+        """
+        unknown = sorted(specs.keys() - self.shapes.keys())
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(self.shapes)}"
+            )
+        chosen = {name: self.mixed(name, spec) for name, spec in specs.items()}
+        before = {name: self._state_of(self.has(name)) for name in chosen}
+        self._own |= chosen
+        self._own = {name: own for name, own in self._own.items() if own != self.usual}
+        self._settle()
+        for name, was in before.items():
+            now = self._state_of(self.has(name))
+            if was is not None and now is not None and was is not now:
+                owed = was.take(name)
+                if owed is not None:
+                    now.give(name, owed)
+
+    def mixed(self, name: str, spec: str | Codec | Compression | Method) -> Compression:
+        """What a layer can have beside what the model has: the spec, with the model's feedback where it names none.
+
+        Raises:
+            ValueError: it cannot have that.
+        """
+        layer = compression(spec)
+        if self._collective != "auto":
+            if isinstance(layer.feedback, PowerSGD):
+                raise ValueError(f"{name!r} cannot have {str(layer)!r} with collective={self._collective!r}")
+            check(layer.codec, self._collective)
+        if self.method is not None:
+            return Compression(like(self.usual, layer, name), self.usual.feedback)
+        if self.state is None:
+            if layer.feedback is not None:
+                raise ValueError(
+                    f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.usual)!r}, without feedback: "
+                    "give the model one, and every layer has it"
+                )
+            return layer
+        if isinstance(layer.feedback, DGC):
+            raise ValueError(f"{name!r} cannot have {str(layer)!r}: the momentum of a model is in one place")
+        if layer.feedback is None and isinstance(layer.codec, LowRank) and isinstance(self.state, PowerSGD):
+            layer = compression(replace(cast("PowerSGD", self.usual.feedback), rank=layer.codec.rank))
+        elif layer.feedback is None:
+            layer = Compression(layer.codec, ErrorFeedback())
+        if isinstance(layer.feedback, PowerSGD):
+            if not layer.feedback.ef:
+                raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")
+            there = next((s for s in self.states.values() if isinstance(s, PowerSGD)), None)
+            if there is not None and replace(layer.feedback, rank=there.rank) != there:
+                raise ValueError(
+                    f"{name!r} cannot have {str(layer)!r} in a model that has {str(there)!r}: only ranks may differ"
+                )
+        return layer
+
+    def _settle(self) -> None:
+        """Choose the ways of what there is now, and make room for what low rank will owe."""
+        kinds: dict[type, tuple[Codec, int]] = {}
+        for known in self.parameters.values():
+            if known.compressed:
+                chosen = self.has(known.name)
+                _, nbytes = kinds.get(type(chosen.codec), (chosen.codec, 0))
+                kinds[type(chosen.codec)] = chosen.codec, nbytes + chosen.codec.payload_nbytes(known.shape)
+        self._ways = {kind: choose(codec, nbytes, self._size) for kind, (codec, nbytes) in kinds.items()}
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Make room for what low rank will owe, and say where a rank is more than a matrix has."""
+        rooms: dict[str, list[tuple[str, int, int, torch.device]]] = {}
+        cut: list[str] = []
+        most = 0
+        for parameter, known in reversed(self.parameters.items()):  # about the order in which gradients come
+            chosen = self.has(known.name)
+            method = self._state_of(chosen) if known.compressed else None
+            if not isinstance(method, PowerSGD):
+                continue
+            codec = cast("LowRank", chosen.codec)
+            n, m, r = method.factors(codec, known.shape)
+            if r and not method.owes(known.name):
+                rooms.setdefault(method.name, []).append((known.name, n, m, parameter.device))
+            if codec.rank > min(n, m):
+                most = max(most, codec.rank)
+                cut.append(f"{known.name} ({n} × {m}: {f'rank {r}' if r else 'averaged as it is'})")
+        for method in self.states.values():
+            if isinstance(method, PowerSGD):
+                method.prepare(rooms.get(method.name, []))
+        if cut and not self._said_rank:
+            self._said_rank = True
+            log.warning("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
+
+    def warn_if_more(self) -> None:
+        """Say so when more would be sent than without compression."""
+        codec, size = self.usual.codec, self._size
+        items = [(p.numel() * p.element_size(), q) for p, q in self.parameters.items() if q.compressed]
+        if size == 1 or not items or not codec.fixed_size or isinstance(self.state, PowerSGD):
+            return
+        nbytes = sum(codec.payload_nbytes(q.shape) for _, q in items)
+        sent = (size - 1) * nbytes if self.way(self.usual) == "gather" else allreduce_nbytes(nbytes, size)
+        plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
+        if sent > plain:
+            log.warning(
+                "%s among %d ranks sends %.1f MB per step and rank where no compression sends %.1f MB: do not "
+                "compress, or keep less",
+                self.usual, size, sent / 1e6, plain / 1e6,
+            )  # fmt: skip
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def identity(self) -> list[object]:
+        """What has to be the same on all ranks."""
+        small = "dense" if not self.together else str(self._small or "together")
+        layers = [(p.name, tuple(p.shape), p.compressed) for p in self.parameters.values()]
+        return [str(self.usual), small, {name: str(own) for name, own in self._own.items()}, layers]
+
+    def own_specs(self) -> dict[str, str]:
+        """Of layers that have something of their own."""
+        return {name: str(Compression(own.codec) if self.method else own) for name, own in self._own.items()}
+
+    def load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
+        """Go on with these specs, and what was owed under each state's name.
+
+        Raises:
+            ValueError: residuals that nothing here could send, or of another model.
+        """
+        if self.state is None and any(owed.values()):
+            raise ValueError(
+                f"the state was saved with {saved_with!r} and holds what was still owed; {str(self.usual)!r} "
+                "has no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
+            )
+        for states in owed.values():
+            self._check_fits(states)
+        device = next(iter(self.parameters)).device
+        self._own, self._others = {}, {}
+        self.set(specs)
+        for name, state in self.states.items():
+            state.load_state_dict({key: value.to(device) for key, value in owed.get(name, {}).items()})
+        lost = [name for name in owed if name not in self.states and owed[name]]
+        if lost:
+            raise ValueError(f"the state holds what {', '.join(lost)} owed, and no layer here has that feedback")
+
+    def _check_fits(self, owed: Mapping[str, Tensor]) -> None:
+        """Raise ValueError where a state has a size that no state of this model can have."""
+        numel = {p.name: p.shape.numel() for p in self.parameters.values()}
+        compressed = {p.name for p in self.parameters.values() if p.compressed}
+        if self.together:
+            together = {f"({dtype})": n for dtype, n in self.dense_numel.items() if dtype in COMPRESSIBLE}
+            numel |= together
+            compressed |= together.keys()
+        for key, value in owed.items():
+            room, _, name = key.rpartition("/")
+            here = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
+            if room == "factor":
+                fits = here > 0 and value.dim() == 2 and here % value.shape[1] == 0
+            else:
+                fits = here == value.numel()
+            if not fits:
+                raise ValueError(
+                    f"the state holds {value.numel()} elements for {key!r}, of which this model compresses {here}; "
+                    "it is the state of another model, or was saved with another min_numel"
+                )
+
+
+def like(chosen: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
+    """What part of a model may have where the whole model has ``chosen``: another codec of that kind.
+
+    Raises:
+        ValueError: a spec of another kind.
+    """
+    layer = compression(spec)
+    same_codec = type(layer.codec) is type(chosen.codec)
+    same_feedback = layer.feedback is None or type(layer.feedback) is type(chosen.feedback)
+    if isinstance(layer.feedback, DGC):
+        raise ValueError(
+            f"{name!r} cannot have {str(layer)!r}: momentum and warm-up are the model's, so name what is kept, as in "
+            f"{str(layer.codec)!r}"
+        )
+    if not (same_codec and same_feedback):
+        raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(chosen)!r}")
+    return layer.codec

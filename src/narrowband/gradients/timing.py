@@ -1,0 +1,71 @@
+"""How long an exchange takes under different choices, for policies that save time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from narrowband.adapt.tables import layer_nbytes
+from narrowband.adapt.timing import Times, fit_times
+
+if TYPE_CHECKING:
+    from narrowband.gradients.ddp import GradientCompression
+
+__all__ = ["measure_times"]
+
+
+def measure_times(
+    handle: GradientCompression,
+    step: Callable[[], object],
+    choices: Sequence[str],
+    *,
+    samples: int = 20,
+    steps: int = 10,
+    warmup: int = 2,
+    seed: int = 0,
+) -> Times:
+    """Measure what a byte of each layer takes, by training under random choices. Call on all ranks, between steps.
+
+    Args:
+        handle: of the model.
+        step: does one whole training step. There will be ``samples · (warmup + steps)`` of them, compressed as the
+            choices say.
+        choices: specs; every bucket gets one of them, by chance, in every sample.
+        samples: how many times choices are drawn; more than there are buckets.
+        steps: whose median is a sample's time; the slowest rank's counts.
+        warmup: steps before these.
+        seed: of the choices; the same on all ranks.
+
+    Example:
+        >>> times = nb.measure_times(handle, step, ["powersgd:rank=1", "powersgd:rank=8"])
+        >>> nb.LGreCo("powersgd:rank=4", objective="time", seconds_per_byte=times.seconds_per_byte)
+    """
+    if not handle.buckets:
+        step()
+        step()  # DDP lays out its buckets anew after the first
+    buckets = handle.buckets
+    before = {name: handle.layers.has(name) for names in buckets for name in names}
+    generator = torch.Generator().manual_seed(seed)
+    shapes = handle.layers.shapes
+    nbytes: list[list[float]] = []
+    seconds: list[float] = []
+    try:
+        for _ in range(samples):
+            drawn = [choices[int(torch.randint(len(choices), (), generator=generator))] for _ in buckets]
+            handle.set_layers({name: spec for names, spec in zip(buckets, drawn, strict=True) for name in names})
+            taken = []
+            for at in range(warmup + steps):
+                step()
+                if at >= warmup:
+                    taken.append(handle.stats().last.exchange_s)
+            slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64, device=handle.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=handle.process_group)
+            seconds.append(float(slowest))
+            nbytes.append([sum(layer_nbytes(handle.layers.has(n), shapes[n]) for n in names) for names in buckets])
+    finally:
+        handle.set_layers(before)
+    return fit_times(buckets, nbytes, seconds)

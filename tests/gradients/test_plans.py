@@ -1,0 +1,271 @@
+"""Mixed families on real ranks, plans that change while training runs, and policies that make them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from narrowband.adapt import Accordion, KMeans, LayerPlan, LGreCo, Plan, Policy, layer_nbytes
+from tests.gradients.training import TINY, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
+from tests.ranks import run_ranks
+
+LAYERS = ("0.weight", "3.weight", "5.weight", "6.weight")
+MIXED = {
+    "0.weight": "topk:density=0.05+ef",
+    "3.weight": "powersgd:rank=2,min_ratio=1",
+    "5.weight": "qsgd:bits=4+ef",
+    "6.weight": "none+ef",
+}
+
+
+def plan_of(specs):
+    shapes = {name: tuple(p.shape) for name, p in mlp().named_parameters()}
+    layers = (
+        LayerPlan(name, shapes[name], spec, layer_nbytes(nb.compression(spec), shapes[name]), None)
+        for name, spec in specs.items()
+    )
+    return Plan(tuple(layers), "by hand")
+
+
+def averages(rank, world_size, spec, steps, cap=TINY):
+    """Averages of steps that leave the parameters where they are."""
+    model = wrap(mlp(), cap)
+    handle = nb.compress_gradients(model, spec, min_numel=64)
+    found = []
+    for step in range(steps):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        found.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
+    return found, handle.stats().total.sent_bytes / steps
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("cap", [TINY, 100.0])
+def test_every_layer_gets_what_it_would_in_a_model_of_its_own_family(ranks, cap):
+    mixed = run_ranks(averages, ranks, plan_of(MIXED), 6, cap)
+    for name, spec in MIXED.items():
+        alone = run_ranks(averages, ranks, spec, 6, cap)
+        for (found, _), (own, _) in zip(mixed, alone, strict=True):
+            for step in range(6):
+                torch.testing.assert_close(found[step][name], own[step][name], rtol=1e-5, atol=1e-7)
+                if ranks == 2:
+                    assert torch.equal(found[step]["0.bias"], own[step]["0.bias"])
+
+
+def changing(rank, world_size, order):
+    """Families that change every other step; what was sent and what is owed, against what there was to send."""
+    model = wrap(mlp(), TINY)
+    handle = nb.compress_gradients(model, plan_of(dict.fromkeys(LAYERS, order[0])), min_numel=64)
+    sent = {name: torch.zeros(model.module.get_parameter(name).numel(), dtype=torch.float64) for name in LAYERS}
+    given = {name: torch.zeros_like(total) for name, total in sent.items()}
+    for step in range(2 * len(order)):
+        if step % 2 == 0:
+            handle.set_layers(dict.fromkeys(LAYERS, order[step // 2]))
+        plain = mlp()
+        loss_of(plain, step, rank).backward()
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        for name in LAYERS:
+            given[name] += plain.get_parameter(name).grad.flatten()
+            sent[name] += model.module.get_parameter(name).grad.flatten()
+    owed = {
+        name: sum(state.owed(name).double() for state in handle.layers.states.values() if state.owed(name) is not None)
+        for name in LAYERS
+    }
+    return sent, given, owed
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("topk:density=0.1+ef", "powersgd:rank=1,min_ratio=1", "topk:density=0.02+ef"),
+        ("powersgd:rank=1,min_ratio=1", "none+ef", "powersgd:rank=3,min_ratio=1", "sign+ef"),
+        ("qsgd:bits=3+ef", "topk:density=0.1+ef", "qsgd:bits=2+ef"),
+    ],
+)
+def test_what_is_owed_moves_along_with_a_layer(order):
+    results = run_ranks(changing, 2, order)
+    for name in LAYERS:
+        given = sum(given[name] for _, given, _ in results) / 2
+        owed = sum(owed[name] for _, _, owed in results) / 2
+        sent = results[0][0][name]
+        assert torch.equal(sent, results[1][0][name])
+        torch.testing.assert_close(sent + owed, given, rtol=1e-4, atol=1e-5)
+        assert float((given - sent).norm()) > 0.01 * float(given.norm()) or order[-1].startswith("none")
+
+
+class Scripted(Policy):
+    """Says what it was told to, and remembers what it was shown."""
+
+    name = "scripted"
+
+    def __init__(self, plans, every=4, warmup=0, fails=()):
+        self.plans, self.every, self.warmup, self.fails = list(plans), every, warmup, fails
+        self.seen = []
+
+    def __repr__(self):
+        return "scripted"
+
+    @property
+    def start(self):
+        return nb.compression("topk:density=0.1+ef")
+
+    def specs(self):
+        return ["topk:density=0.1+ef", *MIXED.values()]
+
+    def decide(self, gradients, *, step):
+        self.seen.append((step, {name: x.clone() for name, x in gradients.items()}))
+        if step in self.fails:
+            raise ZeroDivisionError("on purpose")
+        return plan_of(self.plans[len(self.seen) % len(self.plans)])
+
+
+def scripted(rank, world_size, policy, steps, broken=None):
+    model = wrap(mlp(), TINY)
+    with heard() as messages:
+        handle = nb.compress_gradients(model, policy, min_numel=64)
+        specs, summed = [], {name: torch.zeros(model.module.get_parameter(name).shape) for name in LAYERS}
+        for step in range(steps):
+            if step < policy.every:
+                plain = mlp()
+                plain.load_state_dict(model.module.state_dict())
+                loss_of(plain, step, rank).backward()
+                if step != broken:
+                    for name in LAYERS:
+                        summed[name] += plain.get_parameter(name).grad
+            model.zero_grad()
+            loss = loss_of(model, step, rank)
+            (loss * float("nan") if step == broken else loss).backward()
+            specs.append((handle.layers.has("3.weight"), handle.plan and handle.plan.step))
+    return [str(spec) for spec, _ in specs], policy.seen, summed, messages
+
+
+def test_a_policy_sees_rank_0s_gradients_and_all_ranks_follow_it():
+    uniform = dict.fromkeys(LAYERS, "topk:density=0.1+ef")
+    results = run_ranks(scripted, 2, Scripted([MIXED, uniform]), 12)
+    assert results[0][0] == results[1][0]
+    specs, seen, summed, _ = results[0]
+    first, second = str(nb.compression(uniform["3.weight"])), str(nb.compression(MIXED["3.weight"]))
+    assert specs == [first] * 8 + [second] * 4
+    assert [step for step, _ in seen] == [4, 8]
+    assert results[1][1] == []
+    for name in LAYERS:
+        torch.testing.assert_close(seen[0][1][name], summed[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_decision_that_fails_changes_nothing_and_hangs_nobody():
+    uniform = dict.fromkeys(LAYERS, "topk:density=0.1+ef")
+    results = run_ranks(scripted, 2, Scripted([uniform, MIXED], fails=(4,)), 12)
+    for specs, _, _, messages in results:
+        assert len(set(specs[:8])) == 1
+        assert any("could not decide" in message for message in messages)
+    assert any("deciding failed" in message for message in results[0][3])
+    assert results[0][0] == results[1][0]
+
+
+def test_a_broken_step_does_not_spoil_what_is_seen():
+    uniform = dict.fromkeys(LAYERS, "topk:density=0.1+ef")
+    results = run_ranks(scripted, 2, Scripted([uniform]), 5, 2)
+    _, seen, summed, _ = results[0]
+    for name in LAYERS:
+        torch.testing.assert_close(seen[0][1][name], summed[name], rtol=1e-5, atol=1e-7)
+
+
+def policies():
+    return {
+        "densities of dgc": LGreCo("dgc:density=0.03,momentum=0.5,warmup_steps=6", every=4),
+        "lgreco": LGreCo("topk:density=0.05+ef", every=4, warmup=2),
+        "lgreco mixed": LGreCo(
+            "powersgd:rank=2,min_ratio=1",
+            [
+                *(f"powersgd:rank={r},min_ratio=1" for r in (1, 2, 4)),
+                "topk:density=0.05+ef",
+                "qsgd:bits=4+ef",
+                "none+ef",
+            ],
+            every=4,
+        ),
+        "accordion": Accordion(low="powersgd:rank=4,min_ratio=1", high="powersgd:rank=1,min_ratio=1", every=4),
+        "clusters": KMeans("topk:density=0.05+ef", clusters=2, every=4),
+        "both": LGreCo(Accordion(low="qsgd:bits=8", high="qsgd:bits=3", eta=0.1), every=4),
+    }
+
+
+def resumed(rank, world_size, name):
+    ends = []
+    for stop in (None, 3, 9):
+        model = wrap(mlp(), TINY)
+        handle = nb.compress_gradients(model, policies()[name], min_numel=64)
+        optimizer = sgd(model)
+        train(model, rank, range(stop or 14), optimizer)
+        if stop:
+            state, at = handle.state_dict(), {k: v.clone() for k, v in model.module.state_dict().items()}
+            model = wrap(mlp(), TINY)
+            model.module.load_state_dict(at)
+            handle = nb.compress_gradients(model, policies()[name], min_numel=64)
+            handle.load_state_dict(state)
+            train(model, rank, range(stop, 14), sgd(model))
+        ends.append((flat(model), handle.plan.specs()))
+    return ends
+
+
+@pytest.mark.parametrize("name", policies())
+def test_a_policy_goes_on_to_the_bit_where_it_was_stopped(name):
+    results = run_ranks(resumed, 2, name)
+    for ends in results:
+        for end, specs in ends[1:]:
+            assert specs == ends[0][1]
+            assert torch.equal(end, ends[0][0])
+        assert same(dict(enumerate(e for e, _ in ends)), dict(enumerate(e for e, _ in results[0])))
+
+
+def what_cannot_be(rank, world_size):
+    model = wrap(mlp(), TINY)
+    other = plan_of(MIXED)
+    larger = Plan(tuple(LayerPlan(f"{layer.name}x", layer.shape, layer.spec, 1.0, None) for layer in other.layers), "")
+    return [
+        refusal(lambda spec=spec: nb.compress_gradients(wrap(mlp(), TINY), spec, min_numel=64))
+        for spec in (
+            larger,
+            plan_of({**MIXED, "6.weight": "dgc:density=0.1"}),
+            LGreCo("qsgd:bits=4", ["qsgd:bits=2", "topk:density=0.1+ef"]),
+        )
+    ] + [refusal(lambda: nb.compress_gradients(model, plan_of(MIXED), min_numel=100_000))]
+
+
+def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
+    (said,) = run_ranks(what_cannot_be, 1)
+    assert [kind for kind, _ in said] == ["ValueError"] * 4
+    assert "another model" in said[0][1]
+    assert "momentum" in said[1][1]
+    assert "without feedback" in said[2][1]
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(24, 40, dtype=torch.bfloat16), nn.Linear(40, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x.bfloat16()).float())
+
+
+def half(rank, world_size):
+    model = wrap(Half(), TINY)
+    handle = nb.compress_gradients(model, LGreCo("topk:density=0.1+ef", every=3), min_numel=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return flat(model), handle.plan.step
+
+
+def test_half_precision_layers_are_seen_too():
+    results = run_ranks(half, 2)
+    assert torch.equal(results[0][0], results[1][0])
+    assert bool(results[0][0].isfinite().all())
+    assert results[0][1] == 6
