@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import narrowband
 from narrowband.cli import main
@@ -46,7 +47,7 @@ def test_version(narrow):
 def test_help_names_every_command(narrow, words):
     code, out, _ = narrow(*words)
     assert code == 0
-    for command in ("demo", "bench kernels", "bench ddp", "lab", "codecs", "doctor"):
+    for command in ("demo", "bench kernels", "bench ddp", "lab", "adapt", "codecs", "doctor"):
         assert f"narrowband {command}" in out
 
 
@@ -117,6 +118,47 @@ def test_codecs_are_all_there_with_keys_and_costs(narrow):
     assert "density=0.01" in out
     assert "4.25" in out  # qsgd: 4 bits and 32 per bucket of 128
     assert "+ef" in out
+
+
+@pytest.fixture
+def gradients(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    found = {f"{i}.weight": torch.randn(64, 96, generator=generator) * 4.0**-i for i in range(4)}
+    torch.save(found | {"0.bias": torch.ones(64), "frozen.weight": None}, tmp_path / "gradients.pt")
+    return tmp_path / "gradients.pt"
+
+
+POLICIES = ["lgreco", "uniform", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_adapt_writes_plans_that_training_can_follow(narrow, gradients, tmp_path, policy):
+    path = tmp_path / "plan.json"
+    words = ["--policy", policy, "--reference", "qsgd:bits=4", "--low", "qsgd:bits=6", "--high", "qsgd:bits=3"]
+    code, out, err = narrow("adapt", str(gradients), *words, "--before", str(gradients), "--output", str(path))
+    assert (code, err) == (0, "")
+    plan = narrowband.Plan.load(path)
+    assert [layer.name for layer in plan.layers] == [f"{i}.weight" for i in range(4)]
+    assert all(name in out for name in plan.specs())
+    if policy == "lgreco":
+        assert "times fewer bytes than qsgd:bits=4 for all layers, at no more error" in " ".join(out.split())
+
+
+def test_adapt_draws_a_profile(narrow, gradients, tmp_path):
+    code, _, err = narrow("adapt", str(gradients), "--plot", str(tmp_path / "plan.png"))
+    assert (code, err) == (0, "")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_adapt_says_what_is_wrong_with_a_file(narrow, tmp_path):
+    path = tmp_path / "gradients.pt"
+    path.write_text("no tensors")
+    assert narrow("adapt", str(path))[0] == 2
+    torch.save([torch.ones(3)], path)
+    assert "must hold a dict of tensors" in narrow("adapt", str(path))[2]
+    torch.save({"bias": torch.ones(3)}, path)
+    assert "at least min_numel=1024" in narrow("adapt", str(path))[2]
+    assert narrow("adapt", str(tmp_path / "nowhere.pt"))[0] == 1
 
 
 def test_doctor_says_what_there_is(narrow):

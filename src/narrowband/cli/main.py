@@ -27,6 +27,7 @@ _COMMANDS = {
     "bench kernels": ("bench", "BenchKernels"),
     "bench ddp": ("bench", "BenchDDP"),
     "lab": ("lab", "Lab"),
+    "adapt": ("adapt", "Adapt"),
     "codecs": ("codecs", "Codecs"),
     "doctor": ("doctor", "Doctor"),
 }

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowband.errors import UnsupportedError
 
-__all__ = ["can_plot", "loss_curves"]
+if TYPE_CHECKING:
+    from narrowband.adapt import Plan
+
+__all__ = ["can_plot", "loss_curves", "plan_profile"]
 
 
 def can_plot() -> bool:
@@ -39,5 +42,32 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (over_steps, over_bytes):
         axes.grid(alpha=0.3)
     over_steps.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def plan_profile(plan: Plan, path: Path) -> None:
+    """How many times less each layer of a plan sends, over its size: bars in the model's order, as a PNG.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    if not can_plot():
+        raise UnsupportedError("pictures need matplotlib: pip install 'narrowband[plots]'")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.0, 0.3 * len(plan.layers)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    at = range(len(plan.layers))
+    ratios = [layer.dense_nbytes / layer.nbytes if layer.nbytes else float("nan") for layer in plan.layers]
+    axes.bar(at, ratios, width=0.6, color="tab:blue", label="plan")
+    if plan.reference_nbytes:
+        axes.axhline(plan.dense_nbytes / plan.reference_nbytes, color="tab:red", label=f"uniform {plan.reference}")
+    axes.set(ylabel="times fewer bytes", xlabel="layers, in the model's order", yscale="log")
+    axes.set_xticks(list(at), [layer.name for layer in plan.layers], rotation=90, fontsize=6)
+    sizes = axes.twinx()
+    sizes.bar(at, [layer.dense_nbytes / 4 for layer in plan.layers], width=0.9, color="gray", alpha=0.25)
+    sizes.set(ylabel="elements", yscale="log")
+    axes.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

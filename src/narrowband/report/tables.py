@@ -12,9 +12,10 @@ from rich.table import Table
 from narrowband.report.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from narrowband.adapt import Plan
     from narrowband.lab import LabReport
 
-__all__ = ["ddp_table", "demo_table", "estimate_table", "kernels_table", "lab_table"]
+__all__ = ["ddp_table", "demo_table", "estimate_table", "kernels_table", "lab_table", "plan_table"]
 
 _NOTHING = "–"
 
@@ -46,6 +47,24 @@ def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
             _optional(lambda ratio: f"{ratio:.2f}", row["ratio_to_compute"]),
             _optional(format_bytes, row["sent_bytes_per_step"]),
             _optional(format_bytes, row["link_bytes_per_step"]),
+        )
+    return table
+
+
+def plan_table(plan: Plan) -> Table:
+    """What every layer of a plan is compressed with."""
+    table = _table(
+        f"{plan.ratio:.1f} times fewer bytes than {format_bytes(plan.dense_nbytes)}: {format_bytes(plan.nbytes)}",
+        *("layer", "shape", "spec", "bytes", "× less", "error"),
+    )
+    for layer in plan.layers:
+        table.add_row(
+            escape(layer.name),
+            " × ".join(map(str, layer.shape)),
+            escape(layer.spec),
+            format_bytes(layer.nbytes),
+            f"{layer.dense_nbytes / layer.nbytes:.1f}" if layer.nbytes else _NOTHING,
+            _optional("{:.3g}".format, layer.error),
         )
     return table
 

@@ -1,0 +1,139 @@
+"""``narrowband adapt``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from narrowband.adapt import Policy
+
+__all__ = ["Adapt"]
+
+Name = Literal["lgreco", "uniform", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """Choose the compression of every layer from recorded gradients, and save the plan.
+
+    Gradients are a file that ``torch.save({name: p.grad for name, p in model.named_parameters()}, file)`` wrote, best
+    with the sum of some dozen steps' gradients. ``nb.compress_gradients(model, nb.Plan.load(plan))`` then follows the
+    plan; to plan anew while training runs, give it a policy instead: ``nb.LGreCo("powersgd:rank=4")``.
+
+    Examples:
+      narrowband adapt gradients.pt --reference powersgd:rank=4 --output plan.json
+      narrowband adapt gradients.pt --reference qsgd:bits=4 --alpha 1.2 --plot plan.png
+      narrowband adapt gradients.pt --reference topk:density=0.01+ef --choices powersgd:rank=2 none
+      narrowband adapt gradients.pt --policy accordion --low powersgd:rank=4 --high powersgd:rank=1 --before earlier.pt
+    """
+
+    gradients: Annotated[Path, tyro.conf.Positional]
+    """File with the gradients."""
+    policy: Name = "lgreco"
+    """What decides. lgreco: fewest bytes at the error of the reference; uniform: the reference for all; kmeans: CGX's
+    clusters of layers; accordion: the low spec where norms changed since the gradients of --before, the high one
+    elsewhere; lgreco+accordion: fewest bytes at accordion's error; global-topk: the largest of the whole model;
+    threshold: whatever is at least --value."""
+    reference: str = "powersgd:rank=4"
+    """Spec that is known to be safe for all layers."""
+    choices: tuple[str, ...] = ()
+    """Specs a layer may get; left out: those around the reference that the L-GreCo paper searches."""
+    alpha: float = 1.0
+    """Budget of error, as a multiple of the reference's."""
+    metric: Literal["l2", "l2_squared"] = "l2"
+    """What adds up over layers: norms of errors, or their squares."""
+    discretization: int = 10_000
+    """Steps that the budget is cut into."""
+    low: str = "powersgd:rank=4"
+    """Accordion's spec where gradients change fast."""
+    high: str = "powersgd:rank=1"
+    """Accordion's spec elsewhere."""
+    eta: float = 0.5
+    """Accordion's share of change from which gradients change fast."""
+    before: Path | None = None
+    """Accordion's gradients of an earlier window."""
+    clusters: int = 6
+    """Of kmeans."""
+    density: float = 0.01
+    """Of global-topk."""
+    value: float = 1e-3
+    """Of threshold."""
+    min_numel: int = 1024
+    """Smaller tensors, and vectors, are no layers."""
+    output: Path | None = None
+    """Write the plan to this file."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw how many times less each layer sends."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.adapt import Plan
+        from narrowband.report.tables import plan_table
+
+        policy = self._policy()
+        if self.before is not None:
+            policy.decide(_layers(self.before, self.min_numel), step=0)
+        plan = policy.decide(_layers(self.gradients, self.min_numel), step=0)
+        console.print(plan_table(plan))
+        if plan.reference_nbytes is not None:
+            console.print(
+                f"{plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than {plan.reference} for all layers"
+                + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
+                highlight=False,
+            )
+        if self.plot is not None:
+            from narrowband.report.plots import plan_profile
+
+            plan_profile(plan, self.plot)
+            console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
+        if self.output is not None:
+            plan.save(self.output)
+            assert Plan.load(self.output) == plan
+            console.print(f"written: {self.output}", style="dim", markup=False, highlight=False)
+        return 0
+
+    def _policy(self) -> Policy:
+        from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Uniform
+
+        choices = self.choices or None
+        accordion = Accordion(low=self.low, high=self.high, eta=self.eta)
+        made: dict[Name, Policy] = {}
+        if self.policy == "kmeans":  # which needs more than others
+            made["kmeans"] = KMeans(self.reference, choices, self.clusters)
+        elif self.policy.startswith("lgreco"):
+            reference: str | Policy = self.reference if self.policy == "lgreco" else accordion
+            made[self.policy] = LGreCo(
+                reference, choices, alpha=self.alpha, metric=self.metric, discretization=self.discretization
+            )
+        else:
+            made |= {
+                "uniform": Uniform(self.reference),
+                "accordion": accordion,
+                "global-topk": GlobalTopK(self.density),
+                "threshold": HardThreshold(self.value),
+            }
+        return made[self.policy]
+
+
+def _layers(path: Path, min_numel: int) -> dict[str, Tensor]:
+    """The gradients in a file that would be compressed."""
+    import pickle
+
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} holds no tensors that torch.load can read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) or x is None for x in found.values()):
+        raise ValueError(f"{path} must hold a dict of tensors, name → gradient")
+    layers = {name: x for name, x in found.items() if x is not None and x.dim() > 1 and x.numel() >= min_numel}
+    if not layers:
+        raise ValueError(f"{path}: no tensor has 2 dimensions and at least min_numel={min_numel} elements")
+    return layers
