@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowband.bench.ranks import RankError
 from narrowband.errors import UnsupportedError
+from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.report.units import format_seconds
 from reproduce.report import Claim, Group, groups, legend, markdown, table
@@ -53,6 +54,7 @@ class Experiment:
         titles: of each task, for tables.
         recipes: all rows, the dense one of each task first.
         claims: what the paper says, judged by the groups that were trained.
+        draw: draws pictures of rows into a directory, and says which; needs matplotlib.
         seeds: of the rows that claims are about, so many that two cores need no longer than an hour and a half; more
             on request.
     """
@@ -62,6 +64,7 @@ class Experiment:
     titles: dict[str, str]
     recipes: tuple[Recipe, ...]
     claims: Callable[[Sequence[Group]], list[Claim]]
+    draw: Callable[[Sequence[dict[str, Any]], Path], list[Path]] | None = None
     seeds: tuple[int, ...] = (0,)
 
 
@@ -195,6 +198,9 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
             "rows": results,
         },
     )
+    if experiment.draw is not None and can_plot():
+        for picture in experiment.draw(results, output):
+            console.print(f"drawn: {picture}", style="dim", markup=False, highlight=False)
     if options.markdown is not None:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(

@@ -42,6 +42,7 @@ class Group:
         against_dense: the mean's difference from the dense rows' of the same task; None without those.
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
+        mean_ratio: the same, over all steps of training.
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
         matrix_ratio: the same of compressed tensors alone.
         step_s: a step of the last epoch; the median over steps and then seeds.
@@ -62,6 +63,7 @@ class Group:
     against_dense: float | None
     sent_bytes_per_step: float
     ratio: float | None
+    mean_ratio: float | None
     payload_ratio: float | None
     matrix_ratio: float | None
     step_s: float
@@ -124,6 +126,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 against_dense=None if mean is None or dense is None else mean - dense,
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
                 ratio=first["ratio"],
+                mean_ratio=first.get("mean_ratio"),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
@@ -172,6 +175,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Group], str]], ...] = (
     ("− dense", lambda group: _NOTHING if group.name == DENSE else _optional("{:+.2f}".format, group.against_dense)),
     ("sent", lambda group: format_bytes(group.sent_bytes_per_step)),
     ("ratio", lambda group: _optional("{:.1f}".format, group.ratio)),
+    ("mean", lambda group: _optional("{:.1f}".format, group.mean_ratio)),
     ("payload", lambda group: _optional("{:.0f}".format, group.payload_ratio)),
     ("matrix", lambda group: _optional("{:.0f}".format, group.matrix_ratio)),
     ("step", lambda group: format_seconds(group.step_s)),
@@ -180,8 +184,8 @@ _COLUMNS: tuple[tuple[str, Callable[[Group], str]], ...] = (
 #: What the columns mean.
 _LEGEND = (
     "Score: mean ± standard deviation over seeds; without ± it is one seed's. Sent: by one rank in a step of the last "
-    "epoch; ratio: how many times less that is than a dense ring all-reduce. Payload: how many times smaller than its "
-    "dense gradient one rank's payload is, norms and biases included; matrix: without them."
+    "epoch; ratio: how many times less that is than a dense ring all-reduce; mean: over all of training. Payload: how "
+    "many times smaller than its dense gradient one rank's payload is, norms and biases included; matrix: without them."
 )
 
 

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
+from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
 from narrowband.collectives import allreduce_nbytes, choose
 from narrowband.report.record import commit, versions, write_json
@@ -74,6 +75,9 @@ class Row:
         small: whether these travel dense, or together as one compressed vector, or as one by a codec of their own.
         depth: of the ResNet.
         limit: use no more samples than this; None: all.
+        policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
+            empty: nothing.
+        high: for Accordion, the spec of much compression.
     """
 
     task: str
@@ -93,10 +97,13 @@ class Row:
     small: str = "dense"
     depth: int = 8
     limit: int | None = None
+    policy: str = ""
+    high: str = ""
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
             raise ValueError(f"task={self.task!r} is none of {', '.join(_FILES)}")
+        policy_of(self, 1)
         for field in ("epochs", "batch"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
@@ -159,9 +166,34 @@ def run(
     return [results[number] for number in range(len(rows))]
 
 
+def policy_of(row: Row, every: int) -> nb.Policy | None:
+    """What plans for the row every so many steps, if anything does.
+
+    Raises:
+        ValueError: a policy that does not exist.
+    """
+    if not row.policy:
+        return None
+    made: dict[str, Callable[[], nb.Policy]] = {
+        "lgreco": lambda: nb.LGreCo(row.spec, every=every),
+        "kmeans": lambda: nb.KMeans(row.spec, every=every),
+        "accordion": lambda: nb.Accordion(low=row.spec, high=row.high, every=every),
+        "lgreco+accordion": lambda: nb.LGreCo(
+            nb.Accordion(low=row.spec, high=row.high, every=every), search_space(row.spec), every=every
+        ),
+    }
+    if row.policy not in made:
+        raise ValueError(f"policy={row.policy!r} is none of {', '.join(made)}")
+    return made[row.policy]()
+
+
 def key(row: Row, nodes: int, digest: str) -> str:
-    """A file name that changes with anything that changes the row: its fields, the ranks, the data, the versions."""
-    identity = {"row": asdict(row), "nodes": nodes, "data": digest, "curve": _CURVE_POINTS, "versions": versions()}
+    """A file name that changes with anything that changes the row: its fields, the ranks, the data, the versions.
+
+    Fields that have their defaults do not count, so that there may be more of them one day.
+    """
+    told = {f.name: getattr(row, f.name) for f in fields(row) if getattr(row, f.name) != f.default}
+    identity = {"row": told, "nodes": nodes, "data": digest, "curve": _CURVE_POINTS, "versions": versions()}
     text = json.dumps(identity, sort_keys=True)
     name = "".join(c if c.isalnum() else "-" for c in f"{row.task}-{row.name}-{row.seed}")
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -200,6 +232,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
       papers count. ``ratio`` is the same for what travels by all-reduce, dense or compressed, and 2/N of this for what
       is gathered by N ranks, as each payload is sent N − 1 times;
     * ``matrix_ratio``: the same of compressed tensors alone, without norms and biases, which travel dense;
+    * ``mean_ratio``: as ``ratio``, over all steps; ``plans``: what a policy decided, as [step, how many times smaller
+      than the gradient payloads are, layer → spec];
     * ``step_s``: the median step of the last epoch on rank 0, ``wall_s``: all of it, with evaluation.
 
     Args:
@@ -216,7 +250,9 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     model = DDP(task.model(), broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
     extra: dict[str, Any] = {"optimizer": optimizer} if row.optimizer == "dgc" else {}
-    handle = nb.compress_gradients(model, spec, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
+    chosen = policy_of(row, task.steps) or spec
+    handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
+    plans: list[tuple[int, float, dict[str, str]]] = []
     rate = functools.partial(_rate, total=row.epochs * task.steps)
     losses: list[Tensor] = []
     scores: list[float | None] = []
@@ -233,6 +269,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = row.lr * rate(step)
             losses.append(_step(model, optimizer, task, x, y, row.clip))
+            if handle.plan is not None and (not plans or plans[-1][0] != handle.plan.step):
+                plans.append((handle.plan.step, handle.plan.ratio, handle.plan.specs()))
             now = time.perf_counter()
             taken.append(now - start)
             start = now
@@ -257,6 +295,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "sent_bytes_per_step": sent,
         "raw_bytes_per_step": raw,
         "ratio": raw / sent if sent else None,
+        "mean_ratio": after.ratio if after.sent_bytes else None,
+        "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
         "step_s": statistics.median(taken),
         "wall_s": time.perf_counter() - begin,
@@ -325,8 +365,10 @@ def _score(model: nn.Module, task: Task) -> float | None:
 
 
 def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: int) -> dict[str, float | None]:
-    """Dense bytes over payload bytes: of the whole gradient, and of its compressed tensors."""
-    if size < 2:
+    """Dense bytes over payload bytes: of the whole gradient, and of its compressed tensors. A policy's plans say it
+    for the latter.
+    """
+    if size < 2 or row.policy:
         return {"payload_ratio": None, "matrix_ratio": None}
     parameters = [p for p in model.parameters() if p.requires_grad]
     nbytes = 4 * sum(p.numel() for p in parameters)
@@ -372,8 +414,8 @@ def _work(worker: Worker) -> None:
     _keep_freed_memory()
     dist.init_process_group("gloo")
     directory = worker.config["data_dir"]
-    for number, fields in worker.config["rows"]:
-        row = Row(**fields)
+    for number, told in worker.config["rows"]:
+        row = Row(**told)
         task = load(
             row.task,
             batch=row.batch,

@@ -5,13 +5,13 @@ import json
 import pytest
 
 import narrowband as nb
-from reproduce import dgc, powersgd
+from reproduce import dgc, lgreco, powersgd
 from reproduce.command import Options, chosen, main
 from reproduce.report import DENSE
 from reproduce.training import resolved
 from tests.reproduce.synthetic import write_all
 
-EXPERIMENTS = [dgc.EXPERIMENT, powersgd.EXPERIMENT]
+EXPERIMENTS = [dgc.EXPERIMENT, lgreco.EXPERIMENT, powersgd.EXPERIMENT]
 
 
 def names(rows):

@@ -34,9 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
-from narrowband.feedback import compression
+from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
 __all__ = ["NO_COMMUNICATION", "Config", "run", "skip_communication"]
@@ -60,7 +61,7 @@ class Config:
         nodes: Number of ranks.
         rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
-        codecs: Spec strings; the row without communication is always there.
+        codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there.
         peers: Also measure PyTorch's own: DDP without a hook, and its fp16, bf16 and PowerSGD hooks.
         rounds: Timed rounds per row.
         steps: Training steps per round.
@@ -94,7 +95,7 @@ class Config:
         if not self.codecs and not self.peers:
             raise ValueError("nothing to measure: give codecs, or ask for peers")
         for spec in self.codecs:
-            compression(spec)
+            _chosen(spec)
         if self.rate == "none" and (self.delay or self.loss):
             raise ValueError("delay and loss need an emulated link: give a rate too, e.g. rate=1gbit")
         self.place()
@@ -193,11 +194,15 @@ def _kinds(config: Config) -> list[_Kind]:
     ]
 
 
+def _chosen(spec: str) -> Compression | Plan:
+    return Plan.load(spec) if spec.endswith(".json") else compression(spec)
+
+
 def _attach_codec(spec: str, seed: int) -> _Attach:
     def attach(model: DDP, optimizer: torch.optim.Optimizer) -> Any:
         import narrowband
 
-        return narrowband.compress_gradients(model, spec, seed=seed, optimizer=optimizer)
+        return narrowband.compress_gradients(model, _chosen(spec), seed=seed, optimizer=optimizer)
 
     return attach
 
