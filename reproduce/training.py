@@ -37,8 +37,11 @@ from reproduce.tasks import Task, load
 
 __all__ = ["Row", "files_of", "key", "resolved", "run", "train"]
 
-#: Share of steps over which the learning rate rises; then it falls along a cosine to zero.
+#: Share of steps over which the learning rate rises; then it falls.
 _WARM_UP = 0.05
+
+#: Shares of steps after which a schedule of steps divides the learning rate by ten.
+_DROPS = (0.5, 0.8)
 
 #: Points per epoch of the curve of training losses, and steps between two words to the parent.
 _CURVE_POINTS = 10
@@ -78,6 +81,8 @@ class Row:
         policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
             empty: nothing.
         high: for Accordion, the spec of much compression.
+        schedule: how the learning rate falls: along a cosine to zero, or to a tenth after half of the steps and again
+            after four fifths.
     """
 
     task: str
@@ -99,6 +104,7 @@ class Row:
     limit: int | None = None
     policy: str = ""
     high: str = ""
+    schedule: Literal["cosine", "steps"] = "cosine"
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
@@ -253,7 +259,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     chosen = policy_of(row, task.steps) or spec
     handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
     plans: list[tuple[int, float, dict[str, str]]] = []
-    rate = functools.partial(_rate, total=row.epochs * task.steps)
+    rate = functools.partial(_rate, total=row.epochs * task.steps, schedule=row.schedule)
     losses: list[Tensor] = []
     scores: list[float | None] = []
     curve: list[tuple[int, float | None]] = []
@@ -318,11 +324,13 @@ def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _rate(step: int, total: int) -> float:
+def _rate(step: int, total: int, schedule: Literal["cosine", "steps"]) -> float:
     """The learning rate's share of its peak."""
     rising = max(1, round(_WARM_UP * total))
     if step < rising:
         return (step + 1) / rising
+    if schedule == "steps":
+        return 0.1 ** sum(step >= round(drop * total) for drop in _DROPS)
     return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
