@@ -240,6 +240,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     * ``matrix_ratio``: the same of compressed tensors alone, without norms and biases, which travel dense;
     * ``mean_ratio``: as ``ratio``, over all steps; ``plans``: what a policy decided, as [step, how many times smaller
       than the gradient payloads are, layer → spec];
+    * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
     * ``step_s``: the median step of the last epoch on rank 0, ``wall_s``: all of it, with evaluation.
 
     Args:
@@ -305,6 +306,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
         "step_s": statistics.median(taken),
+        "decide_s": after.decide_s,
         "wall_s": time.perf_counter() - begin,
     }
 

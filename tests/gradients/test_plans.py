@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -117,6 +119,7 @@ class Scripted(Policy):
 
     def decide(self, gradients, *, step):
         self.seen.append((step, {name: x.clone() for name, x in gradients.items()}))
+        time.sleep(0.02)
         if step in self.fails:
             raise ZeroDivisionError("on purpose")
         return plan_of(self.plans[len(self.seen) % len(self.plans)])
@@ -139,6 +142,7 @@ def scripted(rank, world_size, policy, steps, broken=None):
             loss = loss_of(model, step, rank)
             (loss * float("nan") if step == broken else loss).backward()
             specs.append((handle.layers.has("3.weight"), handle.plan and handle.plan.step))
+    assert handle.stats().total.decide_s >= 0.02 * len(policy.seen)
     return [str(spec) for spec, _ in specs], policy.seen, summed, messages
 
 

@@ -24,6 +24,7 @@ class StepStats:
         decode_s: seconds in decoding and feedback, on the engine's thread.
         waiting_s: seconds between the end of backward's own work and the last average: what compression costs you.
         exchange_s: seconds between the first bucket and the last average.
+        decide_s: seconds in which a policy decided, or was waited for.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: what was owed
             included), of the latest step that measured it (the first, and every 50th); None before.
     """
@@ -36,6 +37,7 @@ class StepStats:
     decode_s: float = 0.0
     waiting_s: float = 0.0
     exchange_s: float = 0.0
+    decide_s: float = 0.0
     relative_error: float | None = None
 
     @property

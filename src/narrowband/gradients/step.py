@@ -88,7 +88,9 @@ class Step:
         handle = self.handle
         if not self._begun:
             self._begun = True
+            begin = time.perf_counter()
             handle._begin_step()
+            self._stats.decide_s = time.perf_counter() - begin
         self._results.append((future, buffer))
         method = handle.layers.method
         if method is not None and math.isfinite(method.clip):
