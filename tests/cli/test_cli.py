@@ -47,7 +47,7 @@ def test_version(narrow):
 def test_help_names_every_command(narrow, words):
     code, out, _ = narrow(*words)
     assert code == 0
-    for command in ("demo", "bench kernels", "bench ddp", "lab", "adapt", "codecs", "doctor"):
+    for command in ("demo", "bench kernels", "bench ddp", "bench adapt", "lab", "adapt", "codecs", "doctor"):
         assert f"narrowband {command}" in out
 
 
@@ -178,6 +178,20 @@ def test_bench_kernels_writes_what_other_programs_read(narrow, tmp_path):
     written = json.loads(target.read_text())
     assert written.keys() >= {"command", "commit", "machine", "versions", "seed", "rows"}
     assert written["rows"][0].keys() >= {"loop", "backend", "numel", "ms", "ratio_to_copy"}
+
+
+def test_bench_adapt_writes_what_other_programs_read(narrow, tmp_path):
+    path = tmp_path / "adapt.json"
+    code, out, err = narrow("bench", "adapt", "--model", "gpt-tiny", "--steps", "40", "--json", str(path))
+    assert (code, err) == (0, "")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows][-2:] == ["mixed, at powersgd:rank=4", "program alone"]
+    for row in rows[:-1]:
+        assert row["name"].split(":")[0] in out
+        assert row["times_fewer"] > 1
+        assert row["error_of_reference"] <= 1 + 1e-9
+        assert row["nbytes"] < row["reference_nbytes"]
+    assert len(rows[-2]["families"]) > 1
 
 
 def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):

@@ -1,4 +1,4 @@
-"""``narrowband bench kernels`` and ``narrowband bench ddp``."""
+"""``narrowband bench kernels``, ``narrowband bench ddp`` and ``narrowband bench adapt``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import ddp, kernels
+from narrowband.bench import adapt, ddp, kernels
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BenchDDP", "BenchKernels"]
+__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,35 @@ class BenchDDP:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
+        _record(console, self.json, asdict(self.config), rows)
+        return 0
+
+
+@dataclass(frozen=True)
+class BenchAdapt:
+    """Measure what a decision for every layer saves, and what it costs.
+
+    A GPT is trained for some steps on the source of Python's standard library; from its gradients L-GreCo then plans
+    at the error of each reference.
+
+    Examples:
+      narrowband bench adapt
+      narrowband bench adapt --model gpt-demo --references powersgd:rank=8 --steps 500
+    """
+
+    config: Annotated[adapt.Config, tyro.conf.arg(name="")] = field(default_factory=adapt.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import adapt_table
+
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("training", total=adapt.count(self.config))
+            rows = adapt.run(self.config, lambda what: progress.update(task, advance=1, description=what))
+        console.print(adapt_table(rows))
         _record(console, self.json, asdict(self.config), rows)
         return 0
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from narrowband.adapt import Plan
     from narrowband.lab import LabReport
 
-__all__ = ["ddp_table", "demo_table", "estimate_table", "kernels_table", "lab_table", "plan_table"]
+__all__ = ["adapt_table", "ddp_table", "demo_table", "estimate_table", "kernels_table", "lab_table", "plan_table"]
 
 _NOTHING = "–"
 
@@ -47,6 +47,25 @@ def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
             _optional(lambda ratio: f"{ratio:.2f}", row["ratio_to_compute"]),
             _optional(format_bytes, row["sent_bytes_per_step"]),
             _optional(format_bytes, row["link_bytes_per_step"]),
+        )
+    return table
+
+
+def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench adapt``."""
+    table = _table(
+        "Plans at the error of a reference for all layers",
+        *("reference", "uniform", "plan", "× fewer", "tables", "program", "of an epoch"),
+    )
+    for row in rows:
+        table.add_row(
+            escape(row["name"]),
+            _optional(format_bytes, row.get("reference_nbytes")),
+            _optional(format_bytes, row.get("nbytes")),
+            _optional("{:.2f}".format, row.get("times_fewer")),
+            _optional(format_seconds, row.get("table_s")),
+            format_seconds(row["solve_s"]),
+            _optional("{:.2%}".format, row.get("share_of_epoch")),
         )
     return table
 

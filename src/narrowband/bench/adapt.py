@@ -1,0 +1,189 @@
+"""What a decision for every layer saves, and what it costs: real gradients of a GPT, one process.
+
+The model is trained for some steps without compression, and the gradients of the last ones are added up, as a handle
+does between two decisions. Each row is one decision for that sum: the bytes of the plan and of the reference for all
+layers, at no more error; the seconds of the tables and of the program that chooses; and these as a share of an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowband.adapt import LGreCo, error_table, search_space
+from narrowband.adapt.lgreco import solve
+from narrowband.bench.models import GPT, MODELS
+from narrowband.bench.text import standard_library
+
+__all__ = ["Config", "count", "run"]
+
+#: Gradients that are added up, as in a handle.
+_LOOKS = 32
+
+#: The program alone, at the size of a large model: layers, choices.
+_LARGE = (200, 16)
+_REPEATS = 5
+
+_LEARNING_RATE = 1e-3
+_MIN_NUMEL = 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure.
+
+    Attributes:
+        model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
+        references: Specs that are known to be safe; each gets the choices around it that the paper searches.
+        mixed: Also let layers choose among the choices of all references, and none at all, at the first one's error.
+        steps: Training steps before the decision.
+        batch: Windows per step.
+        ranks: Among how many an epoch would be shared.
+        seed: Of parameters and data.
+    """
+
+    model: str = "gpt-13m"
+    references: tuple[str, ...] = ("powersgd:rank=4", "topk:density=0.01+ef", "qsgd:bits=4+ef")
+    mixed: bool = True
+    steps: int = 200
+    batch: int = 8
+    ranks: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
+        for name in ("steps", "batch", "ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.references:
+            raise ValueError("nothing to measure: give at least one reference")
+        for reference in self.references:
+            search_space(reference)
+
+
+def count(config: Config) -> int:
+    """How many events :func:`run` will tell."""
+    return config.steps + len(config.references) + config.mixed + 1
+
+
+def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Train, and decide.
+
+    Rows hold ``name``, ``layers``, ``choices``, ``table_s``, ``solve_s``, ``decide_s``, ``share_of_epoch``, ``nbytes``,
+    ``reference_nbytes``, ``times_fewer`` and ``error_of_reference`` (the plan's error over the reference's); the last
+    is the program alone, at the size of a large model.
+
+    Args:
+        on_event: called with what was done, see :func:`count`.
+    """
+    gradients, step_s, epoch_steps = _gradients(config, on_event)
+    rows = []
+    problems = [(reference, reference, search_space(reference)) for reference in config.references]
+    if config.mixed:
+        everything = [choice for _, _, choices in problems for choice in choices]
+        problems.append((f"mixed, at {config.references[0]}", config.references[0], ["none", *everything]))
+    for name, reference, choices in problems:
+        rows.append({"name": name, **_decision(gradients, reference, choices, step_s * epoch_steps)})
+        on_event(name)
+    rows.append(_program(config.seed))
+    on_event("program")
+    return rows
+
+
+def _decision(gradients: dict[str, Tensor], reference: str, choices: list[str], epoch_s: float) -> dict[str, Any]:
+    policy = LGreCo(reference, choices)
+    begin = time.perf_counter()
+    table = error_table(gradients, policy.specs())
+    table_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    plan = policy.decide(gradients, step=0)
+    decide_s = time.perf_counter() - begin
+    uniform = table.column(reference)
+    begin = time.perf_counter()
+    solve(table.sizes, table.errors, math.fsum(table.errors[:, uniform]))
+    solve_s = time.perf_counter() - begin
+    chosen = [table.column(layer.spec) for layer in plan.layers]
+    error = math.fsum(table.errors[np.arange(len(chosen)), chosen])
+    return {
+        "layers": len(plan.layers),
+        "choices": len(table.choices),
+        "table_s": table_s,
+        "solve_s": solve_s,
+        "decide_s": decide_s,
+        "share_of_epoch": decide_s / epoch_s,
+        "nbytes": plan.nbytes,
+        "reference_nbytes": plan.reference_nbytes,
+        "times_fewer": (plan.reference_nbytes or math.nan) / plan.nbytes,
+        "error_of_reference": error / math.fsum(table.errors[:, uniform]),
+        "families": sorted({layer.family for layer in plan.layers}),
+    }
+
+
+def _program(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    sizes = -np.sort(-rng.uniform(1.0, 100.0, _LARGE), axis=1)
+    errors = np.sort(rng.uniform(0.0, 1.0, _LARGE), axis=1)
+    budget = float(np.median(errors, axis=1).sum())
+    taken = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        solve(sizes, errors, budget)
+        taken.append(time.perf_counter() - begin)
+    return {"name": "program alone", "layers": _LARGE[0], "choices": _LARGE[1], "solve_s": min(taken[1:])}
+
+
+def _gradients(config: Config, on_event: Callable[[str], None]) -> tuple[dict[str, Tensor], float, int]:
+    """The sum of the last steps' gradients; the time of a step of one rank's share; steps of an epoch."""
+    shape = MODELS[config.model]
+    torch.manual_seed(config.seed)
+    model = GPT(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    tokens = _tokens(shape.vocab)
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    taken = []
+    for step, (x_BL, y_BL) in enumerate(_batches(tokens, config, shape.sequence)):
+        begin = time.perf_counter()
+        loss = F.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        taken.append(time.perf_counter() - begin)
+        if step >= config.steps - _LOOKS:
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                sums[name] += p.grad
+        on_event(f"step {step + 1}, loss {loss.item():.2f}")
+    layers = {name: x for name, x in sums.items() if x.dim() > 1 and x.numel() >= _MIN_NUMEL}
+    epoch = max(1, tokens.numel() // (shape.sequence * config.batch * config.ranks))
+    return layers, float(np.median(taken)), epoch
+
+
+def _batches(tokens: Tensor, config: Config, sequence: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.steps):
+        starts = torch.randint(tokens.numel() - sequence, (config.batch,), generator=generator)
+        windows = tokens[starts[:, None] + torch.arange(sequence + 1)]
+        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _tokens(vocabulary: int) -> Tensor:
+    """The text of :mod:`narrowband.bench.text`, two bytes a token: the most frequent pairs, and 0 for all others; or,
+    where the vocabulary is one of bytes, the bytes.
+    """
+    text = standard_library().train.long()
+    if vocabulary <= 1 << 8:
+        return text
+    pairs = text[: text.numel() // 2 * 2].view(-1, 2) @ torch.tensor([256, 1])
+    frequent = torch.bincount(pairs, minlength=1 << 16).argsort(descending=True)[: vocabulary - 1]
+    token_of = torch.zeros(1 << 16, dtype=torch.long)
+    token_of[frequent] = torch.arange(1, len(frequent) + 1)
+    return token_of[pairs]
