@@ -27,7 +27,9 @@ from reproduce.training import Row
 __all__ = ["EXPERIMENT"]
 
 _CIFAR = Row("cifar", DENSE, "none", epochs=5, lr=0.4, batch=128, weight_decay=1e-4)
-_GPT = Row("gpt", DENSE, "none", optimizer="adamw", epochs=2, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0)
+_GPT = Row(
+    "gpt", DENSE, "none", optimizer="adamw", epochs=2, lr=2e-3, batch=32, momentum=0.0, weight_decay=0.01, clip=1.0
+)
 
 #: Family → (the reference, what Accordion switches to).
 _FAMILIES = {

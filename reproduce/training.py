@@ -69,7 +69,7 @@ class Row:
         epochs: passes over the data.
         lr: learning rate at its peak.
         batch: global.
-        momentum: of SGD.
+        momentum: of SGD; AdamW's first beta.
         nesterov: whether it is Nesterov's.
         weight_decay: of all parameters.
         clip: norm above which averaged gradients are scaled down to it; None: never. A spec can clip before sending.
@@ -314,7 +314,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
 def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if row.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=row.lr, weight_decay=row.weight_decay, fused=True)
+        betas = (row.momentum, 0.999)
+        return torch.optim.AdamW(parameters, lr=row.lr, betas=betas, weight_decay=row.weight_decay, fused=True)
     kind: Any = torch.optim.SGD
     if row.optimizer == "dgc":
         kind = getattr(nb, "DGCSGD", None)
