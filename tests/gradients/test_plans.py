@@ -56,6 +56,32 @@ def test_every_layer_gets_what_it_would_in_a_model_of_its_own_family(ranks, cap)
                     assert torch.equal(found[step]["0.bias"], own[step]["0.bias"])
 
 
+def back_and_forth(rank, world_size):
+    """A layer that left a family takes all of it along: the state of the others loads without it."""
+    ends = []
+    for stop in (None, 5):
+        model = wrap(mlp(), TINY)
+        handle = nb.compress_gradients(model, "topk:density=0.1+ef", min_numel=64)
+        handle.set_layers({"0.weight": "powersgd:rank=1,min_ratio=1"})
+        train(model, rank, range(3), sgd(model))
+        handle.set_layers({"0.weight": "topk:density=0.1+ef"})
+        train(model, rank, range(3, 5), sgd(model))
+        if stop:
+            state, at = handle.state_dict(), {k: v.clone() for k, v in model.module.state_dict().items()}
+            model = wrap(mlp(), TINY)
+            model.module.load_state_dict(at)
+            handle = nb.compress_gradients(model, "topk:density=0.1+ef", min_numel=64)
+            handle.load_state_dict(state)
+        train(model, rank, range(5, 8), sgd(model))
+        ends.append(flat(model))
+    return ends
+
+
+def test_a_family_that_nobody_has_any_more_leaves_nothing_behind():
+    for whole, resumed_ in run_ranks(back_and_forth, 2):
+        assert torch.equal(whole, resumed_)
+
+
 def changing(rank, world_size, order):
     """Families that change every other step; what was sent and what is owed, against what there was to send."""
     model = wrap(mlp(), TINY)
@@ -106,9 +132,6 @@ class Scripted(Policy):
     def __init__(self, plans, every=4, warmup=0, fails=()):
         self.plans, self.every, self.warmup, self.fails = list(plans), every, warmup, fails
         self.seen = []
-
-    def __repr__(self):
-        return "scripted"
 
     @property
     def start(self):
@@ -240,7 +263,8 @@ def what_cannot_be(rank, world_size):
 
 
 def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
-    (said,) = run_ranks(what_cannot_be, 1)
+    said, other = run_ranks(what_cannot_be, 2)  # on all ranks, so that none waits for the others
+    assert said == other
     assert [kind for kind, _ in said] == ["ValueError"] * 4
     assert "another model" in said[0][1]
     assert "momentum" in said[1][1]

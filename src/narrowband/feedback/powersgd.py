@@ -136,6 +136,7 @@ class PowerSGD(State):
             return None
         owed = owed.clone()
         del self._places[key]
+        self._factors.pop(key, None)
         return owed
 
     def give(self, key: str, owed: Tensor) -> None:

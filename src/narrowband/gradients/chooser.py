@@ -45,6 +45,11 @@ class Chooser:
         self._looked = False
         self._sums: dict[str, Tensor] = {}
 
+    def identity(self) -> list[object]:
+        """What has to be the same on all ranks; how rank 0 decides is its own business."""
+        policy = self.policy
+        return [] if policy is None else [policy.name, policy.every, policy.warmup, policy.specs()]
+
     def follow(self, plan: Plan) -> None:
         """Give layers what a plan says.
 

@@ -251,9 +251,10 @@ class GradientCompression:
         self._chooser = Chooser(policy, self.layers, self._peers)
         if plan is not None:
             self._chooser.follow(plan)
+        kinds = self._kinds()
         self._find_pairs()
         self._agree(min_numel, device)
-        self._warm_up(device)
+        self._warm_up(device, kinds)
 
         myself = weakref.ref(self)
         self._engine = Engine(device, lambda error: _failed(myself, error))
@@ -396,7 +397,7 @@ class GradientCompression:
         """Ranks that were set up differently would hang, or decode nonsense; find out now."""
         what: list[Any] = [min_numel, self._start_step, self._seed, self._collective]
         what.append("with a scaler" if self._grad_scaler is not None else "no scaler")
-        what += [repr(self._chooser.policy), *self.layers.identity()]
+        what += [self._chooser.identity(), *self.layers.identity()]
         mine = torch.frombuffer(bytearray(hashlib.sha256(repr(what).encode()).digest()), dtype=torch.uint8).to(device)
         all_of_them = torch.empty(self._peers.size, mine.numel(), dtype=torch.uint8, device=device)
         all_gather_single(all_of_them.view(-1), mine, group=self._peers.group)
@@ -407,13 +408,13 @@ class GradientCompression:
                 "that or in the model's parameters"
             )
 
-    def _warm_up(self, device: torch.device) -> None:
+    def _warm_up(self, device: torch.device, kinds: Sequence[Compression]) -> None:
         """Compile the loops now, on one rank first, so that the others find them in the cache."""
         for turn in (True, False):
             if turn == (self._peers.rank == 0):
                 for side in _WARM_UP_SIDES:
                     x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device)
-                    for chosen in self._kinds():
+                    for chosen in kinds:
                         _use_once(x, chosen)
             dist.barrier(self._peers.group)
 
