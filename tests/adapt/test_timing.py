@@ -47,9 +47,9 @@ def test_too_few_samples_are_refused():
         fit_times(BUCKETS, np.ones((5, 2)), np.ones(5))
 
 
-def measured(rank, world_size):
+def measured(rank, world_size, spec, choices):
     model = wrap(mlp(), 1e-6)
-    handle = nb.compress_gradients(model, "topk:density=0.1+ef", min_numel=64)
+    handle = nb.compress_gradients(model, spec, min_numel=64)
     optimizer, count = sgd(model), [0]
 
     def step():
@@ -58,16 +58,23 @@ def measured(rank, world_size):
         optimizer.step()
         count[0] += 1
 
-    times = nb.measure_times(handle, step, ["topk:density=0.01+ef", "qsgd:bits=8"], samples=7, steps=3, warmup=1)
+    times = nb.measure_times(handle, step, choices, samples=7, steps=3, warmup=1)
     specs = {str(handle.layers.has(name)) for name in handle.layers.shapes}
-    policy = nb.LGreCo("topk:density=0.1+ef", objective="time", seconds_per_byte=times.seconds_per_byte)
+    policy = nb.LGreCo(spec, objective="time", seconds_per_byte=times.seconds_per_byte)
     return times, handle.buckets, specs, count[0], sorted(policy.seconds_per_byte)
 
 
-def test_measuring_trains_and_leaves_everything_as_it_was():
-    results = run_ranks(measured, 2)
+@pytest.mark.parametrize(
+    ("spec", "choices"),
+    [
+        ("topk:density=0.1+ef", ["topk:density=0.01+ef", "qsgd:bits=8"]),
+        ("dgc:density=0.1", ["topk:density=0.01", "topk:density=0.3"]),
+    ],
+)
+def test_measuring_trains_and_leaves_everything_as_it_was(spec, choices):
+    results = run_ranks(measured, 2, spec, choices)
     for times, buckets, specs, steps, names in results:
-        assert specs == {"topk:density=0.1+ef"}
+        assert specs == {spec}
         assert steps == 2 + 7 * 4
         assert times == results[0][0]
         assert sorted(name for names in buckets for name in names) == sorted(times.seconds_per_byte)

@@ -271,6 +271,28 @@ def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
     assert "without feedback" in said[2][1]
 
 
+def dgc_again(rank, world_size):
+    """A plan of densities for dgc is used again with dgc, and a layer can go back to what the model has."""
+    spec = "dgc:density=0.03,momentum=0.5"
+    model = wrap(mlp(), TINY)
+    handle = nb.compress_gradients(model, LGreCo(spec, every=4), min_numel=64)
+    train(model, rank, range(6), sgd(model))
+    plan = Plan.from_json(handle.plan.to_json())
+    followed = nb.compress_gradients(wrap(mlp(), TINY), plan, min_numel=64)
+    planned = {name: str(followed.layers.has(name).codec) for name in LAYERS}
+    followed.set_layers(dict.fromkeys(LAYERS, followed.compression))
+    back = {str(followed.layers.has(name)) for name in LAYERS}
+    return plan.specs(), str(followed.compression), planned, back
+
+
+def test_a_plan_of_dgc_keeps_its_momentum():
+    for specs, chosen, planned, back in run_ranks(dgc_again, 2):
+        assert chosen == "dgc:density=0.03,momentum=0.5"
+        assert planned == specs
+        assert len(set(specs.values())) > 1
+        assert back == {chosen}
+
+
 class Half(nn.Module):
     def __init__(self):
         super().__init__()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reproduce import training
+from reproduce import lgreco, training
 from reproduce.training import Row, key, resolved, run
 from tests.reproduce.synthetic import write_all
 
@@ -44,6 +44,28 @@ def test_models_learn_with_and_without_compression(finished):
         assert row["curve"][-1][1] < row["curve"][0][1]
     assert writes["score"] < 30  # of 34 characters that occur
     assert reads["score"] < 256 / 2
+
+
+def test_policies_plan_once_an_epoch(folder, tmp_path):
+    """The pictures of plans, too."""
+    planned = replace(SPARSE, name="top-k, lgreco", policy="lgreco", epochs=3)
+    (row,) = run([planned], tmp_path, nodes=NODES, data_dir=folder)
+    epoch = row["steps"] // 3
+    assert [step for step, _, _ in row["plans"]] == [epoch, 2 * epoch]
+    assert len(set(row["plans"][-1][2].values())) > 1
+    assert row["mean_ratio"] > 1
+    assert row["decide_s"] > 0
+    names = {path.name for path in lgreco._draw([row], tmp_path)}
+    assert names == {"cifar-ratios.png", "cifar-profile.png"}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_what_the_learning_rate_does():
+    cosine, steps = ([training._rate(step, 100, kind) for step in range(100)] for kind in ("cosine", "steps"))
+    assert cosine[:5] == steps[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert cosine[52] == pytest.approx(0.5, abs=0.02)
+    assert cosine[-1] < 1e-3
+    assert (steps[49], steps[50], steps[79], steps[80]) == pytest.approx((1.0, 0.1, 0.1, 0.01))
 
 
 def test_a_row_that_diverges_is_a_row_too(finished):
@@ -128,6 +150,8 @@ def test_without_resume_ranks_are_asked_for_every_row(finished, folder, monkeypa
         {"depth": 20},
         {"weight_decay": 0.0},
         {"warmup_epochs": 1},
+        {"schedule": "steps"},
+        {"small": "together"},
     ],
 )
 def test_a_row_is_kept_under_a_name_that_everything_changes(change):

@@ -10,6 +10,7 @@ from narrowband.adapt.kmeans import KMeans
 from narrowband.adapt.lgreco import LGreCo
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.adapt.policy import GlobalTopK, HardThreshold, Policy, Uniform, search_space
+from narrowband.adapt.sensitivity import correlation, loss_table
 from narrowband.adapt.tables import ErrorTable, error_table, layer_nbytes
 from narrowband.adapt.timing import Times, bucket_priority, fit_times
 
@@ -26,8 +27,10 @@ __all__ = [
     "Times",
     "Uniform",
     "bucket_priority",
+    "correlation",
     "error_table",
     "fit_times",
     "layer_nbytes",
+    "loss_table",
     "search_space",
 ]

@@ -78,7 +78,7 @@ class KMeans(Policy):
         by_size = np.argsort(table.sizes.sum(axis=0), kind="stable")
         spread = np.linspace(0, len(by_size) - 1, clusters).round().astype(int) if clusters > 1 else [len(by_size) // 2]
         chosen = [int(by_size[spread[rank[label]]]) for label in found.labels_]
-        return planned(table, chosen, policy=repr(self), step=step, reference=as_choice(self.start), budget=None)
+        return planned(table, chosen, self, step=step, reference=as_choice(self.start), budget=None)
 
 
 def _unit(values: Sequence[float] | np.ndarray) -> np.ndarray:

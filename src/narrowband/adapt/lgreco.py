@@ -108,7 +108,7 @@ class LGreCo(Policy):
         table = error_table(gradients, choices)
         chosen, budget = self._solved(table, [table.column(c) for c in aim or [str(self._usual)] * len(gradients)])
         reference = None if aim is not None else self._usual
-        return planned(table, chosen, policy=repr(self), step=step, reference=reference, budget=budget)
+        return planned(table, chosen, self, step=step, reference=reference, budget=budget)
 
     def state_dict(self) -> dict[str, object]:
         return self.reference.state_dict() if isinstance(self.reference, Policy) else {}

@@ -56,6 +56,7 @@ class Plan:
         reference: the spec whose error was the budget; None where there was none.
         budget: what errors were allowed to add up to; None where there was none.
         reference_nbytes: what the reference would send; None where there is none.
+        model: what the model has that the layers belong to: its feedback or method is theirs, where they name none.
 
     Example:
         >>> plan = Plan.load("plan.json")
@@ -68,6 +69,7 @@ class Plan:
     reference: str | None = None
     budget: float | None = None
     reference_nbytes: float | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -76,6 +78,8 @@ class Plan:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"the plan has these layers twice: {', '.join(twice)}")
+        if self.model is not None:
+            compression(self.model)
         for layer in self.layers:
             try:
                 compression(layer.spec)
@@ -99,7 +103,9 @@ class Plan:
 
     @property
     def usual(self) -> str:
-        """The spec that most layers have, or one that has feedback if any does."""
+        """What the model has; if the plan does not say, the spec of most layers, of those with feedback if any has."""
+        if self.model is not None:
+            return self.model
         specs = [layer.spec for layer in self.layers]
         stateful = [spec for spec in specs if compression(spec).feedback is not None]
         return max(stateful or specs, key=(stateful or specs).count)

@@ -171,15 +171,23 @@ class HardThreshold(Policy):
         return Plan(tuple(layers), repr(self), step)
 
 
-def planned(table: ErrorTable, chosen: Sequence[int], *, policy: str, step: int, reference: Compression | None,
-            budget: float | None) -> Plan:  # fmt: skip
+def planned(
+    table: ErrorTable,
+    chosen: Sequence[int],
+    policy: Policy,
+    *,
+    step: int,
+    reference: Compression | None,
+    budget: float | None,
+) -> Plan:
     """The plan that takes these columns of a table."""
     layers = tuple(
         LayerPlan(name, shape, str(table.choices[at]), float(table.sizes[row, at]), float(table.errors[row, at]))
         for row, (name, shape, at) in enumerate(zip(table.layers, table.shapes, chosen, strict=True))
     )
     uniform = None if reference is None else math.fsum(table.sizes[:, table.column(reference)])
-    return Plan(layers, policy, step, None if reference is None else str(reference), budget, uniform)
+    said = None if reference is None else str(reference)
+    return Plan(layers, repr(policy), step, said, budget, uniform, str(policy.start))
 
 
 def as_choice(chosen: Compression) -> Compression:

@@ -108,7 +108,7 @@ class Chooser:
             plan = self.policy.decide(gradients, step=step)
             plan.check(self._layers.shapes)
             return plan.to_json().encode()
-        except Exception:
+        except Exception:  # a policy may be anybody's, and whatever it raises must not leave the others waiting
             log.exception("step %d: deciding failed", step)
             return b""
 

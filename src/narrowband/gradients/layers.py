@@ -252,11 +252,15 @@ class Layers:
             ValueError: it cannot have that.
         """
         layer = compression(spec)
+        if layer == self.usual:
+            return layer
         if self._collective != "auto":
             if isinstance(layer.feedback, PowerSGD):
                 raise ValueError(f"{name!r} cannot have {str(layer)!r} with collective={self._collective!r}")
             check(layer.codec, self._collective)
         if self.method is not None:
+            if layer.feedback == self.usual.feedback:  # as :meth:`has` gave it
+                return layer
             return Compression(like(self.usual, layer, name), self.usual.feedback)
         if self.state is None:
             if layer.feedback is not None:

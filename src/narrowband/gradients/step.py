@@ -63,7 +63,7 @@ class Step:
         self._open_jobs = 0
         self._undecided_jobs = 0  # those that may still show that the step does not count
         self._encoded_finite = True
-        self._flagged = handle.layers.stateful and compressing and handle.layers.decided_early
+        self._flagged = False  # whether what is small also says whether all that was encoded is finite
         self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
         self._gathering: LowRankReduce | None = None  # what has not enough to send yet
@@ -91,6 +91,7 @@ class Step:
             begin = time.perf_counter()
             handle._begin_step()
             self._stats.decide_s = time.perf_counter() - begin
+            self._flagged = handle.layers.stateful and self.compressing and handle.layers.decided_early
         self._results.append((future, buffer))
         method = handle.layers.method
         if method is not None and math.isfinite(method.clip):

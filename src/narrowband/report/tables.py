@@ -54,8 +54,8 @@ def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
 def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench adapt``."""
     table = _table(
-        "Plans at the error of a reference for all layers",
-        *("reference", "uniform", "plan", "× fewer", "tables", "program", "of an epoch"),
+        "Plans at the error of a reference for all layers; a decision as a share of an epoch",
+        *("reference", "uniform", "plan", "× less", "tables", "solve", "epoch"),
     )
     for row in rows:
         table.add_row(
