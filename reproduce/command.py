@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,7 +121,7 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
     if not seeds:
         raise ValueError("no seed: give at least one, as in --seeds 0")
     if options.quick:
-        return [_quick(replace(r.row, seed=seeds[0])) for r in recipes[:_QUICK_ROWS]]
+        return [_quick(row) for row in _once(replace(r.row, seed=seeds[0]) for r in recipes)[:_QUICK_ROWS]]
     rows = []
     for turn, task in itertools.product(sorted({r.turn for r in recipes}), dict.fromkeys(r.row.task for r in recipes)):
         own = [r for r in recipes if (r.turn, r.row.task) == (turn, task)]
@@ -129,7 +129,15 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
             rows += [
                 replace(r.row, seed=seed) for r in own if seed in (options.ablation_seeds if r.ablation else seeds)
             ]
-    return rows if options.epochs is None else [_with_epochs(row, options.epochs) for row in rows]
+    return rows if options.epochs is None else [_with_epochs(row, options.epochs) for row in _once(rows)]
+
+
+def _once(rows: Iterable[Row]) -> list[Row]:
+    """The first of those that differ in their length alone."""
+    found: dict[tuple[str, str, int], Row] = {}
+    for row in rows:
+        found.setdefault((row.task, row.name, row.seed), row)
+    return list(found.values())
 
 
 def _with_epochs(row: Row, epochs: int) -> Row:

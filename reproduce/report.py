@@ -39,7 +39,7 @@ class Group:
         scores: of the last epoch; None where a row diverged.
         mean: of the scores; None if one diverged.
         std: the sample's standard deviation; None for fewer than two.
-        against_dense: the mean's difference from the dense rows' of the same task; None without those.
+        against_dense: the mean's difference from the dense rows' of the same task and epochs; None without those.
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
@@ -95,19 +95,19 @@ class Claim:
 
 
 def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
-    """Rows put together by task and name, in order of appearance; rows are what :func:`reproduce.training.run` returns.
+    """Rows put together by task, epochs and name, in order of appearance; :func:`reproduce.training.run` returns them.
 
     Example:
         >>> [group.name for group in groups(rows)]
         ['dense', 'dgc']
     """
-    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    together: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
-        together.setdefault((row["task"], row["name"]), []).append(row)
+        together.setdefault((row["task"], row["epochs"], row["name"]), []).append(row)
     means = {place: _mean([row["score"] for row in own]) for place, own in together.items()}
     found = []
-    for (task, name), own in together.items():
-        first, mean, dense = own[0], means[task, name], means.get((task, DENSE))
+    for (task, epochs, name), own in together.items():
+        first, mean, dense = own[0], means[task, epochs, name], means.get((task, epochs, DENSE))
         scores = tuple(row["score"] for row in own)
         found.append(
             Group(
@@ -116,7 +116,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 spec=first["spec"],
                 metric=first["metric"],
                 higher_is_better=first["higher_is_better"],
-                epochs=first["epochs"],
+                epochs=epochs,
                 nodes=first["nodes"],
                 parameters=first["parameters"],
                 seeds=tuple(row["seed"] for row in own),
@@ -140,9 +140,10 @@ def _mean(scores: list[float | None]) -> float | None:
     return statistics.mean(there) if len(there) == len(scores) else None
 
 
-def named(found: Sequence[Group], task: str, name: str) -> Group | None:
-    """The group of that task and name, if its rows were trained."""
-    return next((group for group in found if (group.task, group.name) == (task, name)), None)
+def named(found: Sequence[Group], task: str, name: str, epochs: int | None = None) -> Group | None:
+    """The group of that task and name, if its rows were trained; of several, that of most epochs."""
+    own = [group for group in found if (group.task, group.name) == (task, name) and epochs in (None, group.epochs)]
+    return max(own, key=lambda group: group.epochs, default=None)
 
 
 def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool) -> Claim:
@@ -151,10 +152,11 @@ def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, withi
     Args:
         within: in units of the metric, or, with ``relative``, as a share of the dense row's.
     """
-    own, dense = named(found, task, name), named(found, task, DENSE)
+    own = named(found, task, name)
+    dense = None if own is None else named(found, task, DENSE, own.epochs)
     if own is None or dense is None:
         return Claim(text, None, f"needs the rows {DENSE} and {name} of task {task}")
-    figures = f"{name} {own.score()}, {DENSE} {dense.score()} ({own.metric})"
+    figures = f"{name} {own.score()}, {DENSE} {dense.score()} ({own.metric}, {_count(own.epochs, 'epoch')})"
     if own.mean is None or dense.mean is None:
         return Claim(text, False, figures)
     worse = dense.mean - own.mean if own.higher_is_better else own.mean - dense.mean
@@ -190,8 +192,8 @@ _LEGEND = (
 
 
 def _per_task(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
-    for task in dict.fromkeys(group.task for group in found):
-        yield task, [group for group in found if group.task == task]
+    for task, epochs in dict.fromkeys((group.task, group.epochs) for group in found):
+        yield task, [group for group in found if (group.task, group.epochs) == (task, epochs)]
 
 
 def _caption(title: str, own: Sequence[Group]) -> str:
@@ -208,7 +210,7 @@ def _count(number: int, what: str) -> str:
 
 
 def table(found: Sequence[Group], titles: dict[str, str]) -> Iterator[Table]:
-    """A table per task, for the terminal."""
+    """A table per task and number of epochs, for the terminal."""
     for task, own in _per_task(found):
         drawn = Table(
             title=escape(_caption(titles[task], own)),

@@ -22,6 +22,8 @@ def test_what_claims_are_about_is_trained_first():
     rows = names(chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), seeds=(0, 1), ablation_seeds=(1,))))
     assert rows[:4] == [("cifar", "dense", 0), ("cifar", "dgc", 0), ("cifar", "dense", 1), ("cifar", "dgc", 1)]
     assert {(name, seed) for _, name, seed in rows[4:]} == {
+        ("dense", 1),
+        ("dgc", 1),
         ("plain", 1),
         ("no correction", 1),
         ("no masking", 1),
@@ -32,7 +34,7 @@ def test_what_claims_are_about_is_trained_first():
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.module)
 def test_every_row_can_be_set_up(experiment):
     rows = chosen(experiment, Options())
-    assert len(set(names(rows))) == len(rows)
+    assert len({(*name, row.epochs) for name, row in zip(names(rows), rows, strict=True)}) == len(rows)
     for row in rows:
         nb.compression(resolved(row, steps=100))
         assert row.epochs > 1
@@ -43,6 +45,8 @@ def test_options_select_rows_and_set_epochs():
     rows = chosen(dgc.EXPERIMENT, Options(tasks=("lstm",), rows=("dgc",), seeds=(4,), epochs=1))
     assert names(rows) == [("lstm", "dgc", 4)]
     assert (rows[0].epochs, rows[0].warmup_epochs) == (1, 0)  # bytes are those after warm-up
+    of_one_length = names(chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), epochs=2)))
+    assert len(set(of_one_length)) == len(of_one_length) == 6
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.module)

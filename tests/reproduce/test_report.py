@@ -46,6 +46,16 @@ def test_a_group_is_the_mean_and_the_spread_over_seeds():
     assert (sparse.mean, sparse.against_dense) == (72.0, -10.0)
 
 
+def test_runs_of_different_length_are_not_compared():
+    rows = [row("dense", 82.0, epochs=30), row("dgc", 81.8, epochs=30), row("dense", 78.0), row("dgc", 77.0)]
+    found = groups(rows)
+    assert [group.against_dense for group in found] == pytest.approx([0.0, -0.2, 0.0, -1.0])
+    kept = as_good_as(found, "cifar", "dgc", "kept", within=0.5, relative=False)
+    assert kept.held
+    assert "30 epochs" in kept.figures
+    assert len(list(table(found, dgc.EXPERIMENT.titles))) == 2
+
+
 def test_one_seed_has_no_spread_and_a_diverged_one_no_mean():
     single, broken = groups([row("dense", 80.0), row("plain", None), row("plain", 70.0, 1)])
     assert (single.std, single.score()) == (None, "80.00")
