@@ -194,6 +194,38 @@ class TopK(Codec):
                 out.copy_(target)
         return out
 
+    def places(self, payload: Tensor, shape: Shape) -> Tensor:
+        """The indices that a payload names: int32, ascending, into the flat tensor.
+
+        Raises:
+            PayloadError: it is none of a tensor of this shape.
+        """
+        self._check_length(payload, shape, torch.float32)
+        return self._read(payload, shape, numel_of(shape))[0]
+
+    def values_nbytes(self, k: int) -> int:
+        """Bytes of k values without indices."""
+        return self._values_nbytes(k)
+
+    def pack_values(self, values: Tensor, places: Tensor) -> Tensor:
+        """A payload of values alone, for a receiver that knows their places.
+
+        Args:
+            values: float32 (k,).
+            places: int32 (k,), ascending; of one that occurs again, the first value counts.
+        """
+        if places.numel() > 1:  # sampled selection fills up with the last place
+            again = torch.cat([places.new_zeros(1, dtype=torch.bool), places[1:] == places[:-1]])
+            values = values.masked_fill(again, 0.0)
+        out = torch.empty(self._values_nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        if out.numel():
+            self._write_values(values, out)
+        return out
+
+    def unpack_values(self, payload: Tensor, k: int) -> Tensor:
+        """The k values of such a payload, float32."""
+        return self._read_values(payload, k) if k else payload.new_empty(0, dtype=torch.float32)
+
     def encode_compensated(
         self,
         x: Tensor,
@@ -232,7 +264,9 @@ class TopK(Codec):
         else:
             at, values = _padded(at, values, k, n)
             _write_indices(at, n, self.indices, out[cut:])
-        head = out[:cut]
+        self._write_values(values, out[:cut])
+
+    def _write_values(self, values: Tensor, head: Tensor) -> None:
         if self.values == "fp32":
             head.view(torch.float32).copy_(values)
         elif self.values == "int8":
