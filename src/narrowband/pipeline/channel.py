@@ -51,6 +51,10 @@ class At(NamedTuple):
     microbatch: int
 
 
+#: Evaluation draws the same numbers every time.
+_EVALUATION = At(0, 0)
+
+
 @dataclass
 class ChannelStats:
     """What a channel carried so far.
@@ -225,6 +229,8 @@ class Channel:
         x = x.detach().contiguous()
         if training:
             self._in_order(at)
+        else:
+            at = _EVALUATION
         flat = arrived if arrived is None or arrived.is_contiguous() else torch.empty_like(x)
         payload = self._pack(x, at, samples, training, flat)
         if arrived is not None and flat is not arrived:
@@ -313,6 +319,8 @@ class Channel:
         """
         if training:
             self._in_order(at)
+        else:
+            at = _EVALUATION
         self.stats.messages += 1
         self.stats.raw_bytes += out.numel() * out.element_size()
         self.stats.sent_bytes += payload.numel()

@@ -184,6 +184,9 @@ class CompressedStage(PipelineStage):
         """A new step begins."""
         super().clear_runtime_states()
         self._arriving.clear()
+        if not self._met:
+            self._met = True
+            self._meet()
         if not self.has_backward:
             return
         sides = [side for side in (self._before, self._behind) if side is not None]
@@ -205,9 +208,6 @@ class CompressedStage(PipelineStage):
                 "PipelineStage"
             )
         self._microbatches = num_microbatches
-        if not self._met:
-            self._met = True
-            self._meet()
         return result
 
     # ---- sending and receiving ---------------------------------------------------------------------------------------
