@@ -149,14 +149,15 @@ class TopK(Codec):
         check_keys(self)
         _check_density("topk", self.density)
 
-    def _rows(self, shape: Shape) -> int:
+    def rows(self, shape: Shape) -> int:
+        """How many parts of a tensor of this shape are selected from, each by itself and as much."""
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
             return 1
         return shape[0]
 
     def kept(self, shape: Shape) -> int:
         """How many elements of a tensor of this shape are kept."""
-        rows = self._rows(shape)
+        rows = self.rows(shape)
         return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
     def _values_nbytes(self, k: int) -> int:
@@ -169,15 +170,25 @@ class TopK(Codec):
         return self._values_nbytes(_entries(k, n, self.indices)) + aligned(_index_nbytes(k, n, self.indices))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        rows, sampled = self._rows(shape), self.select == "sampled"
+        at = self.largest(x, shape, self.kept(shape) // self.rows(shape), seed=seed)
+        self._write(at, x.index_select(0, at), shape, out)
+
+    def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
+        """The indices (int32, ascending, into the flat tensor) of the k elements of largest magnitude in each row.
+
+        Args:
+            x: flat contiguous float32, not empty.
+            shape: that of the tensor, which says what its :meth:`rows` are.
+            k: how many of each; ``select="sampled"`` may find less.
+            seed: of the sample.
+        """
+        rows, sampled = self.rows(shape), self.select == "sampled"
         width = x.numel() // rows
-        k = kept(self.density, width)
         parts = [
             kernels.select_topk(x[r * width : (r + 1) * width], k, sampled=sampled, seed=seed + r).add_(r * width)
             for r in range(rows)
         ]
-        at = torch.cat(parts) if rows > 1 else parts[0]
-        self._write(at, x.index_select(0, at), shape, out)
+        return torch.cat(parts) if rows > 1 else parts[0]
 
     def pack(self, indices: Tensor, values: Tensor, *, shape: Shape, out: Tensor | None = None) -> Tensor:
         """The payload of a tensor of this shape that is zero but for these elements.
@@ -236,7 +247,7 @@ class TopK(Codec):
         out: Tensor | None = None,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        if self._rows(shape) != 1 or not x.numel():
+        if self.rows(shape) != 1 or not x.numel():
             return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
         out, target = self._target(out, shape, x.dtype, x.device)
         k, sampled = self.kept(shape), self.select == "sampled"

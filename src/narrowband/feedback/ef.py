@@ -63,9 +63,25 @@ class ErrorFeedback(Feedback):
             )
         if absorb and not self.can_roll_back(x):
             raise ValueError(f"what {x.dtype} loses can be absorbed only when the step is decided")
-        if x.dtype == torch.float32:
-            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=absorb)
-        return codec.encode_compensated(x.float(), residual.clone(), shape=shape, seed=seed, out=out)
+        if x.dtype != torch.float32:
+            x, residual = x.float(), residual.clone()
+        return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=absorb)
+
+    def _encode(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        codec: Codec,
+        *,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None,
+        subtract: bool,
+    ) -> tuple[bool, Tensor]:
+        """``(x, residual) ← (residual, residual + x)``, and a payload of that sum: see
+        :meth:`~narrowband.codecs.Codec.encode_compensated`.
+        """
+        return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
 
     def absorb(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
