@@ -65,6 +65,10 @@ class EF21(Feedback):
         """
         return self._told.get(key)
 
+    def held(self, key: str) -> Tensor | None:
+        """What this receiver has ever been told under ``key`` (h, flat float32), or None if nothing ever arrived."""
+        return self._shared.get(key)
+
     # ---- the sender --------------------------------------------------------------------------------------------------
 
     def encode(

@@ -38,13 +38,16 @@ def channel_pair(
     *,
     boundary: int,
     tensor: int,
+    end: str,
     seed: int,
     warmup_steps: int,
 ) -> tuple[Channel, Channel]:
-    """The channels of the n-th tensor over a boundary: for the activation and for its gradient."""
+    """The channels of the n-th tensor over a boundary, for the activation and for its gradient, at one of its ends."""
     index = (boundary * _MOST_TENSORS + tensor) * 2
-    there = Channel(forward, seed=seed, index=index, warmup_steps=warmup_steps)
-    return there, Channel(backward, seed=seed, index=index + 1, warmup_steps=warmup_steps, forward=there)
+    names = (f"{way}-{boundary}-{tensor}-{end}" for way in ("forward", "backward"))
+    there = Channel(forward, seed=seed, index=index, name=next(names), warmup_steps=warmup_steps)
+    back = Channel(backward, seed=seed, index=index + 1, name=next(names), warmup_steps=warmup_steps, forward=there)
+    return there, back
 
 
 class Boundary(nn.Module):
@@ -95,7 +98,7 @@ class Boundary(nn.Module):
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches} must be at least 1")
         self._specs = forward, backward
-        self._config = {"boundary": index, "seed": seed, "warmup_steps": warmup_steps}
+        self._config: dict[str, Any] = {"boundary": index, "end": "both", "seed": seed, "warmup_steps": warmup_steps}
         self._microbatches = microbatches
         self._passes = 0
         self._in_eval = True

@@ -88,6 +88,7 @@ class Channel:
             ``reuse=forward`` among the keys of ``topk``, the elements that the other direction chose.
         seed: of stochastic rounding and sampling; the same on both ends.
         index: tells the channels of a model apart.
+        name: tells the ends on a machine apart that keep their buffers in one folder.
         warmup_steps: so many steps are uncompressed at first.
         forward: the channel of the other direction, whose indices ``reuse=forward`` takes.
 
@@ -107,6 +108,7 @@ class Channel:
         *,
         seed: int = 0,
         index: int = 0,
+        name: str = "",
         warmup_steps: int = 0,
         forward: Channel | None = None,
     ) -> None:
@@ -118,6 +120,7 @@ class Channel:
         self.state = chosen.new_feedback()
         self.stats = ChannelStats()
         self._seed = seed * 0x9E3779B97F4A7C15 + index * 0xD6E8FEB86659FD93
+        self._name = name
         self._warmup_steps = warmup_steps
         self._last = At(-1, -1)
         self._forward = forward if self.reuses else None
@@ -190,7 +193,7 @@ class Channel:
         if training and self.warming_up(at):
             return _PLAIN.payload_nbytes(shape, dtype)
         if isinstance(self.state, AQSGD) and training:
-            return self.state.payload_nbytes("", self.codec, shape, dtype, _known(samples))
+            return self.state.payload_nbytes(self._name, self.codec, shape, dtype, _known(samples))
         if self._forward is not None:
             assert isinstance(self.codec, TopK)
             return self.codec.values_nbytes(self._forward.kept(shape))
@@ -244,14 +247,14 @@ class Channel:
         state, codec, seed = self.state, self.codec, self._seed_of(at)
         if training and self.warming_up(at):
             if isinstance(state, AQSGD):
-                state.fill("", x, _known(samples))
+                state.fill(self._name, x, _known(samples))
             if arrived is not None:
                 arrived.copy_(x)
             return _PLAIN.encode(x)
         if self._forward is not None:
             return self._pack_at(x, self._forward.take_places(at, tuple(x.shape)), arrived)
         if isinstance(state, AQSGD) and training:
-            return state.pack("", x, codec, samples=_known(samples), seed=seed, arrived=arrived)
+            return state.pack(self._name, x, codec, samples=_known(samples), seed=seed, arrived=arrived)
         if isinstance(state, Feedback):
             return self._pack_compensated(state, x, at, training, arrived)
         payload = codec.encode(x, seed=seed)
@@ -334,12 +337,12 @@ class Channel:
         if training and self.warming_up(at):
             _PLAIN.decode(payload, out)
             if isinstance(state, AQSGD):
-                state.fill("", out, _known(samples))
+                state.fill(self._name, out, _known(samples))
             return out
         if self._forward is not None:
             return self._unpack_at(payload, self._forward.take_places(at, tuple(out.shape)), out)
         if isinstance(state, AQSGD) and training:
-            return state.unpack("", payload, out, codec, samples=_known(samples), seed=seed)
+            return state.unpack(self._name, payload, out, codec, samples=_known(samples), seed=seed)
         if isinstance(state, EF21) and training:
             change = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
             codec.decode(payload, change, seed=seed)
@@ -388,12 +391,12 @@ class Channel:
 
     def held(self) -> Tensor | None:
         """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
-        return self.state.held("") if isinstance(self.state, AQSGD) else None
+        return self.state.held(self._name) if isinstance(self.state, AQSGD) else None
 
     def keep_only(self, samples: Tensor) -> None:
         """Forget all other samples: they travel in full precision again."""
         assert isinstance(self.state, AQSGD)
-        self.state.keep_only("", samples)
+        self.state.keep_only(self._name, samples)
 
     def _in_order(self, at: At) -> None:
         if self.state is not None and at <= self._last:

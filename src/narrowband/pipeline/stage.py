@@ -41,16 +41,17 @@ class _Arriving(NamedTuple):
 class _Side:
     """The channels of one boundary, as one of its two stages has them."""
 
-    def __init__(self, forward: Any, backward: Any, boundary: int, seed: int, warmup_steps: int) -> None:
+    def __init__(self, forward: Any, backward: Any, end: str, boundary: int, seed: int, warmup_steps: int) -> None:
         self._specs = forward, backward
         self._config = {"boundary": boundary, "seed": seed, "warmup_steps": warmup_steps}
+        self._end = end
         self._pairs: list[tuple[Channel, Channel]] = []
         self.pair(0)  # made at once, because a wrong spec should be heard of at once
 
     def pair(self, tensor: int) -> tuple[Channel, Channel]:
         """(of activations, of gradients)."""
         while len(self._pairs) <= tensor:
-            self._pairs.append(channel_pair(*self._specs, tensor=len(self._pairs), **self._config))
+            self._pairs.append(channel_pair(*self._specs, tensor=len(self._pairs), end=self._end, **self._config))
         return self._pairs[tensor]
 
     @property
@@ -131,9 +132,11 @@ class CompressedStage(PipelineStage):
         #: Those before and behind this stage.
         self._before = self._behind = None
         if stage_index > 0:
-            self._before = _Side(there[stage_index - 1], back[stage_index - 1], stage_index - 1, seed, warmup_steps)
+            self._before = _Side(
+                there[stage_index - 1], back[stage_index - 1], "behind", stage_index - 1, seed, warmup_steps
+            )
         if stage_index < num_stages - 1:
-            self._behind = _Side(there[stage_index], back[stage_index], stage_index, seed, warmup_steps)
+            self._behind = _Side(there[stage_index], back[stage_index], "before", stage_index, seed, warmup_steps)
         self._in_eval = compress_in_eval
         self._step = -1
         self._microbatches = 1
