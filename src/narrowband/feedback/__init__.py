@@ -1,28 +1,36 @@
 """What compression lost, kept for later.
 
-``ef`` stands behind a codec, after a ``+``. ``dgc`` and ``powersgd`` are methods, which bring their codec along.
+``ef`` and ``aq-sgd`` stand behind a codec, after a ``+``. ``dgc`` and ``powersgd`` are methods, which bring their codec
+along.
 
 A feedback holds state per key (a parameter's name). For each tensor and step it is called twice:
 :meth:`Feedback.encode` when the tensor is to be sent, then, when the step is known to be good on every rank,
 :meth:`Feedback.absorb` with the payload that went out, or else :meth:`Feedback.rollback`, which leaves the state as it
 was, to the bit.
+
+``aq-sgd`` and ``powersgd`` are no feedbacks in that sense. The first is for activations between the stages of a
+pipeline: it keeps rows per sample (:class:`SampleStore`), and no gradient belongs to a sample.
 """
 
 from __future__ import annotations
 
+from narrowband.feedback.aqsgd import AQSGD
 from narrowband.feedback.base import Feedback, State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 from narrowband.feedback.powersgd import PowerSGD
 from narrowband.feedback.spec import Compression, Method, available, compression, methods
+from narrowband.feedback.store import SampleStore
 
 __all__ = [
+    "AQSGD",
     "DGC",
     "Compression",
     "ErrorFeedback",
     "Feedback",
     "Method",
     "PowerSGD",
+    "SampleStore",
     "State",
     "available",
     "compression",

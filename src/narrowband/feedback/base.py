@@ -46,7 +46,7 @@ class State(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Key → state, plain tensors (not copies)."""
+        """Key → state, plain tensors (not copies), or dictionaries of tensors, numbers and words."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
-from narrowband.feedback.base import Feedback, State
+from narrowband.feedback.aqsgd import AQSGD, check_codec
+from narrowband.feedback.base import State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 from narrowband.feedback.powersgd import PowerSGD
@@ -21,11 +22,11 @@ __all__ = ["Compression", "Method", "available", "compression", "methods"]
 #: What names its codec itself.
 Method: TypeAlias = DGC | PowerSGD
 
-_FEEDBACKS: tuple[type[Feedback], ...] = (ErrorFeedback,)
+_FEEDBACKS: tuple[type[State], ...] = (ErrorFeedback, AQSGD)
 _METHODS: tuple[type[Method], ...] = (DGC, PowerSGD)
 
 
-def available() -> dict[str, type[Feedback]]:
+def available() -> dict[str, type[State]]:
     """Every feedback by its name behind the ``+`` of a spec string."""
     return {kind.name: kind for kind in _FEEDBACKS}
 
@@ -41,6 +42,10 @@ class Compression:
 
     codec: Codec
     feedback: State | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.feedback, AQSGD):
+            check_codec(self.codec)
 
     def new_feedback(self) -> State | None:
         """A feedback of this configuration, with no state yet."""
@@ -61,6 +66,7 @@ def compression(spec: str | Codec | Compression | Method) -> Compression:
 
     Raises:
         ValueError: unknown name or key, or a value out of range.
+        UnsupportedError: ``aq-sgd`` behind a codec whose payloads have no fixed size.
 
     Example:
         >>> nb.compression("topk:density=0.01+ef").codec

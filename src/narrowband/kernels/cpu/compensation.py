@@ -240,8 +240,8 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
 @loop
 def _difference_range(x, base, out, out_bits, limit, first, last):
     fine = True
-    for begin in range(first, last, 4096):
-        m = min(4096, last - begin)
+    for begin in range(first, last, 1024):
+        m = min(1024, last - begin)
         for j in range(m):
             out[At(begin + j)] = F32(x[At(begin + j)] - base[At(begin + j)])
         fine &= max_magnitude(out_bits, begin, m) < limit
