@@ -147,7 +147,8 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
 
 def _step(parts: list[dict[str, Any]]) -> float:
     """Seconds of a step: of the slowest rank, median over steps."""
-    return statistics.median(max(times) for times in zip(*(part["step_s"] for part in parts), strict=True))
+    slowest: list[float] = [max(times) for times in zip(*(part["step_s"] for part in parts), strict=True)]
+    return statistics.median(slowest)
 
 
 def _merged(config: Config, parts: list[dict[str, Any]], compute_s: float) -> dict[str, Any]:
@@ -208,7 +209,8 @@ def parts_of(model: GPT, stages: int) -> list[nn.Module]:
     number, rest = divmod(len(model.blocks), stages)
     if rest or stages < 2:
         raise ValueError(f"{len(model.blocks)} blocks cannot be shared evenly by {stages} stages")
-    blocks = [model.blocks[at * number : (at + 1) * number] for at in range(stages)]
+    all_blocks = list(model.blocks)
+    blocks = [nn.Sequential(*all_blocks[at * number : (at + 1) * number]) for at in range(stages)]
     return [_First(model, blocks[0]), *blocks[1:-1], _Last(model, blocks[-1])]
 
 

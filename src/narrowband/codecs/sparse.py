@@ -296,6 +296,10 @@ class TopK(Codec):
             return head.view(torch.float16)[:k].float()
         return head.view(torch.float32)
 
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        k, cut = _layout(self, dims(shape))
+        return kernels.all_finite(self._read_values(payload[:cut], _entries(k, numel_of(shape), self.indices)))
+
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
@@ -399,6 +403,9 @@ class Threshold(Codec):
         if size != expected:
             raise PayloadError(f"a payload of {self} with {count} of {n} elements cannot have {size} bytes")
 
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        return kernels.all_finite(payload[4 : 4 + 4 * self._count(payload)].view(torch.float32))
+
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
@@ -447,6 +454,9 @@ class RandomK(Codec):
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         torch.index_select(x, 0, self._places(x.numel(), seed, x.device), out=out.view(torch.float32))
+
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        return kernels.all_finite(payload.view(torch.float32))
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool

@@ -424,7 +424,7 @@ class _Chunked(Codec):
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
         numel = numel_of(shape)
         pieces = zip(self.cut(numel), _spans(self.sizes(numel)), strict=True)
-        return all(self.codec._is_finite(payload[span], cut.stop - cut.start) for cut, span in pieces)
+        return all(self.codec.is_finite(payload[span], cut.stop - cut.start) for cut, span in pieces)
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         for j, (cut, span) in enumerate(zip(self.cut(x.numel()), _spans(self.sizes(x.numel())), strict=True)):

@@ -32,6 +32,9 @@ class State(ABC):
     #: are, and :meth:`Feedback.arrived` makes of them what is delivered.
     incremental: ClassVar[bool] = False
 
+    def check(self, codec: Codec) -> None:  # noqa: B027  most take any codec
+        """Raise :class:`~narrowband.errors.UnsupportedError` where this feedback cannot stand behind a codec."""
+
     @abstractmethod
     def owed(self, key: str) -> Tensor | None:
         """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
@@ -50,7 +53,7 @@ class State(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Key → state, plain tensors (not copies)."""
+        """Key → state, plain tensors (not copies), or dictionaries of tensors, numbers and words."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
@@ -70,9 +73,6 @@ class State(ABC):
 
 class Feedback(State):
     """State per key between the gradient and the codec, changed only by steps that are good on every rank."""
-
-    def check(self, codec: Codec) -> None:
-        """Raise :class:`~narrowband.errors.UnsupportedError` where this feedback cannot stand behind a codec."""
 
     @abstractmethod
     def encode(

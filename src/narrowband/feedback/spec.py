@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
-from narrowband.feedback.base import Feedback, State
+from narrowband.feedback.aqsgd import AQSGD
+from narrowband.feedback.base import State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 from narrowband.feedback.ef21 import EF21
@@ -23,11 +24,11 @@ __all__ = ["Compression", "Method", "available", "compression", "methods"]
 #: What names its codec itself.
 Method: TypeAlias = DGC | PowerSGD
 
-_FEEDBACKS: tuple[type[Feedback], ...] = (ErrorFeedback, MixedFeedback, EF21)
+_FEEDBACKS: tuple[type[State], ...] = (ErrorFeedback, MixedFeedback, EF21, AQSGD)
 _METHODS: tuple[type[Method], ...] = (DGC, PowerSGD)
 
 
-def available() -> dict[str, type[Feedback]]:
+def available() -> dict[str, type[State]]:
     """Every feedback by its name behind the ``+`` of a spec string."""
     return {kind.name: kind for kind in _FEEDBACKS}
 
@@ -49,7 +50,7 @@ class Compression:
     feedback: State | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.feedback, Feedback):
+        if self.feedback is not None:
             self.feedback.check(self.codec)
 
     def new_feedback(self) -> State | None:

@@ -39,9 +39,9 @@ from narrowband.codecs import Codec, Identity
 from narrowband.collectives import COLLECTIVES, Engine, Item, LowRankReduce, Peers, Worker
 from narrowband.collectives.exchange import all_gather_single, check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
+from narrowband.feedback import DGC, Compression, Feedback, PowerSGD
 from narrowband.gradients.chooser import Chooser
-from narrowband.gradients.layers import Layers
+from narrowband.gradients.layers import Layers, for_gradients
 from narrowband.gradients.optim import check_momentum
 from narrowband.gradients.stats import Stats, StepStats
 from narrowband.gradients.step import Step
@@ -127,9 +127,9 @@ def compress_gradients(
         )
     policy, plan = spec if isinstance(spec, Policy) else None, spec if isinstance(spec, Plan) else None
     if policy is not None:
-        chosen, start_step = policy.start, max(start_step, policy.warmup)
+        chosen, start_step = for_gradients(policy.start), max(start_step, policy.warmup)
     else:
-        chosen = compression(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
+        chosen = for_gradients(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
     if min_numel < 0 or start_step < 0:
         raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
     together = small != "dense"

@@ -18,6 +18,7 @@ from narrowband.collectives import allreduce_nbytes, choose
 from narrowband.collectives.exchange import Collective, check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import (
+    AQSGD,
     DGC,
     Compression,
     ErrorFeedback,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from narrowband.feedback import Method
 
-__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Way"]
+__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Way", "for_gradients"]
 
 log = logging.getLogger(__name__)
 
@@ -268,8 +269,9 @@ class Layers:
 
         Raises:
             ValueError: it cannot have that.
+            UnsupportedError: no gradient can.
         """
-        layer = compression(spec)
+        layer = for_gradients(spec)
         if layer == self.usual:
             return layer
         if self._collective != "auto":
@@ -453,13 +455,28 @@ class Layers:
                 )
 
 
+def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
+    """What a spec names, if gradients can be compressed with it.
+
+    Raises:
+        UnsupportedError: it is for something else.
+    """
+    chosen = compression(spec)
+    if isinstance(chosen.feedback, AQSGD):
+        raise UnsupportedError(
+            f"{str(chosen)!r} cannot compress gradients: aq-sgd keeps buffers per sample, and gradients are sums over "
+            "samples; it is for activations between pipeline stages. Use a codec with '+ef' here"
+        )
+    return chosen
+
+
 def like(chosen: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
     """What part of a model may have where the whole model has ``chosen``: another codec of that kind.
 
     Raises:
         ValueError: a spec of another kind.
     """
-    layer = compression(spec)
+    layer = for_gradients(spec)
     same_codec = type(layer.codec) is type(chosen.codec)
     same_feedback = layer.feedback is None or type(layer.feedback) is type(chosen.feedback)
     if isinstance(layer.feedback, DGC):

@@ -6,7 +6,7 @@ same seeds; :class:`~narrowband.pipeline.CompressedStage` trains to the same los
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -123,10 +123,9 @@ class Boundary(nn.Module):
             return tensors[0] if len(tensors) == 1 else tensors
         while len(self._channels) < len(tensors):
             self._channels.append(self._pair(len(self._channels)))
+        cross: Any = _Cross.apply
         out = tuple(
-            cast("Tensor", _Cross.apply(x, self._channels[number], self.training, samples, at))
-            if compressible(x)
-            else x
+            cross(x, self._channels[number], self.training, samples, at) if compressible(x) else x
             for number, x in enumerate(tensors)
         )
         return out[0] if len(out) == 1 else out
@@ -178,7 +177,7 @@ class _Cross(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         arrived = torch.empty_like(gradient)
         ctx.back.pack(gradient, ctx.at, arrived=arrived, **ctx.config)

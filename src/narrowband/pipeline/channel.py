@@ -236,7 +236,7 @@ class Channel:
             at = _EVALUATION
         flat = arrived if arrived is None or arrived.is_contiguous() else torch.empty_like(x)
         payload = self._pack(x, at, samples, training, flat)
-        if arrived is not None and flat is not arrived:
+        if arrived is not None and flat is not None and flat is not arrived:
             arrived.copy_(flat)
         self.stats.messages += 1
         self.stats.raw_bytes += x.numel() * x.element_size()

@@ -43,7 +43,7 @@ class _Side:
 
     def __init__(self, forward: Any, backward: Any, end: str, boundary: int, seed: int, warmup_steps: int) -> None:
         self._specs = forward, backward
-        self._config = {"boundary": boundary, "seed": seed, "warmup_steps": warmup_steps}
+        self._config: dict[str, Any] = {"boundary": boundary, "seed": seed, "warmup_steps": warmup_steps}
         self._end = end
         self._pairs: list[tuple[Channel, Channel]] = []
         self.pair(0)  # made at once, because a wrong spec should be heard of at once

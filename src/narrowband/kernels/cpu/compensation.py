@@ -238,6 +238,23 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
 
 
 @loop
+def _difference_range(x, base, out, out_bits, limit, first, last):
+    fine = True
+    for begin in range(first, last, 1024):
+        m = min(1024, last - begin)
+        for j in range(m):
+            out[At(begin + j)] = F32(x[At(begin + j)] - base[At(begin + j)])
+        fine &= max_magnitude(out_bits, begin, m) < limit
+    return fine
+
+
+def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:
+    arrays = x.numpy(), base.numpy(), out.numpy()
+    bits, limit = arrays[2].view(np.int32), _bits_of(below)
+    return all(spread(bits.size, bits.size, lambda a, b: _difference_range(*arrays, bits, limit, a, b)))
+
+
+@loop
 def _zero_range(bits, first, last):
     for begin in range(first, last, 4096):  # noqa: SIM110
         if max_magnitude(bits, begin, min(4096, last - begin)) > 0:
