@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
@@ -25,8 +26,6 @@ from narrowband.feedback.base import Feedback, Norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
 
     from narrowband.codecs import Codec, Shape
 
