@@ -10,9 +10,9 @@ collective           what happens                                         bytes 
 ===================  ===================================================  =====================================
 
 Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the
-tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good.
-A trailer of four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no
-further collective.
+tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good,
+or what feedback makes of them (:meth:`~narrowband.feedback.Feedback.arrived`). A trailer of four bytes in every payload
+says whether its sender saw inf or NaN, so all ranks agree on that with no further collective.
 
 Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid
 out.
