@@ -92,7 +92,7 @@ class EF21(Feedback):
         change = x.sub_(g) if x.dtype == torch.float32 else x.float().sub_(g)
         finite = kernels.all_finite(change, below=TOO_LARGE)
         payload = codec.encode(change.view(dims(shape)), seed=seed, out=out)
-        return finite and codec._is_finite(payload, shape), payload
+        return finite and codec.is_finite(payload, shape), payload
 
     def absorb(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
