@@ -255,7 +255,8 @@ class Exchange(ABC):
             elif self.measure and good:
                 lost = item.x.float().clone()
                 before = squared_norm(lost)
-                self._codec(item).decode(payload, lost.view(dims(item.shape)), seed=seed, weight=-1.0, accumulate=True)
+                sent = torch.empty(dims(item.shape), dtype=item.dtype, device=lost.device)
+                lost.sub_(self._codec(item).decode(payload, sent, seed=seed).view(-1))
                 self.norms.append(Norms(before, squared_norm(lost)))
 
     def _absorb(self, item: Item, payload: Tensor) -> None:
