@@ -104,6 +104,16 @@ def test_a_float32_row_is_the_stored_one_and_stays_where_it_is(make, place):
     assert all((kept.row(sample) == sample).all() for sample in range(100, 400))
     kept.put(3, first)  # itself: nothing to copy
     assert (kept.row(3) == 2).all()
+    lent = kept.row(100, write=True).fill_(5)
+    kept.put(101, lent)
+    assert (kept.row(101) == 5).all()
+    kept.put(100, lent)
+    assert (kept.row(100) == 5).all()
+    kept.row(100, write=True)
+    kept.keep_only([3])
+    kept.put(100, lent)
+    assert kept.ids().tolist() == [3, 100]
+    assert (kept.row(100) == 5).all()
 
 
 @every_place
@@ -244,11 +254,12 @@ def test_a_state_from_before_the_first_sample(make, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("change", ["put", "in place", "new sample"])
+@pytest.mark.parametrize("change", ["put", "in place", "late", "new sample"])
 def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     kept = make("disk", 4)
     kept.put(0, torch.zeros(4))
     kept.put(1, torch.ones(4))
+    lent = kept.row(0, write=True)
     state = kept.state_dict()
     _ = kept.row(0) + kept.row(1)
     same = make("disk", 4)
@@ -256,6 +267,8 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     assert len(same) == 2, "reading changes nothing"
     if change == "in place":
         kept.row(0, write=True).add_(1)
+    elif change == "late":
+        kept.put(0, lent.add_(1))
     else:
         kept.put(0 if change == "put" else 2, torch.full((4,), 7.0))
     resumed = make("disk", 4)

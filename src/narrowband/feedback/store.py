@@ -122,6 +122,8 @@ class SampleStore:
         #: Places below this one have, or had, a row; those of them that are free now.
         self._top = max(places.values(), default=-1) + 1
         self._free = list(set(range(self._top)) - set(places.values()))
+        #: The stored row that is being written to, and its sample: a change that was counted, and needs no copy.
+        self._lent: tuple[int, Tensor] | None = None
 
     def _append(self, chunk: Tensor) -> None:
         self._chunks.append(chunk)
@@ -172,6 +174,8 @@ class SampleStore:
             self._count()
         stored = self._at(place)
         if self.keep == "fp32":
+            if write:
+                self._lent = sample, stored
             return stored
         if self.keep == "fp16":
             return self._scratch.copy_(stored)
@@ -191,6 +195,9 @@ class SampleStore:
             ValueError: another number of elements, an id beyond 64 bits, or a file that belongs to another run.
             OSError: the disk is full; nothing has changed then.
         """
+        if self._lent is not None and self._lent[1] is x and self._lent[0] == sample:
+            self._lent = None
+            return True
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"rows are made of float32, float16 or bfloat16, not {x.dtype}")
         if x.numel() != self.numel:
@@ -214,6 +221,7 @@ class SampleStore:
 
     def keep_only(self, ids: Tensor | Iterable[int]) -> None:
         """Let go of all samples but these. Their room is used again."""
+        self._lent = None
         wanted = set(_listed(ids))
         for sample in [sample for sample in self._places if sample not in wanted]:
             self._free.append(self._places.pop(sample))
@@ -268,6 +276,7 @@ class SampleStore:
         Rows in a file stay there, and are on the disk when this returns. They are those of this state until one of
         them changes.
         """
+        self._lent = None
         ids = self.ids()
         places = torch.tensor([self._places[sample] for sample in ids.tolist()], dtype=torch.int64)
         state: dict[str, Any] = {"numel": self.numel, "keep": self.keep, "ids": ids, "places": places}
