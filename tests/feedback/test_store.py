@@ -275,7 +275,7 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     resumed.load_state_dict(state)
     assert len(resumed) == 0
     assert not resumed.full
-    assert "has gone on since the state was taken: 2 samples are dropped" in caplog.text
+    assert "has gone on since the state was taken, or was cut: 2 samples are dropped" in caplog.text
     resumed.put(5, torch.full((4,), 5.0))
     later = make("disk", 4)
     later.load_state_dict(resumed.state_dict())
@@ -284,6 +284,23 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     later.load_state_dict(state)
     assert len(later) == 0
     assert "has gone on" in caplog.text, "and so it does for every state before"
+
+
+def test_a_file_that_was_cut(make, tmp_path, caplog):
+    kept = make("disk", 1000)
+    for sample in range(3):
+        kept.put(sample, torch.ones(1000))
+    state = kept.state_dict()
+    del kept
+    with (tmp_path / "samples.rows").open("r+b") as file:
+        file.truncate(HEADER + 2 * 4000 + 100)
+    resumed = make("disk", 1000)
+    resumed.load_state_dict(state)
+    assert len(resumed) == 0
+    assert "or was cut: 3 samples are dropped" in caplog.text
+    for sample in range(3):
+        resumed.put(sample, torch.full((1000,), float(sample)))
+    assert all((resumed.row(sample) == sample).all() for sample in range(3))
 
 
 def test_a_file_that_is_missing(make, tmp_path, caplog):

@@ -202,12 +202,13 @@ class SampleStore:
             raise TypeError(f"rows are made of float32, float16 or bfloat16, not {x.dtype}")
         if x.numel() != self.numel:
             raise ValueError(f"rows have {self.numel} elements here, so {x.numel()} cannot be one")
+        sample = operator.index(sample)
         place = self._places.get(sample)
         if place is None:
             if self.full:
                 self._say_full()
                 return False
-            place = self._new_place(operator.index(sample))
+            place = self._new_place(sample)
         self._count()
         stored, flat = self._at(place), x.detach().reshape(-1)
         if self.keep == "int8":
@@ -289,8 +290,8 @@ class SampleStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold what the state holds, and nothing else.
 
-        If the file has gone on since the state was taken, or is missing, its rows are not those of the state: all are
-        dropped, and a warning says so.
+        If the file has gone on since the state was taken, or is missing or incomplete, its rows are not those of the
+        state: all are dropped, and a warning says so.
 
         Raises:
             ValueError: a state of other rows, of more than the budget, or of a store in another place; a file of
@@ -316,8 +317,8 @@ class SampleStore:
             return
         file = _File.old(self._path, (self.keep, self.numel, state["token"]))
         updates = int(state["updates"])
-        if places and (file is None or file.updates != updates):
-            what = "is missing" if file is None else "has gone on since the state was taken"
+        if places and (file is None or file.updates != updates or max(places.values()) >= file.length):
+            what = "is missing" if file is None else "has gone on since the state was taken, or was cut"
             log.warning("%s %s: %d samples are dropped, and travel in full once more", self._path, what, len(places))
             places = {}
         self._token, self._file = state["token"], file

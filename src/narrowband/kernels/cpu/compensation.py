@@ -239,7 +239,7 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
 
 @instruction
 def _difference_block(typing, x, base, out, begin, limit):  # noqa: ARG001 - they are types here
-    """``out = x − base`` of the BLOCK elements from ``begin`` on, and a word with a one for each that reaches the limit:
+    """``out = x − base`` of the BLOCK elements from ``begin`` on, and a word with a one for each at or above the limit:
     the compiler need not ask whether the arrays overlap, and nothing is read twice.
     """
 
