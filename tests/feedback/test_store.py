@@ -104,6 +104,16 @@ def test_a_float32_row_is_the_stored_one_and_stays_where_it_is(make, place):
     assert all((kept.row(sample) == sample).all() for sample in range(100, 400))
     kept.put(3, first)  # itself: nothing to copy
     assert (kept.row(3) == 2).all()
+    lent = kept.row(100, write=True).fill_(5)
+    kept.put(101, lent)
+    assert (kept.row(101) == 5).all()
+    kept.put(100, lent)
+    assert (kept.row(100) == 5).all()
+    kept.row(100, write=True)
+    kept.keep_only([3])
+    kept.put(100, lent)
+    assert kept.ids().tolist() == [3, 100]
+    assert (kept.row(100) == 5).all()
 
 
 @every_place
@@ -244,11 +254,12 @@ def test_a_state_from_before_the_first_sample(make, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("change", ["put", "in place", "new sample"])
+@pytest.mark.parametrize("change", ["put", "in place", "late", "new sample"])
 def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     kept = make("disk", 4)
     kept.put(0, torch.zeros(4))
     kept.put(1, torch.ones(4))
+    lent = kept.row(0, write=True)
     state = kept.state_dict()
     _ = kept.row(0) + kept.row(1)
     same = make("disk", 4)
@@ -256,13 +267,15 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     assert len(same) == 2, "reading changes nothing"
     if change == "in place":
         kept.row(0, write=True).add_(1)
+    elif change == "late":
+        kept.put(0, lent.add_(1))
     else:
         kept.put(0 if change == "put" else 2, torch.full((4,), 7.0))
     resumed = make("disk", 4)
     resumed.load_state_dict(state)
     assert len(resumed) == 0
     assert not resumed.full
-    assert "has gone on since the state was taken: 2 samples are dropped" in caplog.text
+    assert "has gone on since the state was taken, or was cut: 2 samples are dropped" in caplog.text
     resumed.put(5, torch.full((4,), 5.0))
     later = make("disk", 4)
     later.load_state_dict(resumed.state_dict())
@@ -271,6 +284,23 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     later.load_state_dict(state)
     assert len(later) == 0
     assert "has gone on" in caplog.text, "and so it does for every state before"
+
+
+def test_a_file_that_was_cut(make, tmp_path, caplog):
+    kept = make("disk", 1000)
+    for sample in range(3):
+        kept.put(sample, torch.ones(1000))
+    state = kept.state_dict()
+    del kept
+    with (tmp_path / "samples.rows").open("r+b") as file:
+        file.truncate(HEADER + 2 * 4000 + 100)
+    resumed = make("disk", 1000)
+    resumed.load_state_dict(state)
+    assert len(resumed) == 0
+    assert "or was cut: 3 samples are dropped" in caplog.text
+    for sample in range(3):
+        resumed.put(sample, torch.full((1000,), float(sample)))
+    assert all((resumed.row(sample) == sample).all() for sample in range(3))
 
 
 def test_a_file_that_is_missing(make, tmp_path, caplog):

@@ -34,7 +34,7 @@ GROUP = 128
 DENSITY = 0.001
 #: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
 _TALL = (32, 4096)
-#: Elements of one sample of AQ-SGD: 4 MB.
+#: Elements of a sample of AQ-SGD: 4 MB. The tensor is a batch of them.
 _SAMPLE = 1_000_000
 
 
@@ -72,13 +72,10 @@ class Config:
 
 @dataclass(frozen=True)
 class _Loop:
-    """One thing to time, what puts back the state it needs, and, if it takes a part of the tensor at a time, how many
-    elements and which: its repeats then go from part to part, and the copy is one of as many elements.
-    """
+    """One thing to time, and what puts back the state it needs."""
 
     body: Callable[[int], object]
     restore: Callable[[], object] | None = None
-    part: int | None = None
 
 
 class _Data:
@@ -91,11 +88,6 @@ class _Data:
         self.x = torch.randn(numel, generator=generator)
         self.y = torch.zeros(numel)
         self.generator = generator
-
-    def cut(self, numel: int, turn: int) -> slice:
-        """A part of the tensors that the caches have not seen for some turns, if there are that many parts."""
-        at = turn % (self.numel // numel)
-        return slice(at * numel, (at + 1) * numel)
 
 
 _Maker = Callable[[_Data, Any], _Loop]
@@ -221,30 +213,30 @@ def _orthonormalize(data: _Data, backend: Any) -> _Loop:
 
 
 def _aq_sgd(update: bool) -> _Maker:
-    """What AQ-SGD adds to its codec, for one held sample on both ends: look the buffer up, take the difference and see
-    that it is finite, copy the new buffer to the output. ``update``: with a plain sum where the codec would decode.
+    """What AQ-SGD adds to its codec, on both ends together, for a batch of samples that are held: look the buffer up,
+    take the difference and see that it is finite, copy the new buffer to the output.
 
-    Each repeat has another sample, as each step of an epoch does, so buffers come from memory and not from a cache.
+    Args:
+        update: with a plain sum where the codec would decode into the buffer.
     """
 
     def make(data: _Data, backend: Any) -> _Loop:
         n = min(_SAMPLE, data.numel)
+        samples = [slice(begin, begin + n) for begin in range(0, data.numel - n + 1, n)]
         store, difference = SampleStore(n), torch.zeros(n)
-        samples = data.numel // n
-        for sample in range(samples):
-            store.put(sample, data.x[data.cut(n, sample)])
+        for sample, cut in enumerate(samples):
+            store.put(sample, data.x[cut])
 
-        def body(turn: int) -> None:
-            turn += samples // 2  # the copy before has just read the other one
-            cut = data.cut(n, turn)
-            buffer = store.row(turn % samples, write=True)
-            backend.difference(data.x[cut], buffer, difference)
-            if update:
-                buffer.add_(difference)
-            data.y[cut].copy_(buffer)
-            store.put(turn % samples, buffer)
+        def body(_: int) -> None:
+            for sample, cut in enumerate(samples):
+                buffer = store.row(sample, write=True)
+                backend.difference(data.x[cut], buffer, difference)
+                if update:
+                    buffer.add_(difference)
+                data.y[cut].copy_(buffer)
+                store.put(sample, buffer)
 
-        return _Loop(body, part=n)
+        return _Loop(body)
 
     return make
 
@@ -273,8 +265,8 @@ _LOOPS: dict[str, _Maker] = {
     "lowrank-4-decode-accumulate": _low_rank_product,
     "dgc-momentum-select-mask": _dgc,
     "orthonormalize-32x4096": _orthonormalize,
-    "aq-sgd-lookup-4mb": _aq_sgd(update=False),
-    "aq-sgd-lookup-update-4mb": _aq_sgd(update=True),
+    "aq-sgd-lookup": _aq_sgd(update=False),
+    "aq-sgd-lookup-update": _aq_sgd(update=True),
 }
 
 
@@ -364,13 +356,10 @@ def _timed(body: Callable[[], object]) -> float:
 
 def _row(name: str, backend: str, data: _Data, loop: _Loop, repeats: int) -> dict[str, Any]:
     taken, copied = [], []
-    numel = loop.part or data.numel
     for repeat in range(-1, repeats):  # the first compiles and touches memory
         if loop.restore is not None:
             loop.restore()
-        cut = data.cut(numel, repeat + 1)
-        y, x = data.y[cut], data.x[cut]
-        copy_s = _timed(lambda y=y, x=x: y.copy_(x))  # type: ignore[misc]
+        copy_s = _timed(lambda: data.y.copy_(data.x))
         taken_s = _timed(lambda turn=repeat + 1: loop.body(turn))  # type: ignore[misc]
         if repeat >= 0:
             copied.append(copy_s)
@@ -378,7 +367,7 @@ def _row(name: str, backend: str, data: _Data, loop: _Loop, repeats: int) -> dic
     return {
         "loop": name,
         "backend": backend,
-        "numel": numel,
+        "numel": data.numel,
         "ms": min(taken) * 1e3,
         "ratio_to_copy": min(taken) / min(copied),
         "ratio_median": statistics.median(t / c for t, c in zip(taken, copied, strict=True)),

@@ -122,6 +122,8 @@ class SampleStore:
         #: Places below this one have, or had, a row; those of them that are free now.
         self._top = max(places.values(), default=-1) + 1
         self._free = list(set(range(self._top)) - set(places.values()))
+        #: The stored row that is being written to, and its sample: a change that was counted, and needs no copy.
+        self._lent: tuple[int, Tensor] | None = None
 
     def _append(self, chunk: Tensor) -> None:
         self._chunks.append(chunk)
@@ -172,6 +174,8 @@ class SampleStore:
             self._count()
         stored = self._at(place)
         if self.keep == "fp32":
+            if write:
+                self._lent = sample, stored
             return stored
         if self.keep == "fp16":
             return self._scratch.copy_(stored)
@@ -191,16 +195,20 @@ class SampleStore:
             ValueError: another number of elements, an id beyond 64 bits, or a file that belongs to another run.
             OSError: the disk is full; nothing has changed then.
         """
+        if self._lent is not None and self._lent[1] is x and self._lent[0] == sample:
+            self._lent = None
+            return True
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"rows are made of float32, float16 or bfloat16, not {x.dtype}")
         if x.numel() != self.numel:
             raise ValueError(f"rows have {self.numel} elements here, so {x.numel()} cannot be one")
+        sample = operator.index(sample)
         place = self._places.get(sample)
         if place is None:
             if self.full:
                 self._say_full()
                 return False
-            place = self._new_place(operator.index(sample))
+            place = self._new_place(sample)
         self._count()
         stored, flat = self._at(place), x.detach().reshape(-1)
         if self.keep == "int8":
@@ -214,6 +222,7 @@ class SampleStore:
 
     def keep_only(self, ids: Tensor | Iterable[int]) -> None:
         """Let go of all samples but these. Their room is used again."""
+        self._lent = None
         wanted = set(_listed(ids))
         for sample in [sample for sample in self._places if sample not in wanted]:
             self._free.append(self._places.pop(sample))
@@ -268,6 +277,7 @@ class SampleStore:
         Rows in a file stay there, and are on the disk when this returns. They are those of this state until one of
         them changes.
         """
+        self._lent = None
         ids = self.ids()
         places = torch.tensor([self._places[sample] for sample in ids.tolist()], dtype=torch.int64)
         state: dict[str, Any] = {"numel": self.numel, "keep": self.keep, "ids": ids, "places": places}
@@ -280,8 +290,8 @@ class SampleStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold what the state holds, and nothing else.
 
-        If the file has gone on since the state was taken, or is missing, its rows are not those of the state: all are
-        dropped, and a warning says so.
+        If the file has gone on since the state was taken, or is missing or incomplete, its rows are not those of the
+        state: all are dropped, and a warning says so.
 
         Raises:
             ValueError: a state of other rows, of more than the budget, or of a store in another place; a file of
@@ -307,8 +317,8 @@ class SampleStore:
             return
         file = _File.old(self._path, (self.keep, self.numel, state["token"]))
         updates = int(state["updates"])
-        if places and (file is None or file.updates != updates):
-            what = "is missing" if file is None else "has gone on since the state was taken"
+        if places and (file is None or file.updates != updates or max(places.values()) >= file.length):
+            what = "is missing" if file is None else "has gone on since the state was taken, or was cut"
             log.warning("%s %s: %d samples are dropped, and travel in full once more", self._path, what, len(places))
             places = {}
         self._token, self._file = state["token"], file
