@@ -68,7 +68,9 @@ __all__ = ["RankError", "run_ranks"]
 GRACE_S = 0.5
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "hypothesis"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.pipelining", "numpy", "pytest", "hypothesis"]
+)
 
 
 class RankError(RuntimeError):

@@ -9,11 +9,17 @@ Example:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy, Uniform
 from narrowband.codecs import Codec, codec
 from narrowband.errors import PayloadError, UnsupportedError
 from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
 from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients, measure_times
+from narrowband.pipeline import Boundary
+
+if TYPE_CHECKING:
+    from narrowband.pipeline import CompressedStage
 
 __version__ = "0.1.0"
 
@@ -21,7 +27,9 @@ __all__ = [
     "DGC",
     "DGCSGD",
     "Accordion",
+    "Boundary",
     "Codec",
+    "CompressedStage",
     "Compression",
     "Feedback",
     "GlobalTopK",
@@ -43,3 +51,12 @@ __all__ = [
     "compression",
     "measure_times",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """PyTorch's pipeline engine takes seconds to import: only who uses it waits for it."""
+    if name == "CompressedStage":
+        from narrowband.pipeline import CompressedStage
+
+        return CompressedStage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

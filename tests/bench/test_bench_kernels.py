@@ -18,6 +18,8 @@ PUBLISHED = {
     "elias-fano-encode",
     "elias-fano-decode",
     "sparse-accumulate",
+    "aq-sgd-lookup",
+    "aq-sgd-lookup-update",
 }
 
 

@@ -117,7 +117,7 @@ def test_codecs_are_all_there_with_keys_and_costs(narrow):
         assert re.search(rf"\b{name}\b", out)
     assert "density=0.01" in out
     assert "4.25" in out  # qsgd: 4 bits and 32 per bucket of 128
-    assert "+ef" in out
+    assert all(f"+{name}" in out for name in ("ef", "ef-mixed", "ef21"))
 
 
 @pytest.fixture

@@ -102,3 +102,28 @@ def test_the_smallest_floats_stay_finite_and_small(name, spec):
         after = nb.codec(spec).roundtrip(x)
     assert after.isfinite().all()
     assert after.abs().max() < 1e-36
+
+
+@every_backend
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_payload_says_itself_whether_it_is_finite(name, spec):
+    codec = nb.codec(spec)
+    x = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    alternating = torch.full((N,), 3e38)
+    alternating[::2] *= -1
+    all_broken = torch.full((N,), torch.nan)
+    with backend(name):
+        seen = set()
+        for values in (x, torch.zeros(N), alternating, all_broken, *(break_at(7, bad)[1] for bad in BAD)):
+            payload = codec.encode(values, seed=3)
+            decoded = codec.decode(payload, torch.empty(N), seed=3)
+            around = torch.zeros(payload.numel() + 1, dtype=torch.uint8)
+            around[1:] = payload  # it may lie anywhere
+            fine = codec.is_finite(around[1:], (N,))
+            assert fine is bool(decoded.isfinite().all())
+            seen.add(fine)
+        assert seen == {True, False}
+        assert codec.is_finite(x.new_empty(0, dtype=torch.uint8), (3, 0))
+        if codec.fixed_size:
+            with pytest.raises(nb.PayloadError, match="bytes"):
+                codec.is_finite(payload[:-4], (N,))

@@ -257,7 +257,7 @@ def test_a_compression_is_its_string():
 
 def test_available_names_everything_there_is_with_a_line_about_it():
     assert list(codecs.available()) == NAMES
-    assert list(feedback.available()) == ["ef"]
+    assert list(feedback.available()) == ["ef", "ef-mixed", "ef21", "aq-sgd"]
     for name, kind in {**codecs.available(), **feedback.available()}.items():
         assert kind.name == name
         assert dataclasses.is_dataclass(kind)

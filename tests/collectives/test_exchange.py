@@ -10,6 +10,7 @@ import torch
 import narrowband as nb
 from narrowband.collectives import Engine, Item, Peers, Worker, allreduce_nbytes, choose, exchange
 from narrowband.collectives.exchange import PHASE_NBYTES, TRAILER, check
+from narrowband.feedback import ErrorFeedback
 from tests.ranks import run_ranks
 
 DENSE = ["none", "fp16", "bf16", "randomk:density=0.1"]
@@ -287,6 +288,45 @@ def check_conservation(answers, ways, world_size, dtype, tolerance):
                 atol=tolerance * (20 if (kind, spec) == ("dense", "fp16") else 1),
                 msg=lambda text, k=kind, s=spec: f"{k} {s}+ef: {text}",
             )
+
+
+class Remembering(ErrorFeedback):
+    """Error feedback that writes down what it hears of arrivals, and delivers something of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def arrived(self, key, x):
+        self.heard.append((key, x.clone()))
+        x.fill_(7.0)
+
+
+def arrivals(rank, world_size, ways):
+    answers = []
+    for kind, spec in ways:
+        feedback, means = Remembering(), []
+        for step, good in enumerate((True, False, True)):
+            tensors = gradients(rank, step)
+            if step == 2 and rank == 0:
+                tensors[0].zero_()
+            items = items_of(tensors, nb.codec(spec), feedback, step)
+            average(kind, items, rank, world_size, good=good)
+            means.append([item.x for item in items])
+        answers.append((feedback.heard, means))
+    return answers
+
+
+def test_feedback_makes_what_is_delivered_once_in_each_good_step_on_every_rank():
+    ways = [("dense", "randomk:density=0.1"), ("gather", "topk:density=0.05"), ("scatter_reduce", "qsgd:bits=4")]
+    answers = run_ranks(arrivals, 3, ways)
+    for way in range(len(ways)):
+        for heard, means in (of_rank[way] for of_rank in answers):
+            assert [key for key, _ in heard] == [f"p{i}" for i in range(len(SHAPES))] * 2
+            assert all(torch.equal(a[1], b[1]) for a, b in zip(heard, answers[0][way][0], strict=True))
+            assert all(bool(x.any()) for key, x in heard if x.numel() > 100), "the mean itself"
+            assert all(bool((x == 7.0).all()) for step in (0, 2) for x in means[step])
+            assert not any(bool((x == 7.0).any()) for x in means[1])
 
 
 def one_rank_is_not_finite(rank, world_size, ways, value, place, silent):

@@ -48,6 +48,9 @@ SPECS = [
     ("threshold:value=0.01+ef", "auto"),
     ("randomk:density=0.2+ef", "auto"),
     ("lowrank:rank=2+ef", "auto"),
+    ("topk:density=0.2+ef-mixed", "auto"),
+    ("topk:density=0.2+ef21", "auto"),
+    ("qsgd:bits=8+ef21", "auto"),
 ]
 
 
@@ -232,13 +235,23 @@ def beside_plain(rank, world_size, feature, specs):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_agrees_with_plain_ddp_to_the_bit(feature):
-    specs = ["none", "none+ef", LOSSLESS]
+    specs = ["none", "none+ef", LOSSLESS, LOSSLESS + "-mixed"]
     answers = run_ranks(beside_plain, 2, feature, specs)
     start = flat(FEATURES[feature][0]())
     for results, _ in answers:
         assert not torch.equal(results[0], start)
         for spec, result in zip(specs, results[1:], strict=True):
             assert torch.equal(result, results[0]), f"{spec}: off by {(result - results[0]).abs().max()}"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_ef21_agrees_with_plain_ddp_up_to_rounding(feature):
+    """Where it keeps all, changes add up to the gradient itself."""
+    specs = ["topk:density=1.0+ef21", "none+ef21"]
+    coarse = {"bfloat16": 2e-2, "float16": 2e-3}
+    for results, _ in run_ranks(beside_plain, 2, feature, specs):
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], rtol=0, atol=coarse.get(feature, 1e-5))
 
 
 def test_agrees_with_plain_ddp_on_four_ranks():
@@ -570,6 +583,8 @@ print({name: count for name, count in after.items() if count != before[name]}, s
     [
         ("topk:density=0.01+ef", 1),
         ("topk:density=0.01+ef", 2),
+        ("topk:density=0.01+ef-mixed", 2),
+        ("qsgd:bits=4+ef21", 2),
         ("qsgd:bits=4", 2),
         ("lowrank:rank=2+ef", 1),
         ("dgc:density=0.01,warmup_steps=2", 1),

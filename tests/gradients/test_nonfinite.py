@@ -23,6 +23,9 @@ SPECS = [
     ("randomk:density=0.1+ef", "auto"),
     ("fp16+ef", "auto"),
     ("lowrank:rank=1+ef", "auto"),
+    ("topk:density=0.05+ef-mixed", "auto"),
+    ("topk:density=0.05+ef21", "auto"),
+    ("randomk:density=0.1+ef21", "auto"),
 ]
 BAD_STEP = 2
 
@@ -209,7 +212,7 @@ def without_scaler(rank, world_size, spec):
     return flat(model), owed(handle)
 
 
-@pytest.mark.parametrize("spec", ["topk:density=0.1+ef", "qsgd:bits=4+ef"])
+@pytest.mark.parametrize("spec", ["topk:density=0.1+ef", "qsgd:bits=4+ef", "topk:density=0.1+ef21"])
 def test_what_is_owed_follows_the_loss_scale(spec):
     parameters, residual = run_ranks(without_scaler, 2, spec)[0]
     scaled, scale, unscaled_residual = run_ranks(with_scaler, 2, spec, True, 2)[0]

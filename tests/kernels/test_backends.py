@@ -412,6 +412,20 @@ def test_all_finite(x: Tensor) -> None:
     both("all_finite", x)
 
 
+@given(x=inputs, seed=seeds, below=st.sampled_from([float("inf"), 1.0, 2.0**100]))
+@lean
+def test_difference(x: Tensor, seed: int, below: float) -> None:
+    base = make("any-bits" if seed % 2 else "normal", x.numel(), seed % 1000)
+    fine = both("difference", x, base, torch.empty_like(x), below=below)
+    expected = x - base
+    assert fine is bool((expected.abs() < below).all())
+    for backend in (cpu, reference):
+        for place in range(2):
+            own = [x.clone(), base.clone()]
+            assert backend.difference(*own, own[place], below=below) is fine
+            assert_same(own[place], expected)
+
+
 @pytest.mark.parametrize("where", [0, 63, 4095, 4096, MILLION - 1])
 @pytest.mark.parametrize("value", [1e-45, -1.0, float("nan")])
 def test_one_element_that_is_not_zero_is_found(where: int, value: float) -> None:
@@ -428,6 +442,7 @@ def test_one_nan_anywhere_is_found(where: int) -> None:
     assert cpu.all_finite(x)
     x[where] = float("nan")
     assert not cpu.all_finite(x)
+    assert not cpu.difference(x, torch.zeros(MILLION), torch.empty(MILLION))
     assert not cpu.compensate(x, torch.zeros(MILLION))
 
 

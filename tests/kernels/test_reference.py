@@ -507,6 +507,16 @@ def test_all_finite(x: np.ndarray) -> None:
     assert reference.all_finite(torch.from_numpy(x)) == bool(np.isfinite(x).all())
 
 
+@given(x=some_values(), below=st.sampled_from([math.inf, 1.0]), seed=st.integers(0, 99))
+@lean
+def test_difference(x: np.ndarray, below: float, seed: int) -> None:
+    base = make("normal", x.size, seed)
+    out = torch.empty(x.size)
+    fine = reference.difference(torch.from_numpy(x), torch.from_numpy(base), out, below=below)
+    np.testing.assert_array_equal(out.numpy(), x - base)
+    assert fine == bool((np.abs(x - base) < below).all())
+
+
 # ---- sparse vectors --------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
-from narrowband.bench.ranks import Loopback, Worker, run_ranks
+from narrowband.bench.ranks import Loopback, Worker, run_ranks, transmitted
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
@@ -305,15 +304,6 @@ class _Row:
         return found
 
 
-def _transmitted(card: str) -> int:
-    """Bytes that the kernel has sent on this network card, in this process's network namespace."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == card:
-            return int(counters.split()[8])
-    raise RuntimeError(f"there is no network card {card!r}")
-
-
 def _together(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> None:
     """Do ``job`` on all ranks and wait for all; if it fails on any, the row is over on all."""
     try:
@@ -358,10 +348,10 @@ def _work(worker: Worker) -> None:
         if row.error is not None:
             return
         dist.barrier()
-        sent = _transmitted(card) if card else 0
+        sent = transmitted(card) if card else 0
         _together(row, row.measure, batches)
         # All ranks have all they wait for by now, so everything that this one sent has left its card.
-        row.link_bytes += _transmitted(card) - sent if card else 0
+        row.link_bytes += transmitted(card) - sent if card else 0
 
     for turn in range(config.rounds):
         batches = tokens(config.steps)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
+from narrowband.feedback import SampleStore
 
 __all__ = ["BACKENDS", "Config", "count", "loops", "run"]
 
@@ -33,6 +34,8 @@ GROUP = 128
 DENSITY = 0.001
 #: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
 _TALL = (32, 4096)
+#: Elements of a sample of AQ-SGD: 4 MB. The tensor is a batch of them.
+_SAMPLE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,35 @@ def _orthonormalize(data: _Data, backend: Any) -> _Loop:
     return _Loop(lambda _: backend.orthonormalize(p))
 
 
+def _aq_sgd(update: bool) -> _Maker:
+    """What AQ-SGD adds to its codec, on both ends together, for a batch of samples that are held: look the buffer up,
+    take the difference and see that it is finite, copy the new buffer to the output.
+
+    Args:
+        update: with a plain sum where the codec would decode into the buffer.
+    """
+
+    def make(data: _Data, backend: Any) -> _Loop:
+        n = min(_SAMPLE, data.numel)
+        samples = [slice(begin, begin + n) for begin in range(0, data.numel - n + 1, n)]
+        store, difference = SampleStore(n), torch.zeros(n)
+        for sample, cut in enumerate(samples):
+            store.put(sample, data.x[cut])
+
+        def body(_: int) -> None:
+            for sample, cut in enumerate(samples):
+                buffer = store.row(sample, write=True)
+                backend.difference(data.x[cut], buffer, difference)
+                if update:
+                    buffer.add_(difference)
+                data.y[cut].copy_(buffer)
+                store.put(sample, buffer)
+
+        return _Loop(body)
+
+    return make
+
+
 _LOOPS: dict[str, _Maker] = {
     "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
     "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
@@ -233,6 +265,8 @@ _LOOPS: dict[str, _Maker] = {
     "lowrank-4-decode-accumulate": _low_rank_product,
     "dgc-momentum-select-mask": _dgc,
     "orthonormalize-32x4096": _orthonormalize,
+    "aq-sgd-lookup": _aq_sgd(update=False),
+    "aq-sgd-lookup-update": _aq_sgd(update=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""``narrowband bench kernels``, ``narrowband bench ddp`` and ``narrowband bench adapt``."""
+"""``narrowband bench kernels``, ``bench ddp``, ``bench pipeline`` and ``bench adapt``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, kernels
+from narrowband.bench import adapt, ddp, kernels, pipeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels"]
+__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchPipeline"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,40 @@ class BenchDDP:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
+        _record(console, self.json, asdict(self.config), rows)
+        return 0
+
+
+@dataclass(frozen=True)
+class BenchPipeline:
+    """Train a GPT that is cut into stages, behind emulated links: tokens per second, and the loss that they cost.
+
+    Every rank runs one stage. Rows say what activations and their gradients are compressed with; all rows run in one
+    session of the same processes, in turn.
+
+    Examples:
+      narrowband bench pipeline --rate 100mbit --json pipeline-100mbit.json
+      narrowband bench pipeline --rate 1gbit --rows none fp16 uniform:bits=4/uniform:bits=8
+      narrowband bench pipeline --nodes 2 --rate none --dim 16 --batch 4
+    """
+
+    config: Annotated[pipeline.Config, tyro.conf.arg(name="")] = field(default_factory=pipeline.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import pipeline_table
+
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("starting ranks", total=None)
+
+            def show(event: dict[str, Any]) -> None:
+                progress.update(task, completed=event["done"], total=event["of"], description=event["name"])
+
+            rows = pipeline.run(self.config, show)
+        console.print(pipeline_table(rows))
         _record(console, self.json, asdict(self.config), rows)
         return 0
 

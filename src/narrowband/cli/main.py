@@ -26,6 +26,7 @@ _COMMANDS = {
     "demo": ("demo", "Demo"),
     "bench kernels": ("bench", "BenchKernels"),
     "bench ddp": ("bench", "BenchDDP"),
+    "bench pipeline": ("bench", "BenchPipeline"),
     "bench adapt": ("bench", "BenchAdapt"),
     "lab": ("lab", "Lab"),
     "adapt": ("adapt", "Adapt"),

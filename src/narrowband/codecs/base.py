@@ -122,7 +122,7 @@ class Codec(ABC):
             TypeError: a dtype that no codec decodes to.
         """
         self._check_dtype(out)
-        payload = self._checked(payload, out)
+        payload = self._checked(payload, out.shape, out.dtype)
         if not out.numel():
             return out
         direct = out.dtype == torch.float32 and out.is_contiguous()
@@ -157,7 +157,7 @@ class Codec(ABC):
         if isinstance(payloads, Tensor):
             payloads = self._checked_rows(payloads, out)
         else:
-            payloads = [self._checked(payload, out) for payload in payloads]
+            payloads = [self._checked(payload, out.shape, out.dtype) for payload in payloads]
         if out.numel():
             direct = out.dtype == torch.float32 and out.is_contiguous()
             flat = out.detach().view(-1) if direct else torch.empty(out.numel(), device=out.device)
@@ -197,10 +197,22 @@ class Codec(ABC):
         finite = kernels.compensate(x, residual)
         total = residual.view(dims(shape))
         payload = self.encode(total, seed=seed, out=out)
-        finite = finite and self._is_finite(payload, shape)
+        finite = finite and self.is_finite(payload, shape)
         if finite and subtract:
             self.decode(payload, total, seed=seed, weight=-1.0, accumulate=True)
         return finite, payload
+
+    def is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        """Whether what the payload of a float32 tensor of this shape decodes to is finite.
+
+        It is not where the tensor was not (but ``randomk`` cannot tell of what it does not send), nor where finite
+        values left the codec's range.
+
+        Raises:
+            PayloadError: a payload that is too short or too long.
+        """
+        payload = self._checked(payload, shape, torch.float32)
+        return not numel_of(shape) or self._is_finite(payload, shape)
 
     def roundtrip(self, x: Tensor, *, seed: int = 0) -> Tensor:
         """What arrives when ``x`` is sent: ``decode(encode(x))``, of x's shape and dtype."""
@@ -249,15 +261,15 @@ class Codec(ABC):
         for i, (payload, seed) in enumerate(zip(payloads, seeds, strict=True)):
             self._decode(payload, out, shape, dtype, seed, weight, accumulate=i > 0)
 
+    @abstractmethod
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        """Whether a payload of finite float32 stayed finite, for codecs that can overflow."""
-        return True
+        """:meth:`is_finite` of a payload that is not empty, of the right length and in aligned memory."""
 
-    def _checked(self, payload: Tensor, out: Tensor) -> Tensor:
-        """The payload, in aligned memory, if it can be one of a tensor like ``out``."""
+    def _checked(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The payload, in aligned memory, if it can be one of such a tensor."""
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise PayloadError(f"a payload is a flat uint8 tensor, not {payload.dtype} of shape {tuple(payload.shape)}")
-        self._check_length(payload, out.shape, out.dtype)
+        self._check_length(payload, shape, dtype)
         if payload.data_ptr() % ALIGNMENT or not payload.is_contiguous():
             return payload.clone(memory_format=torch.contiguous_format)
         return payload
@@ -340,6 +352,9 @@ def check_keys(term: object) -> None:
         elif hint is bool:
             if not isinstance(value, bool):
                 raise TypeError(f"{where} is neither True nor False")
+        elif hint is str:
+            if not isinstance(value, str):
+                raise TypeError(f"{where} is not a string")
         elif isinstance(value, bool) or not isinstance(value, Integral if hint is int else Real):
             raise TypeError(f"{where} is not {'a whole number' if hint is int else 'a number'}")
         else:

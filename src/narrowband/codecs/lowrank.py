@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import ALIGNMENT, Codec, Shape, check_keys, dims, numel_of
+from narrowband.codecs.base import Codec, Shape, check_keys, dims, numel_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +99,4 @@ class LowRank(Codec):
             torch.mul(values, weight, out=out)
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        if payload.data_ptr() % ALIGNMENT:
-            payload = payload.clone()
         return kernels.all_finite(payload.view(torch.float32))

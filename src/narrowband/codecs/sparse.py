@@ -149,14 +149,15 @@ class TopK(Codec):
         check_keys(self)
         _check_density("topk", self.density)
 
-    def _rows(self, shape: Shape) -> int:
+    def rows(self, shape: Shape) -> int:
+        """How many parts of a tensor of this shape are selected from, each by itself and as much."""
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
             return 1
         return shape[0]
 
     def kept(self, shape: Shape) -> int:
         """How many elements of a tensor of this shape are kept."""
-        rows = self._rows(shape)
+        rows = self.rows(shape)
         return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
     def _values_nbytes(self, k: int) -> int:
@@ -169,15 +170,25 @@ class TopK(Codec):
         return self._values_nbytes(_entries(k, n, self.indices)) + aligned(_index_nbytes(k, n, self.indices))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        rows, sampled = self._rows(shape), self.select == "sampled"
+        at = self.largest(x, shape, self.kept(shape) // self.rows(shape), seed=seed)
+        self._write(at, x.index_select(0, at), shape, out)
+
+    def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
+        """The indices (int32, ascending, into the flat tensor) of the k elements of largest magnitude in each row.
+
+        Args:
+            x: flat contiguous float32, not empty.
+            shape: that of the tensor, which says what its :meth:`rows` are.
+            k: how many of each; ``select="sampled"`` may find less.
+            seed: of the sample.
+        """
+        rows, sampled = self.rows(shape), self.select == "sampled"
         width = x.numel() // rows
-        k = kept(self.density, width)
         parts = [
             kernels.select_topk(x[r * width : (r + 1) * width], k, sampled=sampled, seed=seed + r).add_(r * width)
             for r in range(rows)
         ]
-        at = torch.cat(parts) if rows > 1 else parts[0]
-        self._write(at, x.index_select(0, at), shape, out)
+        return torch.cat(parts) if rows > 1 else parts[0]
 
     def pack(self, indices: Tensor, values: Tensor, *, shape: Shape, out: Tensor | None = None) -> Tensor:
         """The payload of a tensor of this shape that is zero but for these elements.
@@ -194,6 +205,38 @@ class TopK(Codec):
                 out.copy_(target)
         return out
 
+    def places(self, payload: Tensor, shape: Shape) -> Tensor:
+        """The indices that a payload names: int32, ascending, into the flat tensor.
+
+        Raises:
+            PayloadError: it is none of a tensor of this shape.
+        """
+        self._check_length(payload, shape, torch.float32)
+        return self._read(payload, shape, numel_of(shape))[0]
+
+    def values_nbytes(self, k: int) -> int:
+        """Bytes of k values without indices."""
+        return self._values_nbytes(k)
+
+    def pack_values(self, values: Tensor, places: Tensor) -> Tensor:
+        """A payload of values alone, for a receiver that knows their places.
+
+        Args:
+            values: float32 (k,).
+            places: int32 (k,), ascending; of one that occurs again, the first value counts.
+        """
+        if places.numel() > 1:  # sampled selection fills up with the last place
+            again = torch.cat([places.new_zeros(1, dtype=torch.bool), places[1:] == places[:-1]])
+            values = values.masked_fill(again, 0.0)
+        out = torch.empty(self._values_nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        if out.numel():
+            self._write_values(values, out)
+        return out
+
+    def unpack_values(self, payload: Tensor, k: int) -> Tensor:
+        """The k values of such a payload, float32."""
+        return self._read_values(payload, k) if k else payload.new_empty(0, dtype=torch.float32)
+
     def encode_compensated(
         self,
         x: Tensor,
@@ -204,7 +247,7 @@ class TopK(Codec):
         out: Tensor | None = None,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        if self._rows(shape) != 1 or not x.numel():
+        if self.rows(shape) != 1 or not x.numel():
             return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
         out, target = self._target(out, shape, x.dtype, x.device)
         k, sampled = self.kept(shape), self.select == "sampled"
@@ -232,7 +275,9 @@ class TopK(Codec):
         else:
             at, values = _padded(at, values, k, n)
             _write_indices(at, n, self.indices, out[cut:])
-        head = out[:cut]
+        self._write_values(values, out[:cut])
+
+    def _write_values(self, values: Tensor, head: Tensor) -> None:
         if self.values == "fp32":
             head.view(torch.float32).copy_(values)
         elif self.values == "int8":
@@ -250,6 +295,10 @@ class TopK(Codec):
         if self.values == "fp16":
             return head.view(torch.float16)[:k].float()
         return head.view(torch.float32)
+
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        k, cut = _layout(self, dims(shape))
+        return kernels.all_finite(self._read_values(payload[:cut], _entries(k, numel_of(shape), self.indices)))
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
@@ -354,6 +403,9 @@ class Threshold(Codec):
         if size != expected:
             raise PayloadError(f"a payload of {self} with {count} of {n} elements cannot have {size} bytes")
 
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        return kernels.all_finite(payload[4 : 4 + 4 * self._count(payload)].view(torch.float32))
+
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
@@ -402,6 +454,9 @@ class RandomK(Codec):
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         torch.index_select(x, 0, self._places(x.numel(), seed, x.device), out=out.view(torch.float32))
+
+    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
+        return kernels.all_finite(payload.view(torch.float32))
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool

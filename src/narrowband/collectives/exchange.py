@@ -10,9 +10,9 @@ collective           what happens                                         bytes 
 ===================  ===================================================  =====================================
 
 Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the
-tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good.
-A trailer of four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no
-further collective.
+tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good,
+or what feedback makes of them (:meth:`~narrowband.feedback.Feedback.arrived`). A trailer of four bytes in every payload
+says whether its sender saw inf or NaN, so all ranks agree on that with no further collective.
 
 Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid
 out.
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.collectives.engine import Job, Pending, Worker
-    from narrowband.feedback import Feedback
+    from narrowband.feedback import Feedback, State
 
 __all__ = ["COLLECTIVES", "Collective", "Exchange", "Item", "Peers", "allreduce_nbytes", "choose", "exchange"]
 
@@ -91,9 +92,20 @@ class Item:
     seed: Callable[[int], int]
     #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank
     #: sends nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
+    #: Where feedback is incremental it always does: the change to zero has to be sent.
     compensated: bool = field(default=False, init=False)
     #: Whether the feedback has taken in already what the payload does not say.
     absorbed: bool = field(default=False, init=False)
+
+    @property
+    def incremental(self) -> bool:
+        """Whether payloads add to what all ranks hold, see :class:`~narrowband.feedback.State`."""
+        return self.feedback is not None and self.feedback.incremental
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is encoded and decoded."""
+        return torch.float32 if self.incremental else self.x.dtype
 
     def seed_of(self, rank: int) -> int:
         return self.seed(0 if self.codec.shared_seed else rank)
@@ -104,17 +116,32 @@ def allreduce_nbytes(nbytes: int, size: int) -> int:
     return 2 * (size - 1) * nbytes // size
 
 
-def choose(codec: Codec, nbytes: int, size: int) -> Collective:
-    """The cheapest way for a codec whose payloads take ``nbytes`` together, among ``size`` ranks, by bytes sent."""
-    if codec.sum_dtype(torch.float32) is not None:
+def choose(codec: Codec, nbytes: int, size: int, feedback: State | None = None) -> Collective:
+    """The cheapest way for a codec whose payloads take ``nbytes`` together, among ``size`` ranks, by bytes sent.
+
+    Where feedback is incremental, of those ways that add no error of their own.
+    """
+    if _adds_up(codec, feedback):
         return "dense"
-    if codec.requantizes and (size - 1) * nbytes > allreduce_nbytes(nbytes, size) + PHASE_NBYTES:
+    incremental = feedback is not None and feedback.incremental
+    if not incremental and codec.requantizes and (size - 1) * nbytes > allreduce_nbytes(nbytes, size) + PHASE_NBYTES:
         return "scatter_reduce"
     return "gather"
 
 
-def check(codec: Codec, collective: Collective) -> None:
-    """Raise :class:`UnsupportedError` where a forced collective cannot carry a codec."""
+def check(codec: Codec, collective: Collective, feedback: State | None = None) -> None:
+    """Raise :class:`UnsupportedError` where a forced collective cannot carry a codec, or not with this feedback."""
+    if feedback is not None and feedback.incremental:
+        if collective == "scatter_reduce":
+            raise UnsupportedError(
+                f"collective='scatter_reduce' encodes sums again, and with {feedback.name} that error would stay and "
+                "grow; use 'gather' or 'auto'"
+            )
+        if collective == "dense" and codec.sum_dtype(torch.float32) is not None and not _adds_up(codec, feedback):
+            raise UnsupportedError(
+                f"collective='dense' rounds sums of {codec} to 16 bits, and with {feedback.name} that error would stay "
+                "and grow; use 'gather' or 'auto'"
+            )
     if collective == "dense" and codec.sum_dtype(torch.float32) is None:
         raise UnsupportedError(
             f"payloads of {codec} cannot be added, so collective='dense' cannot carry them; use 'auto'"
@@ -124,6 +151,12 @@ def check(codec: Codec, collective: Collective) -> None:
             f"collective='scatter_reduce' encodes sums again, and {codec} would drop most of a sum; "
             "use 'gather' or 'auto'"
         )
+
+
+def _adds_up(codec: Codec, feedback: State | None) -> bool:
+    """Whether payloads may be summed on their way: incremental feedback needs sums in float32."""
+    dtype = codec.sum_dtype(torch.float32)
+    return dtype == torch.float32 if feedback is not None and feedback.incremental else dtype is not None
 
 
 def exchange(collective: Collective, items: Sequence[Item], peers: Peers, *, measure: bool = False) -> Exchange:
@@ -173,15 +206,30 @@ class Exchange(ABC):
         """The generator to run after :meth:`encode`."""
 
     @abstractmethod
-    def _write(self) -> None:
+    def _write(self, good: bool) -> None:
         """Write the averages into the items."""
+
+    @contextmanager
+    def _mean_of(self, item: Item, good: bool) -> Iterator[Tensor]:
+        """Memory of the item's shape to decode the mean into; it then becomes what is delivered.
+
+        A change of what all ranks hold is no gradient, so in a step that does not count NaN is delivered in its place.
+        """
+        mean = item.x if item.dtype == item.x.dtype else torch.empty(item.x.numel(), device=item.x.device)
+        yield mean.view(dims(item.shape))
+        if item.feedback is not None and good:
+            item.feedback.arrived(item.key, mean)
+        elif item.incremental:
+            mean.fill_(torch.nan)
+        if mean is not item.x:
+            item.x.copy_(mean)
 
     def deliver(self, good: bool) -> None:
         """Write the averages; commit the feedback if the whole step is good on all ranks, and restore it if not."""
         begin = time.perf_counter()
         self._settle(good)
         if self.finite:
-            self._write()
+            self._write(good)
         else:
             for item in self.items:
                 item.x.fill_(torch.nan)
@@ -207,7 +255,8 @@ class Exchange(ABC):
             elif self.measure and good:
                 lost = item.x.float().clone()
                 before = squared_norm(lost)
-                self._codec(item).decode(payload, lost.view(dims(item.shape)), seed=seed, weight=-1.0, accumulate=True)
+                sent = torch.empty(dims(item.shape), dtype=item.dtype, device=lost.device)
+                lost.sub_(self._codec(item).decode(payload, sent, seed=seed).view(-1))
                 self.norms.append(Norms(before, squared_norm(lost)))
 
     def _absorb(self, item: Item, payload: Tensor) -> None:
@@ -233,7 +282,9 @@ class Exchange(ABC):
         seed = item.seed_of(self.peers.rank)
         codec = self._codec(item)
         # At first also where it is zero: a chunk's error in scatter_reduce needs a place to be owed in.
-        if item.feedback is not None and (item.feedback.owed(item.key) is None or _any_nonzero(item.x)):
+        if item.feedback is not None and (
+            item.incremental or item.feedback.owed(item.key) is None or _any_nonzero(item.x)
+        ):
             early = item.feedback.can_roll_back(item.x)  # absorb while it is in the caches and others still compute
             fused = early and not self.measure
             finite, payload = item.feedback.encode(
@@ -268,7 +319,7 @@ class Dense(Exchange):
 
     def _encode_all(self) -> None:
         codecs = [item.codec for item in self.items]
-        self._spans = _spans([c.payload_nbytes(i.shape, i.x.dtype) for c, i in zip(codecs, self.items, strict=True)])
+        self._spans = _spans([c.payload_nbytes(i.shape, i.dtype) for c, i in zip(codecs, self.items, strict=True)])
         self._payload = torch.empty(self._spans[-1].stop, dtype=torch.uint8, device=self.items[0].x.device)
         for item, span in zip(self.items, self._spans, strict=True):
             finite, payload = self._encode(item, self._payload[span])
@@ -279,7 +330,7 @@ class Dense(Exchange):
         self._stateful = any(item.feedback is not None for item in self.items)
         if self.measure or self._stateful:
             self._own = [payload.clone() for payload in self._own]  # the all-reduce works in place
-        wire_dtype = codecs[0].sum_dtype(self.items[0].x.dtype)
+        wire_dtype = codecs[0].sum_dtype(self.items[0].dtype)
         assert wire_dtype is not None
         self._values = self._payload.view(wire_dtype)
         self._values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
@@ -291,10 +342,10 @@ class Dense(Exchange):
         if self._stateful:  # inf and NaN survive the sum, and every rank holds the same sum
             self.finite = kernels.all_finite(self._values.float())
 
-    def _write(self) -> None:
+    def _write(self, good: bool) -> None:
         for item, span in zip(self.items, self._spans, strict=True):
-            seed = item.seed_of(self.peers.rank)
-            item.codec.decode(self._payload[span], item.x.view(dims(item.shape)), seed=seed)
+            with self._mean_of(item, good) as mean:
+                item.codec.decode(self._payload[span], mean, seed=item.seed_of(self.peers.rank))
 
 
 class Gather(Exchange):
@@ -305,7 +356,7 @@ class Gather(Exchange):
     def _encode_all(self) -> None:
         self._fixed = all(item.codec.fixed_size for item in self.items)
         if self._fixed:
-            sizes = [item.codec.payload_nbytes(item.shape, item.x.dtype) for item in self.items]
+            sizes = [item.codec.payload_nbytes(item.shape, item.dtype) for item in self.items]
             self._payload = torch.empty(sum(sizes) + TRAILER, dtype=torch.uint8, device=self.items[0].x.device)
             for item, span in zip(self.items, _spans(sizes), strict=True):
                 self._mine_finite &= self._encode(item, self._payload[span])[0]
@@ -336,7 +387,7 @@ class Gather(Exchange):
         self.finite = not bool(received[:, capacity].any())
         self._received = received
 
-    def _write(self) -> None:
+    def _write(self, good: bool) -> None:
         size = self.peers.size
         for i, item in enumerate(self.items):
             if self._fixed:
@@ -344,7 +395,8 @@ class Gather(Exchange):
             else:
                 payloads = [self._received[rank, self._spans[rank][i]] for rank in range(size)]
             seeds = [item.seed_of(rank) for rank in range(size)]
-            item.codec.decode_mean(payloads, item.x.view(dims(item.shape)), seeds=seeds)
+            with self._mean_of(item, good) as mean:
+                item.codec.decode_mean(payloads, mean, seeds=seeds)
         del self._received
 
 
@@ -373,7 +425,7 @@ class _Chunked(Codec):
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
         numel = numel_of(shape)
         pieces = zip(self.cut(numel), _spans(self.sizes(numel)), strict=True)
-        return all(self.codec._is_finite(payload[span], cut.stop - cut.start) for cut, span in pieces)
+        return all(self.codec.is_finite(payload[span], cut.stop - cut.start) for cut, span in pieces)
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         for j, (cut, span) in enumerate(zip(self.cut(x.numel()), _spans(self.sizes(x.numel())), strict=True)):
@@ -453,11 +505,12 @@ class ScatterReduce(Exchange):
                 if owed is not None:
                     owed[self._codec(item).cut(item.x.numel())[self.peers.rank]].add_(error, alpha=self.peers.size)
 
-    def _write(self) -> None:
+    def _write(self, good: bool) -> None:
         spans = [_spans(column) for column in self._columns]
         for i, item in enumerate(self.items):
-            for j, cut in enumerate(self._codec(item).cut(item.x.numel())):
-                item.codec.decode(self._received[j, spans[j][i]], item.x[cut])
+            with self._mean_of(item, good) as mean:
+                for j, cut in enumerate(self._codec(item).cut(item.x.numel())):
+                    item.codec.decode(self._received[j, spans[j][i]], mean.view(-1)[cut])
         del self._received
 
 

@@ -83,7 +83,6 @@ class LowRankReduce(Exchange):
     def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, method: PowerSGD) -> None:
         super().__init__(list(items), peers, measure)
         self._method = method
-        self._good = False
         self._begun = 0
         self._whole: list[_Matrix] = []
         self._parts: list[Tensor] = []  # what these send
@@ -259,7 +258,7 @@ class LowRankReduce(Exchange):
 
     def _settle(self, good: bool) -> None:
         self._settled = True
-        self._good = good = good and self.finite
+        good = good and self.finite
         if not good:
             self.norms.clear()
         for matrix in itertools.chain(self._whole, *(block.matrices for block in self._blocks)):
@@ -273,7 +272,7 @@ class LowRankReduce(Exchange):
                     if matrix.owed is not None:
                         self._method.say(matrix.item.key, p, q)
 
-    def _write(self) -> None:
+    def _write(self, good: bool) -> None:
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
                 x = matrix.item.x
@@ -283,7 +282,7 @@ class LowRankReduce(Exchange):
                     x.copy_(out)
         for matrix, part in zip(self._whole, self._parts, strict=True):
             matrix.item.x.copy_(part)
-            if self._good and matrix.owed is not None and matrix.takes_part:
+            if good and matrix.owed is not None and matrix.takes_part:
                 matrix.owed.zero_()
 
 

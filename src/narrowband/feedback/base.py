@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -27,6 +27,13 @@ class State(ABC):
 
     #: The name in a spec string.
     name: ClassVar[str]
+    #: True: a payload says by how much something changes that all receivers hold, and they add it up for ever. So a
+    #: gradient of zero is news like any other, a sum is never encoded again, means are float32 whatever the gradients
+    #: are, and :meth:`Feedback.arrived` makes of them what is delivered.
+    incremental: ClassVar[bool] = False
+
+    def check(self, codec: Codec) -> None:  # noqa: B027  most take any codec
+        """Raise :class:`~narrowband.errors.UnsupportedError` where this feedback cannot stand behind a codec."""
 
     @abstractmethod
     def owed(self, key: str) -> Tensor | None:
@@ -46,10 +53,22 @@ class State(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Key → state, plain tensors (not copies)."""
+        """Key → state, plain tensors (not copies), or dictionaries of tensors, numbers and words."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+    @staticmethod
+    def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What every rank starts with after a change of the number of ranks, from the states of all ranks there were.
+
+        By default their mean: it is what the average still lacks, and each new rank owes it.
+        """
+        total: dict[str, Tensor] = {}
+        for state in states:
+            for name, value in state.items():
+                total[name] = total[name] + value if name in total else value.clone()
+        return {name: value / len(states) for name, value in total.items()}
 
 
 class Feedback(State):
@@ -98,3 +117,12 @@ class Feedback(State):
     @abstractmethod
     def rollback(self, key: str, x: Tensor) -> None:
         """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
+
+    def arrived(self, key: str, x: Tensor) -> None:
+        """Make of the decoded mean what is delivered, in place.
+
+        To be called by every receiver, once for each key and step that is good on all ranks.
+
+        Args:
+            x: flat; the mean over senders of what was decoded. Where :attr:`incremental`, float32.
+        """

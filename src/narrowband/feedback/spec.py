@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
-from narrowband.feedback.base import Feedback, State
+from narrowband.feedback.aqsgd import AQSGD
+from narrowband.feedback.base import State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
+from narrowband.feedback.ef21 import EF21
+from narrowband.feedback.mixed import MixedFeedback
 from narrowband.feedback.powersgd import PowerSGD
 
 if TYPE_CHECKING:
@@ -21,11 +24,11 @@ __all__ = ["Compression", "Method", "available", "compression", "methods"]
 #: What names its codec itself.
 Method: TypeAlias = DGC | PowerSGD
 
-_FEEDBACKS: tuple[type[Feedback], ...] = (ErrorFeedback,)
+_FEEDBACKS: tuple[type[State], ...] = (ErrorFeedback, MixedFeedback, EF21, AQSGD)
 _METHODS: tuple[type[Method], ...] = (DGC, PowerSGD)
 
 
-def available() -> dict[str, type[Feedback]]:
+def available() -> dict[str, type[State]]:
     """Every feedback by its name behind the ``+`` of a spec string."""
     return {kind.name: kind for kind in _FEEDBACKS}
 
@@ -37,10 +40,18 @@ def methods() -> dict[str, type[Method]]:
 
 @dataclass(frozen=True)
 class Compression:
-    """A codec, and the feedback around it if any. ``compression(str(c)) == c``."""
+    """A codec, and the feedback around it if any. ``compression(str(c)) == c``.
+
+    Raises:
+        UnsupportedError: the feedback cannot stand behind that codec.
+    """
 
     codec: Codec
     feedback: State | None = None
+
+    def __post_init__(self) -> None:
+        if self.feedback is not None:
+            self.feedback.check(self.codec)
 
     def new_feedback(self) -> State | None:
         """A feedback of this configuration, with no state yet."""
@@ -61,6 +72,7 @@ def compression(spec: str | Codec | Compression | Method) -> Compression:
 
     Raises:
         ValueError: unknown name or key, or a value out of range.
+        UnsupportedError: a feedback that cannot stand behind that codec.
 
     Example:
         >>> nb.compression("topk:density=0.01+ef").codec
@@ -74,7 +86,7 @@ def compression(spec: str | Codec | Compression | Method) -> Compression:
         if text.strip().partition(":")[0] not in methods():
             return Compression(_codec(text), kept)
         spec = codecs.parse_term(text, methods(), "method")
-        if plus and not (isinstance(spec, PowerSGD) and isinstance(kept, ErrorFeedback) and spec.ef):
+        if plus and not (isinstance(spec, PowerSGD) and type(kept) is ErrorFeedback and spec.ef):
             raise ValueError(f"{spec.name} keeps what it does not send in its own way; leave out '+{feedback}'")
     if isinstance(spec, DGC | PowerSGD):
         return Compression(spec.codec, spec)

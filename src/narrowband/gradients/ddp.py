@@ -39,9 +39,9 @@ from narrowband.codecs import Codec, Identity
 from narrowband.collectives import COLLECTIVES, Engine, Item, LowRankReduce, Peers, Worker
 from narrowband.collectives.exchange import all_gather_single, check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
+from narrowband.feedback import DGC, Compression, Feedback, PowerSGD
 from narrowband.gradients.chooser import Chooser
-from narrowband.gradients.layers import Layers
+from narrowband.gradients.layers import Layers, for_gradients
 from narrowband.gradients.optim import check_momentum
 from narrowband.gradients.stats import Stats, StepStats
 from narrowband.gradients.step import Step
@@ -100,7 +100,8 @@ def compress_gradients(
         optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
             wire).
 
-    ``model.join()`` works: ranks that have run out of data send zeros, and keep what they owe. Its
+    ``model.join()`` works: ranks that have run out of data send zeros, and keep what they owe (with ``ef21``, which
+    owes nothing, zero counts as their gradient). Its
     ``divide_by_initial_world_size=False`` is refused by the first backward.
 
     Returns:
@@ -111,7 +112,8 @@ def compress_gradients(
         TypeError: not a DistributedDataParallel model.
         ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
             disagree.
-        UnsupportedError: the model already has a hook, or does what no hook can follow.
+        UnsupportedError: the model already has a hook, or does what no hook can follow; or a spec that is not for
+            gradients (``aq-sgd``).
 
     Example:
         >>> model = DistributedDataParallel(net)
@@ -126,9 +128,9 @@ def compress_gradients(
         )
     policy, plan = spec if isinstance(spec, Policy) else None, spec if isinstance(spec, Plan) else None
     if policy is not None:
-        chosen, start_step = policy.start, max(start_step, policy.warmup)
+        chosen, start_step = for_gradients(policy.start), max(start_step, policy.warmup)
     else:
-        chosen = compression(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
+        chosen = for_gradients(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
     if min_numel < 0 or start_step < 0:
         raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
     together = small != "dense"
@@ -144,7 +146,7 @@ def compress_gradients(
             raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
         if isinstance(chosen.feedback, PowerSGD):
             raise UnsupportedError(f"{chosen} has a way of its own to travel; use collective='auto'")
-        check(chosen.codec, collective)
+        check(chosen.codec, collective, chosen.feedback)
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
     _check_model(ddp_model)
@@ -300,12 +302,13 @@ class GradientCompression:
 
         Args:
             specs: parameter name → spec, of the model's kind or another. Where the model has feedback, every layer has
-                it, and it can be left out; what a layer owes moves along. With ``dgc`` only ``topk`` will do, as in
-                ``"topk:density=0.01"``, and no layer sends less than the rest does while that warms up. A later call
-                adds to an earlier one.
+                it, and it can be left out; what a layer owes moves along. With ``ef21`` all layers have that. With
+                ``dgc`` only ``topk`` will do, as in ``"topk:density=0.01"``, and no layer sends less than the rest does
+                while that warms up. A later call adds to an earlier one.
 
         Raises:
             ValueError: a name that is not compressed, or a spec that cannot be mixed with the model's.
+            UnsupportedError: a spec that is not for gradients.
 
         Example:
             >>> handle = nb.compress_gradients(model, "powersgd:rank=4")
@@ -362,7 +365,7 @@ class GradientCompression:
         Args:
             state: this rank's own state; or, when the number of ranks has changed, a list with the states of all the
                 ranks there were. What they owed to the average is then shared evenly among the ranks there are, its
-                sum kept.
+                sum kept. (With ``ef21`` every rank starts with what all ranks had in common.)
 
         Raises:
             ValueError: the state of another rank, another number of ranks or another model, or residuals without a
@@ -380,9 +383,9 @@ class GradientCompression:
                     f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
                     "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
                 )
-            owed = {"": first["owed"], **first.get("others", {})}
+            owed = _kept(first)
         else:
-            owed = self._shared_out(states)
+            owed = self.layers.merged([_kept(one) for one in _all_of_them(states)], first["spec"])
         self.layers.load(first["layers"], owed, first["spec"])
         self._chooser.load_state_dict(first.get("chooser", {}))
         self._find_pairs()
@@ -511,21 +514,21 @@ class GradientCompression:
                 "part is not; go on from the last checkpoint"
             )
 
-    def _shared_out(self, states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-        """The sum of (what each rank owed / number of ranks) is what the average still lacks; keep it."""
-        size = states[0]["world_size"]
-        if sorted(s["rank"] for s in states) != list(range(size)):
-            raise ValueError(
-                f"the states were saved by {size} ranks, but these are of ranks {[s['rank'] for s in states]}; "
-                "pass all, once"
-            )
-        total: dict[str, dict[str, Tensor]] = {}
-        for state in sorted(states, key=lambda s: int(s["rank"])):
-            for kind, owed in {"": state["owed"], **state.get("others", {})}.items():
-                sums = total.setdefault(kind, {})
-                for name, residual in owed.items():
-                    sums[name] = sums[name] + residual if name in sums else residual.clone()
-        return {kind: {name: residual / size for name, residual in sums.items()} for kind, sums in total.items()}
+
+def _all_of_them(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """In the order of their ranks, if each is there once."""
+    size = states[0]["world_size"]
+    if sorted(s["rank"] for s in states) != list(range(size)):
+        raise ValueError(
+            f"the states were saved by {size} ranks, but these are of ranks {[s['rank'] for s in states]}; "
+            "pass all, once"
+        )
+    return sorted(states, key=lambda s: int(s["rank"]))
+
+
+def _kept(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """What a rank kept, by the names of :attr:`Layers.states`."""
+    return {"": state["owed"], **state.get("others", {})}
 
 
 def _use_once(x: Tensor, chosen: Compression) -> None:

@@ -16,15 +16,29 @@ import torch
 from narrowband.codecs import Codec, Identity, LowRank, TopK
 from narrowband.collectives import allreduce_nbytes, choose
 from narrowband.collectives.exchange import Collective, check
-from narrowband.feedback import DGC, Compression, ErrorFeedback, Feedback, PowerSGD, State, compression
+from narrowband.errors import UnsupportedError
+from narrowband.feedback import (
+    AQSGD,
+    DGC,
+    Compression,
+    ErrorFeedback,
+    Feedback,
+    PowerSGD,
+    State,
+    available,
+    compression,
+    methods,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
     from narrowband.feedback import Method
 
-__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Way"]
+__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Way", "for_gradients"]
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +174,11 @@ class Layers:
         return self.state is not None
 
     @property
+    def incremental(self) -> bool:
+        """Whether payloads are changes of what all ranks hold; then all layers' are."""
+        return self.state is not None and self.state.incremental
+
+    @property
     def states(self) -> dict[str, State]:
         """All that stays between steps, by name; the model's own is ''."""
         return ({} if self.state is None else {"": self.state}) | self._others
@@ -205,7 +224,7 @@ class Layers:
             return "lowrank"  # what it would not shorten it does not factor
         if self._collective != "auto":
             return self._collective
-        return self._ways.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size)
+        return self._ways.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size, self.state)
 
     @property
     def decided_early(self) -> bool:
@@ -250,14 +269,15 @@ class Layers:
 
         Raises:
             ValueError: it cannot have that.
+            UnsupportedError: no gradient can.
         """
-        layer = compression(spec)
+        layer = for_gradients(spec)
         if layer == self.usual:
             return layer
         if self._collective != "auto":
             if isinstance(layer.feedback, PowerSGD):
                 raise ValueError(f"{name!r} cannot have {str(layer)!r} with collective={self._collective!r}")
-            check(layer.codec, self._collective)
+            check(layer.codec, self._collective, self.state)
         if self.method is not None:
             if layer.feedback == self.usual.feedback:  # as :meth:`has` gave it
                 return layer
@@ -274,7 +294,12 @@ class Layers:
         if layer.feedback is None and isinstance(layer.codec, LowRank) and isinstance(self.state, PowerSGD):
             layer = compression(replace(cast("PowerSGD", self.usual.feedback), rank=layer.codec.rank))
         elif layer.feedback is None:
-            layer = Compression(layer.codec, ErrorFeedback())
+            layer = Compression(layer.codec, self._feedback_behind(layer.codec))
+        if layer.feedback is not None and layer.feedback.incremental != self.incremental:
+            raise ValueError(
+                f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.usual)!r}: what ef21 keeps cannot "
+                "become what others owe, nor the other way round; leave this layer's feedback out"
+            )
         if isinstance(layer.feedback, PowerSGD):
             if not layer.feedback.ef:
                 raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")
@@ -285,6 +310,17 @@ class Layers:
                 )
         return layer
 
+    def _feedback_behind(self, codec: Codec) -> Feedback:
+        """What a layer has that names a codec only: the model's own feedback, if it can stand there."""
+        own = self.usual.feedback
+        if isinstance(own, Feedback):
+            try:
+                own.check(codec)
+            except UnsupportedError:
+                return ErrorFeedback()
+            return own
+        return ErrorFeedback()
+
     def _settle(self) -> None:
         """Choose the ways of what there is now, and make room for what low rank will owe."""
         kinds: dict[type, tuple[Codec, int]] = {}
@@ -293,7 +329,7 @@ class Layers:
                 chosen = self.has(known.name)
                 _, nbytes = kinds.get(type(chosen.codec), (chosen.codec, 0))
                 kinds[type(chosen.codec)] = chosen.codec, nbytes + chosen.codec.payload_nbytes(known.shape)
-        self._ways = {kind: choose(codec, nbytes, self._size) for kind, (codec, nbytes) in kinds.items()}
+        self._ways = {kind: choose(codec, nbytes, self._size, self.state) for kind, (codec, nbytes) in kinds.items()}
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -348,12 +384,29 @@ class Layers:
         """Of layers that have something of their own."""
         return {name: str(Compression(own.codec) if self.method else own) for name, own in self._own.items()}
 
+    def merged(
+        self, states: Sequence[Mapping[str, Mapping[str, Tensor]]], saved_with: str
+    ) -> dict[str, dict[str, Tensor]]:
+        """What every rank goes on with, from what all former ranks kept under each state's name.
+
+        Raises:
+            ValueError: it was kept by another kind of feedback.
+        """
+        for state in states:
+            self._check_kind(state, saved_with)
+        kinds: dict[str, type[State]] = {**available(), **methods()}
+        if self.state is not None:
+            kinds[""] = type(self.state)
+        names = dict.fromkeys(name for state in states for name in state)
+        return {name: kinds.get(name, State).merged([state.get(name, {}) for state in states]) for name in names}
+
     def load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
         """Go on with these specs, and what was owed under each state's name.
 
         Raises:
             ValueError: residuals that nothing here could send, or of another model.
         """
+        self._check_kind(owed, saved_with)
         if self.state is None and any(owed.values()):
             raise ValueError(
                 f"the state was saved with {saved_with!r} and holds what was still owed; {str(self.usual)!r} "
@@ -369,6 +422,16 @@ class Layers:
         lost = [name for name in owed if name not in self.states and owed[name]]
         if lost:
             raise ValueError(f"the state holds what {', '.join(lost)} owed, and no layer here has that feedback")
+
+    def _check_kind(self, owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
+        """Raise ValueError where a state is there that no feedback of this kind can go on with."""
+        saved = compression(saved_with).feedback
+        if self.state is None or saved is None or saved.incremental == self.incremental or not any(owed.values()):
+            return
+        raise ValueError(
+            f"the state was saved with {saved_with!r}, and what that keeps means nothing to {str(self.usual)!r}; go on "
+            "with the former, or clear state['owed'] on all ranks to begin anew"
+        )
 
     def _check_fits(self, owed: Mapping[str, Tensor]) -> None:
         """Raise ValueError where a state has a size that no state of this model can have."""
@@ -392,13 +455,28 @@ class Layers:
                 )
 
 
+def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
+    """What a spec names, if gradients can be compressed with it.
+
+    Raises:
+        UnsupportedError: it is for something else.
+    """
+    chosen = compression(spec)
+    if isinstance(chosen.feedback, AQSGD):
+        raise UnsupportedError(
+            f"{str(chosen)!r} cannot compress gradients: aq-sgd keeps buffers per sample, and gradients are sums over "
+            "samples; it is for activations between pipeline stages. Use a codec with '+ef' here"
+        )
+    return chosen
+
+
 def like(chosen: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
     """What part of a model may have where the whole model has ``chosen``: another codec of that kind.
 
     Raises:
         ValueError: a spec of another kind.
     """
-    layer = compression(spec)
+    layer = for_gradients(spec)
     same_codec = type(layer.codec) is type(chosen.codec)
     same_feedback = layer.feedback is None or type(layer.feedback) is type(chosen.feedback)
     if isinstance(layer.feedback, DGC):

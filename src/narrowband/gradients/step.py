@@ -136,7 +136,8 @@ class Step:
             known = buffer.dtype == parameters[0].dtype  # complex gradients come as pairs of real numbers
             if known:
                 handle._look(buffer, parameters)
-            if known and ((self.compressing and not handle.layers.plain) or method is not None):
+            heard = self.compressing or handle.layers.incremental  # by feedback, compressed or not
+            if known and ((heard and not handle.layers.plain) or method is not None):
                 works = self._encode(buffer, parameters)
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
@@ -164,7 +165,7 @@ class Step:
             if known.compressed:
                 layer = layers.of(known.name, self.codec) if self.compressing else layers.uncompressed()
                 item = self._item(known.name, part, known.shape, layer, known.index)
-                lanes.setdefault(_lane(layer, part), []).append((layer, item))
+                lanes.setdefault(_lane(layer, item), []).append((layer, item))
             else:
                 self._is_small(part, known)
         return [self._encoded(way, lanes[way, dtype]) for way, dtype in sorted(lanes)]
@@ -320,9 +321,9 @@ class Step:
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
 
 
-def _lane(layer: Layer, x: Tensor) -> tuple[Way, str]:
+def _lane(layer: Layer, item: Item) -> tuple[Way, str]:
     """What may share an exchange: the way, and for sums the dtype on the wire."""
-    return layer.way, str(layer.codec.sum_dtype(x.dtype)) if layer.way == "dense" else ""
+    return layer.way, str(layer.codec.sum_dtype(item.dtype)) if layer.way == "dense" else ""
 
 
 def _norm(x: Tensor) -> float:

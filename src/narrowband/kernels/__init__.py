@@ -69,6 +69,7 @@ __all__ = [
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
+    "difference",
     "elias_fano_decode",
     "elias_fano_encode",
     "elias_fano_low_bits",
@@ -315,6 +316,13 @@ def forget(
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
     """True if no element is inf or NaN, or of a magnitude of at least ``below``."""
     return cast("bool", _backend(x).all_finite(x, below=below))
+
+
+def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:
+    """``out = x − base`` in one pass, where ``out`` may be either of them; True if every difference is of a magnitude
+    below ``below``.
+    """
+    return cast("bool", _backend(x).difference(x, base, out, below=below))
 
 
 def all_zero(x: Tensor) -> bool:

@@ -341,6 +341,11 @@ def forget(
     return old
 
 
+def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:
+    torch.sub(x, base, out=out)
+    return all_finite(out, below=below)
+
+
 def all_zero(x: Tensor) -> bool:
     return not bool(x.any())
 

@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from narrowband.adapt import Plan
     from narrowband.lab import LabReport
 
-__all__ = ["adapt_table", "ddp_table", "demo_table", "estimate_table", "kernels_table", "lab_table", "plan_table"]
+__all__ = [
+    "adapt_table",
+    "ddp_table",
+    "demo_table",
+    "estimate_table",
+    "kernels_table",
+    "lab_table",
+    "pipeline_table",
+    "plan_table",
+]
 
 _NOTHING = "–"
 
@@ -47,6 +56,29 @@ def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
             _optional(lambda ratio: f"{ratio:.2f}", row["ratio_to_compute"]),
             _optional(format_bytes, row["sent_bytes_per_step"]),
             _optional(format_bytes, row["link_bytes_per_step"]),
+        )
+    return table
+
+
+def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench pipeline``."""
+    first = rows[0]
+    place = "loopback" if first["rate"] == "none" else f"links of {first['rate']}"
+    table = _table(
+        f"{first['nodes']} stages, {place}, activations of {format_bytes(first['activation_nbytes'])}, arithmetic of a "
+        f"step {format_seconds(first['compute_s'])}",
+        *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "allowed"),
+    )
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    for row in rows:
+        table.add_row(
+            escape(row["name"].replace("/", "\n")),
+            f"{row['tokens_per_s']:,.0f}",
+            _optional("{:.2f}".format, row["times_none"]),
+            _optional("{:.3f}".format, row["loss"]),
+            _optional(lambda ratio: f"{ratio - 1:+.1%}", row["loss_ratio"]),
+            "\n".join(_optional(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
+            _optional("{:.0%}".format, row["share_of_allowed"]),
         )
     return table
 

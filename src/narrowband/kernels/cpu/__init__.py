@@ -11,6 +11,7 @@ from narrowband.kernels.cpu.compensation import (
     all_zero,
     compensate,
     compensate_select_topk,
+    difference,
     encode_topk,
 )
 from narrowband.kernels.cpu.knapsack import cheapest_within
@@ -38,6 +39,7 @@ __all__ = [
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
+    "difference",
     "elias_fano_decode",
     "elias_fano_encode",
     "encode_topk",

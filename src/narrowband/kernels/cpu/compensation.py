@@ -237,6 +237,51 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
     return all(spread(bits.size, bits.size, lambda a, b: _below_range(bits, limit, a, b)))
 
 
+@instruction
+def _difference_block(typing, x, base, out, begin, limit):  # noqa: ARG001 - they are types here
+    """``out = x − base`` of the BLOCK elements from ``begin`` on, and a word with a one for each at or above the limit:
+    the compiler need not ask whether the arrays overlap, and nothing is read twice.
+    """
+
+    def generate(context, builder, signature, arguments):
+        level, i64 = splat(builder, arguments[4]), ir.IntType(64)
+        word = ir.Constant(i64, 0)
+        for at in range(0, BLOCK, LANES):
+            index = builder.add(arguments[3], ir.Constant(i64, at))
+            places = [neighbours(context, builder, signature.args[k], arguments[k], index) for k in range(3)]
+            values = [builder.load(place) for place in places[:2]]
+            for value in values:
+                value.align = 4
+            difference = builder.fsub(*values)
+            builder.store(difference, places[2]).align = 4
+            word = builder.or_(word, reaching(builder, difference, level))
+        return word
+
+    return types.uint64(x, base, out, types.uintp, types.int32), generate
+
+
+@loop
+def _difference_range(x, base, out, out_bits, limit, first, last):
+    word = np.uint64(0)
+    whole = min(last, x.size // BLOCK)
+    for block in range(first, whole):
+        word |= _difference_block(x, base, out, At(block * BLOCK), limit)
+    top = I32(0)
+    if whole < last:
+        begin, m = whole * BLOCK, x.size - whole * BLOCK
+        for j in range(begin, x.size):
+            out[At(j)] = F32(x[At(j)] - base[At(j)])
+        top = max_magnitude(out_bits, begin, m)
+    return word == 0 and top < limit
+
+
+def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:
+    arrays = x.numpy(), base.numpy(), out.numpy()
+    bits, limit = arrays[2].view(np.int32), _bits_of(below)
+    blocks = -(-bits.size // BLOCK)
+    return all(spread(blocks, bits.size, lambda a, b: bool(_difference_range(*arrays, bits, limit, a, b))))
+
+
 @loop
 def _zero_range(bits, first, last):
     for begin in range(first, last, 4096):  # noqa: SIM110

@@ -1,0 +1,389 @@
+"""AQ-SGD: what travels between two stages of a pipeline is how an activation has changed since its sample was last
+seen (Wang, Yuan, Rimanic et al., arXiv 2206.01299, algorithm 1).
+
+Both ends of a boundary keep a buffer m(i) for every sample i. With activation x and codec C::
+
+    first visit of i:   send x                  m(i) = x
+    later:              send C(x − m(i))        m(i) = m(i) + C(x − m(i))
+
+and m(i) is what the receiver's stage computes with. As training converges activations change less and less, and so does
+the error of what is sent; that of C(x) would stay as large as it is. Both ends do the same arithmetic on the same
+numbers, so their buffers are equal to the bit, and neither ever sends its own.
+
+Buffers may be rounded to 16 or 8 bits. What is computed with is m(i) before it is rounded, so that the error is that of
+C alone; how m(i) was rounded is part of the next difference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.codecs import Identity
+from narrowband.codecs.base import check_keys
+from narrowband.errors import PayloadError, UnsupportedError
+from narrowband.feedback.base import State
+from narrowband.feedback.store import SampleStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from narrowband.codecs import Codec
+
+__all__ = ["AQSGD"]
+
+#: How a sample travels that is not held.
+_WHOLE = Identity()
+#: Numbers of this magnitude count as broken: no codec makes so much more of a difference below it that a buffer could
+#: leave float32.
+_TOO_LARGE = 2.0**100
+
+
+@dataclass(unsafe_hash=True)
+class AQSGD(State):
+    """For activations between stages: sends how each sample has changed since its last visit, and keeps a buffer of it.
+
+    One object per end of a boundary, or one for both ends where they are in one process. A key names the boundary.
+
+    Args:
+        store: how buffers are kept: ``fp32``, ``fp16`` or ``int8``: 4, 2 or 1.016 bytes an element on each end.
+        budget_gb: what the buffers of a key may take on each end, in 10⁹ bytes. Samples beyond it travel in full. Both
+            ends need the same.
+        folder: keep buffers there, in a file for each key, instead of in memory. Two ends on one machine need folders
+            or keys of their own.
+
+    Example:
+        >>> sender, receiver = AQSGD(), AQSGD()
+        >>> codec, ids = nb.codec("qsgd:bits=4"), torch.tensor([3, 1])
+        >>> payload = sender.pack("boundary", x, codec, samples=ids, seed=step)
+        >>> arrived = receiver.unpack("boundary", payload, torch.empty_like(x), codec, samples=ids, seed=step)
+    """
+
+    name: ClassVar[str] = "aq-sgd"
+
+    store: Literal["fp32", "fp16", "int8"] = "fp32"
+    budget_gb: float = math.inf
+    folder: str = ""
+
+    _stores: dict[str, SampleStore] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Room for a difference, by key.
+    _scratch: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        if not self.budget_gb > 0:
+            raise ValueError(f"aq-sgd: budget_gb={self.budget_gb} must be above 0; leave it out for no limit")
+        if "," in self.folder or self.folder != self.folder.strip():
+            raise ValueError(
+                f"aq-sgd: folder={self.folder!r} cannot be part of a spec: no commas, and no space at its ends"
+            )
+
+    def check(self, codec: Codec) -> None:
+        """Both ends have to know how long a payload is."""
+        if not codec.fixed_size:
+            raise UnsupportedError(
+                f"{codec} makes payloads of no fixed size, and with aq-sgd the receiver has to know it; use topk"
+            )
+
+    # ---- a batch -----------------------------------------------------------------------------------------------------
+
+    def payload_nbytes(
+        self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None
+    ) -> int:
+        """Bytes of the payload of this batch, as :meth:`pack` would make it now. Both ends come to the same.
+
+        Args:
+            key: names the boundary.
+            codec: what differences are encoded with.
+            shape: that of the batch, (B, …).
+            dtype: that of the batch.
+            samples: int64 (B,): which samples these are.
+
+        Raises:
+            UnsupportedError, TypeError, ValueError: as :meth:`pack`.
+        """
+        return sum(self._sizes(key, codec, shape, dtype, self._checked(shape, dtype, samples)))
+
+    def pack(
+        self,
+        key: str,
+        x: Tensor,
+        codec: Codec,
+        *,
+        samples: Tensor | None,
+        seed: int,
+        out: Tensor | None = None,
+        arrived: Tensor | None = None,
+    ) -> Tensor:
+        """The payload of a batch, flat uint8; the sender's buffers are then those of the receiver after
+        :meth:`unpack`.
+
+        For each sample in turn, it holds the sample as ``none`` encodes it if it is not held, and otherwise what the
+        codec makes of the difference (float32, of one sample's shape, with seed + the sample's place in the batch).
+
+        A sample that is not finite, or so large (2¹⁰⁰) that its buffer might not stay finite, arrives as it is on its
+        first visit, and as NaN on a later one. No buffer changes on either end.
+
+        Args:
+            key: names the boundary.
+            x: (B, …), float32, float16 or bfloat16.
+            codec: what differences are encoded with; fixed-size.
+            samples: int64 (B,): an id for each sample, the same in every epoch; no id twice.
+            seed: of the batch; the receiver needs the same.
+            out: where to write: uint8, flat, contiguous, exactly :meth:`payload_nbytes` long.
+            arrived: gets what :meth:`unpack` will give the receiver, to the bit: for one process that plays both ends.
+                Of x's shape and dtype; may be x.
+
+        Raises:
+            TypeError: a dtype that does not fit.
+            ValueError: no samples, not one for each row, or one of them twice; a size that does not fit.
+            UnsupportedError: a codec whose payloads have no fixed size.
+
+        Example:
+            >>> AQSGD().pack(
+            ...     "boundary", torch.ones(2, 3), nb.codec("sign"), samples=torch.tensor([7, 8]), seed=0
+            ... ).numel()
+            24
+        """
+        ids = self._checked(x.shape, x.dtype, samples)
+        sizes = self._sizes(key, codec, x.shape, x.dtype, ids)
+        if arrived is not None:
+            _check_like(arrived, x)
+            arrived = arrived.detach()
+        if out is None:
+            out = torch.empty(sum(sizes), dtype=torch.uint8, device=x.device)
+        elif out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():
+            raise TypeError(f"out must be flat, contiguous uint8, not {out.dtype} of shape {tuple(out.shape)}")
+        elif out.numel() != sum(sizes):
+            raise ValueError(f"out has {out.numel()} bytes; this batch needs {sum(sizes)}")
+        if not ids or not x.numel():
+            return out
+        store, x = self._store_for(key, x[0].numel()), x.detach()
+        for at, (sample, held, part) in enumerate(zip(ids, store.known(ids), _cut(out, sizes), strict=True)):
+            target = None if arrived is None else arrived[at]
+            if held:
+                base = self._buffer(store, sample, x.device)
+                self._encode(key, x[at], base, codec, part, (seed + at) % 2**64)
+                self._advance(store, sample, base, codec, part, (seed + at) % 2**64, target, x.shape[1:])
+            else:
+                _WHOLE.encode(x[at], out=part)
+                self._learn(store, sample, x[at])  # before target, which may be x, is written
+                if target is not None:
+                    _WHOLE.decode(part, target)
+        return out
+
+    def unpack(
+        self, key: str, payload: Tensor, out: Tensor, codec: Codec, *, samples: Tensor | None, seed: int
+    ) -> Tensor:
+        """``out ←`` what the payload of :meth:`pack` brings, and the buffers go on with it; returns ``out``.
+
+        Args:
+            key: names the boundary.
+            payload: what the sender packed.
+            out: (B, …), of the shape and dtype of the sender's batch.
+            codec, samples, seed: the sender's.
+
+        Raises:
+            PayloadError: another length than :meth:`payload_nbytes`; nothing has changed then. Or a part that the codec
+                cannot decode; what came before it has been taken in.
+            UnsupportedError, TypeError, ValueError: as :meth:`pack`.
+        """
+        ids = self._checked(out.shape, out.dtype, samples)
+        sizes = self._sizes(key, codec, out.shape, out.dtype, ids)
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise PayloadError(f"a payload is a flat uint8 tensor, not {payload.dtype} of shape {tuple(payload.shape)}")
+        if payload.numel() != sum(sizes):
+            raise PayloadError(
+                f"the payload has {payload.numel()} bytes, and for these samples this end expects {sum(sizes)}: both "
+                "ends need the same spec, and hold the same samples (compare held(), and keep_only() what both have)"
+            )
+        if not ids or not out.numel():
+            return out
+        store, values = self._store_for(key, out[0].numel()), out.detach()
+        for at, (sample, held, part) in enumerate(zip(ids, store.known(ids), _cut(payload, sizes), strict=True)):
+            if held:
+                base = self._buffer(store, sample, out.device)
+                self._advance(store, sample, base, codec, part, (seed + at) % 2**64, values[at], out.shape[1:])
+            else:
+                _WHOLE.decode(part, values[at])
+                self._learn(store, sample, values[at])
+        return out
+
+    def fill(self, key: str, x: Tensor, samples: Tensor | None) -> None:
+        """A visit of samples that travelled uncompressed, which both ends have as they are: m(i) = x.
+
+        Raises:
+            TypeError, ValueError: as :meth:`pack`.
+        """
+        ids = self._checked(x.shape, x.dtype, samples)
+        if ids and x.numel():
+            store = self._store_for(key, x[0].numel())
+            for sample, one in zip(ids, x.detach(), strict=True):
+                self._learn(store, sample, one)
+
+    def _learn(self, store: SampleStore, sample: int, x: Tensor) -> None:
+        """A whole sample is known to both ends."""
+        if kernels.all_finite(x.reshape(-1).float(), below=_TOO_LARGE):
+            store.put(sample, x)
+
+    def _encode(self, key: str, x: Tensor, base: Tensor, codec: Codec, part: Tensor, seed: int) -> None:
+        """What is to be said of a sample that is held."""
+        difference = self._scratch.get(key)
+        if difference is None or difference.device != x.device:
+            difference = self._scratch[key] = torch.empty(x.numel(), device=x.device)
+        flat = x.reshape(-1)
+        if flat.dtype != torch.float32:
+            flat = difference.copy_(flat)
+        if not kernels.difference(flat, base, difference, below=_TOO_LARGE):
+            difference.fill_(torch.nan)  # which every codec shows, wherever it looks
+        codec.encode(difference.view(x.shape), seed=seed, out=part)
+
+    def _advance(
+        self,
+        store: SampleStore,
+        sample: int,
+        base: Tensor,
+        codec: Codec,
+        part: Tensor,
+        seed: int,
+        out: Tensor | None,
+        shape: torch.Size,
+    ) -> None:
+        """m(i) = m(i) + what was said, the same on both ends."""
+        if not codec.is_finite(part, shape):
+            if out is not None:
+                out.fill_(torch.nan)
+            return
+        codec.decode(part, base.view(shape), seed=seed, accumulate=True)
+        if out is not None:
+            out.copy_(base.view(shape))
+        store.put(sample, base)
+
+    def _buffer(self, store: SampleStore, sample: int, device: torch.device) -> Tensor:
+        """m(i), to be changed and put back: where the activations are."""
+        return store.row(sample, write=True).to(device)
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def _checked(self, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None) -> list[int]:
+        """The ids of a batch, if they are those of one of this shape and dtype."""
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"aq-sgd takes float32, float16 or bfloat16 activations, not {dtype}; convert them")
+        if not len(shape):
+            raise ValueError("aq-sgd takes a batch, whose first dimension counts samples, not a single number")
+        if samples is None:
+            raise ValueError(
+                "aq-sgd keeps a buffer per sample and must know which ones a batch holds: pass samples=…, an int64 "
+                "tensor with an id for each, the same in every epoch (the index in the data set will do)"
+            )
+        if samples.dtype != torch.int64:
+            raise TypeError(f"samples are int64 ids, not {samples.dtype}")
+        if tuple(samples.shape) != (shape[0],):
+            raise ValueError(
+                f"a batch of shape {tuple(shape)} has {shape[0]} samples, and samples is of shape "
+                f"{tuple(samples.shape)}; give one id for each"
+            )
+        ids: list[int] = samples.tolist()
+        if len(set(ids)) < len(ids):
+            twice = next(sample for at, sample in enumerate(ids) if sample in ids[:at])
+            raise ValueError(f"sample {twice} is in this batch twice; give every sample an id of its own")
+        return ids
+
+    def _sizes(self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, ids: list[int]) -> list[int]:
+        """Bytes of each sample's part of the payload."""
+        self.check(codec)
+        one = tuple(shape[1:])
+        store = self._stores.get(key)
+        if store is None:
+            held = [False] * len(ids)
+        else:
+            self._check_numel(key, store, math.prod(one))
+            held = store.known(ids)
+        whole, said = _WHOLE.payload_nbytes(one, dtype), codec.payload_nbytes(one)
+        return [said if is_held else whole for is_held in held]
+
+    def _check_numel(self, key: str, store: SampleStore, numel: int) -> None:
+        if store.numel != numel:
+            raise ValueError(
+                f"samples of {store.numel} elements are held under {key!r}, so those of {numel} cannot be; pad them, "
+                "or use another key"
+            )
+
+    def _store_for(self, key: str, numel: int) -> SampleStore:
+        store = self._stores.get(key)
+        if store is None:
+            store = self._stores[key] = self._new_store(key, numel)
+        self._check_numel(key, store, numel)
+        return store
+
+    def _new_store(self, key: str, numel: int) -> SampleStore:
+        return SampleStore(
+            numel,
+            keep=self.store,
+            budget_nbytes=None if math.isinf(self.budget_gb) else int(self.budget_gb * 1e9),
+            folder=Path(self.folder).expanduser() if self.folder else None,
+            name=f"aq-sgd-{quote(key, safe='')}",
+        )
+
+    # ---- what both ends hold -----------------------------------------------------------------------------------------
+
+    def held(self, key: str) -> Tensor:
+        """The samples that have a buffer: int64, ascending."""
+        store = self._stores.get(key)
+        return torch.empty(0, dtype=torch.int64) if store is None else store.ids()
+
+    def keep_only(self, key: str, ids: Tensor | Iterable[int]) -> None:
+        """Let go of the buffers of all samples but these: where one end has lost some, both keep what both hold."""
+        if key in self._stores:
+            self._stores[key].keep_only(ids)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def owed(self, key: str) -> None:
+        """Nothing: what has not been said of a sample is in the next difference."""
+        return
+
+    def scale(self, factor: float) -> None:
+        raise TypeError("aq-sgd keeps activations, which have no loss scale")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Key → the state of its :class:`~narrowband.feedback.SampleStore`."""
+        return {key: store.state_dict() for key, store in self._stores.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold what the state holds, and nothing else.
+
+        Buffers in a file that has gone on since, or is missing, are dropped with a warning; the ends then have to agree
+        on what both hold.
+
+        Raises:
+            ValueError: a state of other settings, or a file of another run. Nothing has changed then.
+        """
+        stores = {}
+        for key, rows in state.items():
+            stores[key] = self._new_store(key, int(rows["numel"]))
+            stores[key].load_state_dict(rows)
+        self._stores = stores
+        self._scratch.clear()
+
+
+def _cut(payload: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+    """The parts of a payload, which lie end to end."""
+    begin = 0
+    for nbytes in sizes:
+        yield payload[begin : begin + nbytes]
+        begin += nbytes
+
+
+def _check_like(out: Tensor, x: Tensor) -> None:
+    if out.dtype != x.dtype:
+        raise TypeError(f"what arrives of {x.dtype} is {x.dtype}, and arrived is {out.dtype}")
+    if out.shape != x.shape:
+        raise ValueError(f"arrived has the shape {tuple(out.shape)}, the batch {tuple(x.shape)}")

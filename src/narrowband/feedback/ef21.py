@@ -1,0 +1,154 @@
+"""EF21: what is compressed is the change of the gradient (Richtárik, Sokolov & Fatkhullin, arXiv 2106.05203, algorithm
+2).
+
+With gradient x, codec C and g, what this rank has told the others of its gradient so far::
+
+    send c = C(x − g)       # encode
+    g = g + c               # absorb
+    h = h + mean of all c   # arrived: the mean of all g, and what is delivered
+
+Error feedback adds up what codecs leave out and sends it later, however late. Here nothing is owed: g follows the
+gradient, x − g becomes small where gradients settle, and then so does what C loses. That needs a C that errs by less
+than it is given (``topk``, ``sign``, ``lowrank``, quantizers of enough bits); with one that does not, g runs away. And
+it needs large batches, as error feedback of every kind does in theory (Fatkhullin, Tyurin & Richtárik, Momentum
+provably improves error feedback, 2023): of noise, changes are larger than the noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.codecs.base import dims, squared_norm
+from narrowband.feedback.base import Feedback, Norms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from narrowband.codecs import Codec, Shape
+
+__all__ = ["EF21"]
+
+#: A change of this magnitude counts as broken: g + C(x − g) must not leave float32, or it never comes back.
+TOO_LARGE = 2.0**100
+
+#: Before the key of what is the same on all receivers.
+_SHARED = "shared/"
+
+
+@dataclass(unsafe_hash=True)
+class EF21(Feedback):
+    """What is sent is how the gradient has changed, and nothing is owed; costs two float32 per element.
+
+    One of them is on a sender, for g, and one on a receiver, for h; in data parallelism each rank is both (arXiv
+    2106.05203).
+    Between two parties there is an object on each side: the sender calls :meth:`encode` and :meth:`absorb`, the
+    receiver :meth:`arrived` alone.
+
+    What is delivered is h, and not the mean of what was encoded now. So a rank that did not use a parameter gets a
+    gradient for it if any rank used it, and its own zero counts like any other gradient, in this step and the next
+    ones. Where no rank used it, DDP ignores what is delivered, and g and h go towards zero.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef21")
+    """
+
+    name: ClassVar[str] = "ef21"
+    incremental: ClassVar[bool] = True
+
+    _told: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shared: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def told(self, key: str) -> Tensor | None:
+        """What this sender has made the receivers hold under ``key`` (g, flat float32), or None if nothing ever was
+        sent. With one sender it is what they deliver, so a process that plays both ends need not decode.
+        """
+        return self._told.get(key)
+
+    def held(self, key: str) -> Tensor | None:
+        """What this receiver has ever been told under ``key`` (h, flat float32), or None if nothing ever arrived."""
+        return self._shared.get(key)
+
+    # ---- the sender --------------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        key: str,
+        x: Tensor,
+        codec: Codec,
+        *,
+        shape: Shape,
+        seed: int,
+        out: Tensor | None = None,
+        absorb: bool = False,
+    ) -> tuple[bool, Tensor]:
+        if absorb:
+            raise ValueError("ef21 takes a payload in only when the step is decided: a sum cannot be undone to the bit")
+        g = self._of(self._told, key, x)
+        change = x.sub_(g) if x.dtype == torch.float32 else x.float().sub_(g)
+        finite = kernels.all_finite(change, below=TOO_LARGE)
+        payload = codec.encode(change.view(dims(shape)), seed=seed, out=out)
+        return finite and codec.is_finite(payload, shape), payload
+
+    def absorb(
+        self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
+    ) -> Norms | None:
+        g, norms = self._told[key], None
+        if measure:
+            change = x if x.dtype == torch.float32 else x.float().sub_(g)
+            before = squared_norm(change)
+            codec.decode(payload, change.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
+            norms = Norms(before, squared_norm(change))
+        codec.decode(payload, g.view(dims(shape)), seed=seed, accumulate=True)
+        return norms
+
+    def rollback(self, key: str, x: Tensor) -> None:
+        """Nothing to do: g changes only in :meth:`absorb`."""
+
+    # ---- the receiver ------------------------------------------------------------------------------------------------
+
+    def arrived(self, key: str, x: Tensor) -> None:
+        x.copy_(self._of(self._shared, key, x).add_(x))
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _of(self, states: dict[str, Tensor], key: str, x: Tensor) -> Tensor:
+        """g or h, zeros at first."""
+        state = states.get(key)
+        if state is None:
+            state = states[key] = torch.zeros(x.numel(), device=x.device)
+        elif state.numel() != x.numel():
+            raise ValueError(
+                f"{state.numel()} elements were sent under {key!r}, so {x.numel()} cannot follow there; "
+                "use another key, or load the state of this model"
+            )
+        return state
+
+    def owed(self, key: str) -> None:
+        """None: nothing is owed."""
+
+    def scale(self, factor: float) -> None:
+        for states in (self._told, self._shared):
+            for state in states.values():
+                state.mul_(factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._told | {_SHARED + key: h for key, h in self._shared.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._told, self._shared = {}, {}
+        for name, value in state.items():
+            states = self._shared if name.startswith(_SHARED) else self._told
+            states[name.removeprefix(_SHARED)] = (
+                value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            )
+
+    @staticmethod
+    def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Every rank starts with g = h, the h that all ranks had: so h is again the mean of all g."""
+        shared = {name: h for state in states for name, h in state.items() if name.startswith(_SHARED)}
+        return shared | {name.removeprefix(_SHARED): h for name, h in shared.items()}

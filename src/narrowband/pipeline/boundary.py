@@ -1,0 +1,184 @@
+"""A boundary between two stages of a model, in one process: to find out what compression there does to training.
+
+What goes through is compressed and restored exactly as it would be between two machines, by the same channels with the
+same seeds; :class:`~narrowband.pipeline.CompressedStage` trains to the same losses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from narrowband.pipeline.channel import At, Channel, ChannelStats
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression
+
+__all__ = ["Boundary", "channel_pair", "compressible"]
+
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+#: Boundaries and tensors of a model have channels of their own: index = (boundary · tensors + tensor) · 2 + direction.
+_MOST_TENSORS = 1 << 10
+
+
+def compressible(x: Tensor) -> bool:
+    """Whether a codec takes it; anything else crosses a boundary as it is."""
+    return x.dtype in _COMPRESSIBLE and x.numel() > 0
+
+
+def channel_pair(
+    forward: str | Codec | Compression,
+    backward: str | Codec | Compression,
+    *,
+    boundary: int,
+    tensor: int,
+    end: str,
+    seed: int,
+    warmup_steps: int,
+) -> tuple[Channel, Channel]:
+    """The channels of the n-th tensor over a boundary, for the activation and for its gradient, at one of its ends."""
+    index = (boundary * _MOST_TENSORS + tensor) * 2
+    names = (f"{way}-{boundary}-{tensor}-{end}" for way in ("forward", "backward"))
+    there = Channel(forward, seed=seed, index=index, name=next(names), warmup_steps=warmup_steps)
+    back = Channel(backward, seed=seed, index=index + 1, name=next(names), warmup_steps=warmup_steps, forward=there)
+    return there, back
+
+
+class Boundary(nn.Module):
+    """Compresses the activation that goes through it, and on the way back its gradient.
+
+    Put it between layers where a pipeline would cut the model. Several tensors go through side by side, each with
+    buffers of its own; what is not floating point, or empty, goes through as it is.
+
+    Args:
+        forward: the spec for activations, see :class:`Channel`. ``topk:density=0.1,scope=sample`` keeps a tenth of
+            every sample, so that none is silenced.
+        backward: the spec for their gradients. With ``topk:density=0.1,reuse=forward`` these are the elements that were
+            chosen forward, and no indices travel.
+        index: which boundary of the model, from 0. Boundaries with one index draw the same random numbers.
+        seed: of stochastic rounding.
+        warmup_steps: so many training steps are uncompressed at first.
+        microbatches: passes that make a training step.
+
+    Attributes:
+        samples: for ``aq-sgd``: the ids, int64 (B,), of the samples that go through next. Used once.
+
+    Raises:
+        ValueError: a spec that is none.
+        UnsupportedError: one that cannot work between stages.
+
+    Example:
+        >>> model = nn.Sequential(*layers[:4], nb.Boundary("topk:density=0.1", "topk:density=0.1"), *layers[4:])
+        >>> loss(model(x), y).backward()
+        >>> print(model[4].stats())
+
+    A model that was trained with compression needs it when it is evaluated, too (Rudakov et al. 2023, arXiv
+    2401.07788): so it stays on in ``model.eval()``, with buffers as they are, until :meth:`compress_in_eval` says
+    otherwise. Buffers are in the module's ``state_dict``. Do not put a boundary inside a part that activation
+    checkpointing runs twice.
+    """
+
+    def __init__(
+        self,
+        forward: str | Codec | Compression = "none",
+        backward: str | Codec | Compression = "none",
+        *,
+        index: int = 0,
+        seed: int = 0,
+        warmup_steps: int = 0,
+        microbatches: int = 1,
+    ) -> None:
+        super().__init__()
+        if microbatches < 1:
+            raise ValueError(f"microbatches={microbatches} must be at least 1")
+        self._specs = forward, backward
+        self._config: dict[str, Any] = {"boundary": index, "end": "both", "seed": seed, "warmup_steps": warmup_steps}
+        self._microbatches = microbatches
+        self._passes = 0
+        self._in_eval = True
+        self._channels = [self._pair(0)]  # made at once, because a wrong spec should be heard of at once
+        self.samples: Tensor | None = None
+
+    def _pair(self, tensor: int) -> tuple[Channel, Channel]:
+        return channel_pair(*self._specs, tensor=tensor, **self._config)
+
+    def compress_in_eval(self, on: bool) -> Boundary:
+        """Whether to compress in ``eval()``; returns the boundary."""
+        self._in_eval = on
+        return self
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """What arrives on the other side: a tensor for a tensor, a tuple for several."""
+        at = At(*divmod(self._passes, self._microbatches))
+        samples, self.samples = self.samples, None
+        if self.training:
+            self._passes += 1
+        elif not self._in_eval:
+            return tensors[0] if len(tensors) == 1 else tensors
+        while len(self._channels) < len(tensors):
+            self._channels.append(self._pair(len(self._channels)))
+        cross: Any = _Cross.apply
+        out = tuple(
+            cross(x, self._channels[number], self.training, samples, at) if compressible(x) else x
+            for number, x in enumerate(tensors)
+        )
+        return out[0] if len(out) == 1 else out
+
+    def stats(self) -> dict[str, ChannelStats]:
+        """What went ``forward`` and ``backward`` so far, all tensors together."""
+        return {
+            way: ChannelStats.total(pair[at].stats for pair in self._channels)
+            for at, way in enumerate(("forward", "backward"))
+        }
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Buffers and the place in training, for ``state_dict``."""
+        return {
+            "passes": self._passes,
+            "channels": [[channel.state_dict() for channel in pair] for pair in self._channels],
+        }
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: the state of another spec.
+        """
+        self._passes = state["passes"]
+        while len(self._channels) < len(state["channels"]):
+            self._channels.append(self._pair(len(self._channels)))
+        for pair, kept in zip(self._channels, state["channels"], strict=False):
+            for channel, known in zip(pair, kept, strict=True):
+                channel.load_state_dict(known)
+
+    def extra_repr(self) -> str:
+        there, back = self._channels[0]
+        return f"forward={str(there)!r}, backward={str(back)!r}"
+
+
+class _Cross(torch.autograd.Function):
+    """One tensor there, and its gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, channels: tuple[Channel, Channel], training: bool, samples: Tensor | None, at: At
+    ) -> Tensor:
+        there, ctx.back = channels
+        ctx.config = {"samples": samples, "training": training}
+        ctx.at = at
+        arrived = torch.empty_like(x)
+        there.pack(x, at, arrived=arrived, **ctx.config)
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        arrived = torch.empty_like(gradient)
+        ctx.back.pack(gradient, ctx.at, arrived=arrived, **ctx.config)
+        return arrived, None, None, None, None

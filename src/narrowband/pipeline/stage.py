@@ -1,0 +1,378 @@
+"""A stage of PyTorch's own pipeline engine that sends and receives payloads.
+
+:class:`CompressedStage` is a ``torch.distributed.pipelining.PipelineStage``; schedules (GPipe, 1F1B, interleaved, zero
+bubble) ask it for what to send and where to receive, and get payloads where there would have been tensors. Everything
+else is theirs: order, overlap, autograd, DDP around a stage's module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from narrowband.errors import UnsupportedError
+from narrowband.pipeline.boundary import channel_pair, compressible
+from narrowband.pipeline.channel import At, Channel, ChannelStats
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression
+
+    Specs = str | Codec | Compression | Sequence[str | Codec | Compression]
+
+__all__ = ["CompressedStage"]
+
+
+class _Arriving(NamedTuple):
+    """A payload that is on its way, and where its tensor belongs."""
+
+    channel: Channel
+    payload: Tensor
+    place: Tensor
+
+
+class _Side:
+    """The channels of one boundary, as one of its two stages has them."""
+
+    def __init__(self, forward: Any, backward: Any, end: str, boundary: int, seed: int, warmup_steps: int) -> None:
+        self._specs = forward, backward
+        self._config: dict[str, Any] = {"boundary": boundary, "seed": seed, "warmup_steps": warmup_steps}
+        self._end = end
+        self._pairs: list[tuple[Channel, Channel]] = []
+        self.pair(0)  # made at once, because a wrong spec should be heard of at once
+
+    def pair(self, tensor: int) -> tuple[Channel, Channel]:
+        """(of activations, of gradients)."""
+        while len(self._pairs) <= tensor:
+            self._pairs.append(channel_pair(*self._specs, tensor=len(self._pairs), end=self._end, **self._config))
+        return self._pairs[tensor]
+
+    @property
+    def by_sample(self) -> bool:
+        return any(channel.by_sample for channel in self.pair(0))
+
+    def __iter__(self) -> Any:
+        return (channel for pair in self._pairs for channel in pair)
+
+    def identity(self) -> list[object]:
+        """What both stages must agree on."""
+        return [*map(str, self.pair(0)), sorted(self._config.items())]
+
+    def state_dict(self) -> list[list[dict[str, Any]]]:
+        return [[channel.state_dict() for channel in pair] for pair in self._pairs]
+
+    def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        for tensor, kept in enumerate(state):
+            for channel, known in zip(self.pair(tensor), kept, strict=True):
+                channel.load_state_dict(known)
+
+
+class CompressedStage(PipelineStage):
+    """A pipeline stage whose activations and gradients travel compressed.
+
+    Takes the place of ``torch.distributed.pipelining.PipelineStage`` under every schedule. What crosses a boundary may
+    be several tensors; those that are not floating point travel as they are. Shapes are static, as the engine wants
+    them. Where a schedule puts two neighbouring stages on one rank, nothing travels and nothing is compressed.
+
+    Args:
+        submodule: the part of the model that runs here; may be wrapped in DDP, with or without
+            :func:`~narrowband.compress_gradients`.
+        stage_index: which stage, from 0.
+        num_stages: how many there are.
+        device: where it runs.
+        forward: the spec for activations, see :class:`Channel`; or one for each of the num_stages − 1 boundaries.
+        backward: the same for gradients; ``topk:density=0.1,reuse=forward`` sends the values of the elements that were
+            chosen forward, and no indices.
+        seed: of stochastic rounding; the same on all ranks.
+        warmup_steps: so many training steps are uncompressed at first.
+        compress_in_eval: whether ``schedule.eval`` compresses, too. A model that was trained with compression needs it.
+        **options: those of ``PipelineStage``: ``input_args``, ``output_args``, ``group``, ``dw_builder``, …
+
+    Attributes:
+        samples: for ``aq-sgd``, to be set on every rank before every step: the ids, int64, of the samples of the whole
+            batch, in its order. Each is used once.
+
+    Raises:
+        ValueError: a spec that is none, or not one for each boundary; at the first step, stages that do not agree.
+        UnsupportedError: a spec that cannot work between stages, or a schedule that sends micro-batches in different
+            orders where feedback needs one.
+
+    Example:
+        >>> stage = nb.CompressedStage(part, rank, 4, device, forward="qsgd:bits=4", backward="qsgd:bits=8")
+        >>> schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
+        >>> schedule.step(x) if rank == 0 else schedule.step(target=y) if rank == 3 else schedule.step()
+        >>> print(stage.stats()["forward"].ratio)
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        forward: Specs = "none",
+        backward: Specs = "none",
+        seed: int = 0,
+        warmup_steps: int = 0,
+        compress_in_eval: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, **options)
+        there, back = (
+            _each(specs, num_stages - 1, name) for name, specs in (("forward", forward), ("backward", backward))
+        )
+        #: Those before and behind this stage.
+        self._before = self._behind = None
+        if stage_index > 0:
+            self._before = _Side(
+                there[stage_index - 1], back[stage_index - 1], "behind", stage_index - 1, seed, warmup_steps
+            )
+        if stage_index < num_stages - 1:
+            self._behind = _Side(there[stage_index], back[stage_index], "before", stage_index, seed, warmup_steps)
+        self._in_eval = compress_in_eval
+        self._step = -1
+        self._microbatches = 1
+        self._met = False
+        self.samples: Tensor | None = None
+        self._parts: tuple[Tensor, ...] | None = None
+        self._arriving: dict[tuple[str, int], list[_Arriving]] = {}
+
+    # ---- what the schedule asks --------------------------------------------------------------------------------------
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What to send of a micro-batch's activations."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        metas = self._stage_meta.outputs or ()
+        numbers = [n for n, stages in self.act_send_info.items() for stage in stages if stage is not None]
+        return self._sending(ops, numbers, metas, self._behind, 0, fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What to send of the gradients of a micro-batch's inputs."""
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        if not ops:
+            return ops
+        metas = [self._get_grad_send_meta(n) for n in range(len(self.grad_send_info or ()))]
+        numbers = [n for n, stage in enumerate(self.grad_send_info or ()) if stage is not None and metas[n] is not None]
+        return self._sending(ops, numbers, metas, self._before, 1, bwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Where to receive a micro-batch's activations."""
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._receiving(ops, self.args_recv_info[fwd_chunk_id], self._before, 0, fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Where to receive the gradients of a micro-batch's outputs."""
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._receiving(ops, self.grad_recv_info[bwd_chunk_id], self._behind, 1, bwd_chunk_id) if ops else ops
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch forward."""
+        self._unpack("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch backward."""
+        self._unpack("backward", bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def clear_runtime_states(self) -> None:
+        """A new step begins."""
+        super().clear_runtime_states()
+        self._arriving.clear()
+        if not self._met:
+            self._met = True
+            self._meet()
+        if not self.has_backward:
+            return
+        sides = [side for side in (self._before, self._behind) if side is not None]
+        if any(side.by_sample for side in sides):
+            if self.samples is None:
+                raise ValueError(
+                    "aq-sgd needs to know the samples of every batch: on every rank, set stage.samples to their ids "
+                    "(int64, one for each) before every step"
+                )
+            self._whole, self.samples = self.samples, None
+            self._parts = None
+        self._step += 1
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        if self._stage_meta.has_dtensors():
+            raise UnsupportedError(
+                "a CompressedStage sends plain tensors, and a DTensor crosses this boundary: convert it, or use "
+                "PipelineStage"
+            )
+        self._microbatches = num_microbatches
+        return result
+
+    # ---- sending and receiving ---------------------------------------------------------------------------------------
+
+    def _sending(
+        self,
+        ops: list[dist.P2POp],
+        numbers: list[int],
+        metas: Sequence[Any],
+        side: _Side | None,
+        way: int,
+        microbatch: int,
+    ) -> list[dist.P2POp]:
+        """The same operations with payloads."""
+        for op, number in zip(ops, numbers, strict=True):
+            x, meta = op.tensor, metas[number]
+            if x.shape != meta.shape or x.dtype != meta.dtype:
+                raise ValueError(
+                    f"stage {self.stage_index}, micro-batch {microbatch}: tensor {number} is {tuple(x.shape)} "
+                    f"{x.dtype}, and was {tuple(meta.shape)} {meta.dtype} at first; a pipeline has static shapes: drop "
+                    "what does not fill the last batch, or pad it"
+                )
+            if self._compresses(x):
+                assert side is not None
+                channel = side.pair(number)[way]
+                samples = self._samples(channel, microbatch)
+                op.tensor = channel.pack(x, self._at(microbatch), samples=samples, training=self.has_backward)
+            else:
+                op.tensor = x.contiguous()
+        return ops
+
+    def _receiving(
+        self, ops: list[dist.P2POp], infos: Sequence[Any], side: _Side | None, way: int, microbatch: int
+    ) -> list[dist.P2POp]:
+        """The same operations with room for payloads."""
+        numbers = [n for n, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
+        arriving = self._arriving.setdefault((("forward", "backward")[way], microbatch), [])
+        for op, number in zip(ops, numbers, strict=True):
+            place = op.tensor
+            if not self._compresses(place):
+                continue
+            assert side is not None
+            channel = side.pair(number)[way]
+            nbytes = channel.payload_nbytes(
+                tuple(place.shape), place.dtype, self._at(microbatch),
+                samples=self._samples(channel, microbatch), training=self.has_backward,
+            )  # fmt: skip
+            op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
+            arriving.append(_Arriving(channel, op.tensor, place))
+        return ops
+
+    def _unpack(self, way: str, microbatch: int) -> None:
+        """What was received becomes tensors."""
+        for channel, payload, place in self._arriving.pop((way, microbatch), ()):
+            samples = self._samples(channel, microbatch)
+            channel.unpack(
+                payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
+            )  # fmt: skip
+
+    def _compresses(self, x: Tensor) -> bool:
+        return compressible(x) and (self.has_backward or self._in_eval)
+
+    def _at(self, microbatch: int) -> At:
+        return At(self._step, microbatch)
+
+    def _samples(self, channel: Channel, microbatch: int) -> Tensor | None:
+        """The ids of a micro-batch, cut as the schedule cuts the batch."""
+        if not channel.by_sample or not self.has_backward:
+            return None
+        if self._parts is None:
+            self._parts = torch.tensor_split(self._whole, self._microbatches)
+        return self._parts[microbatch]
+
+    # ---- the first meeting -------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Neighbours compare what they were told, and which samples they hold; both ends go on with what both hold."""
+        for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
+            if side is None or self._is_same_rank(other):
+                continue
+            own = [*side.identity(), self._in_eval, self._step]
+            theirs = self._exchanged(json.dumps(own, default=str).encode(), other)
+            if json.loads(theirs) != json.loads(json.dumps(own, default=str)):
+                raise ValueError(
+                    f"stages {self.stage_index} and {other} do not agree on [forward, backward, configuration, "
+                    f"compress_in_eval, steps done]: {own} here, {theirs.decode()} there. Give all stages the same, "
+                    "and states of one step"
+                )
+            for channel in side:
+                self._compare(channel, other)
+
+    def _compare(self, channel: Channel, other: int) -> None:
+        held = channel.held()
+        if held is None:
+            return
+        theirs = self._exchanged(held.cpu().numpy().tobytes(), other)
+        known = torch.frombuffer(bytearray(theirs), dtype=torch.int64) if theirs else torch.empty(0, dtype=torch.int64)
+        channel.keep_only(held[torch.isin(held, known)])
+
+    def _exchanged(self, message: bytes, other: int) -> bytes:
+        """Send a message to a neighbour, and receive its."""
+        if other < self.stage_index:  # the lower one speaks first
+            theirs = self._heard(other)
+            self._say(message, other)
+            return theirs
+        self._say(message, other)
+        return self._heard(other)
+
+    def _say(self, message: bytes, other: int) -> None:
+        peer = self._resolve_peer_global_rank(other)
+        dist.send(torch.tensor([len(message)], device=self.device), dst=peer, group=self.group)
+        if message:
+            body = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
+            dist.send(body, dst=peer, group=self.group)
+
+    def _heard(self, other: int) -> bytes:
+        peer = self._resolve_peer_global_rank(other)
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        dist.recv(length, src=peer, group=self.group)
+        body = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if body.numel():
+            dist.recv(body, src=peer, group=self.group)
+        return body.cpu().numpy().tobytes()
+
+    # ---- what a user asks --------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, ChannelStats]:
+        """What this stage sent so far: activations ``forward``, gradients ``backward``."""
+        found = {}
+        for name, side, way in (("forward", self._behind, 0), ("backward", self._before, 1)):
+            channels = [] if side is None else list(side)[way::2]
+            found[name] = ChannelStats.total(channel.stats for channel in channels)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this stage's channels keep between two steps; the module's own state is not part of it."""
+        return {
+            "step": self._step,
+            "before": None if self._before is None else self._before.state_dict(),
+            "behind": None if self._behind is None else self._behind.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, to the bit; before the first step, on all ranks.
+
+        Raises:
+            ValueError: the state of another stage or spec; or steps have been done already.
+        """
+        if self._met:
+            raise ValueError("the state of a stage is loaded before its first step: make a new CompressedStage")
+        for name, side in (("before", self._before), ("behind", self._behind)):
+            if (side is None) != (state[name] is None):
+                raise ValueError("this is the state of another stage: one has neighbours that the other has not")
+            if side is not None:
+                side.load_state_dict(state[name])
+        self._step = state["step"]
+
+
+def _each(specs: Any, number: int, name: str) -> list[Any]:
+    """A spec for each boundary."""
+    if isinstance(specs, str) or not isinstance(specs, Sequence):
+        return [specs] * number
+    if len(specs) != number:
+        raise ValueError(f"{name} has {len(specs)} specs, and there are {number} boundaries: give one, or one for each")
+    return list(specs)

@@ -1,0 +1,164 @@
+"""A boundary in one process: what it does to activations and gradients, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+
+
+def model(boundary):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.GELU(), boundary, nn.Linear(30, 5))
+
+
+def step(net, seed, samples=None):
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
+    boundary = net[2]
+    if samples is not None:
+        boundary.samples = samples
+    net.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in net.parameters()]
+
+
+def test_without_compression_nothing_changes():
+    plain, own = model(nn.Identity()), model(nb.Boundary())
+    for seed in range(3):
+        (loss, gradients), (own_loss, own_gradients) = step(plain, seed), step(own, seed)
+        assert torch.equal(loss, own_loss)
+        assert all(map(torch.equal, gradients, own_gradients))
+
+
+def test_activation_and_gradient_are_what_the_codec_makes_of_them():
+    boundary = nb.Boundary("topk:density=0.2,scope=sample", "uniform:bits=4")
+    x = torch.randn(6, 40, requires_grad=True)
+    y = boundary(x)
+    assert torch.equal(y, nb.codec("topk:density=0.2,scope=sample").roundtrip(x))
+    assert ((y != 0).sum(1) == 8).all()
+    gradient = torch.randn(6, 40)
+    y.backward(gradient)
+    assert torch.equal(x.grad, nb.codec("uniform:bits=4").roundtrip(gradient))
+    stats = boundary.stats()
+    assert stats["forward"].sent_bytes == nb.codec("topk:density=0.2,scope=sample").payload_nbytes((6, 40))
+    assert stats["backward"].sent_bytes == nb.codec("uniform:bits=4").payload_nbytes((6, 40))
+    assert stats["backward"].raw_bytes == 960
+
+
+def test_several_tensors_go_side_by_side_and_what_no_codec_takes_goes_as_it_is():
+    boundary = nb.Boundary("qsgd:bits=2+ef", "none")
+    x, mask, double = torch.randn(4, 8, requires_grad=True), torch.arange(4), torch.randn(3, dtype=torch.float64)
+    alone = nb.Boundary("qsgd:bits=2+ef", "none")
+    for _ in range(3):
+        y, kept, same, z = boundary(x, mask, double, x * 3)
+        assert kept is mask
+        assert same is double
+        assert torch.equal(y, alone(x))  # a second tensor has buffers and random numbers of its own
+        assert not torch.equal(z, y * 3)
+    (y.sum() + z.sum()).backward()
+    assert torch.equal(x.grad, torch.full((4, 8), 4.0))
+
+
+def test_boundaries_draw_different_numbers():
+    x = torch.randn(50, 50)
+    first, again, other, seeded = (
+        nb.Boundary("qsgd:bits=2", index=i, seed=s) for i, s in ((0, 0), (0, 0), (1, 0), (0, 1))
+    )
+    y = first(x)
+    assert torch.equal(again(x), y)
+    assert not torch.equal(other(x), y)
+    assert not torch.equal(seeded(x), y)
+    assert not torch.equal(first(x), y)  # nor are those of the next message the same
+
+
+def test_evaluation_with_and_without():
+    boundary = nb.Boundary("topk:density=0.1+ef", "none")
+    x = torch.randn(10, 20)
+    for _ in range(3):
+        boundary(x)
+    before = {k: v.clone() for k, v in boundary.get_extra_state()["channels"][0][0]["state"].items()}
+    boundary.eval()
+    assert (boundary(x) != 0).sum() == 20
+    assert boundary.compress_in_eval(False) is boundary
+    assert boundary(x) is x
+    boundary.compress_in_eval(True)
+    assert (boundary(x) != 0).sum() == 20
+    after = boundary.get_extra_state()["channels"][0][0]["state"]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.2+ef", "topk:density=0.2+ef21", "qsgd:bits=3+aq-sgd", "qsgd:bits=3"])
+def test_a_model_resumes_to_the_bit_from_its_state_dict(spec, tmp_path):
+    ids = [torch.arange(8) + 8 * (k % 2) for k in range(8)]
+    whole, first = (model(nb.Boundary(spec, "qsgd:bits=4", microbatches=2)) for _ in range(2))
+    expected = [step(whole, k, ids[k]) for k in range(8)]
+    for k in range(5):
+        step(first, k, ids[k])
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = model(nb.Boundary(spec, "qsgd:bits=4", microbatches=2))
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for k in range(5, 8):
+        loss, gradients = step(second, k, ids[k])
+        assert torch.equal(loss, expected[k][0])
+        assert all(map(torch.equal, gradients, expected[k][1]))
+
+
+def test_warm_up_is_counted_in_steps():
+    boundary = nb.Boundary("topk:density=0.1", "none", warmup_steps=2, microbatches=3)
+    x = torch.randn(10, 10)
+    assert [torch.equal(boundary(x), x) for _ in range(9)] == [True] * 6 + [False] * 3
+
+
+def test_samples_are_used_once():
+    boundary = nb.Boundary("qsgd:bits=4+aq-sgd", "none")
+    x = torch.randn(4, 10)
+    boundary.samples = torch.arange(4)
+    assert torch.equal(boundary(x), x)  # a first visit
+    boundary.samples = torch.arange(4)
+    assert not torch.equal(boundary(x + 1), x + 1)
+    with pytest.raises(ValueError, match=r"set \.samples"):
+        boundary(x)
+    boundary.samples = torch.tensor([1, 2, 2, 3])
+    with pytest.raises(ValueError, match="2"):
+        boundary(x)
+    boundary.samples = torch.arange(3)
+    with pytest.raises(ValueError, match="3"):
+        boundary(x)
+
+
+def test_a_gradient_that_is_not_asked_for_is_not_made():
+    boundary = nb.Boundary("topk:density=0.5", "topk:density=0.5,reuse=forward")
+    with torch.no_grad():
+        for _ in range(3):
+            boundary(torch.randn(4, 4))
+    x = torch.randn(4, 4, requires_grad=True)
+    y = boundary(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, (y != 0).float())
+
+
+def test_double_backward_is_refused():
+    boundary = nb.Boundary("qsgd:bits=4", "qsgd:bits=4")
+    x = torch.randn(4, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad((boundary(x) * x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="microbatches=0"):
+        nb.Boundary(microbatches=0)
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        nb.Boundary(warmup_steps=-1)
+    with pytest.raises(ValueError, match="unknown codec"):
+        nb.Boundary("qsdg:bits=4")
+    with pytest.raises(nb.UnsupportedError):
+        nb.Boundary("none", "powersgd:rank=1")
+    net = model(nb.Boundary("topk:density=0.2+ef"))
+    with pytest.raises(ValueError, match="was kept for"):
+        model(nb.Boundary("topk:density=0.2+ef21")).load_state_dict(net.state_dict())
+    assert "topk:density=0.2+ef" in repr(net)
