@@ -18,6 +18,8 @@ PUBLISHED = {
     "elias-fano-encode",
     "elias-fano-decode",
     "sparse-accumulate",
+    "aq-sgd-lookup-4mb",
+    "aq-sgd-lookup-update-4mb",
 }
 
 
@@ -33,6 +35,15 @@ def test_every_loop_runs_on_every_backend():
     for row in rows:
         assert row["numel"] == NUMEL
         assert row["ms"] > 0
+        assert row["ratio_to_copy"] == pytest.approx(row["ms"] / row["copy_ms"])
+
+
+def test_a_loop_over_parts_is_compared_with_a_copy_of_a_part(monkeypatch):
+    monkeypatch.setattr("narrowband.bench.kernels._SAMPLE", 1200)
+    loops = ("aq-sgd-lookup-4mb", "aq-sgd-lookup-update-4mb", "all-finite")
+    rows = list(run(Config(numel=NUMEL, repeats=6, loops=loops)))
+    assert [row["numel"] for row in rows] == [1200, 1200, NUMEL]
+    for row in rows:
         assert row["ratio_to_copy"] == pytest.approx(row["ms"] / row["copy_ms"])
 
 

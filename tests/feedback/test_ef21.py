@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(spec, dtype, bad):
 
 def test_a_change_that_might_carry_the_sum_out_of_float32_counts_as_not_finite():
     feedback = EF21()
-    for value, good in ((1e29, True), (3e38, False), (-3e38, False)):
+    for value, good in ((1e29, True), (1e31, False), (-1e31, False)):
         assert feedback.encode("w", torch.full((N,), value), nb.codec("sign"), shape=N, seed=0)[0] is good
 
 

@@ -311,6 +311,30 @@ def test_a_process_that_is_killed_leaves_rows_that_are_right_or_refused(make, tm
     assert all((resumed.row(sample) == sample).all() for sample in resumed.ids().tolist())
 
 
+FULL = """
+import sys, torch
+from pathlib import Path
+from narrowband.feedback import SampleStore
+kept = SampleStore(10_000, folder=Path(sys.argv[1]))
+for sample in range(100):
+    try:
+        kept.put(sample, torch.full((10_000,), float(sample)))
+    except OSError as error:
+        said = error.strerror
+        break
+assert (kept.row(0) == 0).all() and (kept.row(sample - 1) == sample - 1).all()
+print(len(kept), kept.known([sample]), said)
+"""
+
+
+@pytest.mark.root
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    """A mapping that the disk has no room for can be made, and writing to it is then fatal."""
+    inside = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
+    ended = subprocess.run(["unshare", "--mount", "sh", "-c", inside], check=True, capture_output=True, text=True)
+    assert ended.stdout == "26 [False] No space left on device\n"
+
+
 def test_a_file_of_another_run_is_left_alone(make, tmp_path):
     first = make("disk", 4)
     first.put(0, torch.ones(4))

@@ -303,6 +303,38 @@ class Half(nn.Module):
         return self.two(self.one(x.bfloat16()).float())
 
 
+def half_as_it_is(rank, world_size, spec):
+    """A half-precision layer that is not compressed, in a model that is; every step is measured."""
+    model = wrap(Half())
+    handle = nb.compress_gradients(model, spec, min_numel=8)
+    handle.set_layers({"one.weight": "none"})
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(step * 10 + rank))
+        handle._total.relative_error = None
+        model(x).square().mean().backward()
+        found.append(model.module.one.weight.grad.clone())
+    plain = wrap(Half())
+    plain.module.load_state_dict(model.module.state_dict())
+    expected = []
+    for step in range(4):
+        plain.zero_grad()
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(step * 10 + rank))
+        plain(x).square().mean().backward()
+        expected.append(plain.module.one.weight.grad.clone())
+    return found, expected, handle.stats().total.relative_error
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.1+ef", "topk:density=0.1"])
+def test_a_half_precision_layer_may_stay_as_it_is(spec):
+    for found, expected, error in run_ranks(half_as_it_is, 2, spec):
+        assert 0 < error < 1
+        for own, plain in zip(found, expected, strict=True):
+            assert own.dtype == torch.bfloat16
+            torch.testing.assert_close(own, plain, rtol=0.02, atol=1e-3)
+
+
 def half(rank, world_size):
     model = wrap(Half(), TINY)
     handle = nb.compress_gradients(model, LGreCo("topk:density=0.1+ef", every=3), min_numel=64)

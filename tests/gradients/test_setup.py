@@ -30,6 +30,9 @@ def wrong_calls(rank, world_size):
         "scatter_reduce cannot": refusal(lambda: compress(model, "topk:density=0.1", collective="scatter_reduce")),
         "negative min_numel": refusal(lambda: compress(model, "none", min_numel=-1)),
         "negative start_step": refusal(lambda: compress(model, "none", start_step=-1)),
+        "per sample": refusal(lambda: compress(model, "qsgd:bits=4+aq-sgd")),
+        "per sample, small": refusal(lambda: compress(model, "qsgd:bits=4", small="qsgd:bits=8+aq-sgd")),
+        "per sample, by a policy": refusal(lambda: compress(model, nb.Uniform("qsgd:bits=4+aq-sgd"))),
     }
     train(model, rank, range(1))  # none of these has touched the model
     hooked = wrap(mlp())
@@ -44,6 +47,7 @@ def wrong_calls(rank, world_size):
     errors["twice"] = refusal(lambda: compress(twice, "topk:density=0.1+ef"))
     train(twice, rank, range(2))  # the first goes on
     errors["steps of the first"] = handle.step
+    errors["per sample, one layer"] = refusal(lambda: handle.set_layers({"0.weight": "topk:density=0.1+aq-sgd"}))
     left = wrap(mlp())
     dist.destroy_process_group()
     errors["no process group"] = refusal(lambda: compress(left, "none"))
@@ -66,6 +70,10 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "hook": ("UnsupportedError", "fp16_compress_hook"),
         "optimizer in backward": ("UnsupportedError", "step it after backward instead"),
         "twice": ("UnsupportedError", "compressed already"),
+        "per sample": ("UnsupportedError", "'qsgd:bits=4+aq-sgd' cannot compress gradients: aq-sgd keeps buffers per"),
+        "per sample, small": ("UnsupportedError", "gradients are sums over samples"),
+        "per sample, by a policy": ("UnsupportedError", "for activations between pipeline stages"),
+        "per sample, one layer": ("UnsupportedError", "Use a codec with '+ef' here"),
         "no process group": ("UnsupportedError", "init_process_group"),
     }
     assert errors.pop("steps of the first") == 2

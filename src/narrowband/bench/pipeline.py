@@ -72,7 +72,7 @@ class Config:
         "fp16",
         "uniform:bits=8",
         "uniform:bits=4/qsgd:bits=4",
-        "topk:density=0.1,scope=sample,values=fp16/topk:density=0.1,scope=sample,values=fp16,reuse=forward",
+        "topk:density=0.1,scope=sample/topk:density=0.1,reuse=forward",
         "uniform:bits=4+aq-sgd:store=fp16/qsgd:bits=4",
     )
     peers: bool = False

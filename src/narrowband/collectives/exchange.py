@@ -10,9 +10,9 @@ collective           what happens                                         bytes 
 ===================  ===================================================  =====================================
 
 Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the
-tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good.
-A trailer of four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no
-further collective.
+tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good,
+or what feedback makes of them (:meth:`~narrowband.feedback.Feedback.arrived`). A trailer of four bytes in every payload
+says whether its sender saw inf or NaN, so all ranks agree on that with no further collective.
 
 Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid
 out.
@@ -255,7 +255,8 @@ class Exchange(ABC):
             elif self.measure and good:
                 lost = item.x.float().clone()
                 before = squared_norm(lost)
-                self._codec(item).decode(payload, lost.view(dims(item.shape)), seed=seed, weight=-1.0, accumulate=True)
+                sent = torch.empty(dims(item.shape), dtype=item.dtype, device=lost.device)
+                lost.sub_(self._codec(item).decode(payload, sent, seed=seed).view(-1))
                 self.norms.append(Norms(before, squared_norm(lost)))
 
     def _absorb(self, item: Item, payload: Tensor) -> None:

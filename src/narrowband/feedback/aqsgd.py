@@ -174,9 +174,9 @@ class AQSGD(State):
                 self._advance(store, sample, base, codec, part, (seed + at) % 2**64, target, x.shape[1:])
             else:
                 _WHOLE.encode(x[at], out=part)
-                self._learn(store, sample, x[at])
+                self._learn(store, sample, x[at])  # before target, which may be x, is written
                 if target is not None:
-                    target.copy_(x[at])
+                    _WHOLE.decode(part, target)
         return out
 
     def unpack(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from narrowband import kernels
+from narrowband.codecs import Identity
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.feedback.base import Feedback, Norms
 
@@ -64,6 +66,9 @@ class ErrorFeedback(Feedback):
         if absorb and not self.can_roll_back(x):
             raise ValueError(f"what {x.dtype} loses can be absorbed only when the step is decided")
         if x.dtype != torch.float32:
+            if isinstance(codec, Identity):  # sends what has 16 bits in 16 bits
+                total = (residual + x).to(x.dtype)
+                return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
         return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=absorb)
 
@@ -90,6 +95,9 @@ class ErrorFeedback(Feedback):
         if x.dtype != torch.float32:
             residual.add_(x)
         before = squared_norm(residual) if measure else 0.0
+        if x.dtype != torch.float32 and isinstance(codec, Identity):
+            residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
+            return Norms(before, squared_norm(residual)) if measure else None
         codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return Norms(before, squared_norm(residual)) if measure else None
 

@@ -9,7 +9,9 @@ With gradient x, codec C and g, what this rank has told the others of its gradie
 
 Error feedback adds up what codecs leave out and sends it later, however late. Here nothing is owed: g follows the
 gradient, x − g becomes small where gradients settle, and then so does what C loses. That needs a C that errs by less
-than it is given (``topk``, ``sign``, ``lowrank``, quantizers of enough bits); with one that does not, g runs away.
+than it is given (``topk``, ``sign``, ``lowrank``, quantizers of enough bits); with one that does not, g runs away. And
+it needs large batches, as error feedback of every kind does in theory (Fatkhullin, Tyurin & Richtárik, Momentum
+provably improves error feedback, 2023): of noise, changes are larger than the noise.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ class EF21(Feedback):
     What is delivered is h, and not the mean of what was encoded now. So a rank that did not use a parameter gets a
     gradient for it if any rank used it, and its own zero counts like any other gradient, in this step and the next
     ones. Where no rank used it, DDP ignores what is delivered, and g and h go towards zero.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef21")
     """
 
     name: ClassVar[str] = "ef21"
@@ -87,7 +92,7 @@ class EF21(Feedback):
         change = x.sub_(g) if x.dtype == torch.float32 else x.float().sub_(g)
         finite = kernels.all_finite(change, below=TOO_LARGE)
         payload = codec.encode(change.view(dims(shape)), seed=seed, out=out)
-        return finite and codec._is_finite(payload, shape), payload
+        return finite and codec.is_finite(payload, shape), payload
 
     def absorb(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False

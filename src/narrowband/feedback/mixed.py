@@ -8,8 +8,9 @@ With input x, residual e and k elements to send::
     send p at A ∪ B: at most k places
     e = p, and 0 where it was sent   # absorb
 
-Plain error feedback chooses by |x + e|. Where the codec keeps much, as between the stages of a pipeline, residuals come
-to outweigh x, and what is new has to wait behind what is old. Here each has its half.
+Plain error feedback chooses by |x + e|. Residuals add up over steps, and where they outweigh x, what is new waits
+behind what is old; here each has its half. The paper sends activations and their gradients between pipeline stages that
+way: feedback of any kind did not improve training there, but made models that work without compression.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class MixedFeedback(ErrorFeedback):
     See arXiv 2401.07788. It keeps what ``ef`` keeps, so a layer can go from one to the other. Where nothing is
     owed, the input alone chooses. A codec that keeps one element (of a row) has no half for what is owed: that leaves
     only where the input is largest.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef-mixed")
     """
 
     name: ClassVar[str] = "ef-mixed"

@@ -119,9 +119,9 @@ class SampleStore:
         self._starts = [0]  # the first place of each chunk, and of the next one
         for chunk in chunks:
             self._append(chunk)
-        #: Places below this one have, or had, a row; those of them that are free now, the lowest last.
+        #: Places below this one have, or had, a row; those of them that are free now.
         self._top = max(places.values(), default=-1) + 1
-        self._free = sorted(set(range(self._top)) - set(places.values()), reverse=True)
+        self._free = list(set(range(self._top)) - set(places.values()))
 
     def _append(self, chunk: Tensor) -> None:
         self._chunks.append(chunk)
@@ -217,7 +217,6 @@ class SampleStore:
         wanted = set(_listed(ids))
         for sample in [sample for sample in self._places if sample not in wanted]:
             self._free.append(self._places.pop(sample))
-        self._free.sort(reverse=True)
 
     def _at(self, place: int) -> Tensor:
         at = bisect.bisect_right(self._starts, place) - 1

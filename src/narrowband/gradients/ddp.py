@@ -112,7 +112,8 @@ def compress_gradients(
         TypeError: not a DistributedDataParallel model.
         ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
             disagree.
-        UnsupportedError: the model already has a hook, or does what no hook can follow.
+        UnsupportedError: the model already has a hook, or does what no hook can follow; or a spec that is not for
+            gradients (``aq-sgd``).
 
     Example:
         >>> model = DistributedDataParallel(net)
@@ -307,6 +308,7 @@ class GradientCompression:
 
         Raises:
             ValueError: a name that is not compressed, or a spec that cannot be mixed with the model's.
+            UnsupportedError: a spec that is not for gradients.
 
         Example:
             >>> handle = nb.compress_gradients(model, "powersgd:rank=4")

@@ -65,22 +65,19 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
     first = rows[0]
     place = "loopback" if first["rate"] == "none" else f"links of {first['rate']}"
     table = _table(
-        f"{first['nodes']} stages, {place}, activations of {format_bytes(first['activation_nbytes'])}; loss in nats "
-        f"per byte; without communication {format_seconds(first['compute_s'])}",
-        *("forward", "backward", "step", "tokens/s", "× none", "loss", "loss ±", "there", "back", "of allowed"),
+        f"{first['nodes']} stages, {place}, activations of {format_bytes(first['activation_nbytes'])}, arithmetic of a "
+        f"step {format_seconds(first['compute_s'])}",
+        *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "allowed"),
     )
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for row in rows:
-        forward, slash, backward = row["name"].partition("/")
         table.add_row(
-            escape(forward),
-            escape(backward if slash else forward),
-            format_seconds(row["step_s"]),
+            escape(row["name"].replace("/", "\n")),
             f"{row['tokens_per_s']:,.0f}",
             _optional("{:.2f}".format, row["times_none"]),
             _optional("{:.3f}".format, row["loss"]),
             _optional(lambda ratio: f"{ratio - 1:+.1%}", row["loss_ratio"]),
-            _optional(format_bytes, row["forward_nbytes"]),
-            _optional(format_bytes, row["backward_nbytes"]),
+            "\n".join(_optional(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
             _optional("{:.0%}".format, row["share_of_allowed"]),
         )
     return table

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.bench.models import GPT, GPTConfig
+from narrowband.bench.pipeline import PEER, Config, parts_of, run
+from narrowband.lab import LabConfig, requirements
+
+TINY = {"nodes": 2, "epochs": 3, "batches": 2, "microbatches": 2, "batch": 4, "sequence": 16, "dim": 16}
+NBYTES = 4 * 4 * 16 * 16
+ROWS = ("none", "uniform:bits=4/qsgd:bits=8", "uniform:bits=4+aq-sgd/topk:density=0.1")
+
+LAB_MISSING = requirements(LabConfig(nodes=2, rate="1gbit"))
+
+
+def test_on_loopback_with_a_peer():
+    events = []
+    rows = run(Config(rate="none", rows=ROWS, peers=True, **TINY), events.append)
+    assert [event["done"] for event in events] == list(range(1, events[-1]["of"] + 1))
+    assert [row["name"] for row in rows] == [*ROWS, PEER]
+    plain, quantized, by_sample, peer = rows
+    assert plain["times_none"] == plain["loss_ratio"] == 1.0
+    assert peer["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert plain["activation_nbytes"] == plain["forward_nbytes"] == plain["backward_nbytes"] == NBYTES
+    assert quantized["forward_nbytes"] == nb.codec("uniform:bits=4").payload_nbytes((4, 16, 16))
+    assert quantized["backward_nbytes"] == nb.codec("qsgd:bits=8").payload_nbytes((4, 16, 16))
+    # In the epochs that are compared, every sample has been seen before.
+    assert by_sample["forward_nbytes"] == 4 * nb.codec("uniform:bits=4").payload_nbytes((16, 16))
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / row["step_s"])
+        assert 0 < row["loss"] < 6
+        assert row["share_of_allowed"] is None
+
+
+@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+def test_the_kernel_counts_what_the_library_says_that_it_sent():
+    rows = run(Config(rate="1gbit", rows=("none", "fp16"), **TINY | {"batch": 64}))
+    for row in rows:
+        # Each of two ranks sends in one direction only.
+        assert row["link_bytes_per_step"] == pytest.approx(2 * row["forward_nbytes"], rel=0.08)
+        assert row["share_of_allowed"] > 0
+
+
+def test_the_parts_are_the_model():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=30, dim=16, blocks=6, heads=2, sequence=8, batch=2))
+    tokens = torch.randint(30, (2, 8))
+    x = tokens
+    for part in parts_of(model, 3):
+        x = part(x)
+    assert torch.equal(x, model(tokens))
+    assert sum(p.numel() for part in parts_of(model, 3) for p in part.parameters()) == model.config.numel()
+    with pytest.raises(ValueError, match="6 blocks cannot be shared evenly by 4 stages"):
+        parts_of(model, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 1}, "nodes=1 must be at least 2"),
+        ({"epochs": 2}, "epochs=2 must be at least 3"),
+        ({"rows": ()}, "nothing to measure"),
+        ({"rows": ("none/topk:density=0.1,reuse=forward",)}, "use topk there"),
+        ({"rate": "none", "delay": "5ms"}, "delay needs an emulated link"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises((ValueError, nb.UnsupportedError), match=message):
+        Config(**options)
