@@ -29,7 +29,7 @@ class Group:
     Attributes:
         task: of the rows.
         name: of the rows.
-        spec: for ``nb.compress_gradients``.
+        spec: for ``nb.compress_gradients``, or what crosses boundaries forward and backward.
         metric: what ``scores`` are.
         higher_is_better: whether more of the metric is better.
         epochs: of each row.
@@ -117,7 +117,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
             Group(
                 task=task,
                 name=name,
-                spec=_spec(first),
+                spec=first["spec"],
                 metric=first["metric"],
                 higher_is_better=first["higher_is_better"],
                 epochs=first["epochs"],
@@ -139,10 +139,6 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
             )
         )
     return found
-
-
-def _spec(row: dict[str, Any]) -> str:
-    return f"{row['forward']} forward, {row['backward']} backward" if row.get("forward") else str(row["spec"])
 
 
 def _mean(scores: list[float | None]) -> float | None:

@@ -272,7 +272,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
     * ``step_s``: the median step of the last epoch on rank 0, ``wall_s``: all of it, with evaluation.
 
-    With boundaries, bytes are what crosses these, both ways, and there are also
+    With boundaries, the spec is what they compress with, bytes are what crosses them, both ways, and there are also
 
     * ``boundaries``: for each, how many times fewer bytes crossed it forward and backward, in the last epoch;
     * ``uncompressed_score``: after the last epoch, of a model whose boundaries let everything through. Scores are those
@@ -349,7 +349,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "mean_ratio": after.ratio if after.sent_bytes else None,
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
-        **_at_boundaries(boundaries, crossed, module, task, at_once),
+        **_at_boundaries(boundaries, crossed, module, row, task),
         "step_s": statistics.median(taken),
         "decide_s": after.decide_s,
         "wall_s": time.perf_counter() - begin,
@@ -379,7 +379,7 @@ def _crossed(boundaries: Sequence[nb.Boundary]) -> Tensor:
 
 
 def _at_boundaries(
-    boundaries: Sequence[nb.Boundary], crossed: Sequence[Tensor], model: nn.Module, task: Task, at_once: int | None
+    boundaries: Sequence[nb.Boundary], crossed: Sequence[Tensor], model: nn.Module, row: Row, task: Task
 ) -> dict[str, Any]:
     """What a row with boundaries says beside the others."""
     if not boundaries:
@@ -390,12 +390,13 @@ def _at_boundaries(
     for boundary in boundaries:
         boundary.compress_in_eval(False)
     return {
+        "spec": f"{row.forward} forward, {row.backward} backward",
         "sent_bytes_per_step": sent / task.steps,
         "raw_bytes_per_step": raw / task.steps,
         "ratio": raw / sent,
         "mean_ratio": raw_ever / sent_ever,
         "boundaries": (last[..., 0] / last[..., 1]).tolist(),
-        "uncompressed_score": _score(model, task, at_once),
+        "uncompressed_score": _score(model, task, row.batch),
     }
 
 

@@ -64,6 +64,7 @@ def test_boundaries_that_let_everything_through_change_nothing(finished):
     assert rows["dense"]["curve"] == rows["uncut"]["curve"]
     assert rows["dense"]["score"] == rows["uncut"]["score"] == rows["dense"]["uncompressed_score"]
     assert rows["dense"]["boundaries"] == [[1.0, 1.0]] * 3
+    assert rows["dense"]["spec"] == "none forward, none backward"
     assert "boundaries" not in rows["uncut"]
 
 
@@ -193,9 +194,7 @@ def made_up(**changes):
             {
                 "task": row.task,
                 "name": row.name,
-                "spec": row.spec,
-                "forward": row.forward,
-                "backward": row.backward,
+                "spec": f"{row.forward} forward, {row.backward} backward",
                 "seed": 0,
                 "metric": "held-out perplexity" if row.task == "gpt" else "test accuracy, %",
                 "higher_is_better": row.task != "gpt",
