@@ -14,12 +14,12 @@ from narrowband.errors import UnsupportedError
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.report.units import format_seconds
-from reproduce.report import Claim, Group, groups, legend, markdown, table
+from reproduce.report import PER_TASK, Claim, Group, Layout, groups, markdown, table
 from reproduce.training import Row, run
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 __all__ = ["Experiment", "Options", "Recipe", "chosen", "main"]
 
@@ -51,12 +51,14 @@ class Experiment:
     Attributes:
         module: the last part of the module's name.
         paper: its authors, title and arXiv id.
-        titles: of each task, for tables.
+        titles: of each task, or whatever else tables are about.
         recipes: all rows, the dense one of each task first.
         claims: what the paper says, judged by the groups that were trained.
         draw: draws pictures of rows into a directory, and says which; needs matplotlib.
         seeds: of the rows that claims are about, so many that two cores need no longer than an hour and a half; more
             on request.
+        nodes: ranks, unless told otherwise.
+        layout: what tables look like.
     """
 
     module: str
@@ -66,6 +68,8 @@ class Experiment:
     claims: Callable[[Sequence[Group]], list[Claim]]
     draw: Callable[[Sequence[dict[str, Any]], Path], list[Path]] | None = None
     seeds: tuple[int, ...] = (0,)
+    nodes: int = 4
+    layout: Layout = PER_TASK
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,8 @@ class Options:
     """Seeds of the rows that leave a part of the method out."""
     epochs: int | None = None
     """Epochs of every row; the task's own number when left out."""
-    nodes: int = 4
-    """Ranks on this machine."""
+    nodes: int | None = None
+    """Ranks on this machine, or, where one process trains a row, how many of these at a time; 4 or 2 when left out."""
     data_dir: Path | None = None
     """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
     output: Path | None = None
@@ -177,16 +181,16 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
         results = run(
             rows,
             output,
-            nodes=options.nodes,
+            nodes=options.nodes or experiment.nodes,
             data_dir=options.data_dir,
             resume=options.resume,
             on_event=_Show(progress, rows),
         )
     found = groups(results)
     claims = [] if options.quick else experiment.claims(found)
-    for drawn in table(found, experiment.titles):
+    for drawn in table(found, experiment.titles, experiment.layout):
         console.print(drawn)
-    console.print(legend(), style="dim", highlight=False, markup=False)
+    console.print(experiment.layout.legend, style="dim", highlight=False, markup=False)
     for claim in claims:
         style = {True: "green", False: "red", None: "dim"}[claim.held]
         console.print(f"{claim.verdict()}: {claim.text} ({claim.figures})", style=style, markup=False, highlight=False)
@@ -212,7 +216,15 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     if options.markdown is not None:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(
-            markdown(found, experiment.titles, claims, paper=experiment.paper, record=record, commits=commits)
+            markdown(
+                found,
+                experiment.titles,
+                claims,
+                experiment.layout,
+                paper=experiment.paper,
+                record=record,
+                commits=commits,
+            )
         )
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
 
@@ -232,26 +244,28 @@ def _progress(console: Console) -> Progress:
 
 
 class _Show:
-    """A bar for the row in training, a line for each that is done."""
+    """A bar for each row in training, a line for each that is done."""
 
     def __init__(self, progress: Progress, rows: Sequence[Row]) -> None:
         self._progress = progress
         self._rows = rows
-        self._bar = progress.add_task("starting ranks", total=None, said="")
-        self._current: int | None = None
+        self._starting: TaskID | None = progress.add_task("starting ranks", total=None, said="")
+        self._bars: dict[int, TaskID] = {}
 
     def __call__(self, event: dict[str, Any]) -> None:
         number = event["row"]
         row = self._rows[number]
         label = f"[{number + 1}/{len(self._rows)}] {row.task} {row.name}, seed {row.seed}"
-        if number != self._current:
-            self._current = number
-            self._progress.reset(self._bar, description=label, total=row.epochs, said="")
         if event["event"] == "step":
-            self._progress.update(
-                self._bar, total=event["of"], completed=event["step"], said=f"loss {event['loss']:.2f}"
-            )
+            if self._starting is not None:
+                self._progress.remove_task(self._starting)
+                self._starting = None
+            if number not in self._bars:
+                self._bars[number] = self._progress.add_task(label, total=event["of"], said="")
+            self._progress.update(self._bars[number], completed=event["step"], said=f"loss {event['loss']:.2f}")
         elif event["event"] == "row":
+            if number in self._bars:
+                self._progress.remove_task(self._bars.pop(number))
             result = event["result"]
             score = "diverged" if result["score"] is None else f"{result['score']:.2f}"
             self._progress.console.print(

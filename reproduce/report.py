@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from narrowband.report.units import format_bytes, format_seconds
 
-__all__ = ["DENSE", "Claim", "Group", "as_good_as", "groups", "legend", "markdown", "named", "table"]
+__all__ = ["DENSE", "PER_TASK", "Claim", "Group", "Layout", "as_good_as", "groups", "markdown", "named", "table"]
 
 #: The row that others are compared with.
 DENSE = "dense"
@@ -29,7 +29,7 @@ class Group:
     Attributes:
         task: of the rows.
         name: of the rows.
-        spec: for ``nb.compress_gradients``.
+        spec: for ``nb.compress_gradients``, or what crosses boundaries forward and backward.
         metric: what ``scores`` are.
         higher_is_better: whether more of the metric is better.
         epochs: of each row.
@@ -46,6 +46,8 @@ class Group:
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
         matrix_ratio: the same of compressed tensors alone.
         step_s: a step of the last epoch; the median over steps and then seeds.
+        uncompressed: of rows with boundaries: the mean where these compress in training alone; None if one diverged.
+        boundaries: for each boundary, how many times fewer bytes crossed it forward and backward.
     """
 
     task: str
@@ -67,6 +69,8 @@ class Group:
     payload_ratio: float | None
     matrix_ratio: float | None
     step_s: float
+    uncompressed: float | None = None
+    boundaries: tuple[tuple[float, float], ...] = ()
 
     def score(self) -> str:
         """The mean, and its spread where there are several seeds."""
@@ -130,6 +134,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
+                uncompressed=_mean([row.get("uncompressed_score") for row in own]),
+                boundaries=tuple((forward, backward) for forward, backward in first.get("boundaries", ())),
             )
         )
     return found
@@ -171,7 +177,10 @@ def _optional(form: Callable[[float], str], value: float | None) -> str:
     return _NOTHING if value is None else form(value)
 
 
-_COLUMNS: tuple[tuple[str, Callable[[Group], str]], ...] = (
+#: A heading, and what the column says of a group.
+Column = tuple[str, Callable[[Group], str]]
+
+_COLUMNS: tuple[Column, ...] = (
     ("row", lambda group: group.name),
     ("score", Group.score),
     ("− dense", lambda group: _NOTHING if group.name == DENSE else _optional("{:+.2f}".format, group.against_dense)),
@@ -196,11 +205,30 @@ def _per_task(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
         yield task, [group for group in found if (group.task, group.epochs) == (task, epochs)]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How results are shown.
+
+    Attributes:
+        tables: puts groups into tables, each with the key of its title.
+        columns: of the table with that key.
+        legend: what columns mean.
+    """
+
+    tables: Callable[[Sequence[Group]], Iterable[tuple[str, list[Group]]]] = _per_task
+    columns: Callable[[str], Sequence[Column]] = lambda _: _COLUMNS
+    legend: str = _LEGEND
+
+
+#: A table per task and number of epochs.
+PER_TASK = Layout()
+
+
 def _caption(title: str, own: Sequence[Group]) -> str:
     first = own[0]
     seeds = sorted({seed for group in own for seed in group.seeds})
     return (
-        f"{title}, {first.parameters:,} parameters, {first.nodes} ranks, {_count(first.epochs, 'epoch')}, "
+        f"{title}, {first.parameters:,} parameters, {_count(first.nodes, 'rank')}, {_count(first.epochs, 'epoch')}, "
         f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}; score: {first.metric}"
     )
 
@@ -209,29 +237,26 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def table(found: Sequence[Group], titles: dict[str, str]) -> Iterator[Table]:
-    """A table per task and number of epochs, for the terminal."""
-    for task, own in _per_task(found):
+def table(found: Sequence[Group], titles: dict[str, str], layout: Layout = PER_TASK) -> Iterator[Table]:
+    """Tables for the terminal; a table per task and number of epochs, unless the layout has others."""
+    for key, own in layout.tables(found):
+        columns = layout.columns(key)
         drawn = Table(
-            title=escape(_caption(titles[task], own)),
+            title=escape(_caption(titles[key], own)),
             title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
         )  # fmt: skip
-        for position, (column, _) in enumerate(_COLUMNS):
+        for position, (column, _) in enumerate(columns):
             drawn.add_column(column, justify="right" if position else "left", no_wrap=True)
         for group in own:
-            drawn.add_row(*(escape(cell(group)) for _, cell in _COLUMNS))
+            drawn.add_row(*(escape(cell(group)) for _, cell in columns))
         yield drawn
-
-
-def legend() -> str:
-    """What the columns of a table mean."""
-    return _LEGEND
 
 
 def markdown(
     found: Sequence[Group],
     titles: dict[str, str],
     claims: Sequence[Claim],
+    layout: Layout = PER_TASK,
     *,
     paper: str,
     record: dict[str, Any],
@@ -241,18 +266,20 @@ def markdown(
 
     Args:
         found: rows, put together.
-        titles: of each task.
+        titles: of each table.
         claims: and what became of them.
+        layout: how to show them.
         paper: authors, title, arXiv id.
         record: what :func:`narrowband.report.record.provenance` says.
         commits: those at which rows were trained.
     """
-    lines = [f"# {paper}", "", _LEGEND, ""]
-    for task, own in _per_task(found):
-        lines += [_caption(titles[task], own) + ".", ""]
-        lines += ["| " + " | ".join(column for column, _ in _COLUMNS) + " |"]
-        lines += ["| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
-        lines += ["| " + " | ".join(cell(group) for _, cell in _COLUMNS) + " |" for group in own]
+    lines = [f"# {paper}", "", layout.legend, ""]
+    for key, own in layout.tables(found):
+        columns = layout.columns(key)
+        lines += [_caption(titles[key], own) + ".", ""]
+        lines += ["| " + " | ".join(column for column, _ in columns) + " |"]
+        lines += ["| --- |" + " ---: |" * (len(columns) - 1)]
+        lines += ["| " + " | ".join(cell(group) for _, cell in columns) + " |" for group in own]
         lines += [""]
         lines += [f"- {group.name}: `{group.spec}`" for group in own]
         lines += [""]

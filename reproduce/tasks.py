@@ -87,9 +87,20 @@ class Task(ABC):
     def steps(self) -> int:
         """Steps of an epoch."""
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where a pipeline of four stages would cut the model: behind so many of its ``blocks``. Empty where it is not
+        to be cut.
+        """
+        return ()
+
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model, from torch's global generator."""
+
+    @abstractmethod
+    def samples(self, epoch: int) -> Tensor:
+        """Which samples this rank's batches hold, int64 (steps, B): where they are in the data."""
 
     @abstractmethod
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,8 +111,12 @@ class Task(ABC):
         """The mean loss of a batch."""
 
     @abstractmethod
-    def tally(self, model: nn.Module) -> tuple[float, float]:
-        """This rank's share of the metric: a sum and a count, to be added up over ranks."""
+    def tally(self, model: nn.Module, at_once: int | None = None) -> tuple[float, float]:
+        """This rank's share of the metric: a sum and a count, to be added up over ranks.
+
+        Args:
+            at_once: samples per forward pass; as many as are fastest when None.
+        """
 
     @abstractmethod
     def value(self, total: float, count: float) -> float:
@@ -130,19 +145,27 @@ class Cifar(Task):
     def model(self) -> nn.Module:
         return ResNet(self.depth)
 
-    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        stage = (self.depth - 2) // 6
+        return stage, 2 * stage, 3 * stage
+
+    def samples(self, epoch: int) -> Tensor:
         order = torch.randperm(self.images.train_y.numel(), generator=_generator(self.seed, _ORDER, epoch))
+        return own_part(order, self.batch, self.rank, self.world_size)
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = _generator(self.seed, _AUGMENTATION, epoch, self.rank)
-        for at in own_part(order, self.batch, self.rank, self.world_size):
+        for at in self.samples(epoch):
             yield _normalized(augmented(self.images.train_x[at], generator)), self.images.train_y[at]
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(output, y)
 
-    def tally(self, model: nn.Module) -> tuple[float, float]:
+    def tally(self, model: nn.Module, at_once: int | None = None) -> tuple[float, float]:
         right, count = 0, 0
         own = torch.arange(self.rank, self.images.test_y.numel(), self.world_size)
-        for at in torch.split(own, _IMAGES_AT_ONCE):
+        for at in torch.split(own, at_once or _IMAGES_AT_ONCE):
             logits = model(_normalized(self.images.test_x[at].contiguous(memory_format=torch.channels_last)))
             right += int((logits.argmax(1) == self.images.test_y[at]).sum())
             count += at.numel()
@@ -170,19 +193,22 @@ class Language(Task):
     def steps(self) -> int:
         return (self.text.train.numel() - self.length) // self.length // self.batch
 
-    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def samples(self, epoch: int) -> Tensor:
         starts = window_starts(self.text.train.numel(), self.length, _generator(self.seed, _ORDER, epoch))
-        for own in own_part(starts, self.batch, self.rank, self.world_size):
+        return own_part(starts, self.batch, self.rank, self.world_size)
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for own in self.samples(epoch):
             yield _windows(self.text.train, own, self.length)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), y.flatten())
 
-    def tally(self, model: nn.Module) -> tuple[float, float]:
+    def tally(self, model: nn.Module, at_once: int | None = None) -> tuple[float, float]:
         last = self.text.heldout.numel() - self.length - 1
         starts = torch.linspace(0, last, min(_HELDOUT_WINDOWS, last + 1)).long()[self.rank :: self.world_size]
         nats, count = 0.0, 0
-        for own in torch.split(starts, _WINDOWS_AT_ONCE):
+        for own in torch.split(starts, at_once or _WINDOWS_AT_ONCE):
             x_BL, y_BL = _windows(self.text.heldout, own, self.length)
             nats += self.loss(model(x_BL), y_BL).item() * y_BL.numel()
             count += y_BL.numel()
@@ -208,6 +234,10 @@ class Wikitext(Language):
 
     name = "gpt"
     length = _GPT.sequence
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(range(1, _GPT.blocks))
 
     def model(self) -> nn.Module:
         return GPT(_GPT)

@@ -3,6 +3,8 @@
 Rows run one after the other in one set of rank processes, and each is written to ``rows/`` as soon as it is done, under
 a name that holds everything it depends on: a run that was stopped goes on from there.
 
+A row with boundaries, where a pipeline would cut the model, is trained by one process alone; several run side by side.
+
 ``run`` starts the ranks; this module run as ``python -m`` is one rank.
 """
 
@@ -20,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -83,6 +85,8 @@ class Row:
         high: for Accordion, the spec of much compression.
         schedule: how the learning rate falls: along a cosine to zero, or to a tenth after half of the steps and again
             after four fifths.
+        forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
+        backward: the same for their gradients.
     """
 
     task: str
@@ -105,6 +109,8 @@ class Row:
     policy: str = ""
     high: str = ""
     schedule: Literal["cosine", "steps"] = "cosine"
+    forward: str = ""
+    backward: str = ""
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
@@ -120,6 +126,17 @@ class Row:
             )
         if not self.lr > 0:
             raise ValueError(f"lr={self.lr} must be above 0")
+        if bool(self.forward) != bool(self.backward):
+            raise ValueError(
+                f"forward={self.forward!r} and backward={self.backward!r} go together; none is a spec, too"
+            )
+        if self.forward:
+            nb.Boundary(self.forward, self.backward)
+            if self.spec != "none" or self.policy:
+                raise ValueError(
+                    f"a row with boundaries is trained by one process, which averages with none: spec={self.spec!r} "
+                    f"and policy={self.policy!r} would do nothing"
+                )
 
 
 def run(
@@ -134,9 +151,9 @@ def run(
     """Train every row and return what each came to, in the given order; see :func:`train` for what that holds.
 
     Args:
-        rows: trained in this order.
+        rows: trained in this order; those with boundaries last.
         directory: finished rows are kept in its ``rows/``.
-        nodes: number of ranks on this machine.
+        nodes: number of ranks on this machine; rows with boundaries are trained so many at a time, one by each.
         data_dir: the data folder, see :mod:`reproduce.data`.
         resume: take rows that an earlier run finished.
         on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}``,
@@ -147,10 +164,12 @@ def run(
         FileNotFoundError: data is missing.
         RankError: a rank ended early.
     """
-    for task in {row.task for row in rows}:  # decoded once, before all ranks want it; and errors come early
-        load(task, batch=nodes, seed=0, rank=0, world_size=nodes, directory=data_dir)
+    for name in {row.task for row in rows}:  # decoded once, before all ranks want it; and errors come early
+        task = load(name, batch=nodes, seed=0, rank=0, world_size=nodes, directory=data_dir)
+        if not task.cuts and any(row.forward for row in rows if row.task == name):
+            raise ValueError(f"there are no stages of the model of task {name}: leave out forward and backward")
     digests = {task: _digest(task, data_dir) for task in {row.task for row in rows}}
-    kept = [directory / "rows" / f"{key(row, nodes, digests[row.task])}.json" for row in rows]
+    kept = [directory / "rows" / f"{key(row, ranks_of(row, nodes), digests[row.task])}.json" for row in rows]
     results: dict[int, dict[str, Any]] = {}
     for number, path in enumerate(kept):
         if resume and path.exists():
@@ -165,11 +184,21 @@ def run(
         if on_event is not None:
             on_event(event)
 
-    missing = [[number, asdict(row)] for number, row in enumerate(rows) if number not in results]
-    if missing:
-        config = {"rows": missing, "data_dir": None if data_dir is None else str(data_dir), "commit": commit()}
-        run_ranks("reproduce.training", config, Loopback(nodes), note)
+    config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit()}
+    for apart in (False, True):
+        missing = [
+            [number, asdict(row)]
+            for number, row in enumerate(rows)
+            if number not in results and bool(row.forward) == apart
+        ]
+        if missing:
+            run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, Loopback(nodes), note)
     return [results[number] for number in range(len(rows))]
+
+
+def ranks_of(row: Row, nodes: int) -> int:
+    """How many of the ranks train the row."""
+    return 1 if row.forward else nodes
 
 
 def policy_of(row: Row, every: int) -> nb.Policy | None:
@@ -243,6 +272,12 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
     * ``step_s``: the median step of the last epoch on rank 0, ``wall_s``: all of it, with evaluation.
 
+    With boundaries, the spec is what they compress with, bytes are what crosses them, both ways, and there are also
+
+    * ``boundaries``: for each, how many times fewer bytes crossed it forward and backward, in the last epoch;
+    * ``uncompressed_score``: after the last epoch, of a model whose boundaries let everything through. Scores are those
+      with compression, which begins after warm-up.
+
     Args:
         row: what to train.
         task: on what; of this rank.
@@ -254,7 +289,9 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         raise ValueError(f"{row.task}: there is less than one global batch of {row.batch} to train on")
     torch.manual_seed(row.seed)
     # Statistics of batch norm are averaged before they are used, not sent at every step.
-    model = DDP(task.model(), broadcast_buffers=False, gradient_as_bucket_view=True)
+    module = task.model()
+    boundaries = _cut(module, row, task)
+    model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
     extra: dict[str, Any] = {"optimizer": optimizer} if row.optimizer == "dgc" else {}
     chosen = policy_of(row, task.steps) or spec
@@ -266,12 +303,18 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     curve: list[tuple[int, float | None]] = []
     taken: list[float] = []
     before = handle.stats().total
+    crossed: list[Tensor] = []
+    at_once = row.batch if boundaries else None  # feedback keeps buffers per shape
     for epoch in range(row.epochs):
-        before = handle.stats().total
+        before, crossed_before = handle.stats().total, _crossed(boundaries)
+        for boundary in boundaries:
+            boundary.compress_in_eval(epoch >= row.warmup_epochs)
         taken.clear()
         losses.clear()
         start = time.perf_counter()
-        for x, y in task.batches(epoch):
+        for samples, (x, y) in zip(task.samples(epoch), task.batches(epoch), strict=True):
+            for boundary in boundaries:
+                boundary.samples = samples
             step = epoch * task.steps + len(taken)
             for group in optimizer.param_groups:
                 group["lr"] = row.lr * rate(step)
@@ -284,7 +327,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             if (step + 1) % _TELL_EVERY == 0 or len(taken) == task.steps:
                 tell(event="step", step=step + 1, of=row.epochs * task.steps, loss=losses[-1].item())
         curve += _curve(losses, epoch * task.steps)
-        scores.append(_score(model.module, task))
+        crossed.append(_crossed(boundaries) - crossed_before)
+        scores.append(_score(module, task, at_once))
         tell(event="epoch", epoch=epoch + 1, metric=scores[-1])
     after = handle.stats().total
     sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
@@ -305,9 +349,54 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "mean_ratio": after.ratio if after.sent_bytes else None,
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
+        **_at_boundaries(boundaries, crossed, module, row, task),
         "step_s": statistics.median(taken),
         "decide_s": after.decide_s,
         "wall_s": time.perf_counter() - begin,
+    }
+
+
+def _cut(model: nn.Module, row: Row, task: Task) -> list[nb.Boundary]:
+    """Puts boundaries into the model, if the row has any."""
+    if not row.forward:
+        return []
+    blocks = cast("nn.Sequential", model.get_submodule("blocks"))
+    boundaries = []
+    for index, at in enumerate(task.cuts):
+        boundary = nb.Boundary(
+            row.forward, row.backward, index=index, seed=row.seed, warmup_steps=row.warmup_epochs * task.steps
+        )
+        blocks.insert(at + index, boundary)
+        boundaries.append(boundary)
+    return boundaries
+
+
+def _crossed(boundaries: Sequence[nb.Boundary]) -> Tensor:
+    """Bytes so far, int64 (boundaries, forward and backward, raw and sent)."""
+    return torch.tensor(
+        [[[way.raw_bytes, way.sent_bytes] for way in boundary.stats().values()] for boundary in boundaries]
+    )
+
+
+def _at_boundaries(
+    boundaries: Sequence[nb.Boundary], crossed: Sequence[Tensor], model: nn.Module, row: Row, task: Task
+) -> dict[str, Any]:
+    """What a row with boundaries says beside the others."""
+    if not boundaries:
+        return {}
+    last, ever = crossed[-1], torch.stack(list(crossed)).sum(0)
+    raw, sent = last.sum((0, 1)).tolist()
+    raw_ever, sent_ever = ever.sum((0, 1)).tolist()
+    for boundary in boundaries:
+        boundary.compress_in_eval(False)
+    return {
+        "spec": f"{row.forward} forward, {row.backward} backward",
+        "sent_bytes_per_step": sent / task.steps,
+        "raw_bytes_per_step": raw / task.steps,
+        "ratio": raw / sent,
+        "mean_ratio": raw_ever / sent_ever,
+        "boundaries": (last[..., 0] / last[..., 1]).tolist(),
+        "uncompressed_score": _score(model, task, row.batch),
     }
 
 
@@ -362,14 +451,14 @@ def _curve(losses: list[Tensor], steps_before: int) -> Iterator[tuple[int, float
 
 
 @torch.no_grad()
-def _score(model: nn.Module, task: Task) -> float | None:
-    """The metric over the whole held-out set, each rank looking at its share."""
+def _score(model: nn.Module, task: Task, at_once: int | None) -> float | None:
+    """The metric over the whole held-out set, each rank looking at its share, ``at_once`` samples at a time."""
     for buffer in model.buffers():
         if buffer.is_floating_point():  # batch norm's running statistics: every rank saw other images
             dist.all_reduce(buffer)
             buffer.div_(dist.get_world_size())
     model.eval()
-    tally = torch.tensor(task.tally(model), dtype=torch.float64)
+    tally = torch.tensor(task.tally(model, at_once), dtype=torch.float64)
     model.train()
     dist.all_reduce(tally)
     return _finite(task.value(*tally.tolist()))
@@ -423,22 +512,30 @@ def _keep_freed_memory() -> None:
 def _work(worker: Worker) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _keep_freed_memory()
-    dist.init_process_group("gloo")
+    apart = worker.config["apart"]
+    if apart:  # each is a group of its own
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+    tell = worker.say if apart else worker.tell
     directory = worker.config["data_dir"]
     for number, told in worker.config["rows"]:
+        if apart and not worker.claim(f"row-{number}"):
+            continue
         row = Row(**told)
         task = load(
             row.task,
             batch=row.batch,
             seed=row.seed,
-            rank=worker.rank,
-            world_size=worker.world_size,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
             directory=None if directory is None else Path(directory),
             limit=row.limit,
             depth=row.depth,
         )
-        result = train(row, task, functools.partial(worker.tell, row=number))
-        worker.tell(event="row", row=number, result=result | {"commit": worker.config["commit"]})
+        result = train(row, task, functools.partial(tell, row=number))
+        tell(event="row", row=number, result=result | {"commit": worker.config["commit"]})
     worker.finish(None)
     dist.destroy_process_group()
 

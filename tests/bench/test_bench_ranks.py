@@ -60,6 +60,23 @@ def test_results_come_in_rank_order_and_events_from_rank_0(module):
     assert events == [{"i": i, "rank": 0} for i in range(3)]
 
 
+def test_any_rank_may_speak_and_claim_work_that_is_then_its_own(module):
+    """Events are longer than what is written at once by default."""
+    name = module(
+        """
+        own = [i for i in range(200) if worker.claim(f"piece-{i}")]
+        for i in own:
+            worker.say(i=i, rank=worker.rank, text="x" * 20_000)
+        worker.finish(own)
+        """
+    )
+    events = []
+    results = run_ranks(name, {}, Loopback(3), events.append)
+    assert sorted(i for own in results for i in own) == list(range(200))
+    assert [[event["i"] for event in events if event["rank"] == rank] for rank in range(3)] == results
+    assert {event["text"] for event in events} == {"x" * 20_000}
+
+
 def test_a_rank_that_fails_ends_the_others_and_is_quoted(module, tmp_path):
     name = module(
         """

@@ -61,6 +61,17 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone(kind, what):
         assert not torch.equal(first(3, 1)[0], other[0])
 
 
+def test_samples_are_those_of_the_batches():
+    for task in ranks(Cifar, images()):
+        samples = task.samples(3)
+        assert samples.dtype == torch.int64
+        assert [task.images.train_y[ids].tolist() for ids in samples] == [y.tolist() for _, y in task.batches(3)]
+    for task in ranks(Shakespeare, text(train=64 * 33)):
+        assert [task.text.train[ids].tolist() for ids in task.samples(3)] == [
+            x[:, 0].tolist() for x, _ in task.batches(3)
+        ]
+
+
 def test_windows_lie_side_by_side_and_are_always_as_many():
     all_starts = [window_starts(1000, 64, torch.Generator().manual_seed(seed)) for seed in range(50)]
     assert {starts.numel() for starts in all_starts} == {14}
@@ -137,6 +148,18 @@ def test_accuracy_is_over_the_whole_test_set():
     assert sum(count for _, count in tallies) == 25
     right = sum(y == 3 for y in tasks[0].images.test_y.tolist())
     assert tasks[0].value(*map(sum, zip(*tallies, strict=True))) == pytest.approx(100 * right / 25)
+
+
+def test_a_metric_is_the_same_however_many_samples_go_through_at_once():
+    class Watched(Right):
+        def forward(self, x):
+            seen.append(x.shape[0])
+            return super().forward(x)
+
+    seen = []
+    task = ranks(Cifar, images(test=44))[0]
+    assert task.tally(Watched(), 5) == task.tally(Right())
+    assert seen == [5, 5, 1]
 
 
 def test_perplexity_of_knowing_nothing_is_the_vocabulary():

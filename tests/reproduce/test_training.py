@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reproduce import lgreco, training
+from reproduce import lgreco, powersgd, training
+from reproduce.command import Options, chosen
 from reproduce.training import Row, key, resolved, run
 from tests.reproduce.synthetic import write_all
 
@@ -152,10 +153,26 @@ def test_without_resume_ranks_are_asked_for_every_row(finished, folder, monkeypa
         {"warmup_epochs": 1},
         {"schedule": "steps"},
         {"small": "together"},
+        {"forward": "none", "backward": "none"},
     ],
 )
 def test_a_row_is_kept_under_a_name_that_everything_changes(change):
     assert key(replace(DENSE, **change), 4, "data") != key(DENSE, 4, "data")
+
+
+def test_rows_that_were_recorded_are_found_again(monkeypatch):
+    """More fields of a row change no name."""
+    monkeypatch.setattr(training, "versions", dict)
+    names = [
+        key(row, 4, "data")
+        for experiment in (powersgd.EXPERIMENT, lgreco.EXPERIMENT)
+        for row in chosen(experiment, Options())
+    ]
+    assert {
+        "cifar-dense-0-57a22f87b672",
+        "gpt-rank-4-0-f60ed59a972e",
+        "gpt-powersgd--lgreco-accordion-0-0aa54c680de2",
+    } <= set(names)
 
 
 def test_other_data_and_other_ranks_are_other_rows():
@@ -204,6 +221,9 @@ def test_warm_up_is_counted_in_steps():
         ({"epochs": 0}, "epochs=0 must be at least 1"),
         ({"warmup_epochs": 2}, "warmup_epochs=2 is not below epochs=2"),
         ({"lr": 0.0}, "lr=0.0 must be above 0"),
+        ({"forward": "none"}, "forward='none' and backward='' go together"),
+        ({"forward": "none", "backward": "none", "spec": "fp16"}, "one process, .*: spec='fp16'"),
+        ({"forward": "none", "backward": "uniform:bits=99"}, "bits=99"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(change, message):

@@ -2,7 +2,7 @@
 
 A benchmark is a module with a worker side, run as ``python -m MODULE DIRECTORY`` once per rank with torchrun's
 environment variables. The directory is all they share with the parent: ``config.json`` goes in, rank 0 appends progress
-to ``events.jsonl`` (:func:`tell`), each rank leaves its result in ``rank<N>.json`` (:func:`finish`).
+to ``events.jsonl`` (:meth:`Worker.tell`), each rank leaves its result in ``rank<N>.json`` (:meth:`Worker.finish`).
 
 Ranks run on this machine's loopback (:class:`Loopback`, no rights needed) or behind emulated links
 (:class:`narrowband.lab.LabConfig`). Either way they end when their parent does, however it ends.
@@ -96,8 +96,21 @@ class Worker:
     def tell(self, **event: Any) -> None:
         """Send the parent an event, if this is rank 0."""
         if self.rank == 0:
-            with (self._directory / "events.jsonl").open("a") as file:
-                file.write(json.dumps(event) + "\n")
+            self.say(**event)
+
+    def say(self, **event: Any) -> None:
+        """Send the parent an event, whichever rank this is."""
+        line = json.dumps(event).encode() + b"\n"
+        with (self._directory / "events.jsonl").open("ab", buffering=0) as file:
+            file.write(line)  # in one piece, so that ranks do not write into each other's lines
+
+    def claim(self, what: str) -> bool:
+        """Whether this rank is the first to claim it: for work that each piece of is done by one rank alone."""
+        try:
+            (self._directory / f"claimed-{what}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def finish(self, result: Any) -> None:
         """Leave this rank's result for the parent."""
