@@ -76,7 +76,7 @@ class Config:
         "uniform:bits=4+aq-sgd:store=fp16/qsgd:bits=4",
     )
     peers: bool = False
-    epochs: int = 4
+    epochs: int = 3
     batches: int = 4
     microbatches: int = 8
     batch: int = 128
