@@ -292,6 +292,28 @@ def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
         assert both("select_topk", x, 0, sampled=sampled, seed=seed).numel() == 0
 
 
+@given(x=inputs, rows=st.integers(1, 7), share=st.floats(0, 1))
+@lean
+def test_select_topk_rows(x: Tensor, rows: int, share: float) -> None:
+    width = x.numel() // rows
+    if width:
+        both("select_topk_rows", x[: rows * width].view(rows, width), max(1, round(share * width)))
+
+
+@pytest.mark.parametrize("k", [1, 500, 5_000])
+@pytest.mark.parametrize("kind", ["normal", "few", "equal", "outliers at one end"])
+def test_rows_long_enough_for_a_sample(kind: str, k: int) -> None:
+    x = torch.randn(5, 20_000, generator=torch.Generator().manual_seed(k))
+    if kind == "few":
+        x[:, 37:] = 0.0
+    elif kind == "equal":
+        x = torch.ones_like(x)
+    elif kind == "outliers at one end":
+        x[:, :300] *= 1e6
+    indices = both("select_topk_rows", x, k)
+    assert torch.equal(indices.view(5, k), torch.stack([kernels.select_topk(x[r], k) + r * 20_000 for r in range(5)]))
+
+
 @given(x=inputs, value=st.one_of(st.floats(1e-6, 10), st.sampled_from([1e-45, 1.0, 2.0, 3.4e38, float("inf")])))
 @lean
 def test_select_threshold(x: Tensor, value: float) -> None:

@@ -88,6 +88,7 @@ __all__ = [
     "sample_size",
     "select_threshold",
     "select_topk",
+    "select_topk_rows",
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
@@ -210,6 +211,13 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     are returned; the exact variant then looks again.
     """
     return cast("Tensor", _backend(x).select_topk(x, k, sampled=sampled, seed=seed))
+
+
+def select_topk_rows(x: Tensor, k: int) -> Tensor:
+    """The k elements of largest magnitude in each row of a contiguous matrix (R, W): R·k sorted int32 indices into the
+    flat matrix. What :func:`select_topk` finds in every row, in one call.
+    """
+    return cast("Tensor", _backend(x).select_topk_rows(x, k))
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:

@@ -263,6 +263,12 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     return _largest(magnitudes, k)
 
 
+def select_topk_rows(x: Tensor, k: int) -> Tensor:
+    rows, width = x.shape
+    parts = [select_topk(x[r], k) + r * width for r in range(rows)]
+    return torch.cat(parts).to(torch.int32) if parts else torch.empty(0, dtype=torch.int32, device=x.device)
+
+
 def select_threshold(x: Tensor, value: float) -> Tensor:
     return _indices(_magnitudes(x) >= torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
 

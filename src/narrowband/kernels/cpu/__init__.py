@@ -18,7 +18,7 @@ from narrowband.kernels.cpu.knapsack import cheapest_within
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
-from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk
+from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
 from narrowband.kernels.cpu.sparse import (
     check_indices,
     elias_fano_decode,
@@ -52,6 +52,7 @@ __all__ = [
     "randomk_indices",
     "select_threshold",
     "select_topk",
+    "select_topk_rows",
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",

@@ -360,6 +360,43 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     return torch.from_numpy(finish_topk(bits, survivors, k, seed, sampled)[0])
 
 
+@loop
+def _topk_rows(x, bits, k, size, rank, fold, room, first, last, out):
+    """The k largest of each of the rows [first, last): by a threshold from a sample where a row is long enough for that
+    to pay, else exactly.
+    """
+    width = x.shape[1]
+    found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
+    taken, spare = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
+    for r in range(first, last):
+        row, chosen = bits[r], out[r]
+        count = np.int64(-1)
+        if width >= 4 * size:
+            threshold = threshold_of_runs(x[r], x[r, :0], size, rank, fold)
+            count = _survivors_range(row, threshold, found, kept, 0, -(-width // BLOCK))
+        if k <= count <= room:
+            take_largest(found[:count], kept[:count], k, taken, spare)
+            chosen[:] = taken[:k]
+        else:
+            threshold, ties = kth_largest(row, k)
+            _take_exact(row, threshold, ties, chosen)
+        for i in range(k):
+            chosen[At(i)] += I32(r * width)
+
+
+def select_topk_rows(x: Tensor, k: int) -> Tensor:
+    rows, width = x.shape
+    out = np.empty((rows, k), np.int32)
+    if out.size:
+        values = x.numpy()
+        size, rank = sample_size(width, k), sample_rank(width, k, OVERSAMPLE_OF_RUNS)
+        work = functools.partial(
+            _topk_rows, values, values.view(np.int32), k, size, rank, fold_seed(0), most_survivors(k, width)
+        )
+        spread(rows, x.numel(), lambda first, last: work(first, last, out))
+    return torch.from_numpy(out.reshape(-1))
+
+
 def select_threshold(x: Tensor, value: float) -> Tensor:
     bits = x.numpy().view(np.int32)
     threshold = np.array([value], np.float32).view(np.int32)[0]
