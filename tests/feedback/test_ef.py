@@ -43,12 +43,17 @@ def gradient(step, dtype=torch.float32):
     return torch.randn(N, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
+def sent_as(codec, dtype):
+    """The dtype of what a codec is given: sums are float32, but what is not compressed is sent as it came."""
+    return dtype if codec == nb.codec("none") else torch.float32
+
+
 def send(feedback, key, g, codec, seed=0, shape=SHAPE):
     """One good step: what arrives on the other side, flat float32. ``g`` is used up."""
     finite, payload = feedback.encode(key, g, codec, shape=shape, seed=seed)
     assert finite
     feedback.absorb(key, g, codec, payload, shape=shape, seed=seed)
-    return codec.decode(payload, torch.empty(shape), seed=seed).reshape(-1)
+    return codec.decode(payload, torch.empty(shape, dtype=sent_as(codec, g.dtype)), seed=seed).reshape(-1).float()
 
 
 def after_some_steps(codec, steps=3):
@@ -106,8 +111,9 @@ def test_each_step_is_the_algorithm(spec, dtype):
         finite, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=step)
         assert finite
         # C is applied to p: the same payload as that of p rounded to float32, up to what rounding differently decides
-        again = codec.decode(codec.encode(p.float().view(SHAPE), seed=step), torch.empty(SHAPE), seed=step).view(-1)
-        sent = codec.decode(payload, torch.empty(SHAPE), seed=step).view(-1).double()
+        wire = sent_as(codec, dtype)
+        again = codec.roundtrip(p.to(wire).view(SHAPE), seed=step).view(-1)
+        sent = codec.decode(payload, torch.empty(SHAPE, dtype=wire), seed=step).view(-1).double()
         assert ((sent - again.double()).abs() > 1e-5).float().mean() <= 0.01
         feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=step)
         e = p - sent
@@ -131,7 +137,7 @@ def test_nothing_is_lost_it_is_late(spec, dtype):
     assert owed.shape == (N,)
     torch.testing.assert_close(arrived + owed.double(), gradients, rtol=0, atol=1e-4)
     if spec == "none":
-        assert not owed.any()
+        assert float(owed.norm()) < (1e-9 if dtype == torch.float32 else 0.1), "at most what rounding to 16 bits loses"
     elif spec.startswith(("topk", "randomk", "sign")):
         assert float(owed.norm()) > 1.0, "this codec loses much in each step"
 
@@ -224,7 +230,7 @@ def test_measure_gives_the_norms_of_what_was_encoded_and_what_was_lost(spec, dty
     p = e + g.double()
     _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=5)
     norms = feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=5, measure=True)
-    sent = codec.decode(payload, torch.empty(SHAPE), seed=5).view(-1).double()
+    sent = codec.decode(payload, torch.empty(SHAPE, dtype=sent_as(codec, dtype)), seed=5).view(-1).double()
     assert norms.encoded == pytest.approx(float((p**2).sum()), rel=1e-5)
     assert norms.lost == pytest.approx(float(((p - sent) ** 2).sum()), rel=1e-4, abs=1e-8)
     assert norms.lost == squared_norm(feedback.owed("w"))
