@@ -152,6 +152,23 @@ def test_what_is_not_finite_arrives_as_that_and_changes_nothing(spec, bad, dtype
         assert torch.equal(send(*ends, x, at)[1], send(*others, x, at)[1])
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_is_seen_where_it_is_not_sent(bad, dtype):
+    x = torch.ones(100, dtype=dtype)
+    x[:10] = 5.0
+    gradient = torch.ones(100, dtype=dtype)
+    gradient[50] = bad
+    forward = [Channel("topk:density=0.1"), Channel("topk:density=0.1")]
+    back = [Channel("topk:density=0.1,values=int8,reuse=forward", forward=channel) for channel in forward]
+    send(*forward, x, At(0, 0))
+    sampled = [Channel("randomk:density=0.01"), Channel("randomk:density=0.01")]
+    for ends in (back[::-1], sampled):
+        known, got, _ = send(*ends, gradient, At(0, 0))
+        assert not got.isfinite().all()
+        assert torch.equal(known.isfinite(), got.isfinite())
+
+
 @every
 def test_evaluation_changes_nothing(spec):
     ends, others = [Channel(spec), Channel(spec)], [Channel(spec), Channel(spec)]

@@ -375,4 +375,4 @@ def test_what_is_wrong_is_said_and_nothing_hangs(what, message):
     with pytest.raises(RankError) as error:
         run_ranks(wrong, 2, what, timeout_s=30.0)
     assert message in str(error.value)
-    assert "still running" not in str(error.value).lower() or what in ("shape",)
+    assert "timed out" not in str(error.value)

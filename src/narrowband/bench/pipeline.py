@@ -268,7 +268,7 @@ class _Row:
         if losses:
             self.losses.append(torch.stack([loss.detach() for loss in losses]).mean().item())
 
-    def result(self, compared: int, microbatches: int, before: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    def result(self, compared: int, before: dict[str, tuple[int, int]]) -> dict[str, Any]:
         loss = statistics.fmean(self.losses[-compared:]) if self.losses else None
         found = {
             "name": self.name,
@@ -318,7 +318,7 @@ def _work(worker: Worker) -> None:
                 row.train(ids, x, y, card)
                 done += 1
                 worker.tell(event="step", done=done, of=total, name=row.name)
-    worker.finish([row.result(compared, config.microbatches, before[row.name]) for row in rows])
+    worker.finish([row.result(compared, before[row.name]) for row in rows])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -160,14 +160,15 @@ class TopK(Codec):
         rows = self.rows(shape)
         return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
-    def _values_nbytes(self, k: int) -> int:
+    def values_nbytes(self, k: int) -> int:
+        """Bytes of k values, without their indices."""
         if self.values == "int8":
             return _INT8.payload_nbytes(k)
         return aligned(k * (2 if self.values == "fp16" else 4))
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         k, n = self.kept(shape), _check_numel(numel_of(shape))
-        return self._values_nbytes(_entries(k, n, self.indices)) + aligned(_index_nbytes(k, n, self.indices))
+        return self.values_nbytes(_entries(k, n, self.indices)) + aligned(_index_nbytes(k, n, self.indices))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         at = self.largest(x, shape, self.kept(shape) // self.rows(shape), seed=seed)
@@ -213,31 +214,40 @@ class TopK(Codec):
         Raises:
             PayloadError: it is none of a tensor of this shape.
         """
-        self._check_length(payload, shape, torch.float32)
-        return self._read(payload, shape, numel_of(shape))[0]
+        return self._read(self._checked(payload, shape, torch.float32), shape, numel_of(shape))[0]
 
-    def values_nbytes(self, k: int) -> int:
-        """Bytes of k values without indices."""
-        return self._values_nbytes(k)
-
-    def pack_values(self, values: Tensor, places: Tensor) -> Tensor:
-        """A payload of values alone, for a receiver that knows their places.
+    def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
+        """A payload of values alone, :meth:`values_nbytes` long, for a receiver that knows their places.
 
         Args:
-            values: float32 (k,).
-            places: int32 (k,), ascending; of one that occurs again, the first value counts.
+            x: float32, float16 or bfloat16, any shape.
+            places: int32 (k,), ascending, into the flat tensor: the :meth:`places` of another payload.
         """
-        if places.numel() > 1:  # sampled selection fills up with the last place
-            again = torch.cat([places.new_zeros(1, dtype=torch.bool), places[1:] == places[:-1]])
-            values = values.masked_fill(again, 0.0)
-        out = torch.empty(self._values_nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-        if out.numel():
-            self._write_values(values, out)
+        values = x.detach().reshape(-1).index_select(0, places).float()
+        if places.numel() > 1:  # sampled selection fills up with the last place, which is to be said once
+            values[1:].masked_fill_(places[1:] == places[:-1], 0.0)
+        out = torch.empty(self.values_nbytes(places.numel()), dtype=torch.uint8, device=x.device)
+        self._write_values(values, out)
         return out
 
-    def unpack_values(self, payload: Tensor, k: int) -> Tensor:
-        """The k values of such a payload, float32."""
-        return self._read_values(payload, k) if k else payload.new_empty(0, dtype=torch.float32)
+    def decode_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
+        """``out ←`` the values of :meth:`encode_at` at these places, and zero elsewhere; returns ``out``.
+
+        Raises:
+            PayloadError: another number of values. Nothing has been written then.
+        """
+        expected = self.values_nbytes(places.numel())
+        if payload.dtype != torch.uint8 or tuple(payload.shape) != (expected,):
+            raise PayloadError(
+                f"{places.numel()} values of {self} have {expected} bytes, this payload is {payload.dtype} of shape "
+                f"{tuple(payload.shape)}"
+            )
+        direct = out.dtype == torch.float32 and out.is_contiguous()
+        flat = out.detach().view(-1) if direct else torch.empty(out.numel(), device=out.device)
+        _scatter(flat, places, self._read_values(payload, places.numel()), 1.0, accumulate=False)
+        if not direct:
+            out.detach().copy_(flat.view(out.shape))
+        return out
 
     def encode_compensated(
         self,
@@ -329,7 +339,7 @@ class TopK(Codec):
 def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int]:
     """How many elements are kept, and how many bytes their values take."""
     k = codec.kept(shape)
-    return k, codec._values_nbytes(_entries(k, numel_of(shape), codec.indices))
+    return k, codec.values_nbytes(_entries(k, numel_of(shape), codec.indices))
 
 
 def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from narrowband import kernels
 from narrowband.codecs import Codec, Identity, TopK
-from narrowband.errors import PayloadError, UnsupportedError
-from narrowband.feedback import AQSGD, EF21, Compression, Feedback, compression
+from narrowband.errors import UnsupportedError
+from narrowband.feedback import AQSGD, DGC, EF21, Compression, Feedback, PowerSGD, compression
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -135,7 +136,7 @@ class Channel:
                 f"{self}: the length of its payloads depends on the data, and a stage has to know what to receive; "
                 "use topk"
             )
-        if not isinstance(self.state, Feedback | AQSGD | None) or getattr(self.state, "momentum", None) is not None:
+        if isinstance(self.state, DGC | PowerSGD):
             raise UnsupportedError(
                 f"{self} is for gradients of data parallelism; between stages use a codec, with +ef, +ef-mixed, +ef21 "
                 "or +aq-sgd if wanted"
@@ -252,12 +253,17 @@ class Channel:
                 arrived.copy_(x)
             return _PLAIN.encode(x)
         if self._forward is not None:
-            return self._pack_at(x, self._forward.take_places(at, tuple(x.shape)), arrived)
+            assert isinstance(codec, TopK)
+            places = self._forward.take_places(at, tuple(x.shape))
+            payload = codec.encode_at(_shown(x), places)
+            if arrived is not None:
+                codec.decode_at(payload, places, arrived)
+            return payload
         if isinstance(state, AQSGD) and training:
             return state.pack(self._name, x, codec, samples=_known(samples), seed=seed, arrived=arrived)
         if isinstance(state, Feedback):
             return self._pack_compensated(state, x, at, training, arrived)
-        payload = codec.encode(x, seed=seed)
+        payload = codec.encode(_shown(x) if codec.shared_seed else x, seed=seed)
         if arrived is not None:
             codec.decode(payload, arrived, seed=seed)
         self._keep_places(payload, x, at, training)
@@ -298,13 +304,6 @@ class Channel:
         if decoded is not out:
             out.copy_(decoded)
 
-    def _pack_at(self, x: Tensor, places: Tensor, arrived: Tensor | None) -> Tensor:
-        assert isinstance(self.codec, TopK)
-        payload = self.codec.pack_values(x.reshape(-1).float().index_select(0, places), places)
-        if arrived is not None:
-            self._unpack_at(payload, places, arrived)
-        return payload
-
     # ---- the receiving end -------------------------------------------------------------------------------------------
 
     def unpack(
@@ -340,7 +339,8 @@ class Channel:
                 state.fill(self._name, out, _known(samples))
             return out
         if self._forward is not None:
-            return self._unpack_at(payload, self._forward.take_places(at, tuple(out.shape)), out)
+            assert isinstance(codec, TopK)
+            return codec.decode_at(payload, self._forward.take_places(at, tuple(out.shape)), out)
         if isinstance(state, AQSGD) and training:
             return state.unpack(self._name, payload, out, codec, samples=_known(samples), seed=seed)
         if isinstance(state, EF21) and training:
@@ -357,16 +357,6 @@ class Channel:
             codec.decode(payload, out, seed=seed)
         self._keep_places(payload, out, at, training)
         return out
-
-    def _unpack_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
-        assert isinstance(self.codec, TopK)
-        expected = self.codec.values_nbytes(places.numel())
-        if payload.numel() != expected:
-            raise PayloadError(f"{places.numel()} values of {self} have {expected} bytes, this has {payload.numel()}")
-        values = self.codec.unpack_values(payload, places.numel())
-        flat = torch.zeros(out.numel(), device=out.device)
-        flat.index_add_(0, places.long(), values)
-        return out.copy_(flat.view(out.shape))
 
     # ---- indices for the other direction -----------------------------------------------------------------------------
 
@@ -445,6 +435,11 @@ def _parsed(spec: str | Codec | Compression) -> tuple[Compression, bool]:
     if not isinstance(chosen.codec, TopK):
         raise UnsupportedError(f"{spec!r}: only topk can take the elements that another direction chose")
     return chosen, True
+
+
+def _shown(x: Tensor) -> Tensor:
+    """x, for an encoding that does not look at all of it; NaN throughout if any of it is not finite."""
+    return x if kernels.all_finite(x.reshape(-1).float()) else torch.full_like(x, torch.nan)
 
 
 def _key(x: Tensor) -> str:

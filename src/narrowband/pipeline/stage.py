@@ -142,6 +142,8 @@ class CompressedStage(PipelineStage):
         self._microbatches = 1
         self._met = False
         self.samples: Tensor | None = None
+        #: Those of this step's batch, and of its micro-batches.
+        self._whole: Tensor | None = None
         self._parts: tuple[Tensor, ...] | None = None
         self._arriving: dict[tuple[str, int], list[_Arriving]] = {}
 
@@ -281,6 +283,7 @@ class CompressedStage(PipelineStage):
         if not channel.by_sample or not self.has_backward:
             return None
         if self._parts is None:
+            assert self._whole is not None
             self._parts = torch.tensor_split(self._whole, self._microbatches)
         return self._parts[microbatch]
 
@@ -291,13 +294,13 @@ class CompressedStage(PipelineStage):
         for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
             if side is None or self._is_same_rank(other):
                 continue
-            own = [*side.identity(), self._in_eval, self._step]
-            theirs = self._exchanged(json.dumps(own, default=str).encode(), other)
-            if json.loads(theirs) != json.loads(json.dumps(own, default=str)):
+            own = json.dumps([*side.identity(), self._in_eval, self._step])
+            theirs = self._exchanged(own.encode(), other).decode()
+            if theirs != own:
                 raise ValueError(
                     f"stages {self.stage_index} and {other} do not agree on [forward, backward, configuration, "
-                    f"compress_in_eval, steps done]: {own} here, {theirs.decode()} there. Give all stages the same, "
-                    "and states of one step"
+                    f"compress_in_eval, steps done]: {own} here, {theirs} there. Give all stages the same, and states "
+                    "of one step"
                 )
             for channel in side:
                 self._compare(channel, other)
