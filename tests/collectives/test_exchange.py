@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -68,8 +69,8 @@ def items_of(tensors, codec, feedback=None, step=0):
     ]
 
 
-def average(kind, items, rank, world_size, *, good=None, measure=False, rotating=True):
-    """Run one exchange to its end; ``good=None`` takes the exchange's own word."""
+def average(kind, items, rank, world_size, *, good=None, measure=False, rotating=True, parts=1):
+    """Run one exchange to its end; ``good=None`` takes the exchange's own word. Items may come in ``parts``."""
     finished = threading.Event()
     errors = []
 
@@ -78,9 +79,18 @@ def average(kind, items, rank, world_size, *, good=None, measure=False, rotating
         finished.set()
 
     pairs = Worker("pairs") if rotating else None
-    work = exchange(kind, items, Peers(None, rank, world_size, pairs), measure=measure)
+    at = [round(part * len(items) / parts) for part in range(parts + 1)]
+    work = exchange(kind, items[: at[1]], Peers(None, rank, world_size, pairs), measure=measure)
     engine = Engine(torch.device("cpu"), failed)
-    engine.post(lambda: (work.encode(), engine.start(work.job(), finished.set)))
+
+    def begin():
+        work.encode()
+        for first, last in itertools.pairwise(at[1:]):
+            work.extend(items[first:last])
+            work.encode()
+        engine.start(work.job(), finished.set)
+
+    engine.post(begin)
     assert finished.wait(30)
     engine.close()
     if pairs is not None:
@@ -115,6 +125,33 @@ def average_by_all_ways(rank, world_size, ways, dtype, shapes):
         work = average(kind, items, rank, world_size, measure=True)
         answers.append(([item.x for item in items], work.sent_nbytes, work.finite, work.norms))
     return answers
+
+
+def average_in_parts(rank, world_size, ways, parts):
+    answers = []
+    for kind, spec in ways:
+        chosen = nb.compression(spec + ("+ef" if spec not in ("none", "bf16") and "symmetric" not in spec else ""))
+        feedback = chosen.new_feedback() if chosen.feedback is not None else None
+        averages = []
+        for step in range(3):  # the second is bad
+            items = items_of(gradients(rank, step), chosen.codec, feedback, step)
+            work = average(kind, items, rank, world_size, good=step != 1, measure=step == 2, parts=parts)
+            averages.append([item.x for item in items])
+        owed = {} if feedback is None else {key: value.clone() for key, value in feedback.state_dict().items()}
+        answers.append((averages, owed, work.sent_nbytes, work.norms))
+    return answers
+
+
+def test_what_is_encoded_in_parts_travels_as_what_is_encoded_at_once():
+    whole, *cut = (run_ranks(average_in_parts, 3, WAYS, parts) for parts in (1, 2, 5))
+    for answers in cut:
+        for rank in range(3):
+            for (kind, spec), one, other in zip(WAYS, whole[rank], answers[rank], strict=True):
+                for expected, found in zip(one[0], other[0], strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), f"{kind} {spec}"
+                assert one[1].keys() == other[1].keys()
+                assert all(torch.equal(one[1][key], other[1][key]) for key in one[1]), f"{kind} {spec}: owes other"
+                assert one[2:] == other[2:], f"{kind} {spec}: other bytes or norms"
 
 
 def decoded(codec, x, seed):

@@ -315,8 +315,8 @@ def test_every_codec_trains_and_keeps_the_ranks_together(world_size):
 def train_in_buckets(rank, world_size, specs, caps):
     answers = []
     for spec, collective in specs:
-        for cap in caps:
-            model = wrap(mlp(), cap=cap)
+        for cap, together in caps:
+            model = wrap(mlp(), cap=cap, together=together)
             handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective, seed=3)
             train(model, rank, range(4))
             answers.append((flat(model), owed(handle), buckets(model)))
@@ -328,7 +328,7 @@ def test_the_result_does_not_depend_on_the_buckets(world_size):
     specs = [(spec, way) for spec, way in SPECS if way in ("gather", "scatter_reduce")]
     specs += [("topk:density=0.1+ef", "auto"), ("threshold:value=0.01+ef", "auto"), ("qsgd:bits=4", "auto")]
     specs += [("lowrank:rank=2+ef", "auto"), ("lowrank:rank=2", "auto")]
-    caps = (HUGE, TINY, 0.004)
+    caps = ((HUGE, False), (TINY, False), (TINY, True), (0.004, False))
     for answers in run_ranks(train_in_buckets, world_size, specs, caps):
         for index, (spec, way) in enumerate(specs):
             huge, *others = answers[index * len(caps) : (index + 1) * len(caps)]

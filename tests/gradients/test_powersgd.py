@@ -13,13 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives.exchange import allreduce_nbytes
-from narrowband.gradients import step as one_step
 from tests.codecs.common import backend
 from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPEC = "powersgd:rank=2"
-USUAL = one_step.ENOUGH_NBYTES
 
 
 def net(dtype=torch.float32):
@@ -33,8 +31,7 @@ def net(dtype=torch.float32):
 
 def compressed(spec=SPEC, *, cap=TINY, module=None, together=False, **options):
     """A model with a bucket for every parameter, each sent by itself; ``together``: sent as users have it."""
-    one_step.ENOUGH_NBYTES = USUAL if together else 0
-    model = wrap(module if module is not None else net(), cap)
+    model = wrap(module if module is not None else net(), cap, together=together)
     return model, nb.compress_gradients(model, spec, min_numel=16, **options)
 
 

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowband.gradients import step as one_step
+
 #: One bucket for everything; a bucket for every parameter.
 HUGE, TINY = 100.0, 1e-6
+
+#: Small buckets travel together where users are. Here each travels by itself, so that much is on the wire at once,
+#: unless a test wants it otherwise.
+ENOUGH_NBYTES = one_step.ENOUGH_NBYTES
 
 #: Keeps everything and travels the compressed way, so it must agree with plain DDP to the bit among two ranks: there a
 #: mean is one addition and a division by two.
@@ -44,7 +50,8 @@ def loss_of(model, step, rank, dtype=torch.float32):
     return (model(x) - y).square().mean()
 
 
-def wrap(model, cap=HUGE, **options):
+def wrap(model, cap=HUGE, *, together=False, **options):
+    one_step.ENOUGH_NBYTES = ENOUGH_NBYTES if together else 0
     return DistributedDataParallel(model, bucket_cap_mb=cap, **options)
 
 

@@ -110,8 +110,10 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
     """Measure all rows in one session of ranks.
 
     Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for peers)
-    and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), and beside these what the codec's
-    handle says of its time. A row that failed holds ``error`` and None for what it could not measure.
+    and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), ``cpu_s`` (processor time of a step,
+    all threads of a rank together: where ranks share processors, as here, it is what makes a step longer), and beside
+    these what the codec's handle says of its time. A row that failed holds ``error`` and None for what it could not
+    measure.
 
     Args:
         on_event: called with ``{"event": "round", "done": …, "of": …, "codec": …}`` while the ranks work.
@@ -149,7 +151,7 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
     if beside:
         row["round_compute_s"] = beside
         row["ratio_to_compute"] = statistics.median(a / b for a, b in zip(rounds, beside, strict=True))
-    for name in ("sent_bytes_per_step", "link_bytes_per_step", *_TIMES):
+    for name in ("cpu_s", "sent_bytes_per_step", "link_bytes_per_step", *_TIMES):
         if all(name in part for part in parts):
             row[name] = statistics.fmean(part[name] for part in parts)
     return row
@@ -240,6 +242,7 @@ class _Row:
         self.error: str | None = None
         self.round_step_s: list[float] = []
         self.round_compute_s: list[float] = []  # of the row without communication, each time right before
+        self.cpu_s: list[float] = []  # of all threads
         self.link_bytes = 0
         self._config = config
         self._handle: Any = None
@@ -266,9 +269,10 @@ class _Row:
     def measure(self, tokens_SBL: Tensor) -> None:
         """One timed round: as many steps as ``tokens_SBL`` holds batches."""
         before = self._handle.stats().total if self._handle is not None else None
-        start = time.perf_counter()
+        cpu, start = time.process_time(), time.perf_counter()
         self._train(tokens_SBL)
         self.round_step_s.append((time.perf_counter() - start) / len(tokens_SBL))
+        self.cpu_s.append((time.process_time() - cpu) / len(tokens_SBL))
         if before is not None:
             after = self._handle.stats().total
             for name in self._counts:
@@ -294,6 +298,7 @@ class _Row:
         if self.error:
             return found
         steps = len(self.round_step_s) * self._config.steps
+        found["cpu_s"] = statistics.median(self.cpu_s)
         if card:
             found["link_bytes_per_step"] = self.link_bytes / steps
         if self.kind.codec == NO_COMMUNICATION:

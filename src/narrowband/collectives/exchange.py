@@ -169,7 +169,7 @@ class Exchange(ABC):
     """What the three ways have in common: encoding, and the end of a step."""
 
     def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
-        self.items = items
+        self.items: list[Item] = []
         self.peers = peers
         self.measure = measure
         self.sent_nbytes = 0
@@ -182,24 +182,40 @@ class Exchange(ABC):
         self._own: list[Tensor] = []
         self._mine_finite = True
         self._settled = False
+        self._new = list(items)
 
     #: Whether, once every rank's tensors are known to be finite, nothing can turn out otherwise.
     decided_by_encoding: ClassVar[bool] = False
 
+    def extend(self, items: Sequence[Item]) -> None:
+        """Take these along; :meth:`encode` them before the job."""
+        self._new += items
+
     def encode(self) -> bool:
-        """What comes before the first collective: compensate, encode. Whether this rank's tensors are finite."""
+        """What comes before the first collective: compensate, encode what is new. Whether this rank's tensors are
+        finite.
+        """
         begin = time.perf_counter()
-        self._encode_all()
+        items, self._new = self._new, []
+        self.items += items
+        self._encode_all(items)
         self.encode_seconds += time.perf_counter() - begin
         return self._mine_finite
+
+    @property
+    @abstractmethod
+    def first_nbytes(self) -> int:
+        """Bytes that a rank will send in the first collective, as things stand: equal on all ranks. Where sizes depend
+        on the data, the most that it can be.
+        """
 
     def flag(self, finite: bool) -> None:
         """Let this exchange's trailer also say whether something else is finite, that its sender answers for."""
         self._mine_finite &= finite
 
     @abstractmethod
-    def _encode_all(self) -> None:
-        """Encode every item, and note in ``_mine_finite`` whether all are finite."""
+    def _encode_all(self, items: Sequence[Item]) -> None:
+        """Encode these, and note in ``_mine_finite`` whether all are finite."""
 
     @abstractmethod
     def job(self) -> Job:
@@ -305,6 +321,10 @@ def _any_nonzero(x: Tensor) -> bool:
     return not kernels.all_zero(x) if x.dtype == torch.float32 else bool(x.any())
 
 
+def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
 def _spans(sizes: Sequence[int]) -> list[slice]:
     """Consecutive slices of these sizes."""
     spans, at = [], 0
@@ -317,25 +337,34 @@ def _spans(sizes: Sequence[int]) -> list[slice]:
 class Dense(Exchange):
     """All-reduce of payloads that add up (``none``, ``fp16``, ``bf16``, ``randomk``)."""
 
-    def _encode_all(self) -> None:
-        codecs = [item.codec for item in self.items]
-        self._spans = _spans([c.payload_nbytes(i.shape, i.dtype) for c, i in zip(codecs, self.items, strict=True)])
-        self._payload = torch.empty(self._spans[-1].stop, dtype=torch.uint8, device=self.items[0].x.device)
-        for item, span in zip(self.items, self._spans, strict=True):
-            finite, payload = self._encode(item, self._payload[span])
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
+        super().__init__(items, peers, measure)
+        self._payloads: list[Tensor] = []  # of all items that were encoded at once
+
+    def _encode_all(self, items: Sequence[Item]) -> None:
+        sizes = [item.codec.payload_nbytes(item.shape, item.dtype) for item in items]
+        payload = torch.empty(sum(sizes), dtype=torch.uint8, device=items[0].x.device)
+        for item, span in zip(items, _spans(sizes), strict=True):
+            finite, own = self._encode(item, payload[span])
             self._mine_finite &= finite
             if not finite:
-                payload.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
+                own.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
+        self._payloads.append(payload)
+
+    @property
+    def first_nbytes(self) -> int:
+        return allreduce_nbytes(sum(payload.numel() for payload in self._payloads), self.peers.size)
+
+    def job(self) -> Job:
+        self._payload = _end_to_end(self._payloads)
         # Not whether feedback took part in this step, which differs between ranks: all must come to the same answer.
         self._stateful = any(item.feedback is not None for item in self.items)
-        if self.measure or self._stateful:
+        if (self.measure or self._stateful) and len(self._payloads) == 1:
             self._own = [payload.clone() for payload in self._own]  # the all-reduce works in place
-        wire_dtype = codecs[0].sum_dtype(self.items[0].dtype)
+        wire_dtype = self.items[0].codec.sum_dtype(self.items[0].dtype)
         assert wire_dtype is not None
         self._values = self._payload.view(wire_dtype)
         self._values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
-
-    def job(self) -> Job:
         if self.peers.size > 1:
             self.sent_nbytes += allreduce_nbytes(self._payload.numel(), self.peers.size)
             yield Wire(lambda: dist.all_reduce(self._values, group=self.peers.group, async_op=True))
@@ -343,7 +372,8 @@ class Dense(Exchange):
             self.finite = kernels.all_finite(self._values.float())
 
     def _write(self, good: bool) -> None:
-        for item, span in zip(self.items, self._spans, strict=True):
+        spans = _spans([payload.numel() for payload in self._own])
+        for item, span in zip(self.items, spans, strict=True):
             with self._mean_of(item, good) as mean:
                 item.codec.decode(self._payload[span], mean, seed=item.seed_of(self.peers.rank))
 
@@ -353,23 +383,35 @@ class Gather(Exchange):
 
     decided_by_encoding = True
 
-    def _encode_all(self) -> None:
-        self._fixed = all(item.codec.fixed_size for item in self.items)
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
+        super().__init__(items, peers, measure)
+        self._fixed = True  # whether all sizes are known before
+        self._payloads: list[Tensor] = []  # of all items that were encoded at once; each with room for a trailer
+        self._first_nbytes = TRAILER
+
+    def _encode_all(self, items: Sequence[Item]) -> None:
+        sizes = [item.codec.payload_nbytes(item.shape, item.dtype) for item in items]
+        self._first_nbytes += sum(sizes)
+        self._fixed &= all(item.codec.fixed_size for item in items)
+        places: Sequence[Tensor | None] = [None] * len(items)
         if self._fixed:
-            sizes = [item.codec.payload_nbytes(item.shape, item.dtype) for item in self.items]
-            self._payload = torch.empty(sum(sizes) + TRAILER, dtype=torch.uint8, device=self.items[0].x.device)
-            for item, span in zip(self.items, _spans(sizes), strict=True):
-                self._mine_finite &= self._encode(item, self._payload[span])[0]
-            self._spans = [_spans(sizes)] * self.peers.size
-        else:
-            for item in self.items:
-                self._mine_finite &= self._encode(item)[0]
+            payload = torch.empty(sum(sizes) + TRAILER, dtype=torch.uint8, device=items[0].x.device)
+            self._payloads.append(payload)
+            places = [payload[span] for span in _spans(sizes)]
+        for item, place in zip(items, places, strict=True):
+            self._mine_finite &= self._encode(item, place)[0]
+
+    @property
+    def first_nbytes(self) -> int:
+        return (self.peers.size - 1) * self._first_nbytes
 
     def job(self) -> Job:
         size, device = self.peers.size, self.items[0].x.device
         if self._fixed:
-            payload = self._payload
+            *others, last = self._payloads
+            payload = _end_to_end([*(other[:-TRAILER] for other in others), last])
             capacity = payload.numel() - TRAILER
+            self._spans = [_spans([own.numel() for own in self._own])] * size
         else:
             # Sizes depend on the data: they go first, and the longest payload sets the size of all.
             mine = torch.tensor([p.numel() for p in self._own], dtype=torch.int64, device=device)
@@ -448,9 +490,14 @@ class ScatterReduce(Exchange):
     def _codec(self, item: Item) -> _Chunked:
         return _Chunked(item.codec, self.peers.size)
 
-    def _encode_all(self) -> None:
-        for item in self.items:
+    def _encode_all(self, items: Sequence[Item]) -> None:
+        for item in items:
             self._mine_finite &= self._encode(item)[0]
+
+    @property
+    def first_nbytes(self) -> int:
+        size = self.peers.size
+        return (size - 1) * sum(payload.numel() + TRAILER for payload in self._own) // size
 
     def job(self) -> Job:
         begin = time.perf_counter()

@@ -7,9 +7,8 @@ For every matrix M (n × m) of a rank, and a factor Q that all ranks have in com
     Q = Mᵀ·P          all-reduce, divide by the number of ranks
     average ≈ P·Qᵀ    what M has more or less than that is owed
 
-The P of all matrices of a bucket travel as one all-reduce, and so do the Q; those of small buckets together, because an
-all-reduce takes its time however little it carries. Matrices that are not worth factoring ride along with P. Matrices
-of equal shape take part in one batched product, as far as their memory lies side by side.
+The P of all matrices of an exchange travel as one all-reduce, and so do the Q. Matrices that are not worth factoring
+ride along with P. Matrices of equal shape take part in one batched product, as far as their memory lies side by side.
 Factors lie row by row (Qᵀ, Pᵀ): the products are several times faster so.
 
 Inf and NaN survive both sums, which are the same on every rank, so all know of them with no flag.
@@ -81,27 +80,21 @@ class LowRankReduce(Exchange):
     decided_by_encoding: ClassVar[bool] = True
 
     def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, method: PowerSGD) -> None:
-        super().__init__(list(items), peers, measure)
+        super().__init__(items, peers, measure)
         self._method = method
-        self._begun = 0
         self._whole: list[_Matrix] = []
         self._parts: list[Tensor] = []  # what these send
         self._blocks: list[_Block] = []
 
-    def extend(self, items: Sequence[Item]) -> None:
-        """Take these along; :meth:`encode` them before the job."""
-        self.items = [*self.items, *items]
-
     @property
     def first_nbytes(self) -> int:
-        """Bytes of the first all-reduce, as things stand."""
-        return 4 * (sum(block.p.numel() for block in self._blocks) + sum(part.numel() for part in self._parts))
+        numel = sum(block.p.numel() for block in self._blocks) + sum(part.numel() for part in self._parts)
+        return allreduce_nbytes(4 * numel, self.peers.size)
 
     # ---- before the first collective ---------------------------------------------------------------------------------
 
-    def _encode_all(self) -> None:
-        matrices = [self._matrix(item) for item in self.items[self._begun :]]
-        self._begun = len(self.items)
+    def _encode_all(self, items: Sequence[Item]) -> None:
+        matrices = [self._matrix(item) for item in items]
         factored = sorted(
             (matrix for matrix in matrices if matrix.r),
             key=lambda x: (x.n, x.m, x.r, self._method.order(x.item.key), x.item.key),

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 #: The relative error costs two passes over the gradients, so it is measured in one step of this many.
 MEASURE_EVERY = 50
 
-#: Factors of several buckets travel together until they are so many bytes: 10 ms at 200 Mbit/s, about what an
-#: all-reduce among busy machines takes anyway.
-ENOUGH_NBYTES = 1 << 18
+#: What several buckets have to send travels together until a rank sends so many bytes: 5 ms at 200 Mbit/s, about what
+#: a collective among busy machines takes anyway, however little it carries.
+ENOUGH_NBYTES = 1 << 17
 
 
 class Step:
@@ -66,7 +66,7 @@ class Step:
         self._flagged = False  # whether what is small also says whether all that was encoded is finite
         self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
-        self._gathering: LowRankReduce | None = None  # what has not enough to send yet
+        self._waiting: dict[tuple[Way, str], Exchange] = {}  # what has not enough to send yet
         self._arrived: list[Exchange] = []
         self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._dense: dict[torch.dtype, Tensor] = {}
@@ -117,7 +117,6 @@ class Step:
         """Start what a bucket needs."""
         handle = self.handle
         size, method = handle._peers.size, handle.layers.method
-        works: list[Exchange] = []
         if buffer.is_sparse:
             if method is not None and method.momentum:
                 raise UnsupportedError(
@@ -138,23 +137,19 @@ class Step:
                 handle._look(buffer, parameters)
             heard = self.compressing or handle.layers.incremental  # by feedback, compressed or not
             if known and ((heard and not handle.layers.plain) or method is not None):
-                works = self._encode(buffer, parameters)
+                self._encode(buffer, parameters)
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
-        if self._gathering is not None:  # small buckets travel together
-            works = [work for work in works if work is not self._gathering]
-            if last or self._gathering.first_nbytes >= ENOUGH_NBYTES:
-                works.append(self._gathering)
-                self._gathering = None
         if last:
             self._send_small()
-        for work in works:
-            self._send(work)
+        for lane in sorted(self._waiting):
+            if last or self._waiting[lane].first_nbytes >= ENOUGH_NBYTES:
+                self._send(self._waiting.pop(lane))
         self._closed = last
         self._settle()
 
-    def _encode(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[Exchange]:
-        """An exchange for every way in which layers of this bucket travel."""
+    def _encode(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
+        """An exchange for every way in which layers of this bucket travel, or what the last bucket left waiting."""
         layers = self.handle.layers
         lanes: dict[tuple[Way, str], list[tuple[Layer, Item]]] = {}
         at = 0
@@ -168,25 +163,24 @@ class Step:
                 lanes.setdefault(_lane(layer, item), []).append((layer, item))
             else:
                 self._is_small(part, known)
-        return [self._encoded(way, lanes[way, dtype]) for way, dtype in sorted(lanes)]
+        for lane in sorted(lanes):
+            self._waiting[lane] = self._encoded(lane[0], lanes[lane], self._waiting.get(lane))
 
     def _item(self, name: str, x: Tensor, shape: Shape, layer: Layer, index: int) -> Item:
         return Item(name, x, shape, layer.codec, layer.feedback, self._seeds(index))
 
-    def _encoded(self, way: Way, those: Sequence[tuple[Layer, Item]]) -> Exchange:
-        handle = self.handle
-        items = [item for _, item in those]
-        work: Exchange
-        if way != "lowrank":
-            work = exchange(way, items, handle._peers, measure=self._measure)
-        elif self._gathering is not None:
-            work = self._gathering
+    def _encoded(self, way: Way, those: Sequence[tuple[Layer, Item]], waiting: Exchange | None = None) -> Exchange:
+        peers, items = self.handle._peers, [item for _, item in those]
+        if waiting is not None:
+            work = waiting
             work.extend(items)
+        elif way != "lowrank":
+            work = exchange(way, items, peers, measure=self._measure)
         else:
             method = those[0][0].state
             assert isinstance(method, PowerSGD)
-            work = self._gathering = LowRankReduce(items, handle._peers, self._measure, method)
-        if work not in self._exchanges:
+            work = LowRankReduce(items, peers, self._measure, method)
+        if waiting is None:
             self._exchanges.append(work)
         self._encoded_finite &= work.encode()
         return work
