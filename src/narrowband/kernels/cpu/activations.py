@@ -1,0 +1,373 @@
+"""Quantization with a range that many rows share, and masks of one bit, on CPU.
+
+float32 and bfloat16 are read and written as they are: bfloat16 is the upper half of a float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import overload
+
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    MAGNITUDE,
+    NON_FINITE,
+    PAGE,
+    U8,
+    U32,
+    At,
+    fold_seed,
+    inlined,
+    instruction,
+    loop,
+    mix,
+    neighbours,
+    prefetch,
+    splat,
+    spread,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from narrowband.kernels import Rows
+
+    Array = npt.NDArray[Any]
+
+TINY = np.float32(2.0**-126)
+#: Ordered bits (see :func:`_ordered`) above and below all others.
+_LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
+
+
+# ---- both dtypes -----------------------------------------------------------------------------------------------------
+
+
+def _bits(x, i):
+    """The bits of element i as float32, int32; of float32 these are all that is given."""
+
+
+@overload(_bits, inline="always")
+def _(x, i):
+    if x.dtype == types.int16:
+        return lambda x, i: I32(I32(x[At(i)]) << I32(16))
+    return lambda x, i: x[At(i)]
+
+
+def _value(x, i):
+    """Element i, float32."""
+
+
+@overload(_value, inline="always")
+def _(x, i):
+    if x.dtype == types.int16:
+        return lambda x, i: I32(I32(x[At(i)]) << I32(16)).view(np.float32)
+    return lambda x, i: x[At(i)]
+
+
+def _put(out, i, value):
+    """Element i of out, rounded to nearest, ties to even, where it is bfloat16."""
+
+
+@overload(_put, inline="always")
+def _(out, i, value):
+    if out.dtype == types.int16:
+
+        def put(out, i, value):
+            bits = I32(F32(value).view(np.int32))
+            odd = I32(I32(bits >> I32(16)) & I32(1))
+            out[At(i)] = np.int16(I32(I32(bits + I32(0x7FFF)) + odd) >> I32(16))
+
+        return put
+
+    def put(out, i, value):
+        out[At(i)] = value
+
+    return put
+
+
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+
+def _load_lanes(builder: Any, place: Any, dtype: Any) -> Any:
+    """LANES float32 of either dtype."""
+    found = builder.load(place)
+    if dtype == types.float32:
+        found.align = 4
+        return found
+    found.align = 2
+    return builder.bitcast(builder.shl(builder.zext(found, _INTS), _splat_int(16)), _FLOATS)
+
+
+def _store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
+    """What ``_put`` does, for LANES elements."""
+    prefetch(builder, place, PAGE)
+    if dtype == types.float32:
+        builder.store(value, place).align = 4
+        return
+    bits = builder.bitcast(value, _INTS)
+    odd = builder.and_(builder.lshr(bits, _splat_int(16)), _splat_int(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _splat_int(0x7FFF)), odd), _splat_int(16))
+    builder.store(builder.trunc(rounded, ir.VectorType(ir.IntType(16), LANES)), place).align = 2
+
+
+def _splat_int(value: int) -> Any:
+    return ir.Constant(_INTS, [value] * LANES)
+
+
+@instruction
+def _dequantize_lanes(typing, codes, at, down, mask, low, step, out, begin):  # noqa: ARG001
+    """LANES values from the codes at bits ``down`` of the bytes ``codes[at:]``: the compiler need not ask whether
+    arrays overlap.
+    """
+
+    def generate(context, builder, signature, arguments):
+        down, mask, low, step = (splat(builder, scalar) for scalar in arguments[2:6])
+        packed = builder.load(neighbours(context, builder, signature.args[0], arguments[0], arguments[1]))
+        packed.align = 1
+        code = builder.and_(builder.lshr(builder.zext(packed, _INTS), down), mask)
+        value = builder.fadd(low, builder.fmul(builder.sitofp(code, _FLOATS), step))
+        place = neighbours(context, builder, signature.args[6], arguments[6], arguments[7])
+        _store_lanes(builder, place, signature.args[6].dtype, value)
+        return context.get_dummy_value()
+
+    i32, f32 = types.int32, types.float32
+    return types.void(codes, types.uintp, i32, i32, f32, f32, out, types.uintp), generate
+
+
+@instruction
+def _masked_lanes(typing, mask, at, p, x, out, begin, factor):  # noqa: ARG001
+    """LANES elements times ``factor`` where bit p of the bytes ``mask[at:]`` is set, and zero where it is not."""
+
+    def generate(context, builder, signature, arguments):
+        packed = builder.load(neighbours(context, builder, signature.args[0], arguments[0], arguments[1]))
+        packed.align = 1
+        bit = builder.and_(builder.lshr(builder.zext(packed, _INTS), splat(builder, arguments[2])), _splat_int(1))
+        place = neighbours(context, builder, signature.args[3], arguments[3], arguments[5])
+        scaled = builder.fmul(_load_lanes(builder, place, signature.args[3].dtype), splat(builder, arguments[6]))
+        kept = builder.icmp_signed("!=", bit, _splat_int(0))
+        value = builder.select(kept, scaled, ir.Constant(_FLOATS, [0.0] * LANES))
+        place = neighbours(context, builder, signature.args[4], arguments[4], arguments[5])
+        _store_lanes(builder, place, signature.args[4].dtype, value)
+        return context.get_dummy_value()
+
+    return types.void(mask, types.uintp, types.int32, x, out, types.uintp, types.float32), generate
+
+
+def _array(x: Tensor) -> Array:
+    """What the loops read: float32, or int16 in place of bfloat16."""
+    return x.view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
+
+
+@loop
+def _extremes_range(x, inner, groups, per_part, low, high, first, last):
+    """Ordered extremes of rows [first, last), taken into those of their part and group."""
+    part, inside = first // per_part, first % per_part
+    group = inside % groups
+    for r in range(first, last):
+        begin = r * inner
+        least, most = _HIGHEST, _LOWEST
+        for j in range(inner):
+            b = _bits(x, begin + j)
+            ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
+            least = min(least, ordered)
+            most = max(most, ordered)
+        at = At(part * groups + group)
+        low[at] = min(low[at], least)
+        high[at] = max(high[at], most)
+        group += 1
+        if group == groups:
+            group = 0
+        inside += 1
+        if inside == per_part:
+            inside = 0
+            part += 1
+
+
+def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    array, size = _array(x), rows.parts * rows.groups
+    array = array.view(np.int32) if array.dtype == np.float32 else array
+
+    def work(first: int, last: int) -> tuple[Array, Array]:
+        low, high = np.full(size, _HIGHEST, np.int32), np.full(size, _LOWEST, np.int32)
+        _extremes_range(array, rows.inner, rows.groups, rows.outer * rows.groups, low, high, first, last)
+        return low, high
+
+    found = spread(size * rows.outer, x.numel(), work)
+    low = np.minimum.reduce([part[0] for part in found])
+    high = np.maximum.reduce([part[1] for part in found])
+    broken = (high >= NON_FINITE) | (low < -NON_FINITE)
+    low, high = (np.where(broken, np.nan, _floats(extreme)).astype(np.float32) for extreme in (low, high))
+    return torch.from_numpy(low), torch.from_numpy(high)
+
+
+def _floats(ordered: Array) -> Array:
+    return (ordered ^ ((ordered >> 31) & MAGNITUDE)).view(np.float32)
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _code(x, low, inverse, shift, top):
+    v = F32(F32(F32(x - low) * inverse) + shift)
+    v = v if v > F32(0) else F32(0)
+    return I32(v if v < top else top)
+
+
+@inlined
+def _shift(i, fold, stochastic):
+    return F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(8))) * F32(2.0**-24)) if stochastic else F32(0.5)
+
+
+@loop
+def _quantize_range(x, inner, groups, per_part, lows, inverses, codes, width, stochastic, fold, first, last):
+    """Rows [first, last)."""
+    top = F32((1 << width) - 1)
+    stride = (inner * width + 7) >> 3
+    part, inside = first // per_part, first % per_part
+    group = inside % groups
+    for r in range(first, last):
+        begin, to = r * inner, r * stride
+        at = At(part * groups + group)
+        low, inverse = lows[at], inverses[at]
+        if width == 8:
+            for j in range(inner):
+                i = begin + j
+                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top))
+        elif width == 4:
+            half = inner - stride
+            for j in range(half):
+                i = begin + j
+                k = i + stride
+                one = _code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top)
+                two = _code(_value(x, k), low, inverse, _shift(k, fold, stochastic), top)
+                codes[At(to + j)] = U8(one | I32(two << I32(4)))
+            for j in range(half, stride):
+                i = begin + j
+                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top))
+        else:
+            full = max(0, inner - 3 * stride)
+            for j in range(full):
+                i = begin + j
+                word = _code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top)
+                i += stride
+                word |= I32(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top) << I32(2))
+                i += stride
+                word |= I32(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top) << I32(4))
+                i += stride
+                word |= I32(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top) << I32(6))
+                codes[At(to + j)] = U8(word)
+            for j in range(full, stride):
+                word = I32(0)
+                for p in range(4):
+                    k = p * stride + j
+                    if k < inner:
+                        i = begin + k
+                        one = _code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top)
+                        word |= I32(one << I32(2 * p))
+                codes[At(to + j)] = U8(word)
+        group += 1
+        if group == groups:
+            group = 0
+        inside += 1
+        if inside == per_part:
+            inside = 0
+            part += 1
+
+
+@loop
+def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, first, last):
+    mask = I32((1 << width) - 1)
+    stride = (inner * width + 7) >> 3
+    part, inside = first // per_part, first % per_part
+    group = inside % groups
+    for r in range(first, last):
+        begin, source = r * inner, r * stride
+        at = At(part * groups + group)
+        low, step = lows[at], steps[at]
+        shift = 0
+        while shift < 8:
+            count = min(stride, r * inner + inner - begin)
+            whole = count // LANES * LANES
+            for j in range(0, whole, LANES):
+                _dequantize_lanes(codes, At(source + j), I32(shift), mask, low, step, out, At(begin + j))
+            for j in range(whole, count):
+                code = I32(I32(codes[At(source + j)]) >> I32(shift)) & mask
+                _put(out, begin + j, F32(low + F32(F32(code) * step)))
+            begin += stride
+            shift += width
+        group += 1
+        if group == groups:
+            group = 0
+        inside += 1
+        if inside == per_part:
+            inside = 0
+            part += 1
+
+
+def quantize_rows(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> None:
+    steps = step.numpy()
+    with np.errstate(divide="ignore"):
+        inverses = np.where(steps < TINY, F32(0), F32(1) / steps).astype(np.float32)
+    arguments = _array(x), rows.inner, rows.groups, rows.outer * rows.groups, low.numpy(), inverses, out.numpy()
+    form = bits, stochastic, fold_seed(seed)
+    spread(rows.count, x.numel(), lambda a, b: _quantize_range(*arguments, *form, a, b))
+
+
+def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+    form = rows.inner, rows.groups, rows.outer * rows.groups, low.numpy(), step.numpy()
+    arrays = codes.numpy(), *form, _array(out), bits
+    spread(rows.count, out.numel(), lambda a, b: _dequantize_range(*arrays, a, b))
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+@loop
+def _mask_range(x, out, first, last):
+    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is above zero."""
+    stride = out.size
+    for j in range(first, last):
+        out[At(j)] = 0
+    for p in range(8):
+        begin = p * stride
+        for j in range(first, min(last, x.size - begin)):
+            out[At(j)] |= U8(U8(_value(x, begin + j) > F32(0)) << U8(p))
+
+
+@loop
+def _apply_mask_range(mask, x, out, factor, first, last):
+    stride = mask.size
+    for p in range(8):
+        begin = p * stride
+        end = max(first, min(last, x.size - begin))
+        whole = first + (end - first) // LANES * LANES
+        for j in range(first, whole, LANES):
+            _masked_lanes(mask, At(j), I32(p), x, out, At(begin + j), factor)
+        for j in range(whole, end):
+            kept = (mask[At(j)] >> U8(p)) & U8(1)
+            _put(out, begin + j, F32(_value(x, begin + j) * factor) if kept else F32(0))
+
+
+def mask_positive(x: Tensor, out: Tensor) -> None:
+    array, bits = _array(x), out.numpy()
+    spread(bits.size, x.numel(), lambda a, b: _mask_range(array, bits, a, b))
+
+
+def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float) -> None:
+    arrays = mask.numpy(), _array(x), _array(out), F32(factor)
+    spread(mask.numel(), x.numel(), lambda a, b: _apply_mask_range(*arrays, a, b))
