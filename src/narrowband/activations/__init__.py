@@ -1,0 +1,16 @@
+"""What backward keeps of forward's activations, in few bits: the fourth place where compression is used.
+
+=====================  ===============================================================================
+:mod:`.policy`         what is kept in how many bits
+:mod:`.saved`          the context around a forward pass, and its report
+:mod:`.kept`           one tensor: its order in memory, its groups, their ranges, its codes
+:mod:`.operators`      which operator is at work, and operators that keep one bit per element
+=====================  ===============================================================================
+
+Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
+"""
+
+from narrowband.activations.policy import OPERATORS, ActivationPolicy
+from narrowband.activations.saved import ActivationCompression, Kept, Saved, compress_activations
+
+__all__ = ["OPERATORS", "ActivationCompression", "ActivationPolicy", "Kept", "Saved", "compress_activations"]

@@ -1,0 +1,259 @@
+"""One tensor that is kept for backward: how it lies in memory, its groups, its codes, and the way back.
+
+A tensor is seen in the order of its memory, whatever the order of its dimensions, so nothing is copied to be quantized
+and a transposed view of what is kept already is known as such. One dimension is cut into groups, which makes it
+(parts, outer, groups, inner); a range, lo and step, belongs to each group of each part::
+
+    x̃ = clip(round((x − β) · (2^b − 1) / α), 0, 2^b − 1)        (3)        x̂ = x̃ · α / (2^b − 1) + β        (5)
+    α ← μ·α + (1 − μ)·(max − min),    β ← μ·β + (1 − μ)·min       (6, 7)
+
+with the numbers of Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2. With running estimates there is one part, and
+all samples share its ranges; with statistics per sample each sample is a part.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.kernels import Rows
+
+if TYPE_CHECKING:
+    from narrowband.activations.policy import ActivationPolicy
+
+__all__ = ["Arrangement", "Estimates", "Exact", "Grouping", "Packed", "Payload", "ranges"]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Where the groups of a tensor are.
+
+    Attributes:
+        dim: the dimension that is cut.
+        groups: how many there are.
+        major: the dimension is (major, groups, rest): 1 where neighbours in it belong together, as channels do; B where
+            it is samples × heads.
+    """
+
+    dim: int
+    groups: int
+    major: int = 1
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The order in which a tensor's dimensions lie in memory, slowest first.
+
+    Attributes:
+        order: of dimensions.
+        sizes: of dimensions, in that order.
+        dense: whether the tensor's memory has no gaps and no overlap.
+    """
+
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dense: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Arrangement:
+        """That of a strided tensor."""
+        strides = x.stride()
+        if x.is_contiguous():
+            return cls(tuple(range(x.dim())), tuple(x.shape), dense=True)
+        order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
+        sizes = tuple(x.shape[dim] for dim in order)
+        return cls(order, sizes, dense=x.permute(order).is_contiguous())
+
+    def flat(self, x: Tensor) -> Tensor:
+        """The elements in that order; a view where there are no gaps."""
+        return x.permute(self.order).reshape(-1)
+
+    def unflat(self, flat: Tensor) -> Tensor:
+        """The inverse of :meth:`flat`."""
+        back = [0] * len(self.order)
+        for place, dim in enumerate(self.order):
+            back[dim] = place
+        return flat.view(self.sizes).permute(back)
+
+    def rows(self, grouping: Grouping, *, per_sample: bool) -> Rows:
+        """How the flat tensor is cut. Samples, the first dimension, can be parts only where they lie outermost."""
+        place = self.order.index(grouping.dim)
+        before = math.prod(self.sizes[:place]) * grouping.major
+        groups = grouping.groups
+        inner = math.prod(self.sizes) // max(1, before * groups)
+        parts = 1
+        if per_sample and self.order[0] == 0:
+            parts = grouping.major if grouping.dim == 0 else self.sizes[0]
+        return Rows(parts, before // max(1, parts), groups, inner)
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
+
+
+class Estimates:
+    """Running estimates of ranges, by name: α and β, float32 (groups,) each. Any thread may use them.
+
+    Args:
+        decay: μ.
+    """
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self.decay = decay
+        self._held: dict[str, Tensor] = {}  # (2, groups): α, β
+        self._lock = threading.Lock()
+
+    def observe(self, name: str, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a batch's range in, and return what is estimated then. The first batch is taken as it is."""
+        with self._lock:
+            held = self._held.get(name)
+            if held is None or held.shape[1] != alpha.numel():  # or it is grouped in another way now
+                held = torch.stack((alpha, beta))
+            else:
+                held = torch.lerp(torch.stack((alpha, beta)), held.to(alpha.device), self.decay)
+            self._held[name] = held
+        return held[0], held[1]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Name → (2, groups) float32: α, then β."""
+        with self._lock:
+            return dict(self._held)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        for name, value in state.items():
+            if value.dim() != 2 or value.shape[0] != 2:
+                raise ValueError(f"{name}: a range is (2, groups), and this is {tuple(value.shape)}")
+        with self._lock:
+            self._held = {name: value.detach().to(torch.float32, copy=True) for name, value in state.items()}
+
+
+def ranges(
+    low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
+) -> tuple[Tensor, Tensor]:
+    """α and β for a tensor with these extremes."""
+    if policy.symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    alpha, beta = high - low, low
+    if policy.statistics == "sample":
+        return alpha, beta
+    return estimates.observe(name, alpha, beta)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """The codes of a tensor, in the order of its memory. Every operator that saved it holds this one.
+
+    Args:
+        flat: the tensor's elements in that order, float32 or bfloat16.
+        rows: how they are cut.
+        alpha: α of every group of every part.
+        beta: β.
+        bits: of a code.
+        dtype: of the tensor.
+        symmetric: whether a code in the middle stands for zero.
+        stochastic: how codes are rounded.
+        seed: of that.
+    """
+
+    __slots__ = ("__weakref__", "bits", "codes", "dtype", "low", "rows", "step")
+
+    def __init__(
+        self,
+        flat: Tensor,
+        rows: Rows,
+        alpha: Tensor,
+        beta: Tensor,
+        bits: Literal[8, 4, 2],
+        dtype: torch.dtype,
+        *,
+        symmetric: bool,
+        stochastic: bool,
+        seed: int,
+    ) -> None:
+        self.rows, self.bits, self.dtype = rows, bits, dtype
+        levels = (1 << bits) - (2 if symmetric else 1)
+        self.low, self.step = beta, alpha / levels
+        self.codes = torch.empty(rows.nbytes(bits), dtype=torch.uint8, device=flat.device)
+        kernels.quantize_rows(flat, self.codes, rows, self.low, self.step, bits=bits, stochastic=stochastic, seed=seed)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes, and of ranges where each sample has its own."""
+        own = self.low.nbytes + self.step.nbytes if self.rows.parts > 1 else 0
+        return self.codes.numel() + own
+
+    def decode(self) -> Tensor:
+        """Flat, in the order of memory."""
+        direct = self.dtype in (torch.float32, torch.bfloat16)
+        out = torch.empty(self.rows.numel, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
+        kernels.dequantize_rows(self.codes, out, self.rows, self.low, self.step, bits=self.bits)
+        return out if direct else out.to(self.dtype)
+
+
+class _Watched:
+    """Something saved, which must not have changed when it is used: as PyTorch itself sees to where there are no hooks.
+
+    Args:
+        x: what is saved.
+        where: operator and module, for the error.
+    """
+
+    __slots__ = ("_form", "_version", "_watch", "_where")
+
+    def __init__(self, x: Tensor, watch: Tensor, where: str) -> None:
+        self._watch, self._version, self._where = watch, x._version, where
+        self._form = f"{x.dtype}".removeprefix("torch.") + f" {list(x.shape)}"
+
+    def check(self) -> None:
+        if self._watch._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._form}, which {self._where} saved for backward, is at version {self._watch._version}; "
+                f"expected version {self._version} instead"
+            )
+
+
+class Exact(_Watched):
+    """A tensor that is kept as it is."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Tensor, where: str) -> None:
+        self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed
+        super().__init__(x, self._x, where)
+
+    def restore(self) -> Tensor:
+        """It."""
+        self.check()
+        return self._x
+
+
+class Packed(_Watched):
+    """A tensor of which codes are kept."""
+
+    __slots__ = ("_arrangement", "_payload")
+
+    def __init__(self, x: Tensor, arrangement: Arrangement, payload: Payload, where: str) -> None:
+        watch = x.detach()  # counts versions along with x
+        watch.data = x.new_empty(0)  # and lets go of its memory
+        super().__init__(x, watch, where)
+        self._arrangement, self._payload = arrangement, payload
+
+    def restore(self) -> Tensor:
+        """About what was saved: same shape, same order in memory."""
+        self.check()
+        return self._arrangement.unflat(self._payload.decode())

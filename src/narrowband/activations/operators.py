@@ -1,0 +1,223 @@
+"""Which operator is at work, and operators that save less than PyTorch's own.
+
+A hook on saved tensors is told the tensor and nothing else. So a mode on torch functions notes which one is called, by
+the name a policy has for it, and where in a tensor its channels or heads are.
+
+ReLU's backward asks of an element whether it was above zero, and dropout's whether it was kept: one bit. Here they save
+that, where PyTorch's save the result, or the mask in the dtype of the input. Forward they compute the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from narrowband import kernels
+from narrowband.activations.kept import Arrangement
+
+if TYPE_CHECKING:
+    from narrowband.activations.saved import Pass
+
+__all__ = ["Known", "Watch"]
+
+#: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
+Kind = Literal["last", "second", "heads", "either"]
+
+
+class Known(NamedTuple):
+    """An operator.
+
+    Attributes:
+        name: for a policy.
+        kind: where the groups of what it saves are.
+    """
+
+    name: str
+    kind: Kind
+
+
+def _table() -> dict[Any, Known]:
+    """Functions as a mode sees them. Those that this PyTorch lacks are left out."""
+    tensor = torch.Tensor
+    calls: dict[Known, list[Any]] = {
+        Known("matmul", "last"): [F.linear, torch.addmm, torch.mm, tensor.mm, tensor.addmm, F.bilinear],
+        Known("matmul", "heads"): [
+            torch.matmul, tensor.matmul, tensor.__matmul__, tensor.__rmatmul__, torch.bmm, tensor.bmm, torch.baddbmm,
+            tensor.baddbmm, torch.einsum,
+        ],
+        Known("attention", "heads"): [F.scaled_dot_product_attention],
+        Known("softmax", "heads"): [F.softmax, torch.softmax, tensor.softmax],
+        Known("layer_norm", "last"): [F.layer_norm, torch.layer_norm, getattr(F, "rms_norm", None)],
+        Known("layer_norm", "second"): [F.group_norm, torch.group_norm],
+        Known("gelu", "either"): [F.gelu, F.silu],
+        Known("relu", "either"): [F.relu, F.relu_, torch.relu, torch.relu_, tensor.relu, tensor.relu_],
+        Known("dropout", "either"): [F.dropout, torch.dropout],
+        Known("conv", "second"): [
+            F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        ],
+        Known("batch_norm", "second"): [F.batch_norm, torch.batch_norm, F.instance_norm],
+    }  # fmt: skip
+    return {call: known for known, those in calls.items() for call in those if call is not None}
+
+
+_KNOWN = _table()
+_OTHER = Known("other", "either")
+
+#: Written in Python, of operators that are to be seen one by one.
+_COMPOSITE = (F.multi_head_attention_forward,)
+
+
+@functools.cache
+def _transparent(function: types.FunctionType) -> Callable[..., Any]:
+    """A copy of a function that does not hand itself over to the mode, so that the operators it calls do."""
+    seen = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        if name.startswith("has_torch_function"):
+            seen[name] = lambda *_: False
+    copy = types.FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class Watch(TorchFunctionMode):
+    """Notes the operator at work in a pass, and replaces those that can save less.
+
+    Args:
+        at: the pass.
+    """
+
+    def __init__(self, at: Pass) -> None:
+        super().__init__()
+        self._pass = at
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        at = self._pass
+        if not at.inside:
+            return func(*args, **kwargs)
+        if func in _COMPOSITE:
+            with self:
+                return _transparent(func)(*args, **kwargs)
+        at.operator = known = _KNOWN.get(func, _OTHER)
+        if known.name == "attention":
+            query = _bound(args, kwargs, query=None)[0]
+            at.rows_of_attention = query.shape[:-1] if isinstance(query, Tensor) else None
+        try:
+            lean = _LEAN.get(known.name)
+            if lean is not None:
+                replaced = lean(at, func, args, kwargs)
+                if replaced is not None:
+                    return replaced
+            return func(*args, **kwargs)
+        finally:
+            at.operator = None
+
+
+# ---- operators that keep one bit per element -------------------------------------------------------------------------
+
+
+def _bits_of(x: Tensor) -> Tensor:
+    """One bit per element of a flat tensor: whether it is above zero, or NaN."""
+    mask = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+    kernels.mask_positive(x if x.dtype in (torch.float32, torch.bfloat16) else x.float(), mask)
+    return mask
+
+
+def _masked(x: Tensor, mask: Tensor, factor: float) -> Tensor:
+    """x · factor where the mask is set, zero elsewhere; x is flat, and left alone."""
+    if x.dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty_like(x)
+        kernels.apply_mask(mask, x, out, factor)
+        return out
+    return _masked(x.float(), mask, factor).to(x.dtype)
+
+
+class _ReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Pass, inplace: bool) -> Tensor:
+        if inplace:
+            ctx.mark_dirty(x)
+            y = torch.relu_(x)
+        else:
+            y = torch.relu(x)
+        ctx.arrangement = Arrangement.of(y)
+        ctx.mask = _bits_of(ctx.arrangement.flat(y))
+        at.keeps(plain=y, kept=ctx.mask.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        flat = _masked(ctx.arrangement.flat(gradient), ctx.mask, 1.0)
+        return ctx.arrangement.unflat(flat), None, None
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Pass, p: float, inplace: bool) -> Tensor:
+        ctx.arrangement = Arrangement.of(x)
+        if x.device.type == "cpu":  # what torch.dropout does there, so that the same seed leaves out the same elements
+            noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+            y = x.mul_(noise) if inplace else x * noise
+            plain = noise.nbytes
+        else:
+            y, noise = torch.native_dropout(x, p, True)
+            plain = noise.nbytes
+            noise = noise.to(x.dtype)
+            if inplace:
+                y = x.copy_(y)
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.mask = _bits_of(ctx.arrangement.flat(noise))
+        # The factor is what PyTorch multiplies by, rounded as it rounds it.
+        ctx.factor = torch.ones((), dtype=x.dtype).div_(1 - p).item()
+        at.keeps(plain=plain, kept=ctx.mask.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        flat = _masked(ctx.arrangement.flat(gradient), ctx.mask, ctx.factor)
+        return ctx.arrangement.unflat(flat), None, None, None
+
+
+def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    x, inplace = _bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
+    if x is None or not at.replaces(x):
+        return None
+    return _apply(_ReLU, x, at, inplace)
+
+
+def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    if func is F.dropout:
+        x, p, training, inplace = _bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
+    else:
+        x, p, training = _bound(args, kwargs, input=None, p=None, train=None)
+        inplace = False
+    if x is None or not training or not 0 < p < 1 or not at.replaces(x):
+        return None
+    return _apply(_Dropout, x, at, p, inplace)
+
+
+_LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {"relu": _relu, "dropout": _dropout}
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
+    """Arguments in the order of the parameters, with their defaults. Tensor methods call theirs ``self``."""
+    values = dict(zip(parameters, args, strict=False)) | kwargs
+    if "self" in values:
+        values["input"] = values.pop("self")
+    return [values.get(name, default) for name, default in parameters.items()]

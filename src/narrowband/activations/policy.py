@@ -1,0 +1,199 @@
+"""What of the activations is kept in how many bits: by operator, by module, by size.
+
+A policy is data. In TOML it reads::
+
+    bits = 8                        # of everything that is not named below
+    min_numel = 4096                # smaller tensors stay as they are
+
+    [operators]
+    softmax = 4
+    dropout = "off"                 # as PyTorch keeps it
+
+    [modules]                       # patterns of module names; they win over operators, the last that matches wins
+    "blocks.0.*" = "off"
+    "blocks.*.attn:softmax" = 8     # one operator in these modules
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+__all__ = ["OPERATORS", "ActivationPolicy", "Bits"]
+
+Bits = Literal[8, 4, 2, "off"]
+
+#: Operators that a policy can name, and what they are.
+OPERATORS: dict[str, str] = {
+    "matmul": "linear layers and products of matrices",
+    "attention": "scaled dot-product attention in one call",
+    "softmax": "softmax, as attention computed step by step uses it",
+    "layer_norm": "layer, group and RMS normalization",
+    "gelu": "GELU and SiLU",
+    "relu": "ReLU: one bit per element, whatever the bits",
+    "dropout": "dropout: one bit per element, whatever the bits",
+    "conv": "convolutions",
+    "batch_norm": "batch normalization",
+    "checkpoint": "inputs of torch.utils.checkpoint, which are computed from again",
+    "other": "all other operators of PyTorch",
+    "custom": "autograd functions of users and of other libraries",
+}
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """What is kept in how many bits, and how its range is found.
+
+    Attributes:
+        bits: of what nothing below names: 8, 4, 2, or "off" for as PyTorch keeps it.
+        operators: operator → bits; see :data:`OPERATORS`. Autograd functions of others ("custom") are off unless named:
+            they may save what bears no rounding.
+        modules: pattern of module names (as in ``model.named_modules()``; ``*`` stands for anything) → bits. With
+            ``:operator`` behind it, of that operator alone. The last pattern that matches decides.
+        min_numel: smaller tensors are kept as they are.
+        granularity: ``group``: a range per attention head, or per group of channels; ``layer``: one for all.
+        heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
+        groups: of channels where there are no heads; None: as many as heads (8 where there is no attention).
+        statistics: ``running``: ranges are estimated from all batches so far, equations 6 and 7 of the paper;
+            ``sample``: taken from every sample and kept beside it.
+        decay: of running estimates, the paper's μ; 0 takes every batch's own range.
+        symmetric: ranges are as wide below zero as above.
+        rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` errs less in a single element.
+
+    Raises:
+        ValueError: an operator or a number of bits that does not exist, or a number out of its range.
+
+    Example:
+        >>> ActivationPolicy(bits=4, operators={"softmax": 8}, modules={"head": "off"}).bits_for(
+        ...     "softmax", "blocks.3.attn"
+        ... )
+        8
+
+    Source: Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2.
+    """
+
+    bits: Bits = 8
+    operators: Mapping[str, Bits] = field(default_factory=dict)
+    modules: Mapping[str, Bits] = field(default_factory=dict)
+    min_numel: int = 4096
+    granularity: Literal["group", "layer"] = "group"
+    heads: int | None = None
+    groups: int | None = None
+    statistics: Literal["running", "sample"] = "running"
+    decay: float = 0.9
+    symmetric: bool = False
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+
+    def __post_init__(self) -> None:
+        for name in self.operators:
+            _known("operator", name, OPERATORS)
+        for pattern in self.modules:
+            _, colon, operator = pattern.partition(":")
+            if colon:
+                _known("operator", operator, OPERATORS)
+        for where, bits in (("bits", self.bits), *self.operators.items(), *self.modules.items()):
+            if bits not in get_args(Bits):
+                raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"')
+        for name in ("granularity", "statistics", "rounding"):
+            choices = {"granularity": ("group", "layer"), "statistics": ("running", "sample")}.get(
+                name, ("stochastic", "nearest")
+            )
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
+        for name in ("heads", "groups"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.min_numel < 1:
+            raise ValueError(f"min_numel={self.min_numel} must be at least 1")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must be at least 0 and below 1: at 1 nothing would ever be learned")
+
+    def bits_for(self, operator: str, module: str) -> Bits:
+        """Of what an operator saves in the module of that name."""
+        for pattern, bits in reversed(self.modules.items()):
+            name, _, only = pattern.partition(":")
+            if fnmatch.fnmatchcase(module, name) and only in ("", operator):
+                return bits
+        return self.operators.get(operator, "off" if operator == "custom" else self.bits)
+
+    def check(self, modules: Iterable[str]) -> None:
+        """Raise ValueError where a pattern matches none of these module names."""
+        names = list(modules)
+        for pattern in self.modules:
+            wanted = pattern.partition(":")[0]
+            if not fnmatch.filter(names, wanted) and wanted not in names:
+                close = get_close_matches(wanted, names, n=3)
+                hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+                raise ValueError(f"modules: {wanted!r} matches no module of the model{hint}")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is compressed, whatever the model."""
+        return {self.bits, *self.operators.values(), *self.modules.values()} == {"off"}
+
+    # ---- as data -----------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the default; :meth:`from_dict` is the inverse."""
+        default = ActivationPolicy()
+        return {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in asdict(self).items()
+            if value != getattr(default, name)
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> ActivationPolicy:
+        """A policy from what a TOML file holds.
+
+        Raises:
+            ValueError: a key that does not exist.
+        """
+        for key in told:
+            _known("key", key, [f.name for f in fields(cls)])
+        return cls(**told)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ActivationPolicy:
+        """Read a TOML file.
+
+        Raises:
+            ValueError: it is no TOML, or no policy; says where.
+        """
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        try:
+            return cls.from_dict(tomllib.loads(Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_toml(self) -> str:
+        """What :meth:`load` reads."""
+        told = self.to_dict()
+        tables = {name: told.pop(name) for name in ("operators", "modules") if name in told}
+        lines = [f"{name} = {_toml(value)}" for name, value in told.items()]
+        for name, table in tables.items():
+            lines += ["", f"[{name}]", *(f"{_toml(key)} = {_toml(value)}" for key, value in table.items())]
+        return "\n".join(lines).strip() + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value).lower()
+
+
+def _known(what: str, name: str, there: Iterable[str]) -> None:
+    names = list(there)
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown {what} {name!r}{hint} There are: {', '.join(names)}")

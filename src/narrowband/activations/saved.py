@@ -1,0 +1,504 @@
+"""``nb.compress_activations``: what backward needs of a forward pass, kept in few bits.
+
+Forward computes with exact activations. What autograd saves of them for backward passes through the hooks of a *pass*,
+one run through the context: large floating tensors are quantized, and restored when backward asks for them. Parameters,
+buffers, the model's inputs (which live anyway), integers and small tensors stay as they are, and so does what is saved
+outside of the model, by a loss for example. A tensor that several operators save is quantized once.
+
+Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules_of_torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
+from narrowband.activations.operators import Known, Watch
+from narrowband.activations.policy import ActivationPolicy, Bits
+from narrowband.errors import UnsupportedError
+from narrowband.kernels import row_extremes
+
+__all__ = ["ActivationCompression", "Kept", "Saved", "compress_activations"]
+
+log = logging.getLogger(__name__)
+
+#: Attributes by which modules of attention say how many heads they have.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "head_count")
+#: Groups of channels in a model without attention.
+_GROUPS = 8
+
+#: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
+_SECOND = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "AvgPool", "Mkldnn")
+#: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
+_OF_A_PARAMETER = tuple(
+    f"{name}Backward0"
+    for name in (
+        "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "AsStrided",
+    )
+)  # fmt: skip
+
+#: What is saved where no operator is at work was saved by an autograd function written in Python.
+_CUSTOM = Known("custom", "either")
+_CHECKPOINT = Known("checkpoint", "last")
+
+#: Frames of Python between a hook and the checkpoint that saves its inputs.
+_FRAMES = 8
+
+
+@dataclass
+class Kept:
+    """Bytes that backward keeps.
+
+    Attributes:
+        plain: without compression: of every saved tensor's memory, once.
+        kept: with it.
+    """
+
+    plain: int = 0
+    kept: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times less is kept; 1 where nothing would be."""
+        return self.plain / self.kept if self.kept else 1.0 if not self.plain else math.inf
+
+
+@dataclass
+class Saved:
+    """What one pass through the context saved for backward.
+
+    Attributes:
+        by_operator: operator → bytes; see :data:`~narrowband.activations.policy.OPERATORS`.
+        by_module: module → bytes, of what it saved itself; "" is the model, "(outside)" what no module saved.
+    """
+
+    by_operator: dict[str, Kept] = field(default_factory=dict)
+    by_module: dict[str, Kept] = field(default_factory=dict)
+
+    @property
+    def bytes_plain(self) -> int:
+        """Without compression."""
+        return sum(kept.plain for kept in self.by_operator.values())
+
+    @property
+    def bytes_kept(self) -> int:
+        """With it."""
+        return sum(kept.kept for kept in self.by_operator.values())
+
+    @property
+    def ratio(self) -> float:
+        """How many times less is kept."""
+        return Kept(self.bytes_plain, self.bytes_kept).ratio
+
+    def add(self, operator: str, module: str, plain: int, kept: int) -> None:
+        """Count bytes."""
+        for table, name in ((self.by_operator, operator), (self.by_module, module)):
+            entry = table.setdefault(name, Kept())
+            entry.plain += plain
+            entry.kept += kept
+
+
+class _Memory:
+    """One piece of memory that tensors of a pass lie in.
+
+    Whether it was counted, and what is kept of it. It may be freed while the pass goes on, and its address used again.
+    """
+
+    __slots__ = ("exact", "payloads", "plain", "reference")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.plain = False
+        self.exact = False
+        self.payloads: weakref.WeakValueDictionary[tuple[Any, ...], Payload] = weakref.WeakValueDictionary()
+
+
+class Pass:
+    """One run through the context, in one thread."""
+
+    def __init__(self, handle: ActivationCompression, model: nn.Module) -> None:
+        self.handle = handle
+        self.policy = handle.policy
+        self.saved = Saved()
+        #: The operator at work, as far as the mode on functions sees it.
+        self.operator: Known | None = None
+        #: The shape of what attention keeps one number of per row of its scores.
+        self.rows_of_attention: torch.Size | None = None
+        self._modules: list[tuple[int, str]] = []
+        self._memories: dict[int, _Memory] = {}
+        self._alive = {
+            x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers()) if x.layout == torch.strided
+        }
+        self._hooks: tuple[Any, Any] = (self.pack, self.unpack)
+        self.packed = 0
+
+    # ---- where we are ------------------------------------------------------------------------------------------------
+
+    @property
+    def inside(self) -> bool:
+        """Whether a module of the model is at work."""
+        return bool(self._modules)
+
+    def enter_module(self, module: nn.Module, name: str | None) -> None:
+        if name is not None or self._modules:  # of modules that came later, the one around them answers
+            self._modules.append((id(module), self._modules[-1][1] if name is None else name))
+
+    def leave_module(self, module: nn.Module) -> None:
+        if self._modules and self._modules[-1][0] == id(module):
+            self._modules.pop()
+
+    def takes(self, inputs: Any) -> None:
+        """The model is given these: they live as long as whoever gave them wants."""
+        for x in torch.utils._pytree.tree_leaves(inputs):
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                self._alive.add(x.untyped_storage().data_ptr())
+
+    # ---- operators that keep less by themselves ----------------------------------------------------------------------
+
+    def replaces(self, x: Any) -> bool:
+        """Whether an operator of ours shall take the place of PyTorch's, for this input."""
+        return (
+            type(x) is Tensor
+            and x.requires_grad
+            and torch.is_grad_enabled()
+            and _is_plain(x)
+            and x.numel() >= self.policy.min_numel
+            and self._bits() != "off"
+            # Not in a checkpoint: there, PyTorch compares what it saves now with what it saves when it computes again.
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) == self._hooks
+        )
+
+    def keeps(self, *, plain: Tensor | int, kept: int) -> None:
+        """One of our operators keeps so many bytes; PyTorch's would keep a tensor, or so many of its own."""
+        operator, module = self._place()
+        if isinstance(plain, Tensor):
+            memory = self._memory(plain)
+            counted, memory.plain = memory.plain, True
+            plain = 0 if counted else plain.untyped_storage().nbytes()
+        self.saved.add(operator.name, module, plain, kept)
+        self.packed += 1
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def pack(self, x: Tensor) -> Exact | Packed:
+        """What to keep of a tensor that autograd saves."""
+        operator, module = self._place()
+        where = f"{operator.name} in {module or 'the model'}"
+        if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x):
+            return Exact(x, where)
+        storage = x.untyped_storage()
+        if storage.data_ptr() in self._alive or storage.nbytes() == 0:
+            return Exact(x, where)
+        memory = self._memory(x)
+        plain = 0 if memory.plain else storage.nbytes()
+        memory.plain = True
+        payload, arrangement, fresh = self._payload(x, memory, operator, module)
+        if payload is None:
+            self.saved.add(operator.name, module, plain, 0 if memory.exact else storage.nbytes())
+            memory.exact = True
+            return Exact(x, where)
+        self.saved.add(operator.name, module, plain, payload.nbytes if fresh else 0)
+        self.packed += 1
+        return Packed(x, arrangement, payload, where)
+
+    @staticmethod
+    def unpack(kept: Exact | Packed) -> Tensor:
+        """About what was saved."""
+        return kept.restore()
+
+    def _payload(
+        self, x: Tensor, memory: _Memory, operator: Known, module: str
+    ) -> tuple[Payload | None, Arrangement, bool]:
+        """Codes of the tensor, how it lies in memory, and whether they are new; no codes: it is to be kept as it is."""
+        arrangement = Arrangement.of(x)
+        bits = self.policy.bits_for(operator.name, module)
+        if (
+            bits == "off"
+            or not self._modules
+            or not _is_plain(x)
+            or x.numel() < self.policy.min_numel
+            or x.nbytes > x.untyped_storage().nbytes()  # elements that share memory: it is smaller than it looks
+            or self._is_statistic(x, operator)
+            or self._is_parameter(x)
+        ):
+            return None, arrangement, False
+        key = (x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.dense else (x.shape, x.stride()))
+        known = memory.payloads.get(key)
+        if known is not None:
+            return known, arrangement, False
+        with torch.no_grad():
+            made = self._quantized(x.detach(), arrangement, operator, module, bits)
+        if made is not None:
+            memory.payloads[key] = made
+        return made, arrangement, True
+
+    def _quantized(
+        self, x: Tensor, arrangement: Arrangement, operator: Known, module: str, bits: Literal[8, 4, 2]
+    ) -> Payload | None:
+        policy = self.policy
+        grouping = self._grouping(x, operator, module)
+        rows = arrangement.rows(grouping, per_sample=policy.statistics == "sample")
+        flat = arrangement.flat(x)
+        wide = flat if x.dtype in (torch.float32, torch.bfloat16) else flat.float()
+        low, high = row_extremes(wide, rows)
+        if not bool(torch.isfinite(high - low).all()):
+            return None  # inf and NaN are kept exactly
+        name = f"{module}:{operator.name}:{'×'.join(map(str, x.shape[1:]))}"
+        alpha, beta = ranges(low, high, policy, self.handle.estimates, name)
+        return Payload(
+            wide, rows, alpha, beta, bits, x.dtype,
+            symmetric=policy.symmetric, stochastic=policy.rounding == "stochastic", seed=self.handle._next_seed(),
+        )  # fmt: skip
+
+    def _grouping(self, x: Tensor, operator: Known, module: str) -> Grouping:
+        """Heads where there are any, or else groups of channels."""
+        if self.policy.granularity == "layer":
+            return Grouping(0, 1)
+        heads = self.handle._heads(module)
+        kind = operator.kind
+        if kind == "either":
+            producer = x.grad_fn.name() if x.grad_fn is not None else ""
+            kind = "second" if x.dim() > 2 and producer.startswith(_SECOND) else "last"
+            if x.dim() == 4 and heads is not None and x.shape[1] == heads:
+                kind = "heads"
+        if kind == "heads":
+            if x.dim() == 4:
+                # (B, H, N, D), and (B, N, H, D) where heads are known to be there.
+                dim = 2 if heads is not None and x.shape[1] != heads and x.shape[2] == heads else 1
+                return Grouping(dim, x.shape[dim])
+            if x.dim() == 3 and heads is not None and x.shape[0] % heads == 0:  # (B·H, N, D)
+                return Grouping(0, heads, x.shape[0] // heads)
+        dim = 1 if kind == "second" and x.dim() > 1 else x.dim() - 1
+        wanted = self.policy.groups or heads or self.handle._usual_groups
+        return Grouping(dim, _divisor(x.shape[dim], wanted))
+
+    # ---- what is saved where -----------------------------------------------------------------------------------------
+
+    def _place(self) -> tuple[Known, str]:
+        operator = self.operator
+        if operator is None:
+            operator = _CHECKPOINT if _saved_by_checkpoint() else _CUSTOM
+        return operator, self._modules[-1][1] if self._modules else "(outside)"
+
+    def _bits(self) -> Bits:
+        operator, module = self._place()
+        return self.policy.bits_for(operator.name, module)
+
+    def _memory(self, x: Tensor) -> _Memory:
+        storage = x.untyped_storage()
+        known = self._memories.get(storage._cdata)
+        if known is None or known.reference.expired():  # type: ignore[no-untyped-call]
+            known = self._memories[storage._cdata] = _Memory(storage)
+        return known
+
+    def _is_statistic(self, x: Tensor, operator: Known) -> bool:
+        """Means and deviations of normalization, and attention's log-sum-exp: few, and much depends on them."""
+        if operator.name == "attention":
+            return x.shape == self.rows_of_attention
+        return operator.name in ("layer_norm", "batch_norm") and (x.dim() < 2 or x.shape[-1] == 1)
+
+    def _is_parameter(self, x: Tensor) -> bool:
+        """Whether the tensor is a parameter in another dtype or order, as autocast makes them."""
+        node = x.grad_fn
+        while node is not None and node.name() in _OF_A_PARAMETER:
+            node = node.next_functions[0][0]
+        return node is not None and node is not x.grad_fn and hasattr(node, "variable")
+
+
+def _is_strided(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return _is_strided(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.dim() > 0
+
+
+def _divisor(size: int, wanted: int) -> int:
+    """The largest number of equal groups that is no larger than wanted."""
+    return next(groups for groups in range(max(1, min(size, wanted)), 0, -1) if size % groups == 0)
+
+
+def _saved_by_checkpoint() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is not None:
+            if frame.f_code.co_filename.endswith("utils/checkpoint.py"):
+                return True
+            frame = frame.f_back
+    return False
+
+
+# ---- the handle ------------------------------------------------------------------------------------------------------
+
+_current = threading.local()
+
+#: The estimates of a model live as long as it does, so that every step may make its context anew.
+_estimates: weakref.WeakKeyDictionary[nn.Module, tuple[Estimates, list[int]]] = weakref.WeakKeyDictionary()
+
+
+def compress_activations(
+    model: nn.Module, bits: Bits | None = None, *, policy: ActivationPolicy | None = None, **options: Any
+) -> ActivationCompression:
+    """Keep what backward needs of a model's activations in few bits.
+
+    Use what is returned as a context around the forward pass, or as a decorator of a function that runs it. Backward
+    may be inside or outside. Ranges are learned from step to step; they belong to the model, so the context may be made
+    once or in every step.
+
+    Args:
+        model: any module. DistributedDataParallel around it is seen through.
+        bits: 8, 4 or 2, short for ``policy=ActivationPolicy(bits=…)``; 8 where neither is given.
+        policy: what is kept in how many bits; see :class:`ActivationPolicy`.
+        options: fields of a policy, such as ``operators={"softmax": "off"}``, where no policy is given.
+
+    Raises:
+        ValueError: a pattern of the policy matches no module.
+        TypeError: both a policy and fields of one.
+
+    Example:
+        >>> with nb.compress_activations(model, bits=8) as saved:
+        ...     loss = loss_of(model(x), y)
+        >>> loss.backward()
+        >>> print(saved.bytes_plain / saved.bytes_kept)
+    """
+    if policy is not None and (bits is not None or options):
+        given = ["bits"] * (bits is not None) + list(options)
+        raise TypeError(f"{', '.join(given)}: given beside policy, whose field this is; use dataclasses.replace on it")
+    return ActivationCompression(model, policy or ActivationPolicy(bits=8 if bits is None else bits, **options))
+
+
+class ActivationCompression(contextlib.ContextDecorator):
+    """Context of :func:`compress_activations`; it yields a :class:`Saved`, which is complete when the context ends.
+
+    It may be entered again and again, and by several threads at once, but not inside of another one.
+
+    Args:
+        model: whose activations.
+        policy: what is kept in how many bits.
+    """
+
+    def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        self.model = model
+        self.policy = policy
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+        policy.check(self._names.values())
+        self.estimates, self._draws = _estimates.setdefault(model, (Estimates(policy.decay), [0]))
+        self.estimates.decay = policy.decay
+        self._lock = threading.Lock()
+        self._known_heads: dict[str, int | None] = {}
+        own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
+        self._usual_groups = max(set(own), key=own.count) if own else _GROUPS
+
+    def __enter__(self) -> Saved:
+        if getattr(_current, "at", None) is not None:
+            raise UnsupportedError(
+                "compress_activations is entered inside of another one in the same thread: only one can decide what a "
+                "tensor is kept in. Give the outer one a policy for both models"
+            )
+        at = Pass(self, self.model)
+        stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.callback(stack.close)
+            for register, hook in (
+                (modules_of_torch.register_module_forward_pre_hook, self._entering),
+                (modules_of_torch.register_module_forward_hook, self._leaving),
+            ):
+                options = {"always_call": True} if hook == self._leaving else {}
+                stack.callback(register(hook, **options).remove)
+            stack.callback(self.model.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at._hooks))
+            stack.enter_context(Watch(at))
+            undo.pop_all()
+        _current.at, _current.stack = at, stack
+        return at.saved
+
+    def __exit__(self, *error: object) -> None:
+        at: Pass = _current.at
+        stack: contextlib.ExitStack = _current.stack
+        _current.at = _current.stack = None
+        stack.close()
+        if error[0] is None and at.saved.bytes_plain and not at.packed and not self.policy.is_off:
+            log.warning(
+                "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
+                "min_numel=%d elements, or was saved outside of the model",
+                self.policy.min_numel,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ranges by name, (2, groups) float32 each, α and β, and how many random draws were made."""
+        return {"estimates": self.estimates.state_dict(), "draws": self._draws[0]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if set(state) != {"estimates", "draws"}:
+            raise ValueError(
+                f"a state has estimates and draws, and this has {', '.join(map(repr, state)) or 'nothing'}"
+            )
+        self.estimates.load_state_dict(state["estimates"])
+        self._draws[0] = int(state["draws"])
+
+    # ---- what a pass asks --------------------------------------------------------------------------------------------
+
+    def _next_seed(self) -> int:
+        with self._lock:
+            self._draws[0] += 1
+            return self._draws[0]
+
+    def _heads(self, module: str) -> int | None:
+        """Heads of the module of that name, or of the nearest around it that has any."""
+        if self.policy.heads is not None:
+            return self.policy.heads
+        if module not in self._known_heads:
+            found, name = None, module
+            while found is None:
+                with contextlib.suppress(AttributeError):
+                    found = _own_heads(self.model.get_submodule(name))
+                if not name:
+                    break
+                name = name.rpartition(".")[0]
+            self._known_heads[module] = found
+        return self._known_heads[module]
+
+    def _entering(self, module: nn.Module, _: Any) -> None:
+        at = getattr(_current, "at", None)
+        if at is not None and at.handle is self:
+            at.enter_module(module, self._names.get(module))
+
+    def _leaving(self, module: nn.Module, *_: Any) -> None:
+        at = getattr(_current, "at", None)
+        if at is not None and at.handle is self:
+            at.leave_module(module)
+
+    def _begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        at = getattr(_current, "at", None)
+        if at is not None and at.handle is self:
+            at.takes((args, kwargs))
+
+
+def _own_heads(module: nn.Module) -> int | None:
+    for name in _HEADS:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
