@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from narrowband.activations import ActivationCompression, ActivationPolicy, compress_activations
 from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy, Uniform
 from narrowband.codecs import Codec, codec
 from narrowband.errors import PayloadError, UnsupportedError
@@ -27,6 +28,8 @@ __all__ = [
     "DGC",
     "DGCSGD",
     "Accordion",
+    "ActivationCompression",
+    "ActivationPolicy",
     "Boundary",
     "Codec",
     "CompressedStage",
@@ -47,6 +50,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "codec",
+    "compress_activations",
     "compress_gradients",
     "compression",
     "measure_times",

@@ -116,11 +116,12 @@ class ActivationPolicy:
 
     def bits_for(self, operator: str, module: str) -> Bits:
         """Of what an operator saves in the module of that name."""
-        for pattern, bits in reversed(self.modules.items()):
+        for pattern in reversed(list(self.modules)):
             name, _, only = pattern.partition(":")
             if fnmatch.fnmatchcase(module, name) and only in ("", operator):
-                return bits
-        return self.operators.get(operator, "off" if operator == "custom" else self.bits)
+                return self.modules[pattern]
+        usual: Bits = "off" if operator == "custom" else self.bits
+        return self.operators.get(operator, usual)
 
     def check(self, modules: Iterable[str]) -> None:
         """Raise ValueError where a pattern matches none of these module names."""
