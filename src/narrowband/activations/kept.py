@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from narrowband.kernels import Rows
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["Arrangement", "Estimates", "Exact", "Grouping", "Packed", "Payload", "ranges"]
+__all__ = ["Arrangement", "Clock", "Estimates", "Exact", "Grouping", "Packed", "Payload", "ranges"]
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,12 @@ class Payload:
         return out if direct else out.to(self.dtype)
 
 
+class Clock(Protocol):
+    """What counts seconds."""
+
+    seconds: float
+
+
 class _Watched:
     """Something saved, which must not have changed when it is used: as PyTorch itself sees to where there are no hooks.
 
@@ -243,17 +250,28 @@ class Exact(_Watched):
 
 
 class Packed(_Watched):
-    """A tensor of which codes are kept."""
+    """A tensor of which codes are kept.
 
-    __slots__ = ("_arrangement", "_payload")
+    Args:
+        x: it.
+        arrangement: how it lies in memory.
+        payload: its codes.
+        where: operator and module.
+        clock: is told the seconds that restoring took.
+    """
 
-    def __init__(self, x: Tensor, arrangement: Arrangement, payload: Payload, where: str) -> None:
+    __slots__ = ("_arrangement", "_clock", "_payload")
+
+    def __init__(self, x: Tensor, arrangement: Arrangement, payload: Payload, where: str, clock: Clock) -> None:
         watch = x.detach()  # counts versions along with x
         watch.data = x.new_empty(0)  # and lets go of its memory
         super().__init__(x, watch, where)
-        self._arrangement, self._payload = arrangement, payload
+        self._arrangement, self._payload, self._clock = arrangement, payload, clock
 
     def restore(self) -> Tensor:
         """About what was saved: same shape, same order in memory."""
+        begin = time.perf_counter()
         self.check()
-        return self._arrangement.unflat(self._payload.decode())
+        restored = self._arrangement.unflat(self._payload.decode())
+        self._clock.seconds += time.perf_counter() - begin
+        return restored

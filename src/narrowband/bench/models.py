@@ -1,9 +1,14 @@
-"""The models that the benchmarks and the demo train: GPTs in the plainest form that is still representative.
+"""The models that the benchmarks and the demo train, in the plainest form that is still representative.
 
-Pre-norm blocks, learned positions, scaled dot-product attention, an untied output head: Radford et al. 2019, "Language
-Models are Unsupervised Multitask Learners". No dropout, so that two runs with one seed see the same arithmetic.
+* GPT: pre-norm blocks, learned positions, scaled dot-product attention, an untied output head (Radford et al. 2019,
+  "Language Models are Unsupervised Multitask Learners").
+* ViT: the same blocks over patches of an image and a class token (Dosovitskiy et al. 2021, arXiv 2010.11929); with the
+  shapes of DeiT (Touvron et al. 2021, arXiv 2012.12877) where it is called so.
+* ResNet18: of He et al. 2015 (arXiv 1512.03385, table 1).
 
-Shapes: B batch, L sequence, D model dim, V vocabulary, H heads.
+No dropout, so that two runs with one seed see the same arithmetic.
+
+Shapes: B batch, L sequence, D model dim, V vocabulary, H heads, C channels.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "MODELS", "GPTConfig"]
+__all__ = ["GPT", "MODELS", "GPTConfig", "ResNet18", "ViT"]
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,21 @@ MODELS: dict[str, GPTConfig] = {
 class Block(nn.Module):
     """One pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, dim: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.norm1 = nn.LayerNorm(config.dim)
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.proj = nn.Linear(config.dim, config.dim)
-        self.norm2 = nn.LayerNorm(config.dim)
-        self.up = nn.Linear(config.dim, 4 * config.dim)
-        self.down = nn.Linear(4 * config.dim, config.dim)
+        self.heads = heads
+        self.causal = causal
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         B, L, D = x_BLD.shape
         q, k, v = self.qkv(self.norm1(x_BLD)).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        a_BHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        a_BHLd = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x_BLD = x_BLD + self.proj(a_BHLd.transpose(1, 2).reshape(B, L, D))
         h_BLD: Tensor = self.down(F.gelu(self.up(self.norm2(x_BLD))))
         return x_BLD + h_BLD
@@ -86,7 +92,7 @@ class GPT(nn.Module):
         self.config = config
         self.tokens = nn.Embedding(config.vocab, config.dim)
         self.positions = nn.Embedding(config.sequence, config.dim)
-        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.blocks)))
+        self.blocks = nn.Sequential(*(Block(config.dim, config.heads) for _ in range(config.blocks)))
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         for name, parameter in self.named_parameters():
@@ -101,3 +107,91 @@ class GPT(nn.Module):
         x_BLD = self.tokens(tokens_BL) + self.positions(positions_L)
         logits_BLV: Tensor = self.head(self.norm(self.blocks(x_BLD)))
         return logits_BLV
+
+
+class ViT(nn.Module):
+    """A vision transformer; ``forward(x_B3hw) -> logits_BV``. The defaults are DeiT-Ti's: 5.7 million parameters.
+
+    Args:
+        dim: of the model.
+        heads: of attention.
+        blocks: how many.
+        image: height and width of images.
+        patch: of patches; divides ``image``.
+        classes: how many.
+    """
+
+    def __init__(
+        self,
+        dim: int = 192,
+        heads: int = 3,
+        blocks: int = 12,
+        image: int = 224,
+        patch: int = 16,
+        classes: int = 1000,
+    ) -> None:
+        super().__init__()
+        if image % patch:
+            raise ValueError(f"image={image} must be a multiple of patch={patch}")
+        self.patches = nn.Conv2d(3, dim, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, dim))
+        self.blocks = nn.Sequential(*(Block(dim, heads, causal=False) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BLD = self.patches(x).flatten(2).transpose(1, 2)
+        x_BLD = torch.cat((self.token.expand(len(x_BLD), -1, -1), x_BLD), 1) + self.positions
+        logits_BV: Tensor = self.head(self.norm(self.blocks(x_BLD))[:, 0])
+        return logits_BV
+
+
+class _Residual(nn.Module):
+    """Two 3 × 3 convolutions and a shortcut around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            if stride > 1 or inputs != outputs
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y: Tensor = self.relu(h + self.shortcut(x))
+        return y
+
+
+class ResNet18(nn.Module):
+    """ResNet-18; ``forward(x_B3hw) -> logits_BV``. 11.7 million parameters with 1000 classes.
+
+    Args:
+        classes: how many.
+    """
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        )
+        blocks, inputs = [], 64
+        for outputs in (64, 128, 256, 512):
+            blocks += [_Residual(inputs, outputs, 1 if outputs == 64 else 2), _Residual(outputs, outputs, 1)]
+            inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits_BV: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return logits_BV

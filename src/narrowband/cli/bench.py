@@ -1,4 +1,4 @@
-"""``narrowband bench kernels``, ``bench ddp``, ``bench pipeline`` and ``bench adapt``."""
+"""``narrowband bench kernels``, ``bench ddp``, ``bench pipeline``, ``bench adapt`` and ``bench memory``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, kernels, pipeline
+from narrowband.bench import adapt, ddp, kernels, memory, pipeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchPipeline"]
+__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPipeline"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,36 @@ class BenchAdapt:
             task = progress.add_task("training", total=adapt.count(self.config))
             rows = adapt.run(self.config, lambda what: progress.update(task, advance=1, description=what))
         console.print(adapt_table(rows))
+        _record(console, self.json, asdict(self.config), rows)
+        return 0
+
+
+@dataclass(frozen=True)
+class BenchMemory:
+    """Measure what backward keeps, peak memory and time of a step: plain, in few bits, and computed again.
+
+    All rows take turns in one process. With --peers also bfloat16 autocast, full activation checkpointing, and what
+    they give together.
+
+    Examples:
+      narrowband bench memory --peers
+      narrowband bench memory --model gpt --batch 8 --bits 8 4 2
+      narrowband bench memory --model mine.py:build --batch 16 --peers --json memory.json
+    """
+
+    config: Annotated[memory.Config, tyro.conf.arg(name="")] = field(default_factory=memory.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import memory_table
+
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("building", total=memory.count(self.config))
+            rows = memory.run(self.config, lambda name: progress.update(task, advance=1, description=name))
+        console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
         _record(console, self.json, asdict(self.config), rows)
         return 0
 

@@ -28,8 +28,10 @@ _COMMANDS = {
     "bench ddp": ("bench", "BenchDDP"),
     "bench pipeline": ("bench", "BenchPipeline"),
     "bench adapt": ("bench", "BenchAdapt"),
+    "bench memory": ("bench", "BenchMemory"),
     "lab": ("lab", "Lab"),
     "adapt": ("adapt", "Adapt"),
+    "memory": ("memory", "Memory"),
     "codecs": ("codecs", "Codecs"),
     "doctor": ("doctor", "Doctor"),
 }
@@ -38,6 +40,7 @@ _EXAMPLES = (
     ("narrowband demo", "see what compression does, in a few minutes"),
     ("narrowband codecs", "every codec, its keys and what it costs"),
     ("narrowband bench ddp --rate 200mbit", "step times behind slow links"),
+    ("narrowband memory model.py:build --budget 8GB", "what backward keeps, and what would fit"),
     ("narrowband lab --nodes 4 -- python train.py", "your script behind slow links"),
 )
 
@@ -152,7 +155,7 @@ def _print_help(console: Console, family: str) -> None:
     from rich.table import Table
 
     names = _family(family) if family else list(_COMMANDS)
-    console.print("Train over slow links: compress what data-parallel training sends.\n")
+    console.print("Train over slow links and in little memory: compress what training sends and keeps.\n")
     usage = f"narrowband {family} COMMAND [OPTIONS]" if family else "narrowband COMMAND [OPTIONS]"
     console.print(f"usage: {usage}\n", highlight=False, markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))

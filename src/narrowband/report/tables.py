@@ -12,6 +12,7 @@ from rich.table import Table
 from narrowband.report.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from narrowband.activations import Kept
     from narrowband.adapt import Plan
     from narrowband.lab import LabReport
 
@@ -22,8 +23,10 @@ __all__ = [
     "estimate_table",
     "kernels_table",
     "lab_table",
+    "memory_table",
     "pipeline_table",
     "plan_table",
+    "saved_table",
 ]
 
 _NOTHING = "–"
@@ -117,6 +120,39 @@ def plan_table(plan: Plan) -> Table:
             f"{layer.dense_nbytes / layer.nbytes:.1f}" if layer.nbytes else _NOTHING,
             _optional("{:.3g}".format, layer.error),
         )
+    return table
+
+
+def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The rows of ``bench memory``."""
+    table = _table(title, "row", "kept", "× less", "peak", "× less", "step", "× plain", "gradient error")
+    for row in rows:
+        table.add_row(
+            escape(row["name"]),
+            format_bytes(row["kept_bytes"]),
+            f"{row['kept_ratio']:.2f}",
+            _optional(format_bytes, row["peak_bytes"]),
+            _optional("{:.2f}".format, row["peak_ratio"]),
+            format_seconds(row["step_s"]),
+            f"{row['ratio_to_plain']:.2f}",
+            _optional("{:.3f}".format, row["gradient_error"]),
+        )
+    return table
+
+
+def saved_table(what: str, surveys: dict[str, dict[str, Kept]]) -> Table:
+    """What operators or modules keep, a column per policy; the first column of bytes is without compression."""
+    first = next(iter(surveys.values()))
+    table = _table(f"Kept for backward, by {what}", what, "plain", *surveys)
+    for name, kept in sorted(first.items(), key=lambda item: -item[1].plain):
+        table.add_row(
+            escape(name) or "(model)",
+            format_bytes(kept.plain),
+            *(format_bytes(table_[name].kept) if name in table_ else _NOTHING for table_ in surveys.values()),
+        )
+    total = [sum(kept.kept for kept in table_.values()) for table_ in surveys.values()]
+    table.add_section()
+    table.add_row("all", format_bytes(sum(kept.plain for kept in first.values())), *map(format_bytes, total))
     return table
 
 

@@ -1,0 +1,396 @@
+"""What backward keeps of a model's activations, in bytes and in time: plain, in few bits, and computed again.
+
+``run`` compares ways to train in less memory. All rows live in one process and take turns, so that a machine that
+others use treats them alike; ``ratio_to_plain`` is the median over rounds of a row's step over the plain step right
+before it. A step is forward and backward. Two measures of memory stand beside each other:
+
+* ``kept_bytes``: what autograd keeps between forward and backward, every tensor's memory counted once, without
+  parameters, buffers and inputs;
+* ``peak_bytes``: how far a step takes the process above what it holds before it: the resident set on CPU, the
+  allocator's peak on CUDA. It has in it what forward and backward need for a moment.
+
+``survey`` says what each operator and module of one model keeps, and ``fit`` finds the policy that keeps it within a
+budget and costs least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from narrowband.activations import ActivationPolicy, Kept, Saved, compress_activations
+from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
+
+__all__ = ["Config", "Fit", "Subject", "count", "fit", "run", "subject", "survey"]
+
+#: A model and the inputs of its forward.
+Subject = tuple[nn.Module, tuple[Any, ...]]
+
+
+def _vit(batch: int, **shape: int) -> Subject:
+    return ViT(**shape), (torch.randn(batch, 3, 224, 224),)
+
+
+def _gpt(batch: int) -> Subject:
+    shape = GPTConfig(vocab=8000, dim=384, blocks=6, heads=6, sequence=256, batch=batch)
+    return GPT(shape), (torch.randint(shape.vocab, (batch, shape.sequence)),)
+
+
+def _resnet(batch: int) -> Subject:
+    return ResNet18(), (torch.randn(batch, 3, 224, 224),)
+
+
+_SUBJECTS: dict[str, Callable[[int], Subject]] = {
+    "deit-tiny": _vit,
+    "deit-small": functools.partial(_vit, dim=384, heads=6),
+    "gpt": _gpt,
+    "resnet18": _resnet,
+}
+
+
+def subject(name: str, batch: int) -> Subject:
+    """A model and its inputs.
+
+    Args:
+        name: deit-tiny, deit-small, gpt or resnet18; or ``file.py:function``, which is called with the batch size and
+            returns a module and the tuple of its inputs.
+        batch: samples.
+
+    Raises:
+        ValueError: there is no such model, file or function, or it returns something else.
+    """
+    if name in _SUBJECTS:
+        return _SUBJECTS[name](batch)
+    path, colon, function = name.rpartition(":")
+    if not colon:
+        raise ValueError(f"unknown model {name!r}; there are: {', '.join(_SUBJECTS)}, and yours: file.py:function")
+    if not Path(path).is_file():
+        raise ValueError(f"{name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    with _importing_beside(path):
+        spec.loader.exec_module(module)
+    build = getattr(module, function, None)
+    if not callable(build):
+        raise ValueError(f"{name}: {path} has no function {function!r}")
+    made = build(batch)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"{name}: {function}({batch}) has to return a module and the tuple of its inputs: model, (x,)")
+    model, inputs = made
+    return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+@contextlib.contextmanager
+def _importing_beside(path: str) -> Iterator[None]:
+    """Scripts import what lies beside them."""
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+# ---- a comparison ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure.
+
+    Attributes:
+        model: deit-tiny, deit-small, gpt, resnet18, or yours: file.py:function, called with the batch size, returns a
+            module and the tuple of its inputs.
+        batch: Samples.
+        bits: Of what is kept; a row each.
+        peers: Also bfloat16 autocast, full activation checkpointing, and combinations.
+        rounds: Timed steps of every row.
+        seed: Of parameters and data.
+    """
+
+    model: str = "deit-tiny"
+    batch: int = 32
+    bits: tuple[int, ...] = (8, 4)
+    peers: bool = False
+    rounds: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for bits in self.bits:
+            if bits not in (8, 4, 2):
+                raise ValueError(f"bits={bits}: there are 8, 4 and 2")
+        if self.model not in _SUBJECTS and ":" not in self.model:
+            subject(self.model, self.batch)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One way to train."""
+
+    name: str
+    bits: int | None = None
+    amp: bool = False
+    again: bool = False  # checkpoints
+
+
+def _kinds(config: Config) -> list[_Kind]:
+    kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
+    if config.peers:
+        kinds += [_Kind("checkpoint", again=True)]
+        kinds += [_Kind(f"checkpoint, {bits} bits", bits, again=True) for bits in config.bits[:1]]
+        kinds += [_Kind("bf16", amp=True), *(_Kind(f"bf16, {bits} bits", bits, amp=True) for bits in config.bits)]
+        kinds += [_Kind("bf16, checkpoint", amp=True, again=True)]
+    return kinds
+
+
+def count(config: Config) -> int:
+    """How many events a run has."""
+    return len(_kinds(config)) * (1 + config.rounds)
+
+
+class _Row:
+    """One way to train: its own model, with the same parameters and inputs as the others'."""
+
+    def __init__(self, kind: _Kind, config: Config, device: str) -> None:
+        torch.manual_seed(config.seed)
+        self.kind = kind
+        self.device = device
+        model, inputs = subject(config.model, config.batch)
+        self.model, self.inputs = model.to(device), tuple(_moved(x, device) for x in inputs)
+        if kind.again:
+            _compute_again(self.model)
+        policy = ActivationPolicy(bits="off" if kind.bits is None else kind.bits)  # type: ignore[arg-type]
+        self.context = compress_activations(self.model, policy=policy)
+        self.steps: list[float] = []
+        self.plain_steps: list[float] = []  # right before
+        self.peaks: list[int] = []
+
+    def step(self, *, counted: bool = False) -> Saved | None:
+        """Forward and backward; what was saved, if it is counted or compressed."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        with contextlib.ExitStack() as stack:
+            saved = stack.enter_context(self.context) if counted or self.kind.bits is not None else None
+            stack.enter_context(torch.autocast(self.device, torch.bfloat16, enabled=self.kind.amp))
+            output = self.model(*self.inputs)
+        torch.autograd.backward(_scalar(output))
+        return saved
+
+    def timed(self) -> float:
+        begin = time.perf_counter()
+        self.step()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """Measure all rows.
+
+    Rows hold ``name``, ``step_s``, ``ratio_to_plain``, ``kept_bytes`` and ``kept_ratio`` (plain over kept),
+    ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell), ``compress_s`` (seconds of a step that
+    packing and unpacking take) and ``gradient_error``: the norm of the difference from the plain row's gradients over
+    the norm of these; rows of other arithmetic (bf16) are compared with bf16.
+
+    Args:
+        on_event: called with the name of the row at work.
+    """
+    tell = on_event or (lambda _: None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [_Row(kind, config, device) for kind in _kinds(config)]
+    counts: list[Saved] = []
+    errors: list[float | None] = []
+    exact: dict[bool, Tensor] = {}
+    for row in rows:
+        tell(row.kind.name)
+        row.step()
+        row.step()  # ranges are known, loops compiled, caches filled
+        saved = row.step(counted=True)
+        assert saved is not None
+        counts.append(saved)
+        gradients = _gradients(row.model)
+        if row.kind.bits is None:
+            exact.setdefault(row.kind.amp, gradients)
+        reference = exact.get(row.kind.amp)
+        errors.append(None if reference is None else float((gradients - reference).norm() / reference.norm()))
+    plain = rows[0]
+    for turn in range(config.rounds):
+        for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
+            tell(row.kind.name)
+            before = plain.timed() if row is not plain else 0.0
+            peak = _Peak(device)
+            taken = row.timed()
+            row.peaks += peak.taken()
+            row.steps.append(taken)
+            row.plain_steps.append(before or taken)
+    return [_told(row, saved, error, rows, counts) for row, saved, error in zip(rows, counts, errors, strict=True)]
+
+
+def _told(row: _Row, saved: Saved, error: float | None, rows: list[_Row], counts: list[Saved]) -> dict[str, Any]:
+    peak, plain_peak = (min(r.peaks) if r.peaks else None for r in (row, rows[0]))
+    return {
+        "name": row.kind.name,
+        "step_s": statistics.median(row.steps),
+        "ratio_to_plain": statistics.median(a / b for a, b in zip(row.steps, row.plain_steps, strict=True)),
+        "kept_bytes": saved.bytes_kept,
+        "kept_ratio": Kept(counts[0].bytes_plain, saved.bytes_kept).ratio,
+        "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain,
+        "peak_bytes": peak,
+        "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
+        "compress_s": sum(kept.seconds for kept in saved.by_operator.values()),
+        "gradient_error": error,
+        "by_operator": {name: asdict(kept) for name, kept in saved.by_operator.items()},
+    }
+
+
+def _moved(x: Any, device: str) -> Any:
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def _scalar(output: Any) -> Tensor:
+    """Something to go backward from, of whatever a model returns."""
+    found = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not found:
+        raise ValueError(f"the model returned {type(output).__name__} without a tensor that needs gradients")
+    return found[0].float().square().mean()
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.detach().reshape(-1).double().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def _compute_again(model: nn.Module) -> None:
+    """Full activation checkpointing: of every block only the input is kept."""
+    lists = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList)) and len(m) > 1]
+    if not lists:
+        raise ValueError("checkpointing needs blocks: a Sequential or ModuleList of several modules")
+    for block in max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())):
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+class _Peak:
+    """How far memory goes above what is held now."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before: int | None = torch.cuda.memory_allocated()
+            return
+        self._before = None
+        if sys.platform.startswith("linux"):
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would count as held
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+                self._before = _status("VmRSS")
+
+    def taken(self) -> list[int]:
+        """Bytes; empty where nobody tells."""
+        if self._before is None:
+            return []
+        peak = torch.cuda.max_memory_allocated() if self._device != "cpu" else _status("VmHWM")
+        return [peak - self._before]
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+# ---- one model -------------------------------------------------------------------------------------------------------
+
+
+def survey(model: nn.Module, inputs: tuple[Any, ...], policy: ActivationPolicy, *, amp: bool = False) -> Saved:
+    """What one step of a model saves under a policy, with the seconds that packing and unpacking take.
+
+    Args:
+        model: in the mode it is trained in.
+        inputs: of its forward.
+        policy: what is kept in how many bits.
+        amp: whether it runs under bfloat16 autocast.
+    """
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    context = compress_activations(model, policy=policy)
+    for last in (False, True):  # once for loops to be compiled
+        with context as saved, torch.autocast(device, torch.bfloat16, enabled=amp):
+            output = model(*inputs)
+        torch.autograd.backward(_scalar(output))
+        model.zero_grad()
+        if last:
+            return saved
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A policy that keeps within a budget.
+
+    Attributes:
+        policy: it.
+        saved: what a step keeps with it.
+        reached: whether that is within the budget; if not, it is the least that can be reached.
+    """
+
+    policy: ActivationPolicy
+    saved: Saved
+    reached: bool
+
+
+def fit(measure: Callable[[ActivationPolicy], Saved], budget: int) -> Fit:
+    """The policy that keeps at most ``budget`` bytes and takes the least time on the way: operators are compressed one
+    after the other, those first whose bytes are saved in the shortest time; to 8 bits, and if that does not do, to 4
+    and then to 2.
+
+    Args:
+        measure: what is saved under a policy, with seconds; see :func:`survey`.
+        budget: bytes that backward may keep.
+    """
+    policy = ActivationPolicy(bits="off")
+    saved = measure(policy)
+    if saved.bytes_plain <= budget:
+        return Fit(policy, saved, reached=True)
+    everything = measure(ActivationPolicy(bits=8))
+    cost: dict[str, float] = {}
+    for name, kept in everything.by_operator.items():
+        # Several operators may share memory, so what one frees shows where it alone is left out.
+        without = measure(ActivationPolicy(bits=8, operators={name: "off"})) if name != "custom" else everything
+        freed = without.bytes_kept - everything.bytes_kept
+        if freed > 0:
+            cost[name] = kept.seconds / freed
+    order = sorted(cost, key=lambda name: cost[name])
+    operators: dict[str, Any] = {}
+    for bits in (8, 4, 2):
+        for name in order:
+            if bits < 8 and name in ("relu", "dropout"):
+                continue  # one bit already
+            operators[name] = bits
+            policy = ActivationPolicy(bits="off", operators=dict(operators))
+            saved = measure(policy)
+            if saved.bytes_kept <= budget:
+                return Fit(policy, saved, reached=True)
+    return Fit(policy, saved, reached=False)

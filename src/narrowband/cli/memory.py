@@ -1,0 +1,156 @@
+"""``narrowband memory``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from narrowband.bench import memory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from narrowband.activations import ActivationPolicy, Kept, Saved
+
+__all__ = ["Memory"]
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What backward keeps of a model's activations, by operator and module, plain and in 8 and 4 bits.
+
+    With a budget, the policy that keeps within it and costs the least time: operators are compressed one after the
+    other, the cheapest first. The budget is for what is kept between forward and backward; parameters, gradients and
+    the optimizer come on top.
+
+    Examples:
+      narrowband memory deit-tiny --batch 32
+      narrowband memory model.py:build --batch 64 --budget 8GB --output policy.toml
+      narrowband memory model.py:build --batch 64 --amp --depth 3
+    """
+
+    model: tyro.conf.Positional[str]
+    """file.py:function, which is called with the batch size and returns a module and the tuple of its inputs; or
+    deit-tiny, deit-small, gpt, resnet18."""
+    batch: int = 8
+    """Samples."""
+    budget: str | None = None
+    """Bytes that backward may keep, such as 8GB or 600MB."""
+    amp: bool = False
+    """Run forward under bfloat16 autocast."""
+    depth: int = 2
+    """Parts of a module's name that tables of modules tell apart."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the policy that was found to this TOML file, for ActivationPolicy.load."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write what was found to this file, with machine, versions and command."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.budget is not None:
+            parse_bytes(self.budget)
+        elif self.output is not None:
+            raise ValueError("--output is for the policy that meets a budget: give --budget, too")
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.activations import ActivationPolicy
+        from narrowband.report.tables import saved_table
+
+        with console.status("building"):
+            model, inputs = memory.subject(self.model, self.batch)
+            model.train()
+
+        def measure(policy: ActivationPolicy) -> Saved:
+            return memory.survey(model, inputs, policy, amp=self.amp)
+
+        surveys = {}
+        with console.status("") as status:
+            for bits in (8, 4):
+                status.update(f"a step in {bits} bits")
+                surveys[f"{bits} bits"] = measure(ActivationPolicy(bits=bits))
+        console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
+        console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
+        found = None
+        if self.budget is not None:
+            with console.status("looking for a policy"):
+                found = memory.fit(measure, parse_bytes(self.budget))
+            self._say(console, found)
+        if self.json is not None:
+            self._record(surveys, found)
+            console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
+        return 0 if found is None or found.reached else 1
+
+    def _modules(self, saved: Saved) -> dict[str, Kept]:
+        """Modules put together as far as their names agree in their first parts."""
+        from narrowband.activations import Kept
+
+        together: dict[str, Kept] = {}
+        for name, kept in saved.by_module.items():
+            entry = together.setdefault(".".join(name.split(".")[: self.depth]), Kept())
+            entry.plain += kept.plain
+            entry.kept += kept.kept
+        return together
+
+    def _say(self, console: Console, found: memory.Fit) -> None:
+        from narrowband.report.units import format_bytes
+
+        kept = format_bytes(found.saved.bytes_kept)
+        if not found.reached:
+            console.print(
+                f"Not within {self.budget}: with every operator in 2 bits backward still keeps {kept}. A smaller batch "
+                "or activation checkpointing, which this composes with, goes further.",
+                style="red", markup=False, highlight=False,
+            )  # fmt: skip
+        elif found.policy.is_off:
+            console.print(f"Nothing to do: the plain model keeps {kept}.", style="green", markup=False, highlight=False)
+        else:
+            console.print(
+                f"Within {self.budget}: {kept}, with this policy", style="green", markup=False, highlight=False
+            )
+            console.print(found.policy.to_toml(), markup=False, highlight=False)
+        if self.output is not None and found.reached:
+            self.output.write_text(found.policy.to_toml())
+            console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
+
+    def _record(self, surveys: dict[str, Saved], found: memory.Fit | None) -> None:
+        from narrowband.report.record import provenance, write_json
+
+        assert self.json is not None
+        told: dict[str, Any] = {"model": self.model, "batch": self.batch, "amp": self.amp, "budget": self.budget}
+        for name, saved in surveys.items():
+            told[name] = _told(saved)
+        if found is not None:
+            told["fit"] = {"policy": found.policy.to_dict(), "reached": found.reached, **_told(found.saved)}
+        write_json(self.json, provenance(0) | told)
+
+
+def _told(saved: Saved) -> dict[str, Any]:
+    tables = {"by_operator": saved.by_operator, "by_module": saved.by_module}
+    return {"bytes_plain": saved.bytes_plain, "bytes_kept": saved.bytes_kept} | {
+        what: {name: {"plain": kept.plain, "kept": kept.kept} for name, kept in table.items()}
+        for what, table in tables.items()
+    }
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``8GB``, ``600 MB``, ``1.5GiB``.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> parse_bytes("1.5GB")
+        1500000000
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"budget={text!r} is no amount of memory; write 8GB, 600MB or 1.5GiB")
+    return round(float(match[1]) * _UNITS[match[2]])
