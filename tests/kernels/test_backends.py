@@ -97,8 +97,9 @@ def assert_same(got: Any, expected: Any) -> None:
             assert_same(a, b)
     elif isinstance(got, torch.Tensor):
         assert got.dtype == expected.dtype
-        if got.dtype == torch.float32:
-            a, b = (torch.where(t.isnan(), torch.nan, t).view(torch.int32) for t in (got, expected))
+        if got.is_floating_point():
+            bits = torch.int32 if got.dtype == torch.float32 else torch.int16
+            a, b = (torch.where(t.isnan(), torch.nan, t).view(bits) for t in (got, expected))
         else:
             a, b = got, expected
         assert torch.equal(a, b), f"first difference at {(a != b).nonzero()[:3].tolist()}" if a.shape == b.shape else ""
@@ -209,6 +210,96 @@ def test_dequantize_groups_of_any_bytes(
     options: dict[str, Any] = {"weight": weight, "accumulate": accumulate}
     got, expected = (dequantize(b, payload, into, bits, group, scale, **options) for b in (cpu, reference))
     assert_same(got, expected)
+
+
+#: Rows shorter and longer than a vector, and of any remainder at any number of bits; none, and empty ones.
+some_rows = st.builds(
+    kernels.Rows, parts=st.sampled_from([1, 2, 3]), outer=st.sampled_from([0, 1, 2, 7]), groups=st.sampled_from([1, 3]),
+    inner=st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 1000])),
+)  # fmt: skip
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def make_as(dtype: torch.dtype, kind: str, n: int, seed: int) -> Tensor:
+    """Like :func:`make`; of bfloat16, the upper halves of the same bits, so that no value is rounded away."""
+    x = make(kind, n, seed)
+    if dtype == torch.float32:
+        return x
+    return torch.from_numpy(x.numpy().view(np.int16)[1::2].copy()).view(torch.bfloat16)
+
+
+def written(call: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+    """What ``call`` writes into a tensor of this shape where no vector begins, and nothing around it."""
+    n = int(np.prod(shape))
+    around = torch.full((n + 33,), 5, dtype=dtype)
+    out = around[17 : 17 + n].view(shape)
+    call(out)
+    assert (around[:17] == 5).all()
+    assert (around[17 + n :] == 5).all()
+    return out.clone()
+
+
+@given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, out_dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
+       stochastic=st.booleans(), ranges=st.sampled_from(["extremes", "narrow", "any-bits"]), seed=seeds)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_rows_of_activations(
+    rows: kernels.Rows, kind: str, dtype: Any, out_dtype: Any, bits: int, stochastic: bool, ranges: str, seed: int
+) -> None:
+    shape = rows.parts, rows.outer, rows.groups, rows.inner
+    x = torch.nn.functional.pad(make_as(dtype, kind, rows.numel, seed % 2**32), (1, 0))[1:].view(shape)
+    low, high = both("row_extremes", x, rows)
+    step = (high - low) / (2**bits - 1)
+    if ranges == "narrow":
+        step *= 0.7
+    elif ranges == "any-bits":
+        low, step = make("any-bits", 2 * low.numel(), 1 + seed % 1000).view(2, -1).unbind()
+    form: dict[str, Any] = {"bits": bits, "stochastic": stochastic, "seed": seed}
+    packed, decoded = [], []
+    for backend in (cpu, reference):
+
+        def encode(out: Tensor, backend: Any = backend) -> None:
+            backend.quantize_rows(x, out, rows, low, step, **form)
+
+        def decode(out: Tensor, backend: Any = backend) -> None:
+            backend.dequantize_rows(packed[-1], out, rows, low, step, bits=bits)
+
+        packed.append(written(encode, (rows.nbytes(bits),), torch.uint8))
+        decoded.append(written(decode, shape, out_dtype))
+    assert_same(packed[0], packed[1])
+    assert_same(decoded[0], decoded[1])
+
+
+@given(rows=some_rows, dtype=dtypes, bits=st.sampled_from([2, 4, 8]), seed=st.integers(0, 2**32 - 1))
+@lean
+def test_decoding_rows_of_any_bytes(rows: kernels.Rows, dtype: Any, bits: int, seed: int) -> None:
+    codes = torch.from_numpy(np.frombuffer(np.random.default_rng(seed).bytes(rows.nbytes(bits)), np.uint8).copy())
+    low, step = make("any-bits" if seed % 2 else "normal", 2 * rows.parts * rows.groups, seed).view(2, -1).unbind()
+    both("dequantize_rows", codes, torch.full((rows.numel,), 5, dtype=dtype), rows, low, step, bits=bits)
+
+
+@given(n=st.one_of(st.integers(0, 300), st.sampled_from(SIZES)), kind=st.sampled_from(KINDS), dtype=dtypes,
+       out_dtype=dtypes, factor=st.sampled_from([1.0, 1 / 0.9, -3.0, 1e38]),
+       seed=st.integers(0, 2**32 - 1))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_masks(n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, seed: int) -> None:
+    x, y = (make_as(dtype, k, n, seed) for k in (kind, "any-bits"))
+    y = torch.nn.functional.pad(y, (1, 0))[1:]
+    masks, applied = [], []
+    for backend in (cpu, reference):
+
+        def positive(out: Tensor, backend: Any = backend) -> None:
+            backend.mask_positive(x, out)
+
+        def apply(out: Tensor, backend: Any = backend) -> None:
+            backend.apply_mask(masks[-1], y, out, factor)
+
+        masks.append(written(positive, (-(-n // 8),), torch.uint8))
+        applied.append(written(apply, (n,), out_dtype))
+        own = y.clone()
+        backend.apply_mask(masks[-1], own, own, factor)
+        assert_same(own, written(apply, (n,), dtype))
+    assert_same(masks[0], masks[1])
+    assert_same(applied[0], applied[1])
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
@@ -719,8 +810,28 @@ def everything(seed: int, n: int = MILLION) -> list[Any]:
     results += [indices, payload, decoded, total, cpu.select_threshold(x, 0.01), cpu.select_threshold(x, 3.0)]
     gradient, residual = x.clone(), y.clone()
     results += [cpu.compensate_select_topk(gradient, residual, k, sampled=True, seed=seed), gradient, residual]
+    results += activations(cpu, x, seed)
     gradient, residual = x.clone(), y.clone()
     return [*results, cpu.compensate(gradient, residual), gradient, residual, cpu.randomk_indices(n, k, seed, "cpu")]
+
+
+def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
+    """What the loops of saved activations make of x: ranges end within threads' shares."""
+    results = []
+    for dtype, bits, groups, inner in ((torch.float32, 8, 3, 64), (torch.bfloat16, 4, 3, 65), (torch.float32, 2, 1, 7)):
+        rows = kernels.Rows(5, x.numel() // (5 * groups * inner), groups, inner)
+        y = x[: rows.numel].to(dtype)
+        low, high = backend.row_extremes(y, rows)
+        step = (high - low) / (2**bits - 1)
+        codes = torch.full((rows.nbytes(bits),), 0xAA, dtype=torch.uint8)
+        backend.quantize_rows(y, codes, rows, low, step, bits=bits, stochastic=True, seed=seed)
+        decoded, applied = torch.empty_like(y), torch.empty_like(y)
+        backend.dequantize_rows(codes, decoded, rows, low, step, bits=bits)
+        mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)
+        backend.mask_positive(y, mask)
+        backend.apply_mask(mask, y, applied, 1 / 0.9)
+        results += [low, high, codes, decoded, mask, applied]
+    return results
 
 
 def test_a_million_elements_on_any_number_of_threads() -> None:
@@ -744,6 +855,12 @@ def test_quantizing_a_million(kind: str, scale: str, bits: int, stochastic: bool
     options: dict[str, Any] = {"weight": 0.25, "accumulate": True}
     got, expected = (dequantize(b, payload, into, bits, 128, scale, **options) for b in (cpu, reference))
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["normal", "around-tiny", "nan"])
+def test_activations_of_a_million(kind: str) -> None:
+    x = make(kind, MILLION)
+    assert_same(activations(cpu, x, 2**33 + 1), activations(reference, x, 2**33 + 1))
 
 
 def test_sparse_vectors_of_a_million() -> None:

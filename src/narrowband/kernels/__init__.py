@@ -6,7 +6,9 @@ input and seed (stochastic rounding may differ by one quantization level where f
 
 Everything below works on flat, contiguous tensors: values are float32, payloads uint8, indices int32 and sorted
 ascending. Callers (``narrowband.codecs``) flatten, convert and check sizes; kernels trust their shapes and check only
-what comes from a wire.
+what comes from a wire. The loops of saved activations (rows, masks) also take bfloat16 and any shape, and read a
+contiguous tensor in memory order; bfloat16 is widened to float32 exactly, and float32 rounded to it to nearest, ties to
+even.
 
 **Random numbers** are a counter-based hash, so they depend on (seed, element index) and on nothing else::
 
@@ -37,6 +39,21 @@ largest first (7 = 4 + 2 + 1); the first plane holds the code's lowest bits. In 
 elements, ``stride = ceil(m·w / 8)`` bytes; element j sits in byte ``j % stride`` at bit ``(j // stride)·w``. So a 4-bit
 byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vectorize. Unused bits are zero.
 
+**Rows of saved activations.** A tensor is seen, in memory order, as (parts, outer, groups, inner): rows of ``inner``
+elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). Ranges are the caller's
+to choose and to keep: ``low`` and ``step``, float32 tensors of parts · groups elements; values may lie outside. With
+``bits`` of 2, 4 or 8, and ``inv`` and ``u`` as above (elements are counted through the tensor), all in float32 without
+fused multiply-add (equations 3–5 of Mesa, arXiv:2111.11124, where at 8 bits low is β and step is α / 255)::
+
+    code    = clamp(floor((x − low)·inv + u), 0, 2**bits − 1)           (0 where the sum is NaN)
+    decoded = low + code·step
+
+Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes of its own: element j sits in byte
+``j % stride`` at bit ``(j // stride)·bits``, and unused bits are zero. There is no header and no padding between rows.
+
+**Masks** of n elements have one bit per element, in ``stride = ceil(n / 8)`` bytes: element i sits in byte
+``i % stride`` at bit ``i // stride``; unused bits are zero.
+
 **Selection** compares magnitudes by the bits of the float with the sign cleared, as integers: inf and NaN are the
 largest of all. Ties go to the lower index.
 
@@ -49,6 +66,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -59,9 +77,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Rows",
     "Scale",
     "all_finite",
     "all_zero",
+    "apply_mask",
     "backend_for",
     "cheapest_within",
     "check_indices",
@@ -69,6 +89,7 @@ __all__ = [
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
+    "dequantize_rows",
     "difference",
     "elias_fano_decode",
     "elias_fano_encode",
@@ -79,11 +100,14 @@ __all__ = [
     "fuses",
     "group_minmax",
     "low_rank_product",
+    "mask_positive",
     "momentum_topk",
     "orthonormalize",
     "packed_nbytes",
     "quantize_groups",
+    "quantize_rows",
     "randomk_indices",
+    "row_extremes",
     "sample_rank",
     "sample_size",
     "select_threshold",
@@ -197,6 +221,86 @@ def dequantize_groups(
     _backend(out).dequantize_groups(
         payload, out, bits=bits, group=group, scale=scale, weight=weight, accumulate=accumulate
     )
+
+
+# ---- saved activations -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a contiguous tensor is cut into rows, and which rows share a range: its elements, in memory order, are those
+    of a tensor of shape (parts, outer, groups, inner), and row (p, o, g) has the range of (p, g).
+
+    Attributes:
+        parts: Slices of the tensor that share nothing.
+        outer: Rows of a part that share a range.
+        groups: Ranges of a part; neighbouring rows belong to different ones.
+        inner: Elements of a row.
+
+    Example:
+        Three heads of 64 features each, a range per head, for any number of tokens:
+
+        >>> rows = Rows(parts=1, outer=197, groups=3, inner=64)
+        >>> rows.numel, rows.nbytes(4)
+        (37824, 18912)
+    """
+
+    parts: int
+    outer: int
+    groups: int
+    inner: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.parts * self.outer * self.groups
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.count * self.inner
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of the codes: each row ends with a whole byte."""
+        return self.count * -(-self.inner * bits // 8)
+
+
+def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of the rows that share a range: two float32 tensors of parts · groups; NaN where one
+    is not finite or there is none.
+    """
+    return cast("tuple[Tensor, Tensor]", _backend(x).row_extremes(x, rows))
+
+
+def quantize_rows(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> None:
+    """Codes of ``x`` (float32 or bfloat16) written into ``out`` (uint8, exactly :meth:`Rows.nbytes` long).
+
+    ``low`` and ``step`` (float32, parts · groups) are the ranges: codes stand for low, low + step, and so on up to
+    low + (2**bits − 1)·step, and what is outside is clamped. ``bits`` is 2, 4 or 8.
+    """
+    _backend(x).quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+
+
+def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+    """``out = low + code·step`` (float32 or bfloat16), from what :func:`quantize_rows` wrote."""
+    _backend(codes).dequantize_rows(codes, out, rows, low, step, bits=bits)
+
+
+def mask_positive(x: Tensor, out: Tensor) -> None:
+    """The mask of where ``x`` (float32 or bfloat16) is above zero, into ``out`` (uint8, exactly ceil(numel / 8) long).
+    NaN is not above zero.
+    """
+    _backend(x).mask_positive(x, out)
+
+
+def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    """``out = factor · x`` where the mask says so, and +0 elsewhere, whatever is there.
+
+    ``x`` and ``out`` (float32 or bfloat16, each) may be the same tensor; the product is taken in float32.
+    """
+    _backend(mask).apply_mask(mask, x, out, factor)
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ checked line by line. Arithmetic on floats is one float32 operation per step and
 can reproduce every byte. Unsigned 32-bit arithmetic is done in int64 and masked. Wide temporaries are made ``CHUNK``
 elements at a time, so the fallback needs little more memory than the tensor it works on.
 
-Shapes: G groups, M elements of a group, B bytes of a group or of a plane of it, K indices, L low bits of an index.
+Shapes: G groups, M elements of a group, B bytes of a group or of a plane of it, K indices, L low bits of an index;
+R rows, I elements of a row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.kernels import Scale
+    from narrowband.kernels import Rows, Scale
 
 #: Elements per temporary: large enough to keep a GPU busy, 32 MiB as int64.
 CHUNK = 1 << 22
@@ -106,7 +107,12 @@ def _ordered(bits: Tensor) -> Tensor:
 def _extremes(x_GM: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest of each group; NaN where the group is not finite."""
     ordered_GM = _ordered(x_GM.view(torch.int32))
-    low_G, high_G = (_ordered(extreme).view(torch.float32) for extreme in (ordered_GM.amin(1), ordered_GM.amax(1)))
+    return _where_finite(ordered_GM.amin(1), ordered_GM.amax(1))
+
+
+def _where_finite(least_G: Tensor, most_G: Tensor) -> tuple[Tensor, Tensor]:
+    """The floats that order like this, or NaN where one is not finite."""
+    low_G, high_G = (_ordered(extreme).view(torch.float32) for extreme in (least_G, most_G))
     finite_G = torch.isfinite(low_G) & torch.isfinite(high_G)
     return torch.where(finite_G, low_G, torch.nan), torch.where(finite_G, high_G, torch.nan)
 
@@ -227,6 +233,83 @@ def dequantize_groups(
             out[begin:end] = value
         at += nbytes
         first = last
+
+
+# ---- saved activations -----------------------------------------------------------------------------------------------
+
+
+def _runs(rows: Rows, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, last row, the range of each): runs of rows, about CHUNK elements each."""
+    run = max(CHUNK // max(rows.inner, 1), 1)
+    for first in range(0, rows.count, run):
+        last = min(first + run, rows.count)
+        row_R = torch.arange(first, last, device=device)
+        part_R = row_R.div(rows.outer * rows.groups, rounding_mode="floor")
+        yield first, last, part_R * rows.groups + row_R % rows.groups
+
+
+def _rows_of(x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
+    """Rows [first, last) as they are in memory, (R, I)."""
+    return x.view(-1)[first * rows.inner : last * rows.inner].view(last - first, rows.inner)
+
+
+def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    size, device = rows.parts * rows.groups, x.device
+    if rows.numel == 0:
+        return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
+    least = torch.empty(rows.count, dtype=torch.int32, device=device)
+    most = torch.empty_like(least)
+    for first, last, _ in _runs(rows, device):
+        ordered_RI = _ordered(_rows_of(x, rows, first, last).float().view(torch.int32))
+        least[first:last], most[first:last] = ordered_RI.amin(1), ordered_RI.amax(1)
+    shape = rows.parts, rows.outer, rows.groups
+    return _where_finite(least.view(shape).amin(1).view(-1), most.view(shape).amax(1).view(-1))
+
+
+def quantize_rows(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> None:
+    inverse = torch.where(step < TINY, 0.0, 1.0 / step)
+    stride = -(-rows.inner * bits // 8)
+    for first, last, range_R in _runs(rows, x.device):
+        value_RI = _rows_of(x, rows, first, last).float() - low[range_R, None]
+        value_RI.mul_(inverse[range_R, None])
+        if stochastic:
+            value_RI.add_(_uniform(first * rows.inner, last * rows.inner, seed, x.device).view(value_RI.shape))
+        else:
+            value_RI.add_(0.5)
+        codes_RI = value_RI.nan_to_num_(nan=0.0).floor_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
+        out[first * stride : last * stride] = _pack(codes_RI, bits).view(-1)
+
+
+def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+    stride = -(-rows.inner * bits // 8)
+    for first, last, range_R in _runs(rows, out.device):
+        packed = codes[first * stride : last * stride].view(last - first, stride)
+        value_RI = _unpack(packed, bits, rows.inner).to(torch.float32)
+        _rows_of(out, rows, first, last).copy_(value_RI.mul_(step[range_R, None]).add_(low[range_R, None]))
+
+
+def _planes(x: Tensor, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
+    """(bit, bytes, elements) of a mask of x: which elements have this bit of these bytes, at most CHUNK at a time."""
+    for begin in range(0, nbytes, CHUNK):
+        for bit in range(8):
+            at = bit * nbytes + begin
+            count = min(CHUNK, nbytes - begin, x.numel() - at)
+            if count > 0:
+                yield bit, slice(begin, begin + count), slice(at, at + count)
+
+
+def mask_positive(x: Tensor, out: Tensor) -> None:
+    out.zero_()
+    for bit, bytes_, elements in _planes(x, out.numel()):
+        out[bytes_] |= (x.view(-1)[elements] > 0).to(torch.uint8) << bit
+
+
+def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    for bit, bytes_, elements in _planes(x, mask.numel()):
+        kept = (mask[bytes_] >> bit) & 1 != 0
+        out.view(-1)[elements] = torch.where(kept, x.view(-1)[elements].float() * factor, 0.0).to(out.dtype)
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,13 @@ float is its bits without the sign), no temporaries as large as the tensor, and 
 
 from __future__ import annotations
 
+from narrowband.kernels.cpu.activations import (
+    apply_mask,
+    dequantize_rows,
+    mask_positive,
+    quantize_rows,
+    row_extremes,
+)
 from narrowband.kernels.cpu.compensation import (
     all_finite,
     all_zero,
@@ -33,12 +40,14 @@ FUSES = True
 __all__ = [
     "all_finite",
     "all_zero",
+    "apply_mask",
     "cheapest_within",
     "check_indices",
     "compensate",
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
+    "dequantize_rows",
     "difference",
     "elias_fano_decode",
     "elias_fano_encode",
@@ -46,10 +55,13 @@ __all__ = [
     "forget",
     "group_minmax",
     "low_rank_product",
+    "mask_positive",
     "momentum_topk",
     "orthonormalize",
     "quantize_groups",
+    "quantize_rows",
     "randomk_indices",
+    "row_extremes",
     "select_threshold",
     "select_topk",
     "select_topk_rows",

@@ -42,8 +42,11 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-TINY = np.float32(2.0**-126)
-#: Ordered bits (see :func:`_ordered`) above and below all others.
+#: The smallest normal float: 1 / step is infinite or imprecise below it.
+TINY = 2.0**-126
+#: The NaN that bfloat16 outputs hold: rounding the bits of another could carry into its sign.
+BF16_NAN = np.int16(0x7FC0)
+#: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
 _LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 
 
@@ -55,7 +58,7 @@ def _bits(x, i):
 
 
 @overload(_bits, inline="always")
-def _(x, i):
+def _(x, i):  # noqa: ARG001
     if x.dtype == types.int16:
         return lambda x, i: I32(I32(x[At(i)]) << I32(16))
     return lambda x, i: x[At(i)]
@@ -66,7 +69,7 @@ def _value(x, i):
 
 
 @overload(_value, inline="always")
-def _(x, i):
+def _(x, i):  # noqa: ARG001
     if x.dtype == types.int16:
         return lambda x, i: I32(I32(x[At(i)]) << I32(16)).view(np.float32)
     return lambda x, i: x[At(i)]
@@ -77,22 +80,20 @@ def _put(out, i, value):
 
 
 @overload(_put, inline="always")
-def _(out, i, value):
-    if out.dtype == types.int16:
+def _(out, i, value):  # noqa: ARG001
+    def rounded(out, i, value):
+        bits = I32(F32(value).view(np.int32))
+        odd = I32(I32(bits >> I32(16)) & I32(1))
+        upper = np.int16(I32(I32(bits + I32(0x7FFF)) + odd) >> I32(16))
+        out[At(i)] = BF16_NAN if np.isnan(value) else upper
 
-        def put(out, i, value):
-            bits = I32(F32(value).view(np.int32))
-            odd = I32(I32(bits >> I32(16)) & I32(1))
-            out[At(i)] = np.int16(I32(I32(bits + I32(0x7FFF)) + odd) >> I32(16))
-
-        return put
-
-    def put(out, i, value):
+    def exact(out, i, value):
         out[At(i)] = value
 
-    return put
+    return rounded if out.dtype == types.int16 else exact
 
 
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
@@ -116,7 +117,9 @@ def _store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
     bits = builder.bitcast(value, _INTS)
     odd = builder.and_(builder.lshr(bits, _splat_int(16)), _splat_int(1))
     rounded = builder.lshr(builder.add(builder.add(bits, _splat_int(0x7FFF)), odd), _splat_int(16))
-    builder.store(builder.trunc(rounded, ir.VectorType(ir.IntType(16), LANES)), place).align = 2
+    broken = builder.fcmp_unordered("uno", value, value)
+    nan = ir.Constant(_SHORTS, [int(BF16_NAN)] * LANES)
+    builder.store(builder.select(broken, nan, builder.trunc(rounded, _SHORTS)), place).align = 2
 
 
 def _splat_int(value: int) -> Any:
@@ -163,8 +166,13 @@ def _masked_lanes(typing, mask, at, p, x, out, begin, factor):  # noqa: ARG001
 
 
 def _array(x: Tensor) -> Array:
-    """What the loops read: float32, or int16 in place of bfloat16."""
-    return x.view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    """What the loops read, flat: float32, or int16 in place of bfloat16."""
+    return x.view(-1).view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.view(-1).numpy()
+
+
+def _form(rows: Rows) -> tuple[int, int, int]:
+    """(elements of a row, groups, rows of a part); loops divide by the last two, even where there are no rows."""
+    return rows.inner, max(rows.groups, 1), max(rows.outer * rows.groups, 1)
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
@@ -201,10 +209,10 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
     def work(first: int, last: int) -> tuple[Array, Array]:
         low, high = np.full(size, _HIGHEST, np.int32), np.full(size, _LOWEST, np.int32)
-        _extremes_range(array, rows.inner, rows.groups, rows.outer * rows.groups, low, high, first, last)
+        _extremes_range(array, *_form(rows), low, high, first, last)
         return low, high
 
-    found = spread(size * rows.outer, x.numel(), work)
+    found = spread(rows.count, x.numel(), work)
     low = np.minimum.reduce([part[0] for part in found])
     high = np.maximum.reduce([part[1] for part in found])
     broken = (high >= NON_FINITE) | (low < -NON_FINITE)
@@ -213,7 +221,8 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _floats(ordered: Array) -> Array:
-    return (ordered ^ ((ordered >> 31) & MAGNITUDE)).view(np.float32)
+    bits: Array = ordered ^ ((ordered >> 31) & MAGNITUDE)
+    return bits.view(np.float32)
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------
@@ -289,6 +298,7 @@ def _quantize_range(x, inner, groups, per_part, lows, inverses, codes, width, st
 
 @loop
 def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, first, last):
+    """Rows [first, last), one set of bits after the other: those of neighbours are in neighbouring bytes."""
     mask = I32((1 << width) - 1)
     stride = (inner * width + 7) >> 3
     part, inside = first // per_part, first % per_part
@@ -299,7 +309,7 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
         low, step = lows[at], steps[at]
         shift = 0
         while shift < 8:
-            count = min(stride, r * inner + inner - begin)
+            count = max(0, min(stride, r * inner + inner - begin))  # of a few elements, the last bits are no one's
             whole = count // LANES * LANES
             for j in range(0, whole, LANES):
                 _dequantize_lanes(codes, At(source + j), I32(shift), mask, low, step, out, At(begin + j))
@@ -320,18 +330,15 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
-    steps = step.numpy()
-    with np.errstate(divide="ignore"):
-        inverses = np.where(steps < TINY, F32(0), F32(1) / steps).astype(np.float32)
-    arguments = _array(x), rows.inner, rows.groups, rows.outer * rows.groups, low.numpy(), inverses, out.numpy()
+    inverse = torch.where(step < TINY, 0.0, 1.0 / step)
+    arrays = _array(x), *_form(rows), low.numpy(), inverse.numpy(), out.numpy()
     form = bits, stochastic, fold_seed(seed)
-    spread(rows.count, x.numel(), lambda a, b: _quantize_range(*arguments, *form, a, b))
+    spread(rows.count, x.numel(), lambda a, b: _quantize_range(*arrays, *form, a, b))
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
-    form = rows.inner, rows.groups, rows.outer * rows.groups, low.numpy(), step.numpy()
-    arrays = codes.numpy(), *form, _array(out), bits
-    spread(rows.count, out.numel(), lambda a, b: _dequantize_range(*arrays, a, b))
+    arrays = codes.numpy(), *_form(rows), low.numpy(), step.numpy(), _array(out)
+    spread(rows.count, out.numel(), lambda a, b: _dequantize_range(*arrays, bits, a, b))
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -351,6 +358,7 @@ def _mask_range(x, out, first, last):
 
 @loop
 def _apply_mask_range(mask, x, out, factor, first, last):
+    """The elements whose bits are in bytes [first, last)."""
     stride = mask.size
     for p in range(8):
         begin = p * stride
@@ -368,6 +376,6 @@ def mask_positive(x: Tensor, out: Tensor) -> None:
     spread(bits.size, x.numel(), lambda a, b: _mask_range(array, bits, a, b))
 
 
-def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float) -> None:
+def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
     arrays = mask.numpy(), _array(x), _array(out), F32(factor)
     spread(mask.numel(), x.numel(), lambda a, b: _apply_mask_range(*arrays, a, b))
