@@ -20,6 +20,13 @@ PUBLISHED = {
     "sparse-accumulate",
     "aq-sgd-lookup",
     "aq-sgd-lookup-update",
+    "activation-extremes",
+    "activation-quantize-8",
+    "activation-quantize-4",
+    "activation-dequantize-8",
+    "activation-dequantize-4",
+    "activation-mask",
+    "activation-apply-mask",
 }
 
 

@@ -36,6 +36,8 @@ DENSITY = 0.001
 _TALL = (32, 4096)
 #: Elements of a sample of AQ-SGD: 4 MB. The tensor is a batch of them.
 _SAMPLE = 1_000_000
+#: Heads, and features of one, of the saved activations.
+_HEADS = (3, 64)
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,54 @@ def _aq_sgd(update: bool) -> _Maker:
     return make
 
 
+class _Activation:
+    """The tensor as saved activations of a transformer block: a range per head, in rows of one token's features."""
+
+    def __init__(self, data: _Data, backend: Any, bits: int = 8) -> None:
+        self.rows = kernels.Rows(1, data.numel // math.prod(_HEADS), *_HEADS)
+        self.x, self.y = data.x[: self.rows.numel], data.y[: self.rows.numel]
+        self.low, high = backend.row_extremes(self.x, self.rows)
+        self.step = (high - self.low) / (2**bits - 1)
+        self.codes = torch.empty(self.rows.nbytes(bits), dtype=torch.uint8)
+
+
+def _activation_extremes(data: _Data, backend: Any) -> _Loop:
+    a = _Activation(data, backend)
+    return _Loop(lambda _: backend.row_extremes(a.x, a.rows))
+
+
+def _activation_quantize(bits: int) -> _Maker:
+    def make(data: _Data, backend: Any) -> _Loop:
+        a = _Activation(data, backend, bits)
+        return _Loop(
+            lambda seed: backend.quantize_rows(
+                a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed
+            )
+        )
+
+    return make
+
+
+def _activation_dequantize(bits: int) -> _Maker:
+    def make(data: _Data, backend: Any) -> _Loop:
+        a = _Activation(data, backend, bits)
+        backend.quantize_rows(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True)
+        return _Loop(lambda _: backend.dequantize_rows(a.codes, a.y, a.rows, a.low, a.step, bits=bits))
+
+    return make
+
+
+def _activation_mask(data: _Data, backend: Any) -> _Loop:
+    mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
+    return _Loop(lambda _: backend.mask_positive(data.x, mask))
+
+
+def _activation_apply_mask(data: _Data, backend: Any) -> _Loop:
+    mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
+    backend.mask_positive(data.x, mask)
+    return _Loop(lambda _: backend.apply_mask(mask, data.x, data.y, 1.25))
+
+
 _LOOPS: dict[str, _Maker] = {
     "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
     "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
@@ -267,6 +317,13 @@ _LOOPS: dict[str, _Maker] = {
     "orthonormalize-32x4096": _orthonormalize,
     "aq-sgd-lookup": _aq_sgd(update=False),
     "aq-sgd-lookup-update": _aq_sgd(update=True),
+    "activation-extremes": _activation_extremes,
+    "activation-quantize-8": _activation_quantize(8),
+    "activation-quantize-4": _activation_quantize(4),
+    "activation-dequantize-8": _activation_dequantize(8),
+    "activation-dequantize-4": _activation_dequantize(4),
+    "activation-mask": _activation_mask,
+    "activation-apply-mask": _activation_apply_mask,
 }
 
 
