@@ -40,10 +40,10 @@ elements, ``stride = ceil(m·w / 8)`` bytes; element j sits in byte ``j % stride
 byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vectorize. Unused bits are zero.
 
 **Rows of saved activations.** A tensor is seen, in memory order, as (parts, outer, groups, inner): rows of ``inner``
-elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). The caller chooses the
-ranges and keeps them: ``low`` and ``step``, float32 tensors of parts · groups elements, which elements may exceed. With
-``bits`` of 2, 4 or 8, and ``inv`` and ``u`` as above (``i`` of uniform(i) counts the elements of the tensor), all in
-float32 without fused multiply-add::
+elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). Ranges are the caller's
+to choose and to keep: ``low`` and ``step``, float32 tensors of parts · groups elements; values may lie outside. With
+``bits`` of 2, 4 or 8, and ``inv`` and ``u`` as above (elements are counted through the tensor), all in float32 without
+fused multiply-add (equations 3–5 of Mesa, arXiv:2111.11124, where at 8 bits low is β and step is α / 255)::
 
     code    = clamp(floor((x − low)·inv + u), 0, 2**bits − 1)           (0 where the sum is NaN)
     decoded = low + code·step
