@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowband.bench.models import GPT, MODELS, GPTConfig
+from narrowband.bench.models import GPT, MODELS, Block, GPTConfig
 
 TINY = MODELS["gpt-tiny"]
 
@@ -30,6 +30,19 @@ def test_a_token_sees_only_those_before_it():
     before, after = model(tokens_BL), model(changed_BL)
     torch.testing.assert_close(before[:, :10], after[:, :10])
     assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_step_by_step_is_attention_in_one_call(causal):
+    torch.manual_seed(0)
+    fused, steps = (Block(12, 3, causal=causal, fused=fused).double() for fused in (True, False))
+    steps.load_state_dict(fused.state_dict())
+    x_BLD = torch.randn(2, 5, 12, dtype=torch.float64)
+    results = [block(x_BLD) for block in (fused, steps)]
+    torch.testing.assert_close(*results)
+    for result in results:
+        result.square().sum().backward()
+    torch.testing.assert_close(fused.qkv.weight.grad, steps.qkv.weight.grad)
 
 
 def test_an_untrained_model_knows_nothing():

@@ -41,7 +41,7 @@ __all__ = ["Config", "Fit", "Subject", "count", "fit", "run", "subject", "survey
 Subject = tuple[nn.Module, tuple[Any, ...]]
 
 
-def _vit(batch: int, **shape: int) -> Subject:
+def _vit(batch: int, **shape: Any) -> Subject:
     return ViT(**shape), (torch.randn(batch, 3, 224, 224),)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "MODELS", "GPTConfig", "ResNet18", "ViT"]
+__all__ = ["GPT", "MODELS", "Block", "GPTConfig", "Product", "ResNet18", "ViT"]
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,48 @@ MODELS: dict[str, GPTConfig] = {
 }
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+class Product(nn.Module):
+    """``a @ b`` as a module of its own: so a policy for saved activations can name it, and its ranges are its own."""
 
-    def __init__(self, dim: int, heads: int, *, causal: bool = True) -> None:
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Args:
+        dim: of the model.
+        heads: of attention.
+        causal: whether a token sees only those before it.
+        fused: attention in one call of PyTorch; otherwise step by step, with the products ``scores`` and ``mix`` and a
+            softmax between them, each of which saves for backward what it needs.
+    """
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = True, fused: bool = True) -> None:
         super().__init__()
         self.heads = heads
         self.causal = causal
+        self.fused = fused
         self.norm1 = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
+        if not fused:
+            self.scores, self.mix = Product(), Product()
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         B, L, D = x_BLD.shape
         q, k, v = self.qkv(self.norm1(x_BLD)).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        a_BHLd = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        if self.fused:
+            a_BHLd = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        else:
+            s_BHLL = self.scores(q * (D // self.heads) ** -0.5, k.transpose(-2, -1))
+            if self.causal:
+                s_BHLL = s_BHLL.masked_fill(torch.ones(L, L, dtype=torch.bool, device=s_BHLL.device).triu(1), -math.inf)
+            a_BHLd = self.mix(F.softmax(s_BHLL, -1), v)
         x_BLD = x_BLD + self.proj(a_BHLd.transpose(1, 2).reshape(B, L, D))
         h_BLD: Tensor = self.down(F.gelu(self.up(self.norm2(x_BLD))))
         return x_BLD + h_BLD
@@ -119,6 +143,7 @@ class ViT(nn.Module):
         image: height and width of images.
         patch: of patches; divides ``image``.
         classes: how many.
+        fused: whether attention is one call; see :class:`Block`.
     """
 
     def __init__(
@@ -129,6 +154,8 @@ class ViT(nn.Module):
         image: int = 224,
         patch: int = 16,
         classes: int = 1000,
+        *,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         if image % patch:
@@ -136,7 +163,7 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, dim, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, dim))
         self.positions = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, dim))
-        self.blocks = nn.Sequential(*(Block(dim, heads, causal=False) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(dim, heads, causal=False, fused=fused) for _ in range(blocks)))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
         for module in self.modules():
