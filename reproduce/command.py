@@ -26,7 +26,7 @@ __all__ = ["Experiment", "Options", "Recipe", "chosen", "main"]
 #: A run of ``--quick``: enough to see that everything works, not to learn anything.
 _QUICK_ROWS = 2
 _QUICK_BATCH = 16
-_QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "gpt": 20_000}
+_QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "gpt": 20_000, "vit": 512}
 
 
 @dataclass(frozen=True)

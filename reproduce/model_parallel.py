@@ -40,7 +40,7 @@ from typing import Any
 
 from narrowband.report.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
-from reproduce.report import DENSE, Claim, Column, Group, Layout, as_good_as, named
+from reproduce.report import DENSE, Claim, Column, Group, Layout, as_good_as, judged
 from reproduce.training import Row
 
 __all__ = ["EXPERIMENT"]
@@ -252,16 +252,15 @@ def _judged(
     found: Sequence[Group], text: str, names: Sequence[str], verdict: Callable[..., bool], *, task: str = "cifar"
 ) -> Claim:
     """The claim of these rows; ``verdict`` gets the dense group, and then theirs."""
-    own = [named(found, task, name) for name in (DENSE, *names)]
-    there = [group for group in own if group is not None]
-    if len(there) < len(own):
-        return Claim(text, None, f"needs the rows {DENSE}, {'; '.join(names)} of task {task}")
-    figures = "; ".join(
-        f"{group.name} {group.score()}" + ("" if group.uncompressed is None else f", off {group.uncompressed:.2f}")
-        for group in there
-    )
+    claim = judged(found, task, text, names, verdict, _figures)
+    if claim.held is None:
+        return claim
     said = "; ".join(f"{name} {_of_paper(task, name)}" for name in names)
-    return Claim(text, verdict(*there), f"{figures} ({there[0].metric}); the paper: {said}")
+    return replace(claim, figures=f"{claim.figures}; the paper: {said}")
+
+
+def _figures(group: Group) -> str:
+    return f"{group.name} {group.score()}" + ("" if group.uncompressed is None else f", off {group.uncompressed:.2f}")
 
 
 def _of_paper(task: str, name: str) -> str:

@@ -13,7 +13,19 @@ from rich.table import Table
 
 from narrowband.report.units import format_bytes, format_seconds
 
-__all__ = ["DENSE", "PER_TASK", "Claim", "Group", "Layout", "as_good_as", "groups", "markdown", "named", "table"]
+__all__ = [
+    "DENSE",
+    "PER_TASK",
+    "Claim",
+    "Group",
+    "Layout",
+    "as_good_as",
+    "groups",
+    "judged",
+    "markdown",
+    "named",
+    "table",
+]
 
 #: The row that others are compared with.
 DENSE = "dense"
@@ -48,6 +60,10 @@ class Group:
         step_s: a step of the last epoch; the median over steps and then seeds.
         uncompressed: of rows with boundaries: the mean where these compress in training alone; None if one diverged.
         boundaries: for each boundary, how many times fewer bytes crossed it forward and backward.
+        samples_per_s: samples in a second of training; the median over seeds.
+        plain_bytes: of rows with a policy for activations: what backward would keep of a step's without it.
+        kept_bytes: what it keeps with it.
+        gradient_error: how far that takes a gradient from the exact one, as a share of its norm; the mean over seeds.
     """
 
     task: str
@@ -71,6 +87,10 @@ class Group:
     step_s: float
     uncompressed: float | None = None
     boundaries: tuple[tuple[float, float], ...] = ()
+    samples_per_s: float | None = None
+    plain_bytes: int | None = None
+    kept_bytes: int | None = None
+    gradient_error: float | None = None
 
     def score(self) -> str:
         """The mean, and its spread where there are several seeds."""
@@ -113,6 +133,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     for (task, epochs, name), own in together.items():
         first, mean, dense = own[0], means[task, epochs, name], means.get((task, epochs, DENSE))
         scores = tuple(row["score"] for row in own)
+        speeds = [row["samples_per_s"] for row in own if "samples_per_s" in row]
         found.append(
             Group(
                 task=task,
@@ -136,6 +157,10 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 step_s=statistics.median(row["step_s"] for row in own),
                 uncompressed=_mean([row.get("uncompressed_score") for row in own]),
                 boundaries=tuple((forward, backward) for forward, backward in first.get("boundaries", ())),
+                samples_per_s=statistics.median(speeds) if speeds else None,
+                plain_bytes=first.get("plain_bytes"),
+                kept_bytes=first.get("kept_bytes"),
+                gradient_error=_mean([row.get("gradient_error") for row in own]),
             )
         )
     return found
@@ -168,6 +193,31 @@ def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, withi
     worse = dense.mean - own.mean if own.higher_is_better else own.mean - dense.mean
     bound = within * dense.mean if relative else within
     return Claim(text, worse <= bound, figures)
+
+
+def judged(
+    found: Sequence[Group],
+    task: str,
+    text: str,
+    names: Sequence[str],
+    verdict: Callable[..., bool],
+    describe: Callable[[Group], str] = lambda group: f"{group.name} {group.score()}",
+) -> Claim:
+    """The claim of several rows.
+
+    Args:
+        found: rows, put together.
+        task: of the rows.
+        text: what is claimed.
+        names: of the rows, beside the dense one.
+        verdict: gets the dense group, and then theirs.
+        describe: what figures say of a group.
+    """
+    own = [named(found, task, name) for name in (DENSE, *names)]
+    there = [group for group in own if group is not None]
+    if len(there) < len(own):
+        return Claim(text, None, f"needs the rows {DENSE}, {'; '.join(names)} of task {task}")
+    return Claim(text, verdict(*there), f"{'; '.join(map(describe, there))} ({there[0].metric})")
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

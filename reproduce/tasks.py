@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowband.bench.models import GPT, GPTConfig
+from narrowband.bench.models import GPT, GPTConfig, ViT
 from reproduce.data import Images, Text, cifar10, tiny_shakespeare, wikitext2
 from reproduce.models import CharLSTM, ResNet
 
@@ -42,6 +42,9 @@ _MOST_NATS = 50.0
 #: A character model is fed and judged in windows of this length, each from a state of zeros.
 _CHARACTERS = 64
 _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
+
+#: DeiT-Ti's three heads over 65 tokens, four times narrower and with five of its twelve blocks.
+_VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
 
 #: Generators of several purposes are kept apart by the place of their purpose in the seed.
 _ORDER, _AUGMENTATION = 0, 1
@@ -123,32 +126,22 @@ class Task(ABC):
         """The metric, from sums over all ranks."""
 
 
-class Cifar(Task):
-    """CIFAR-10 with a ResNet; metric: the share of the test set that is classified right.
+class Classification(Task):
+    """A model of images; metric: the share of the test set that is classified right.
 
     Training images are cropped at random from a border of 4 pixels and mirrored half of the time.
     """
 
-    name = "cifar"
     metric = "test accuracy, %"
     higher_is_better = True
 
-    def __init__(self, batch: int, seed: int, rank: int, world_size: int, images: Images, depth: int = 8) -> None:
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int, images: Images) -> None:
         super().__init__(batch, seed, rank, world_size)
         self.images = images
-        self.depth = depth
 
     @property
     def steps(self) -> int:
         return self.images.train_y.numel() // self.batch
-
-    def model(self) -> nn.Module:
-        return ResNet(self.depth)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        stage = (self.depth - 2) // 6
-        return stage, 2 * stage, 3 * stage
 
     def samples(self, epoch: int) -> Tensor:
         order = torch.randperm(self.images.train_y.numel(), generator=_generator(self.seed, _ORDER, epoch))
@@ -173,6 +166,33 @@ class Cifar(Task):
 
     def value(self, total: float, count: float) -> float:
         return 100.0 * total / count
+
+
+class Cifar(Classification):
+    """CIFAR-10 with a ResNet."""
+
+    name = "cifar"
+
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int, images: Images, depth: int = 8) -> None:
+        super().__init__(batch, seed, rank, world_size, images)
+        self.depth = depth
+
+    def model(self) -> nn.Module:
+        return ResNet(self.depth)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        stage = (self.depth - 2) // 6
+        return stage, 2 * stage, 3 * stage
+
+
+class Patches(Classification):
+    """CIFAR-10 with a small vision transformer, whose attention is written out step by step."""
+
+    name = "vit"
+
+    def model(self) -> nn.Module:
+        return ViT(**_VIT, fused=False)
 
 
 class Language(Task):
@@ -243,7 +263,7 @@ class Wikitext(Language):
         return GPT(_GPT)
 
 
-TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Wikitext)
+TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Wikitext, Patches)
 
 
 def load(
@@ -264,7 +284,7 @@ def load(
         limit: use no more than so many samples (images or characters) to train with and as many to judge by.
         depth: of the ResNet.
     """
-    if name == "cifar":
+    if name in ("cifar", "vit"):
         all_of_it = cifar10(directory)
         images = Images(
             train_x=all_of_it.train_x[:limit],
@@ -273,6 +293,8 @@ def load(
             test_y=all_of_it.test_y[:limit],
             digest=all_of_it.digest,
         )
+        if name == "vit":
+            return Patches(batch, seed, rank, world_size, images)
         return Cifar(batch, seed, rank, world_size, images, depth)
     sets = {"lstm": (Shakespeare, tiny_shakespeare), "gpt": (Wikitext, wikitext2)}
     if name not in sets:

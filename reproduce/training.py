@@ -3,7 +3,8 @@
 Rows run one after the other in one set of rank processes, and each is written to ``rows/`` as soon as it is done, under
 a name that holds everything it depends on: a run that was stopped goes on from there.
 
-A row with boundaries, where a pipeline would cut the model, is trained by one process alone; several run side by side.
+Some rows send nothing between ranks: those with boundaries, where a pipeline would cut the model, and those about the
+activations that backward keeps. One process trains such a row alone; several run side by side.
 
 ``run`` starts the ranks; this module run as ``python -m`` is one rank.
 """
@@ -20,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -34,6 +36,7 @@ from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
 from narrowband.collectives import allreduce_nbytes, choose
 from narrowband.report.record import commit, versions, write_json
+from reproduce.activations import Activations, read_policy
 from reproduce.data import locate
 from reproduce.tasks import Task, load
 
@@ -54,6 +57,7 @@ _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
     "lstm": ("tinyshakespeare/input.txt",),
     "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
+    "vit": ("cifar10/train.parquet", "cifar10/test.parquet"),
 }
 
 
@@ -62,7 +66,7 @@ class Row:
     """One training run.
 
     Attributes:
-        task: cifar, lstm or gpt.
+        task: cifar, lstm, gpt or vit.
         name: what the row is called in tables.
         spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps of ``warmup_epochs``.
         seed: of parameters, order of samples and codecs.
@@ -87,6 +91,9 @@ class Row:
             after four fifths.
         forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
         backward: the same for their gradients.
+        activations: what backward keeps of activations: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
+            nobody looks.
+        trace: whether the result has how the policy's estimates of ranges went.
     """
 
     task: str
@@ -111,6 +118,8 @@ class Row:
     schedule: Literal["cosine", "steps"] = "cosine"
     forward: str = ""
     backward: str = ""
+    activations: str = ""
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
@@ -132,11 +141,22 @@ class Row:
             )
         if self.forward:
             nb.Boundary(self.forward, self.backward)
-            if self.spec != "none" or self.policy:
-                raise ValueError(
-                    f"a row with boundaries is trained by one process, which averages with none: spec={self.spec!r} "
-                    f"and policy={self.policy!r} would do nothing"
-                )
+        if self.activations:
+            read_policy(self.activations)
+        if self.forward and self.activations:
+            raise ValueError("a row has boundaries or keeps activations in few bits: leave out forward or activations")
+        if self.trace and not self.activations:
+            raise ValueError("trace=True notes ranges of activations, and needs activations: a policy as JSON")
+        if self.alone and (self.spec != "none" or self.policy):
+            raise ValueError(
+                f"a row with boundaries or a policy for activations is trained by one process, which averages with "
+                f"none: spec={self.spec!r} and policy={self.policy!r} would do nothing"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process trains the row, with no ranks to send anything to."""
+        return bool(self.forward or self.activations)
 
 
 def run(
@@ -151,9 +171,9 @@ def run(
     """Train every row and return what each came to, in the given order; see :func:`train` for what that holds.
 
     Args:
-        rows: trained in this order; those with boundaries last.
+        rows: trained in this order; those that one process trains alone last.
         directory: finished rows are kept in its ``rows/``.
-        nodes: number of ranks on this machine; rows with boundaries are trained so many at a time, one by each.
+        nodes: number of ranks on this machine; rows that one process trains alone are trained so many at a time.
         data_dir: the data folder, see :mod:`reproduce.data`.
         resume: take rows that an earlier run finished.
         on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}``,
@@ -187,9 +207,7 @@ def run(
     config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit()}
     for apart in (False, True):
         missing = [
-            [number, asdict(row)]
-            for number, row in enumerate(rows)
-            if number not in results and bool(row.forward) == apart
+            [number, asdict(row)] for number, row in enumerate(rows) if number not in results and row.alone == apart
         ]
         if missing:
             run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, Loopback(nodes), note)
@@ -198,7 +216,7 @@ def run(
 
 def ranks_of(row: Row, nodes: int) -> int:
     """How many of the ranks train the row."""
-    return 1 if row.forward else nodes
+    return 1 if row.alone else nodes
 
 
 def policy_of(row: Row, every: int) -> nb.Policy | None:
@@ -270,13 +288,23 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     * ``mean_ratio``: as ``ratio``, over all steps; ``plans``: what a policy decided, as [step, how many times smaller
       than the gradient payloads are, layer → spec];
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
-    * ``step_s``: the median step of the last epoch on rank 0, ``wall_s``: all of it, with evaluation.
+    * ``step_s``: the median step of the last epoch on rank 0, and ``samples_per_s``, by it and of all ranks;
+      ``wall_s``: all of training, with evaluation.
 
     With boundaries, the spec is what they compress with, bytes are what crosses them, both ways, and there are also
 
     * ``boundaries``: for each, how many times fewer bytes crossed it forward and backward, in the last epoch;
     * ``uncompressed_score``: after the last epoch, of a model whose boundaries let everything through. Scores are those
       with compression, which begins after warm-up.
+
+    With a policy for activations the spec is that policy, and there are also
+
+    * ``plain_bytes`` and ``kept_bytes``: what backward keeps of a step's activations without the policy and with it,
+      and ``by_operator``: operator → these two;
+    * ``gradient_error``: after training, how far the policy takes the gradient of a batch from the exact one, as a
+      share of its norm; None where that is not finite;
+    * ``ranges``, of a row with ``trace``: the ``steps`` at which ranges were noted, ``blocks`` (the first, the middle
+      and the last), and ``alpha`` and ``beta``: what in the model → per step a number per group.
 
     Args:
         row: what to train.
@@ -291,6 +319,10 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     # Statistics of batch norm are averaged before they are used, not sent at every step.
     module = task.model()
     boundaries = _cut(module, row, task)
+    activations = None
+    if row.activations:
+        policy = read_policy(row.activations)
+        activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace)
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
     extra: dict[str, Any] = {"optimizer": optimizer} if row.optimizer == "dgc" else {}
@@ -318,7 +350,10 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             step = epoch * task.steps + len(taken)
             for group in optimizer.param_groups:
                 group["lr"] = row.lr * rate(step)
-            losses.append(_step(model, optimizer, task, x, y, row.clip))
+            keeping = nullcontext() if activations is None else activations.step()
+            losses.append(_step(model, optimizer, task, x, y, row.clip, keeping))
+            if activations is not None:
+                activations.note(step + 1)
             if handle.plan is not None and (not plans or plans[-1][0] != handle.plan.step):
                 plans.append((handle.plan.step, handle.plan.ratio, handle.plan.specs()))
             now = time.perf_counter()
@@ -350,7 +385,9 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
         **_at_boundaries(boundaries, crossed, module, row, task),
+        **({} if activations is None else activations.report(task)),
         "step_s": statistics.median(taken),
+        "samples_per_s": row.batch / statistics.median(taken),
         "decide_s": after.decide_s,
         "wall_s": time.perf_counter() - begin,
     }
@@ -427,11 +464,18 @@ def _rate(step: int, total: int, schedule: Literal["cosine", "steps"]) -> float:
 
 
 def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, x: Tensor, y: Tensor, clip: float | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    x: Tensor,
+    y: Tensor,
+    clip: float | None,
+    keeping: AbstractContextManager[Any],
 ) -> Tensor:
-    """One optimizer step; this rank's loss before it."""
+    """One optimizer step, its forward in the context ``keeping``; this rank's loss before it."""
     optimizer.zero_grad()
-    loss = task.loss(model(x), y)
+    with keeping:
+        loss = task.loss(model(x), y)
     torch.autograd.backward(loss)
     if clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

@@ -56,6 +56,20 @@ def test_runs_of_different_length_are_not_compared():
     assert len(list(table(found, dgc.EXPERIMENT.titles))) == 2
 
 
+def test_what_backward_keeps_is_put_together_over_seeds():
+    told = {"plain_bytes": 400, "kept_bytes": 100}
+    (group,) = groups(
+        [
+            row("mesa", 60.0, seed, gradient_error=error, samples_per_s=speed, **told)
+            for seed, (error, speed) in enumerate([(0.01, 300.0), (0.03, 200.0), (0.02, 100.0)])
+        ]
+    )
+    assert (group.plain_bytes, group.kept_bytes, group.samples_per_s) == (400, 100, 200.0)
+    assert group.gradient_error == pytest.approx(0.02)
+    (group,) = groups([row("dense", 60.0)])
+    assert (group.plain_bytes, group.kept_bytes, group.samples_per_s, group.gradient_error) == (None,) * 4
+
+
 def test_one_seed_has_no_spread_and_a_diverged_one_no_mean():
     single, broken = groups([row("dense", 80.0), row("plain", None), row("plain", 70.0, 1)])
     assert (single.std, single.score()) == (None, "80.00")

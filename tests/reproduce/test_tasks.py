@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reproduce.data import Images, Text
-from reproduce.tasks import Cifar, Shakespeare, augmented, load, own_part, window_starts
+from reproduce.tasks import Cifar, Patches, Shakespeare, augmented, load, own_part, window_starts
 
 WORLD_SIZE = 4
 
@@ -88,13 +88,23 @@ def test_targets_are_the_next_characters():
         assert torch.equal(y_BL, (x_BL + 1) % 50)
 
 
+def test_the_same_images_whatever_the_model():
+    for resnet, vit in zip(ranks(Cifar, images()), ranks(Patches, images()), strict=True):
+        for one, other in zip(resnet.batches(1), vit.batches(1), strict=True):
+            assert all(map(torch.equal, one, other))
+    x, _ = next(iter(vit.batches(0)))
+    logits = vit.model()(x)
+    assert logits.shape == (4, 10)
+    assert logits.isfinite().all()
+
+
 def test_a_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(ValueError, match="batch of 6 cannot be shared evenly by 4 ranks"):
         Cifar(6, 0, 0, WORLD_SIZE, images())
 
 
 def test_an_unknown_task_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="no task 'mnist'; there are: cifar, lstm, gpt"):
+    with pytest.raises(ValueError, match="no task 'mnist'; there are: cifar, lstm, gpt, vit"):
         load("mnist", batch=4, seed=0, rank=0, world_size=1)
 
 

@@ -154,6 +154,9 @@ def test_without_resume_ranks_are_asked_for_every_row(finished, folder, monkeypa
         {"schedule": "steps"},
         {"small": "together"},
         {"forward": "none", "backward": "none"},
+        {"activations": '{"bits": 8}'},
+        {"activations": '{"bits": 4}'},
+        {"activations": '{"bits": 8}', "trace": True},
     ],
 )
 def test_a_row_is_kept_under_a_name_that_everything_changes(change):
@@ -223,6 +226,13 @@ def test_warm_up_is_counted_in_steps():
         ({"lr": 0.0}, "lr=0.0 must be above 0"),
         ({"forward": "none"}, "forward='none' and backward='' go together"),
         ({"forward": "none", "backward": "none", "spec": "fp16"}, "one process, .*: spec='fp16'"),
+        ({"activations": "{}", "spec": "fp16"}, "one process, .*: spec='fp16'"),
+        ({"activations": "{}", "policy": "lgreco", "spec": "qsgd"}, "one process, .*: .* policy='lgreco'"),
+        ({"activations": "{}", "forward": "none", "backward": "none"}, "leave out forward or activations"),
+        ({"activations": "bits=8"}, "'bits=8' is no JSON"),
+        ({"activations": "8"}, "'8' is no policy: expected fields of one"),
+        ({"activations": '{"bits": 3}'}, "there are 8, 4 and 2 bits"),
+        ({"trace": True}, "trace=True .* needs activations"),
         ({"forward": "none", "backward": "uniform:bits=99"}, "bits=99"),
     ],
 )

@@ -1,0 +1,112 @@
+"""What backward keeps of a row's activations: counted, compared with the exact gradient, and noted over training.
+
+Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import narrowband as nb
+from narrowband.activations import Saved
+from reproduce.tasks import Task
+
+__all__ = ["Activations", "read_policy"]
+
+#: Points in time at which ranges are noted.
+_POINTS = 50
+
+
+def read_policy(told: str) -> nb.ActivationPolicy:
+    """A policy from JSON.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    try:
+        fields = json.loads(told)
+    except ValueError as error:
+        raise ValueError(f"activations={told!r} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f'activations={told!r} is no policy: expected fields of one, such as {{"bits": 4}}')
+    return nb.ActivationPolicy.from_dict(fields)
+
+
+class Activations:
+    """What backward keeps of a model's activations while it is trained.
+
+    Args:
+        policy: what is kept in how many bits.
+        model: whose activations.
+        steps: of training.
+        trace: whether ranges are noted on the way.
+    """
+
+    def __init__(self, policy: nb.ActivationPolicy, model: nn.Module, steps: int, *, trace: bool) -> None:
+        self._policy, self._model, self._trace = policy, model, trace
+        self._context = nb.compress_activations(model, policy=policy)
+        self._saved: Saved | None = None
+        self._points = {round(steps * point / _POINTS) for point in range(1, _POINTS + 1)}
+        self._noted: list[tuple[int, dict[str, Tensor]]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """For forward of a step. A policy that leaves everything as it is only counts, and counting once is enough."""
+        if self._policy.is_off and self._saved is not None:
+            yield
+            return
+        with self._context as self._saved:
+            yield
+
+    def note(self, step: int) -> None:
+        """Remember ranges as they are after so many steps, if it is time for that."""
+        if self._trace and step in self._points:
+            self._noted.append((step, self._context.state_dict()["estimates"]))
+
+    def report(self, task: Task) -> dict[str, Any]:
+        """What :func:`reproduce.training.train` says of a row with activations in few bits."""
+        saved = self._saved or Saved()
+        found = {
+            "spec": json.dumps({"bits": self._policy.bits} | self._policy.to_dict()),
+            "plain_bytes": saved.bytes_plain,
+            "kept_bytes": saved.bytes_kept,
+            "by_operator": {name: [kept.plain, kept.kept] for name, kept in saved.by_operator.items()},
+            "gradient_error": self._gradient_error(task),
+        }
+        return found | {"ranges": self._ranges()} if self._trace else found
+
+    def _ranges(self) -> dict[str, Any]:
+        """What was noted of the first, the middle and the last block."""
+        count = len(cast("nn.Sequential", self._model.get_submodule("blocks")))
+        blocks = [f"blocks.{at}" for at in sorted({0, count // 2, count - 1})]
+        known = self._noted[-1][1] if self._noted else {}
+        names = [name for name in known if any(name.startswith((f"{block}.", f"{block}:")) for block in blocks)]
+        alpha, beta = (
+            {name: [_rounded(held[name][part]) for _, held in self._noted] for name in names} for part in (0, 1)
+        )
+        return {"steps": [step for step, _ in self._noted], "blocks": blocks, "alpha": alpha, "beta": beta}
+
+    def _gradient_error(self, task: Task) -> float | None:
+        x, y = next(task.batches(0))
+        exact, rough = self._gradient(task, x, y, nullcontext()), self._gradient(task, x, y, self._context)
+        error = ((rough - exact).norm() / exact.norm()).item()
+        return error if math.isfinite(error) else None
+
+    def _gradient(self, task: Task, x: Tensor, y: Tensor, keeping: AbstractContextManager[Any]) -> Tensor:
+        """Of all parameters in one vector; what they hold as gradients is left alone."""
+        with keeping:
+            loss = task.loss(self._model(x), y)
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters)])
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """To what can be seen in a picture."""
+    return [float(f"{value:.4g}") for value in values.tolist()]
