@@ -5,13 +5,13 @@ import json
 import pytest
 
 import narrowband as nb
-from reproduce import dgc, lgreco, model_parallel, powersgd
+from reproduce import dgc, lgreco, mesa, model_parallel, powersgd
 from reproduce.command import Options, chosen, main
 from reproduce.report import DENSE, PER_TASK
 from reproduce.training import resolved
 from tests.reproduce.synthetic import write_all
 
-EXPERIMENTS = [dgc.EXPERIMENT, lgreco.EXPERIMENT, model_parallel.EXPERIMENT, powersgd.EXPERIMENT]
+EXPERIMENTS = [module.EXPERIMENT for module in (dgc, lgreco, mesa, model_parallel, powersgd)]
 
 
 def names(rows):

@@ -1,0 +1,346 @@
+"""Mesa (Pan, Chen, He, Liu, Cai, Zhuang 2021, arXiv 2111.11124): training a vision transformer in less memory.
+
+The paper computes forward exactly and keeps of it, for backward, what 8 bits hold: per attention head or group of
+channels, between ranges that are estimated as training goes on, rounded at random. It finds that DeiT-Ti then learns as
+well or better in half of the memory, at half of the speed on one GPU; that estimates are better and smaller than
+statistics per sample (its table 2); that rounding to the nearest (table 3) does on a small set; that symmetric ranges
+(table 4), one range per layer (table 5) and another decay of the estimates (table 6) are worse; and that operators
+(table 7) and modules (table 8) may be compressed one by one.
+
+One process trains each row; as many run side by side as ``--nodes`` says, with one thread each.
+
+Run ``python -m reproduce.mesa`` (more than an hour on two cores), ``--quick`` (seconds), ``--help``; ``--seeds 0 1 2``
+trains the baseline and Mesa three times. The paper's figures 7 and 8, how ranges went, are drawn beside the results.
+
+Differences from the paper:
+
+* A vision transformer of 0.15 million parameters on CIFAR-10 (48 channels, 5 blocks, patches of 4 pixels, and three
+  heads as DeiT-Ti has), 5 epochs over 30,000 of the images, instead of DeiT-Ti on CIFAR-100 and ImageNet. Learning rate
+  and batch go with that size; AdamW, its weight decay and the cosine are the paper's. No mixup and the like.
+* float32, not mixed precision: 8 bits are a fourth of what is kept plain, and not about half. Bytes are those that
+  autograd keeps of a step between forward and backward; the paper's memory is the peak of the GPU's allocator.
+* In float32 softmax and the product behind it keep one tensor. Where one of the two alone is compressed, there is a
+  copy of it more; under the paper's autocast each has its own.
+* Rows of ablations have one seed. Differences of less than a point or so between them are noise, and a claim that one
+  is better than the other may then go either way; the error of the gradient, which the paper does not have, says more.
+* Tables 2 to 8 stand here without the paper's accuracies: only what its text says of them, and what its authors' page
+  (github.com/ziplab/Mesa) has of table 1, could be had. Combinations of operators are those the text names.
+* Rows in 4 and 2 bits are not the paper's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from narrowband.report.units import format_bytes
+from reproduce.command import Experiment, Recipe, main
+from reproduce.report import DENSE, Claim, Column, Group, Layout, as_good_as, judged
+from reproduce.training import Row
+
+__all__ = ["EXPERIMENT"]
+
+_PLAIN = Row(
+    "vit", DENSE, "none", optimizer="adamw", epochs=5, lr=2e-3, batch=100, weight_decay=0.05, limit=30_000,
+    activations='{"bits": "off"}',
+)  # fmt: skip
+
+#: Points of accuracy within which 8 bits are as good as none; within which rows of one seed are on par; that are noise,
+#: where two are compared; and that are a loss. Share of bytes and of speed that the paper calls a half.
+_KEPT = 0.5
+_ON_PAR = 1.5
+_NOISE = 0.5
+_LOST = 2.0
+_HALF = 0.5
+
+#: The smallest value of GELU, at which the paper sees the offset of the second feed-forward layer's input stay.
+_GELU_MIN = -0.17
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the paper says of a row.
+
+    Attributes:
+        row: ours.
+        accuracy: of DeiT-Ti on ImageNet, %.
+        memory: in training, as a share of the baseline's.
+        speed: in training on one GPU, as a share of the baseline's.
+        ablation: whether the row only shows what a part of the method is good for.
+    """
+
+    row: Row
+    accuracy: float | None = None
+    memory: float | None = None
+    speed: float | None = None
+    ablation: bool = True
+
+
+def _said(name: str, memory: float | None = None, **policy: Any) -> _Said:
+    return _Said(replace(_PLAIN, name=name, activations=json.dumps(policy)), memory=memory)
+
+
+def _operators(*names: str) -> _Said:
+    """Nothing but these."""
+    return _said(" + ".join(names).replace("_", " "), bits="off", operators=dict.fromkeys(names, 8))
+
+
+def _modules(name: str, *patterns: str, memory: float | None = None) -> _Said:
+    """Nothing but these."""
+    return _said(name, memory, bits="off", modules=dict.fromkeys(patterns, 8))
+
+
+#: Parts of a block, as the authors have them: normalization is in neither.
+_ATTENTION = ("blocks.*.qkv", "blocks.*.scores", "blocks.*:softmax", "blocks.*.mix", "blocks.*.proj")
+_FEED_FORWARD = ("blocks.*.up", "blocks.*:gelu", "blocks.*.down")
+
+#: Numbers are those of table 1, and what the text says of the speed.
+_DENSE = _Said(_PLAIN, accuracy=71.9, ablation=False)
+_MESA = _Said(
+    replace(_PLAIN, name="mesa", activations='{"bits": 8}', trace=True),
+    accuracy=72.1, memory=1858 / 4171, speed=0.5, ablation=False,
+)  # fmt: skip
+
+_OPERATORS = (
+    _operators("matmul"),
+    _operators("gelu"),
+    _operators("layer_norm"),
+    _operators("softmax"),
+    _operators("softmax", "gelu"),
+    _operators("gelu", "layer_norm"),
+)
+_MODULES = (
+    _modules("attention", *_ATTENTION, memory=0.73),
+    _modules("feed-forward", *_FEED_FORWARD, memory=0.79),
+    _modules("both modules", *_ATTENTION, *_FEED_FORWARD),
+)
+_DECAYS = (0.0, 0.5, 0.99, 0.999)
+
+#: Table → its rows beside the baseline and Mesa, which are in all of them.
+_TABLES: dict[str, tuple[_Said, ...]] = {
+    "table 1": (_said("4 bits", bits=4), _said("2 bits", bits=2)),
+    "table 2": (_said("per sample", bits=8, statistics="sample"),),
+    "table 3": (_said("nearest", bits=8, rounding="nearest"),),
+    "table 4": (_said("symmetric", bits=8, symmetric=True),),
+    "table 5": (_said("per layer", bits=8, granularity="layer"),),
+    "table 6": tuple(_said(f"decay {decay:g}", bits=8, decay=decay) for decay in _DECAYS),
+    "table 7": _OPERATORS,
+    "table 8": _MODULES,
+}
+_SAID = {said.row.name: said for said in (_DENSE, _MESA, *(said for rows in _TABLES.values() for said in rows))}
+
+_LEGEND = (
+    "Score: mean ± standard deviation over seeds; without ± it is one seed's. Error: how far the gradient of a batch "
+    "is from the exact one after training, as a share of its norm. Kept: of a step's activations, for backward; share: "
+    "of what dense keeps. Paper: accuracy of DeiT-Ti on ImageNet, and memory and speed in percent of its baseline's."
+)
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+def _claims(found: Sequence[Group]) -> list[Claim]:
+    claim: Callable[..., Claim] = functools.partial(_judged, found)
+    operators = tuple(said.row.name for said in _OPERATORS)
+    return [
+        as_good_as(
+            found, "vit", "mesa", f"8 bits: accuracy is within {_KEPT:g} points of dense", within=_KEPT, relative=False
+        ),
+        claim(
+            f"8 bits: backward keeps at most {_HALF:.0%} of the bytes",
+            ("mesa",),
+            lambda _, mesa: _share(mesa) <= _HALF,
+        ),
+        claim(
+            f"8 bits of everything: training is at least {_HALF:.0%} as fast",
+            ("mesa",),
+            lambda dense, mesa: _speed(mesa) >= _HALF * _speed(dense),
+        ),
+        claim(
+            f"running estimates: no worse than statistics per sample by more than {_NOISE:g} points, in fewer bytes",
+            ("mesa", "per sample"),
+            lambda _, mesa, sample: _score(mesa) >= _score(sample) - _NOISE and _share(mesa) < _share(sample),
+        ),
+        claim(
+            f"rounding to the nearest is competitive on a small set: within {_ON_PAR:g} points of dense",
+            ("nearest",),
+            lambda dense, nearest: _on_par(nearest, dense),
+        ),
+        claim(
+            "symmetric ranges are worse than asymmetric ones, and no better than dense",
+            ("mesa", "symmetric"),
+            _mesa_is_better,
+        ),
+        claim(
+            "one range per layer is worse than one per head and group, and no better than dense; bytes are the same",
+            ("mesa", "per layer"),
+            lambda dense, mesa, layer: (
+                _mesa_is_better(dense, mesa, layer) and math.isclose(_share(mesa), _share(layer), rel_tol=0.01)
+            ),
+        ),
+        claim(
+            f"no other decay is better than 0.9 by more than {_NOISE:g} points",
+            ("mesa", *(f"decay {decay:g}" for decay in _DECAYS)),
+            lambda _, mesa, *others: all(_score(other) <= _score(mesa) + _NOISE for other in others),
+        ),
+        claim(
+            f"a large decay hurts: with 0.999 at least {_LOST:g} points are lost",
+            ("mesa", "decay 0.999"),
+            lambda _, mesa, large: _score(large) <= _score(mesa) - _LOST,
+        ),
+        claim(
+            f"operators one by one and in pairs: within {_ON_PAR:g} points of dense; all together keep the least",
+            ("mesa", *operators),
+            lambda dense, mesa, *some: all(_on_par(each, dense) and _share(mesa) < _share(each) for each in some),
+        ),
+        claim(
+            f"attention and feed-forward: within {_ON_PAR:g} points of dense; attention saves more, and both the most",
+            tuple(said.row.name for said in _MODULES),
+            lambda dense, attention, forward, both: (
+                all(_on_par(each, dense) for each in (attention, forward, both))
+                and _share(both) < _share(attention) < _share(forward)
+            ),
+        ),
+    ]
+
+
+def _judged(found: Sequence[Group], text: str, names: Sequence[str], verdict: Callable[..., bool]) -> Claim:
+    return judged(found, "vit", text, names, verdict, _figures)
+
+
+def _figures(group: Group) -> str:
+    error = "" if not group.gradient_error else f", gradient off by {group.gradient_error:.1%}"
+    return f"{group.name} {group.score()}, {_share(group):.1%} of bytes{error}, {_speed(group):.0f} images/s"
+
+
+def _mesa_is_better(dense: Group, mesa: Group, other: Group) -> bool:
+    return _score(other) < _score(mesa) and _score(other) <= _score(dense) + _NOISE
+
+
+def _on_par(group: Group, dense: Group) -> bool:
+    return _score(group) >= _score(dense) - _ON_PAR
+
+
+def _score(group: Group) -> float:
+    """Accuracy; a row that diverged is worse than any other."""
+    return -math.inf if group.mean is None else group.mean
+
+
+def _share(group: Group) -> float:
+    """Of plain bytes that are kept."""
+    return (group.kept_bytes or 0) / (group.plain_bytes or 1)
+
+
+def _speed(group: Group) -> float:
+    return group.samples_per_s or 0.0
+
+
+# ---- tables and pictures ---------------------------------------------------------------------------------------------
+
+
+def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
+    """Those that have a row of their own; the first also with the baseline and Mesa alone."""
+    for key, rows in _TABLES.items():
+        names = [DENSE, "mesa", *(said.row.name for said in rows)]
+        own = sorted((group for group in found if group.name in names), key=lambda group: names.index(group.name))
+        if any(group.name in names[2:] for group in own) or (own and key == "table 1"):
+            yield key, own
+
+
+def _paper(group: Group) -> str:
+    said = _SAID[group.name]
+    accuracy = "–" if said.accuracy is None else f"{said.accuracy:.1f}"
+    return "/".join(
+        (accuracy, *("–" if share is None else f"{100 * share:.0f}" for share in (said.memory, said.speed)))
+    )
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("row", lambda group: group.name),
+    ("score", Group.score),
+    ("error", lambda group: "–" if group.gradient_error is None else f"{group.gradient_error:.1%}"),
+    ("kept", lambda group: format_bytes(group.kept_bytes or 0)),
+    ("share", lambda group: f"{_share(group):.0%}"),
+    ("images/s", lambda group: f"{_speed(group):.0f}"),
+    ("paper", _paper),
+)
+
+#: Picture → what is in it: title → of a block, whose estimates. There are 65 tokens, and 16 channels in a head.
+_PICTURES: dict[str, Mapping[str, str]] = {
+    "figure-7": {
+        "input": ".qkv:matmul:48",
+        "queries": ".scores:matmul:65×16",
+        "keys": ".scores:matmul:16×65",
+        "attention": ":softmax:3×65×65",
+        "values": ".mix:matmul:65×16",
+        "projection's input": ".proj:matmul:48",
+    },
+    "figure-8": {
+        "first layer's input": ".up:matmul:48",
+        "GELU's input": ":gelu:65×192",
+        "second layer's input": ".down:matmul:192",
+    },
+}
+
+
+def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
+    """How α and β went in attention (figure 7) and feed-forward (figure 8), a curve per group."""
+    from matplotlib.figure import Figure
+
+    ranges = next((row["ranges"] for row in rows if row.get("ranges", {}).get("steps")), None)
+    if ranges is None:
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for picture, tensors in _PICTURES.items():
+        places = [(block, part) for block in ranges["blocks"] for part in ("alpha", "beta")]
+        figure = Figure(figsize=(3.0 * len(tensors), 2.2 * len(places)), layout="constrained")
+        grid = figure.subplots(len(places), len(tensors), squeeze=False, sharex=True)
+        for (block, part), line in zip(places, grid, strict=True):
+            for axes, (title, name) in zip(line, tensors.items(), strict=True):
+                for group, values in enumerate(zip(*ranges[part][block + name], strict=True)):
+                    axes.plot(ranges["steps"], values, label=f"group {group + 1}")
+                if part == "beta" and name.startswith(".down"):
+                    axes.axhline(_GELU_MIN, color="black", linestyle=":", label="smallest GELU")
+                axes.set_title(f"{title}, block {int(block.rpartition('.')[2]) + 1}", fontsize=9)
+                axes.grid(alpha=0.3)
+            line[0].set_ylabel({"alpha": "range α", "beta": "offset β"}[part])
+        for axes in grid[-1]:
+            axes.set_xlabel("step")
+        grid[1][-1].legend(fontsize=7)
+        drawn.append(directory / f"{picture}.png")
+        figure.savefig(drawn[-1], dpi=120)
+    return drawn
+
+
+_IMAGES = "CIFAR-10, vision transformer"
+_TITLES = {
+    "table 1": f"Bits (table 1): {_IMAGES}",
+    "table 2": f"Statistics per sample (table 2): {_IMAGES}",
+    "table 3": f"Rounding (table 3): {_IMAGES}",
+    "table 4": f"Symmetric ranges (table 4): {_IMAGES}",
+    "table 5": f"Granularity (table 5): {_IMAGES}",
+    "table 6": f"Decay of estimates (table 6; 0.9 in mesa): {_IMAGES}",
+    "table 7": f"Operators (table 7): {_IMAGES}",
+    "table 8": f"Modules (table 8): {_IMAGES}",
+}
+
+EXPERIMENT = Experiment(
+    module="mesa",
+    paper="Pan et al. 2021, Mesa: a memory-saving training framework for transformers (arXiv 2111.11124)",
+    titles=_TITLES,
+    recipes=tuple(Recipe(said.row, turn=int(said.ablation), ablation=said.ablation) for said in _SAID.values()),
+    claims=_claims,
+    draw=_draw,
+    nodes=2,
+    layout=Layout(tables=_tables, columns=lambda _: _COLUMNS, legend=_LEGEND),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))
