@@ -289,8 +289,9 @@ def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: T
 
 
 def mask_positive(x: Tensor, out: Tensor) -> None:
-    """The mask of where ``x`` (float32 or bfloat16) is above zero, into ``out`` (uint8, exactly ceil(numel / 8) long).
-    NaN is not above zero.
+    """The mask of where ``x`` (float32 or bfloat16) is not at or below zero: above it, or NaN, as ReLU's backward asks.
+
+    ``out`` is uint8, exactly ceil(numel / 8) long.
     """
     _backend(x).mask_positive(x, out)
 

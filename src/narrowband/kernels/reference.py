@@ -303,7 +303,7 @@ def _planes(x: Tensor, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
 def mask_positive(x: Tensor, out: Tensor) -> None:
     out.zero_()
     for bit, bytes_, elements in _planes(x, out.numel()):
-        out[bytes_] |= (x.view(-1)[elements] > 0).to(torch.uint8) << bit
+        out[bytes_] |= (~(x.view(-1)[elements] <= 0)).to(torch.uint8) << bit  # NaN is kept
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
