@@ -42,11 +42,13 @@ byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vecto
 **Rows of saved activations.** A tensor is seen, in memory order, as (parts, outer, groups, inner): rows of ``inner``
 elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). The caller chooses the
 ranges and keeps them: ``low`` and ``step``, float32 tensors of parts · groups elements, which elements may exceed. With
-``bits`` of 2, 4 or 8, and ``inv`` and ``u`` as above (``i`` of uniform(i) counts the elements of the tensor), all in
-float32 without fused multiply-add::
+``bits`` of 2, 4 or 8, ``inv`` as above, and ``u`` ½ or (hash(i, seed) >> 16) · 2**-16 (``i`` counts the elements of the
+tensor), all in float32 without fused multiply-add::
 
     code    = clamp(floor((x − low)·inv + u), 0, 2**bits − 1)           (0 where the sum is NaN)
     decoded = low + code·step
+
+Sixteen bits make the sum of ``u`` and a whole number exact: what lies on a level stays there, whatever the seed.
 
 Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes of its own: element j sits in byte
 ``j % stride`` at bit ``(j // stride)·bits``, and unused bits are zero. There is no header and no padding between rows.

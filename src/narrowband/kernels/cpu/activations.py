@@ -237,7 +237,7 @@ def _code(x, low, inverse, shift, top):
 
 @inlined
 def _shift(i, fold, stochastic):
-    return F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(8))) * F32(2.0**-24)) if stochastic else F32(0.5)
+    return F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(16))) * F32(2.0**-16)) if stochastic else F32(0.5)
 
 
 @loop
