@@ -11,6 +11,7 @@ Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -147,6 +148,8 @@ class Pass:
         self._counts: dict[tuple[str, str], int] = {}
         self._live((*model.parameters(), *model.buffers()))
         self.packed = 0
+        #: On saved tensors. A graph holds them, and a model may hold a graph: so they do not hold the model.
+        self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
 
     # ---- where we are ------------------------------------------------------------------------------------------------
     # Hooks on modules are called in all threads: each pass minds its own.
@@ -207,11 +210,6 @@ class Pass:
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
-    @property
-    def hooks(self) -> tuple[Any, Any]:
-        """On saved tensors. The second knows nothing of the pass, since what is saved holds it."""
-        return self.pack, self.unpack
-
     def pack(self, x: Tensor) -> Exact | Packed:
         """What to keep of a tensor that autograd saves."""
         operator, module = self._place()
@@ -236,11 +234,6 @@ class Pass:
         self.saved.add(operator.name, module, plain, payload.nbytes if fresh else 0)
         self.packed += 1
         return Packed(x, arrangement, payload, where)
-
-    @staticmethod
-    def unpack(kept: Exact | Packed) -> Tensor:
-        """About what was saved."""
-        return kept.restore()
 
     def _payload(
         self, x: Tensor, memory: _Memory, operator: Known, module: str
@@ -327,12 +320,12 @@ class Pass:
         return [x for x in torch.utils._pytree.tree_leaves(self.arguments) if isinstance(x, Tensor)]
 
     def _samples(self, x: Tensor, grouping: Grouping) -> int:
-        """How many samples the first dimension is made of: linear layers make one of samples and tokens."""
+        """How many samples the first dimension is made of: products make one of samples and tokens, or heads."""
         if grouping.dim == 0:
             return grouping.major
         given = next(iter(self._operands()), x)
-        flattened = x.dim() == 2 and given.dim() > 2 and x.shape[0] == math.prod(given.shape[:-1])
-        return given.shape[0] if flattened else x.shape[0]
+        samples = given.shape[0] if given.dim() else 0
+        return samples if samples and x.shape[0] % samples == 0 else x.shape[0]
 
     def _bits(self) -> Bits:
         operator, module = self._place()
@@ -362,12 +355,21 @@ class Pass:
             node = node.next_functions[0][0]
         if node is not None:
             return isinstance(getattr(node, "variable", None), nn.Parameter)
-        if x.requires_grad or not torch.is_autocast_enabled(x.device.type):
+        if x.requires_grad:
             return False
         # Of one that is frozen nothing says where it comes from.
         whole = x if x._base is None else x._base
         those = (given.detach() for given in self._operands() if _of_a_parameter(given) and given.dtype != x.dtype)
         return any(whole.shape == given.shape and torch.equal(whole, given.to(x.dtype)) for given in those)
+
+
+def _pack(at: weakref.ref[Pass], x: Tensor) -> Exact | Packed:
+    current = at()
+    return Exact(x, "an operator") if current is None else current.pack(x)
+
+
+def _unpack(kept: Exact | Packed) -> Tensor:
+    return kept.restore()
 
 
 def _is_strided(x: Tensor) -> bool:
@@ -398,7 +400,7 @@ def _divisor(size: int, wanted: int) -> int:
 
 def _saved_by_checkpoint() -> bool:
     """Whether torch.utils.checkpoint is what saves: what it calls may save, too."""
-    frame: types.FrameType | None = sys._getframe(3)  # the hook's caller
+    frame: types.FrameType | None = sys._getframe(4)  # the hook's caller
     if frame is not None and frame.f_code is _APPLY:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == checkpoint.__file__
