@@ -178,6 +178,18 @@ def test_differentiating_twice_is_an_error_that_says_so(function):
     assert x.grad is not None
 
 
+def test_what_a_mask_is_of_may_change():
+    """PyTorch needs the result of ReLU and the input of dropout's product as they were; a mask needs neither."""
+    model, handle = compressing(lambda x: F.dropout(F.relu(x).add_(1), 0.5).mul_(2))
+    x = torch.randn(10, 10, requires_grad=True)
+    with handle:
+        torch.manual_seed(0)
+        y = model(x)
+    y.sum().backward()
+    torch.manual_seed(0)
+    assert torch.equal(x.grad, (x > 0) * F.dropout(torch.ones(10, 10), 0.5) * 2)
+
+
 def test_masks_are_neither_for_small_tensors_nor_for_modules_that_are_off():
     x = torch.randn(10, 10, requires_grad=True)
     for options in ({"min_numel": 101}, {"operators": {"relu": "off"}}, {"modules": {"": "off"}}):
@@ -194,6 +206,22 @@ def test_no_mask_where_there_is_no_backward():
         with torch.no_grad():
             model(torch.randn(10, 10, requires_grad=True))
     assert (saved.bytes_plain, saved.bytes_kept) == (0, 0)
+
+
+def test_a_function_that_was_replaced_is_called(monkeypatch):
+    """As attention is by libraries that have a faster one."""
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
+    plain = F.scaled_dot_product_attention
+    handle = nb.compress_activations(model, min_numel=1)
+    with handle:
+        before, _ = model(x, x, x, need_weights=False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: plain(*args) + 1)
+    with handle as saved:
+        after, _ = model(x, x, x, need_weights=False)
+    assert same(after, model(x, x, x, need_weights=False)[0])
+    assert not same(after, before)
+    assert saved.by_operator["attention"].kept < saved.by_operator["attention"].plain
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -292,3 +320,46 @@ def test_custom_functions_are_left_alone_unless_named():
             y = model(x)
         y.sum().backward()
     assert exact == [True, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_only_floats_are_ever_quantized():
+    """Of all that a function that is named may save."""
+    others = [
+        torch.randint(100, (8, 8)),
+        torch.randint(100, (8, 8), dtype=torch.int8),
+        torch.rand(8, 8) < 0.5,
+        torch.randn(8, 8, dtype=torch.complex64),
+        torch.randn(8, 8, dtype=torch.float64),
+        torch.randn(8, 8).to_sparse(),
+        torch.randn(8, 8).to(torch.float8_e4m3fn),
+        torch.quantize_per_tensor(torch.randn(8, 8), 0.1, 0, torch.qint8),
+    ]
+    found = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *those):
+            ctx.save_for_backward(x, *those)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.extend(ctx.saved_tensors)
+            return gradient, *[None] * len(others)
+
+    model, handle = compressing(
+        lambda x: Saves.apply(x.tanh(), *[other.clone() for other in others]), bits=2, operators={"custom": 2}
+    )
+    x = torch.randn(8, 8, requires_grad=True)
+    with handle:
+        y = model(x)
+    y.sum().backward()
+    assert not torch.equal(found[0], x.tanh())
+    for kept, other in zip(found[1:], others, strict=True):
+        assert kept.dtype == other.dtype
+        if other.is_sparse:
+            kept, other = kept.to_dense(), other.to_dense()  # noqa: PLW2901
+        if other.is_quantized:
+            kept, other = kept.int_repr(), other.int_repr()  # noqa: PLW2901
+        assert torch.equal(kept.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))

@@ -834,6 +834,34 @@ def test_an_exception_leaves_everything_clean():
     y.sum().backward()
 
 
+def test_an_interrupt_that_the_model_catches_does_not_confuse_modules():
+    class Interrupts(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(16, 32), Interrupts(), nn.Linear(32, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            with contextlib.suppress(KeyboardInterrupt):
+                self.inner(x)
+            return self.last(x)
+
+    model = nn.Sequential(Catches(), nn.GELU())
+    with compress(model) as saved:
+        model(torch.randn(20, 16)).exp()
+    assert set(saved.by_module) == {"0.last", "1", "(outside)"}
+
+
+def test_ratios():
+    assert nb.activations.Kept(12, 3).ratio == 4
+    assert nb.activations.Kept(12, 0).ratio == math.inf
+    assert nb.activations.Kept().ratio == nb.activations.Saved().ratio == 1
+
+
 def test_contexts_do_not_nest():
     model = linears(16, 32, 8)
     handle = compress(model)

@@ -9,7 +9,6 @@ that, where PyTorch's save the result, or the mask in the dtype of the input. Fo
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -91,9 +90,11 @@ def _operator(function: Any) -> Known:
     return CUSTOM if isinstance(name, str) and name.partition("::")[0] not in _OWN else OTHER
 
 
-@functools.cache
 def _transparent(function: types.FunctionType) -> Callable[..., Any]:
-    """A copy of a function that does not hand itself over to the mode, so that the operators it calls do."""
+    """A copy of a function that does not hand itself over to the mode, so that the operators it calls do.
+
+    It is made anew for each call: what it calls may have been replaced in its module.
+    """
     seen = dict(function.__globals__)
     for name in function.__code__.co_names:
         if name.startswith("has_torch_function"):

@@ -168,8 +168,12 @@ class Pass:
 
     def leaving(self, module: nn.Module, *_: Any) -> None:
         """A module has ended."""
-        if self is getattr(_current, "at", None) and self._modules and self._modules[-1][0] == id(module):
-            self._modules.pop()
+        if self is not getattr(_current, "at", None):
+            return
+        for place in reversed(range(len(self._modules))):
+            if self._modules[place][0] == id(module):
+                del self._modules[place:]  # with what KeyboardInterrupt kept from ending
+                return
 
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is given these: they live as long as whoever gave them wants."""
@@ -438,10 +442,14 @@ def compress_activations(
         TypeError: both a policy and fields of one.
 
     Example:
+        What the loss saves is outside of the model and stays as it is:
+
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> with nb.compress_activations(model, bits=8) as saved:
-        ...     loss = loss_of(model(x), y)
+        ...     loss = model(torch.randn(32, 64)).square().mean()
         >>> loss.backward()
-        >>> print(saved.bytes_plain / saved.bytes_kept)
+        >>> saved.bytes_plain, saved.bytes_kept, saved.ratio
+        (73728, 24576, 3.0)
     """
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
@@ -504,7 +512,10 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranges by name, (2, groups) float32 each, α and β, and how many random draws were made."""
+        """Ranges by name, (2, groups) float32 each, α and β, and how many random draws were made.
+
+        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2.
+        """
         return {"estimates": self.estimates.state_dict(), "draws": self.estimates.draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
