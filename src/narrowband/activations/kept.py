@@ -73,8 +73,8 @@ class Arrangement:
         return cls(order, sizes, dense=x.permute(order).is_contiguous())
 
     def flat(self, x: Tensor) -> Tensor:
-        """The elements in that order; a view where there are no gaps."""
-        return x.permute(self.order).reshape(-1)
+        """The elements in that order, contiguous; a view where there are no gaps."""
+        return x.permute(self.order).reshape(-1).contiguous()  # of one row with gaps, reshape makes a view with gaps
 
     def unflat(self, flat: Tensor) -> Tensor:
         """The inverse of :meth:`flat`."""
@@ -83,23 +83,31 @@ class Arrangement:
             back[dim] = place
         return flat.view(self.sizes).permute(back)
 
-    def rows(self, grouping: Grouping, *, per_sample: bool) -> Rows:
-        """How the flat tensor is cut. Samples, the first dimension, can be parts only where they lie outermost."""
+    def rows(self, grouping: Grouping, *, samples: int = 1) -> Rows:
+        """How the flat tensor is cut.
+
+        Args:
+            grouping: its groups.
+            samples: how many the first dimension is made of, each to be a part. They can be only where that dimension
+                lies outermost.
+        """
         place = self.order.index(grouping.dim)
         before = math.prod(self.sizes[:place]) * grouping.major
         groups = grouping.groups
         inner = math.prod(self.sizes) // max(1, before * groups)
-        parts = 1
-        if per_sample and self.order[0] == 0:
-            parts = grouping.major if grouping.dim == 0 else self.sizes[0]
-        return Rows(parts, before // max(1, parts), groups, inner)
+        parts = samples if self.order[0] == 0 and before % samples == 0 else 1
+        return Rows(parts, before // parts, groups, inner)
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
 
+#: About half of all steps miss the middle by a bit.
+_TRIES = 64
+
 
 class Estimates:
-    """Running estimates of ranges, by name: α and β, float32 (groups,) each. Any thread may use them.
+    """What a model has learned of its activations: running estimates of ranges, α and β by name, float32 (groups,)
+    each; and how many random draws were made. Any thread may use them.
 
     Args:
         decay: μ.
@@ -107,8 +115,15 @@ class Estimates:
 
     def __init__(self, decay: float = 0.9) -> None:
         self.decay = decay
+        self.draws = 0
         self._held: dict[str, Tensor] = {}  # (2, groups): α, β
         self._lock = threading.Lock()
+
+    def draw(self) -> int:
+        """The next seed."""
+        with self._lock:
+            self.draws += 1
+            return self.draws
 
     def observe(self, name: str, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Take a batch's range in, and return what is estimated then. The first batch is taken as it is."""
@@ -143,13 +158,27 @@ def ranges(
     low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
 ) -> tuple[Tensor, Tensor]:
     """α and β for a tensor with these extremes."""
-    if policy.symmetric:
-        high = torch.maximum(high, -low)
-        low = -high
     alpha, beta = high - low, low
-    if policy.statistics == "sample":
-        return alpha, beta
-    return estimates.observe(name, alpha, beta)
+    if policy.statistics == "running":
+        alpha, beta = estimates.observe(name, alpha, beta)
+    if policy.symmetric:  # of the estimate, not in it: the same estimates serve any policy
+        beta = -torch.maximum(alpha + beta, -beta)
+        alpha = -2 * beta
+    return alpha, beta
+
+
+def _centred(step: Tensor, middle: int) -> Tensor:
+    """Steps, next to none larger, with which the kernels give zero exactly the code in the middle: they multiply by
+    1 / step, which is rounded.
+    """
+    step = torch.where(step < torch.finfo(torch.float32).tiny, 0.0, step)
+    for _ in range(_TRIES):
+        missed = (middle * step) * (1 / step) != middle
+        missed &= step > 0
+        if not bool(missed.any()):
+            break
+        step = torch.where(missed, step * (1 + 2.0**-20), step)
+    return step
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
@@ -186,8 +215,13 @@ class Payload:
         seed: int,
     ) -> None:
         self.rows, self.bits, self.dtype = rows, bits, dtype
-        levels = (1 << bits) - (2 if symmetric else 1)
-        self.low, self.step = beta, alpha / levels
+        if symmetric:
+            middle = (1 << bits - 1) - 1
+            self.step = _centred(alpha / (2 * middle), middle)
+            self.low = self.step * -middle
+        else:
+            self.step = alpha / ((1 << bits) - 1)
+            self.low = beta
         self.codes = torch.empty(rows.nbytes(bits), dtype=torch.uint8, device=flat.device)
         kernels.quantize_rows(flat, self.codes, rows, self.low, self.step, bits=bits, stochastic=stochastic, seed=seed)
 
@@ -237,7 +271,7 @@ class _Watched:
 class Exact(_Watched):
     """A tensor that is kept as it is."""
 
-    __slots__ = ("_x",)
+    __slots__ = ("__weakref__", "_x")
 
     def __init__(self, x: Tensor, where: str) -> None:
         self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed

@@ -9,7 +9,6 @@ that, where PyTorch's save the result, or the mask in the dtype of the input. Fo
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +25,7 @@ from narrowband.activations.kept import Arrangement
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["Known", "Watch"]
+__all__ = ["CUSTOM", "OTHER", "Known", "Watch"]
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
 Kind = Literal["last", "second", "heads", "either"]
@@ -69,15 +68,33 @@ def _table() -> dict[Any, Known]:
 
 
 _KNOWN = _table()
-_OTHER = Known("other", "either")
+OTHER = Known("other", "either")
+#: Autograd functions, written in Python or behind operators of other libraries.
+CUSTOM = Known("custom", "either")
 
-#: Written in Python, of operators that are to be seen one by one.
-_COMPOSITE = (F.multi_head_attention_forward,)
+#: Written in Python, of operators that are to be seen one by one; backward, of those that a checkpoint runs again.
+_COMPOSITE = frozenset(
+    {F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)
 
 
-@functools.cache
+#: Namespaces in torch.ops of what is PyTorch's own.
+_OWN = ("aten", "prims")
+
+
+def _operator(function: Any) -> Known:
+    known = _KNOWN.get(function)
+    if known is not None:
+        return known
+    name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
+    return CUSTOM if isinstance(name, str) and name.partition("::")[0] not in _OWN else OTHER
+
+
 def _transparent(function: types.FunctionType) -> Callable[..., Any]:
-    """A copy of a function that does not hand itself over to the mode, so that the operators it calls do."""
+    """A copy of a function that does not hand itself over to the mode, so that the operators it calls do.
+
+    It is made anew for each call: what it calls may have been replaced in its module.
+    """
     seen = dict(function.__globals__)
     for name in function.__code__.co_names:
         if name.startswith("has_torch_function"):
@@ -101,31 +118,26 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         at = self._pass
-        if not at.inside:
-            return func(*args, **kwargs)
         if func in _COMPOSITE:
             with self:
                 return _transparent(func)(*args, **kwargs)
-        at.operator = known = _KNOWN.get(func, _OTHER)
-        if known.name == "attention":
-            query = _bound(args, kwargs, query=None)[0]
-            at.rows_of_attention = query.shape[:-1] if isinstance(query, Tensor) else None
+        at.operator, at.arguments = _operator(func), (args, kwargs)
         try:
-            lean = _LEAN.get(known.name)
+            lean = _LEAN.get(at.operator.name)
             if lean is not None:
                 replaced = lean(at, func, args, kwargs)
                 if replaced is not None:
                     return replaced
             return func(*args, **kwargs)
         finally:
-            at.operator = None
+            at.operator, at.arguments = None, ((), {})
 
 
 # ---- operators that keep one bit per element -------------------------------------------------------------------------
 
 
 def _bits_of(x: Tensor) -> Tensor:
-    """One bit per element of a flat tensor: whether it is above zero, or NaN."""
+    """One bit per element of a flat tensor: whether it is not at or below zero."""
     mask = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
     kernels.mask_positive(x if x.dtype in (torch.float32, torch.bfloat16) else x.float(), mask)
     return mask
@@ -177,15 +189,20 @@ class _Dropout(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         ctx.mask = _bits_of(ctx.arrangement.flat(noise))
-        # The factor is what PyTorch multiplies by, rounded as it rounds it.
-        ctx.factor = torch.ones((), dtype=x.dtype).div_(1 - p).item()
+        ctx.p = p
         at.keeps(plain=plain, kept=ctx.mask.numel())
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        flat = _masked(ctx.arrangement.flat(gradient), ctx.mask, ctx.factor)
+        flat = ctx.arrangement.flat(gradient)
+        noise = _masked(torch.ones_like(flat), ctx.mask, 1.0)
+        # As PyTorch does it on each, so that roundings, −0 and NaN are the same.
+        if flat.device.type == "cpu":
+            flat = noise.div_(1 - ctx.p).mul_(flat)
+        else:
+            flat = torch.ops.aten.native_dropout_backward(flat, noise.bool(), 1 / (1 - ctx.p))
         return ctx.arrangement.unflat(flat), None, None, None
 
 

@@ -17,6 +17,7 @@ A policy is data. In TOML it reads::
 from __future__ import annotations
 
 import fnmatch
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -52,9 +53,11 @@ class ActivationPolicy:
     Attributes:
         bits: of what nothing below names: 8, 4, 2, or "off" for as PyTorch keeps it.
         operators: operator → bits; see :data:`OPERATORS`. Autograd functions of others ("custom") are off unless named:
-            they may save what bears no rounding.
+            they may save what bears no rounding. What several operators save is kept once, as the first has it, unless
+            a later one has more bits.
         modules: pattern of module names (as in ``model.named_modules()``; ``*`` stands for anything) → bits. With
-            ``:operator`` behind it, of that operator alone. The last pattern that matches decides.
+            ``:operator`` behind it, of that operator alone. The last pattern that matches decides. "custom" has to be
+            named here, too.
         min_numel: smaller tensors are kept as they are.
         granularity: ``group``: a range per attention head, or per group of channels; ``layer``: one for all.
         heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
@@ -97,7 +100,7 @@ class ActivationPolicy:
             if colon:
                 _known("operator", operator, OPERATORS)
         for where, bits in (("bits", self.bits), *self.operators.items(), *self.modules.items()):
-            if bits not in get_args(Bits):
+            if type(bits) not in (int, str) or bits not in get_args(Bits):  # 8.0 == 8
                 raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"')
         for name in ("granularity", "statistics", "rounding"):
             choices = {"granularity": ("group", "layer"), "statistics": ("running", "sample")}.get(
@@ -105,23 +108,24 @@ class ActivationPolicy:
             )
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
-        for name in ("heads", "groups"):
+        for name in ("min_numel", "heads", "groups"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if self.min_numel < 1:
-            raise ValueError(f"min_numel={self.min_numel} must be at least 1")
+            if value is None and name != "min_numel":
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be at least 0 and below 1: at 1 nothing would ever be learned")
 
     def bits_for(self, operator: str, module: str) -> Bits:
         """Of what an operator saves in the module of that name."""
+        usual: Bits = self.operators.get(operator, "off" if operator == "custom" else self.bits)
+        unnamed = operator == "custom" and usual == "off"  # then a pattern of modules alone does not mean it
         for pattern in reversed(list(self.modules)):
             name, _, only = pattern.partition(":")
-            if fnmatch.fnmatchcase(module, name) and only in ("", operator):
+            if fnmatch.fnmatchcase(module, name) and (only == operator or (not only and not unnamed)):
                 return self.modules[pattern]
-        usual: Bits = "off" if operator == "custom" else self.bits
-        return self.operators.get(operator, usual)
+        return usual
 
     def check(self, modules: Iterable[str]) -> None:
         """Raise ValueError where a pattern matches none of these module names."""
@@ -172,7 +176,7 @@ class ActivationPolicy:
         else:
             import tomli as tomllib
         try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text()))
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -188,7 +192,9 @@ class ActivationPolicy:
 
 def _toml(value: Any) -> str:
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # the one that TOML escapes and JSON not
     return str(value).lower()
 
 
@@ -196,5 +202,5 @@ def _known(what: str, name: str, there: Iterable[str]) -> None:
     names = list(there)
     if name not in names:
         close = get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(f"unknown {what} {name!r}{hint} There are: {', '.join(names)}")

@@ -11,6 +11,7 @@ Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -18,7 +19,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,9 +28,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules_of_torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils import checkpoint
 
 from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
-from narrowband.activations.operators import Known, Watch
+from narrowband.activations.operators import CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import row_extremes
@@ -53,12 +56,7 @@ _OF_A_PARAMETER = tuple(
     )
 )  # fmt: skip
 
-#: What is saved where no operator is at work was saved by an autograd function written in Python.
-_CUSTOM = Known("custom", "either")
 _CHECKPOINT = Known("checkpoint", "last")
-
-#: Frames of Python between a hook and the checkpoint that saves its inputs.
-_FRAMES = 8
 
 
 @dataclass
@@ -119,16 +117,23 @@ class Saved:
 class _Memory:
     """One piece of memory that tensors of a pass lie in.
 
-    Whether it was counted, and what is kept of it. It may be freed while the pass goes on, and its address used again.
+    Whether it lives anyway, whether it was counted, and what is kept of it. It may be freed while the pass goes on, and
+    its address used again.
     """
 
-    __slots__ = ("exact", "payloads", "plain", "reference")
+    __slots__ = ("alive", "exact", "payloads", "plain", "reference")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.alive = False
         self.plain = False
-        self.exact = False
+        self.exact: weakref.ref[Exact] | None = None
         self.payloads: weakref.WeakValueDictionary[tuple[Any, ...], Payload] = weakref.WeakValueDictionary()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of it is, exactly."""
+        return self.exact is not None and self.exact() is not None
 
 
 class Pass:
@@ -138,52 +143,66 @@ class Pass:
         self.handle = handle
         self.policy = handle.policy
         self.saved = Saved()
-        #: The operator at work, as far as the mode on functions sees it.
+        #: The operator at work, as far as the mode on functions sees it, and what it is given.
         self.operator: Known | None = None
-        #: The shape of what attention keeps one number of per row of its scores.
-        self.rows_of_attention: torch.Size | None = None
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._modules: list[tuple[int, str]] = []
         self._memories: dict[int, _Memory] = {}
-        self._alive = {
-            x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers()) if x.layout == torch.strided
-        }
-        self._hooks: tuple[Any, Any] = (self.pack, self.unpack)
+        self._counts: dict[tuple[str, str], int] = {}
+        self._live((*model.parameters(), *model.buffers()))
         self.packed = 0
+        #: On saved tensors. A graph holds them, and a model may hold a graph: so they do not hold the model.
+        self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
 
     # ---- where we are ------------------------------------------------------------------------------------------------
+    # Hooks on modules are called in all threads: each pass minds its own.
 
-    @property
-    def inside(self) -> bool:
-        """Whether a module of the model is at work."""
-        return bool(self._modules)
+    def entering(self, module: nn.Module, _: Any) -> None:
+        """A module begins."""
+        if self is not getattr(_current, "at", None):
+            return
+        name = self.handle._names.get(module)
+        if name is None and not self._modules:
+            return
+        if not self._modules:
+            self._counts.clear()
+        # Of modules that came later, the one around them answers.
+        self._modules.append((id(module), self._modules[-1][1] if name is None else name))
 
-    def enter_module(self, module: nn.Module, name: str | None) -> None:
-        if name is not None or self._modules:  # of modules that came later, the one around them answers
-            self._modules.append((id(module), self._modules[-1][1] if name is None else name))
+    def leaving(self, module: nn.Module, *_: Any) -> None:
+        """A module has ended."""
+        if self is not getattr(_current, "at", None):
+            return
+        for place in reversed(range(len(self._modules))):
+            if self._modules[place][0] == id(module):
+                del self._modules[place:]  # with what KeyboardInterrupt kept from ending
+                return
 
-    def leave_module(self, module: nn.Module) -> None:
-        if self._modules and self._modules[-1][0] == id(module):
-            self._modules.pop()
-
-    def takes(self, inputs: Any) -> None:
+    def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is given these: they live as long as whoever gave them wants."""
-        for x in torch.utils._pytree.tree_leaves(inputs):
-            if isinstance(x, Tensor) and x.layout == torch.strided:
-                self._alive.add(x.untyped_storage().data_ptr())
+        if self is getattr(_current, "at", None):
+            self._live(torch.utils._pytree.tree_leaves((args, kwargs)))
+
+    def _live(self, those: Iterable[Any]) -> None:
+        for x in those:
+            if isinstance(x, Tensor) and not is_lazy(x) and _is_strided(x):
+                memory = self._memory(x)
+                memory.alive = memory.plain = True
 
     # ---- operators that keep less by themselves ----------------------------------------------------------------------
 
     def replaces(self, x: Any) -> bool:
         """Whether an operator of ours shall take the place of PyTorch's, for this input."""
         return (
-            type(x) is Tensor
+            bool(self._modules)
+            and type(x) is Tensor
             and x.requires_grad
             and torch.is_grad_enabled()
             and _is_plain(x)
             and x.numel() >= self.policy.min_numel
             and self._bits() != "off"
             # Not in a checkpoint: there, PyTorch compares what it saves now with what it saves when it computes again.
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) == self._hooks
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks
         )
 
     def keeps(self, *, plain: Tensor | int, kept: int) -> None:
@@ -205,27 +224,26 @@ class Pass:
         if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x):
             return Exact(x, where)
         storage = x.untyped_storage()
-        if storage.data_ptr() in self._alive or storage.nbytes() == 0:
-            return Exact(x, where)
         memory = self._memory(x)
+        if _of_a_parameter(x):  # of one that came later than the pass
+            memory.alive = memory.plain = True
+        if memory.alive or storage.nbytes() == 0:
+            return Exact(x, where)
         plain = 0 if memory.plain else storage.nbytes()
         memory.plain = True
         begin = time.perf_counter()
         payload, arrangement, fresh = self._payload(x, memory, operator, module)
         if payload is None:
-            self.saved.add(operator.name, module, plain, 0 if memory.exact else storage.nbytes())
-            memory.exact = True
-            return Exact(x, where)
+            exact = Exact(x, where)
+            self.saved.add(operator.name, module, plain, 0 if memory.is_kept else storage.nbytes())
+            if not memory.is_kept:
+                memory.exact = weakref.ref(exact)
+            return exact
         self.saved.add(operator.name, module, plain, payload.nbytes if fresh else 0)
         self.packed += 1
         clock = self.saved.by_operator[operator.name]
         clock.seconds += time.perf_counter() - begin
         return Packed(x, arrangement, payload, where, clock)
-
-    @staticmethod
-    def unpack(kept: Exact | Packed) -> Tensor:
-        """About what was saved."""
-        return kept.restore()
 
     def _payload(
         self, x: Tensor, memory: _Memory, operator: Known, module: str
@@ -233,50 +251,56 @@ class Pass:
         """Codes of the tensor, how it lies in memory, and whether they are new; no codes: it is to be kept as it is."""
         arrangement = Arrangement.of(x)
         bits = self.policy.bits_for(operator.name, module)
+        # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
+        # counted, also those that stay as they are today, so that names do not change with sizes.
+        place = self._counts[module, operator.name] = self._counts.get((module, operator.name), -1) + 1
         if (
             bits == "off"
             or not self._modules
             or not _is_plain(x)
             or x.numel() < self.policy.min_numel
-            or x.nbytes > x.untyped_storage().nbytes()  # elements that share memory: it is smaller than it looks
+            or _is_expanded(x)
+            or memory.is_kept
             or self._is_statistic(x, operator)
-            or self._is_parameter(x)
+            or self._is_copy_of_a_parameter(x)
         ):
             return None, arrangement, False
         key = (x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.dense else (x.shape, x.stride()))
         known = memory.payloads.get(key)
-        if known is not None:
+        if known is not None and known.bits >= bits:
             return known, arrangement, False
         with torch.no_grad():
-            made = self._quantized(x.detach(), arrangement, operator, module, bits)
+            made = self._quantized(x, arrangement, operator, f"{module}:{operator.name}:{place}", module, bits)
         if made is not None:
             memory.payloads[key] = made
         return made, arrangement, True
 
     def _quantized(
-        self, x: Tensor, arrangement: Arrangement, operator: Known, module: str, bits: Literal[8, 4, 2]
+        self, x: Tensor, arrangement: Arrangement, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
     ) -> Payload | None:
-        policy = self.policy
+        policy, estimates = self.policy, self.handle.estimates
         grouping = self._grouping(x, operator, module)
-        rows = arrangement.rows(grouping, per_sample=policy.statistics == "sample")
-        flat = arrangement.flat(x)
+        samples = self._samples(x, grouping) if policy.statistics == "sample" else 1
+        rows = arrangement.rows(grouping, samples=samples)
+        flat = arrangement.flat(x.detach())
         wide = flat if x.dtype in (torch.float32, torch.bfloat16) else flat.float()
         low, high = row_extremes(wide, rows)
-        if not bool(torch.isfinite(high - low).all()):
-            return None  # inf and NaN are kept exactly
-        name = f"{module}:{operator.name}:{'×'.join(map(str, x.shape[1:]))}"
-        alpha, beta = ranges(low, high, policy, self.handle.estimates, name)
+        if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
+            return None  # inf and NaN are kept exactly, and what has no range in float32
+        alpha, beta = ranges(low, high, policy, estimates, name)
         return Payload(
             wide, rows, alpha, beta, bits, x.dtype,
-            symmetric=policy.symmetric, stochastic=policy.rounding == "stochastic", seed=self.handle._next_seed(),
+            symmetric=policy.symmetric, stochastic=policy.rounding == "stochastic", seed=estimates.draw(),
         )  # fmt: skip
 
     def _grouping(self, x: Tensor, operator: Known, module: str) -> Grouping:
         """Heads where there are any, or else groups of channels."""
         if self.policy.granularity == "layer":
-            return Grouping(0, 1)
+            return Grouping(x.dim() - 1, 1)
         heads = self.handle._heads(module)
         kind = operator.kind
+        if operator.name == "matmul" and any(operand.dim() < 3 for operand in self._operands()[-2:]):
+            kind = "last"  # a product with one matrix is a linear layer
         if kind == "either":
             producer = x.grad_fn.name() if x.grad_fn is not None else ""
             kind = "second" if x.dim() > 2 and producer.startswith(_SECOND) else "last"
@@ -297,9 +321,21 @@ class Pass:
 
     def _place(self) -> tuple[Known, str]:
         operator = self.operator
-        if operator is None:
-            operator = _CHECKPOINT if _saved_by_checkpoint() else _CUSTOM
+        if operator is None:  # no operator of PyTorch, or one of its backward
+            operator = _CHECKPOINT if _saved_by_checkpoint() else CUSTOM if self._modules else OTHER
         return operator, self._modules[-1][1] if self._modules else "(outside)"
+
+    def _operands(self) -> list[Tensor]:
+        """The tensors that the operator at work is given."""
+        return [x for x in torch.utils._pytree.tree_leaves(self.arguments) if isinstance(x, Tensor)]
+
+    def _samples(self, x: Tensor, grouping: Grouping) -> int:
+        """How many samples the first dimension is made of: products make one of samples and tokens, or heads."""
+        if grouping.dim == 0:
+            return grouping.major
+        given = next(iter(self._operands()), x)
+        samples = given.shape[0] if given.dim() else 0
+        return samples if samples and x.shape[0] % samples == 0 else x.shape[0]
 
     def _bits(self) -> Bits:
         operator, module = self._place()
@@ -314,16 +350,36 @@ class Pass:
 
     def _is_statistic(self, x: Tensor, operator: Known) -> bool:
         """Means and deviations of normalization, and attention's log-sum-exp: few, and much depends on them."""
-        if operator.name == "attention":
-            return x.shape == self.rows_of_attention
-        return operator.name in ("layer_norm", "batch_norm") and (x.dim() < 2 or x.shape[-1] == 1)
+        if operator.name not in ("attention", "layer_norm", "batch_norm"):
+            return False
+        given = next(iter(self._operands()), x)
+        if operator.name == "attention":  # a number per row of the scores; there may be more, to fill up
+            per_row = x.shape[:-1] == given.shape[:-2] and x.shape[-1] >= given.shape[-2]
+            return per_row or (x.shape[-1] == 1 and x.dim() == given.dim())
+        return x.numel() < given.numel()
 
-    def _is_parameter(self, x: Tensor) -> bool:
-        """Whether the tensor is a parameter in another dtype or order, as autocast makes them."""
+    def _is_copy_of_a_parameter(self, x: Tensor) -> bool:
+        """Whether the tensor is a parameter in another dtype, as autocast makes them."""
         node = x.grad_fn
         while node is not None and node.name() in _OF_A_PARAMETER:
             node = node.next_functions[0][0]
-        return node is not None and node is not x.grad_fn and hasattr(node, "variable")
+        if node is not None:
+            return isinstance(getattr(node, "variable", None), nn.Parameter)
+        if x.requires_grad:
+            return False
+        # Of one that is frozen nothing says where it comes from.
+        whole = x if x._base is None else x._base
+        those = (given.detach() for given in self._operands() if _of_a_parameter(given) and given.dtype != x.dtype)
+        return any(whole.shape == given.shape and torch.equal(whole, given.to(x.dtype)) for given in those)
+
+
+def _pack(at: weakref.ref[Pass], x: Tensor) -> Exact | Packed:
+    current = at()
+    return Exact(x, "an operator") if current is None else current.pack(x)
+
+
+def _unpack(kept: Exact | Packed) -> Tensor:
+    return kept.restore()
 
 
 def _is_strided(x: Tensor) -> bool:
@@ -331,7 +387,20 @@ def _is_strided(x: Tensor) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return _is_strided(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.dim() > 0
+    floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return _is_strided(x) and floating and x.dim() > 0 and not x.is_neg()
+
+
+def _is_expanded(x: Tensor) -> bool:
+    """Whether elements share memory: it is smaller than it looks."""
+    return x.nbytes > x.untyped_storage().nbytes() or any(
+        stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def _of_a_parameter(x: Tensor) -> bool:
+    """Whether the tensor is a parameter, or a view of one."""
+    return isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 def _divisor(size: int, wanted: int) -> int:
@@ -340,13 +409,15 @@ def _divisor(size: int, wanted: int) -> int:
 
 
 def _saved_by_checkpoint() -> bool:
-    frame: types.FrameType | None = sys._getframe(2)
-    for _ in range(_FRAMES):
-        if frame is not None:
-            if frame.f_code.co_filename.endswith("utils/checkpoint.py"):
-                return True
-            frame = frame.f_back
-    return False
+    """Whether torch.utils.checkpoint is what saves: what it calls may save, too."""
+    frame: types.FrameType | None = sys._getframe(4)  # the hook's caller
+    if frame is not None and frame.f_code is _APPLY:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == checkpoint.__file__
+
+
+#: Between the hook and who calls an autograd function.
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 # ---- the handle ------------------------------------------------------------------------------------------------------
@@ -354,7 +425,7 @@ def _saved_by_checkpoint() -> bool:
 _current = threading.local()
 
 #: The estimates of a model live as long as it does, so that every step may make its context anew.
-_estimates: weakref.WeakKeyDictionary[nn.Module, tuple[Estimates, list[int]]] = weakref.WeakKeyDictionary()
+_estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
 
 
 def compress_activations(
@@ -377,10 +448,14 @@ def compress_activations(
         TypeError: both a policy and fields of one.
 
     Example:
+        What the loss saves is outside of the model and stays as it is:
+
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> with nb.compress_activations(model, bits=8) as saved:
-        ...     loss = loss_of(model(x), y)
+        ...     loss = model(torch.randn(32, 64)).square().mean()
         >>> loss.backward()
-        >>> print(saved.bytes_plain / saved.bytes_kept)
+        >>> saved.bytes_plain, saved.bytes_kept, saved.ratio
+        (73728, 24576, 3.0)
     """
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
@@ -405,9 +480,8 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.policy = policy
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         policy.check(self._names.values())
-        self.estimates, self._draws = _estimates.setdefault(model, (Estimates(policy.decay), [0]))
+        self.estimates = _estimates.setdefault(model, Estimates())
         self.estimates.decay = policy.decay
-        self._lock = threading.Lock()
         self._known_heads: dict[str, int | None] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self._usual_groups = max(set(own), key=own.count) if own else _GROUPS
@@ -422,14 +496,10 @@ class ActivationCompression(contextlib.ContextDecorator):
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)
-            for register, hook in (
-                (modules_of_torch.register_module_forward_pre_hook, self._entering),
-                (modules_of_torch.register_module_forward_hook, self._leaving),
-            ):
-                options = {"always_call": True} if hook == self._leaving else {}
-                stack.callback(register(hook, **options).remove)
-            stack.callback(self.model.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at._hooks))
+            stack.callback(modules_of_torch.register_module_forward_pre_hook(at.entering).remove)
+            stack.callback(modules_of_torch.register_module_forward_hook(at.leaving, always_call=True).remove)
+            stack.callback(self.model.register_forward_pre_hook(at.begins, with_kwargs=True).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at.hooks))
             stack.enter_context(Watch(at))
             undo.pop_all()
         _current.at, _current.stack = at, stack
@@ -448,8 +518,11 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranges by name, (2, groups) float32 each, α and β, and how many random draws were made."""
-        return {"estimates": self.estimates.state_dict(), "draws": self._draws[0]}
+        """Ranges by name, (2, groups) float32 each, α and β, and how many random draws were made.
+
+        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2.
+        """
+        return {"estimates": self.estimates.state_dict(), "draws": self.estimates.draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -462,14 +535,9 @@ class ActivationCompression(contextlib.ContextDecorator):
                 f"a state has estimates and draws, and this has {', '.join(map(repr, state)) or 'nothing'}"
             )
         self.estimates.load_state_dict(state["estimates"])
-        self._draws[0] = int(state["draws"])
+        self.estimates.draws = int(state["draws"])
 
     # ---- what a pass asks --------------------------------------------------------------------------------------------
-
-    def _next_seed(self) -> int:
-        with self._lock:
-            self._draws[0] += 1
-            return self._draws[0]
 
     def _heads(self, module: str) -> int | None:
         """Heads of the module of that name, or of the nearest around it that has any."""
@@ -486,25 +554,10 @@ class ActivationCompression(contextlib.ContextDecorator):
             self._known_heads[module] = found
         return self._known_heads[module]
 
-    def _entering(self, module: nn.Module, _: Any) -> None:
-        at = getattr(_current, "at", None)
-        if at is not None and at.handle is self:
-            at.enter_module(module, self._names.get(module))
-
-    def _leaving(self, module: nn.Module, *_: Any) -> None:
-        at = getattr(_current, "at", None)
-        if at is not None and at.handle is self:
-            at.leave_module(module)
-
-    def _begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        at = getattr(_current, "at", None)
-        if at is not None and at.handle is self:
-            at.takes((args, kwargs))
-
 
 def _own_heads(module: nn.Module) -> int | None:
     for name in _HEADS:
         value = getattr(module, name, None)
-        if isinstance(value, int) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None

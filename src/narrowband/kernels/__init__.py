@@ -40,13 +40,15 @@ elements, ``stride = ceil(m·w / 8)`` bytes; element j sits in byte ``j % stride
 byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vectorize. Unused bits are zero.
 
 **Rows of saved activations.** A tensor is seen, in memory order, as (parts, outer, groups, inner): rows of ``inner``
-elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). Ranges are the caller's
-to choose and to keep: ``low`` and ``step``, float32 tensors of parts · groups elements; values may lie outside. With
-``bits`` of 2, 4 or 8, and ``inv`` and ``u`` as above (elements are counted through the tensor), all in float32 without
-fused multiply-add (equations 3–5 of Mesa, arXiv:2111.11124, where at 8 bits low is β and step is α / 255)::
+elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). The caller chooses the
+ranges and keeps them: ``low`` and ``step``, float32 tensors of parts · groups elements, which elements may exceed. With
+``bits`` of 2, 4 or 8, ``inv`` as above, and ``u`` ½ or (hash(i, seed) >> 16) · 2**-16 (``i`` counts the elements of the
+tensor), all in float32 without fused multiply-add::
 
     code    = clamp(floor((x − low)·inv + u), 0, 2**bits − 1)           (0 where the sum is NaN)
     decoded = low + code·step
+
+Sixteen bits make the sum of ``u`` and a whole number exact: what lies on a level stays there, whatever the seed.
 
 Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes of its own: element j sits in byte
 ``j % stride`` at bit ``(j // stride)·bits``, and unused bits are zero. There is no header and no padding between rows.
@@ -289,8 +291,9 @@ def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: T
 
 
 def mask_positive(x: Tensor, out: Tensor) -> None:
-    """The mask of where ``x`` (float32 or bfloat16) is above zero, into ``out`` (uint8, exactly ceil(numel / 8) long).
-    NaN is not above zero.
+    """The mask of where ``x`` (float32 or bfloat16) is not at or below zero: above it, or NaN, as ReLU's backward asks.
+
+    ``out`` is uint8, exactly ceil(numel / 8) long.
     """
     _backend(x).mask_positive(x, out)
 

@@ -66,9 +66,9 @@ def _hash(begin: int, end: int, seed: int, device: torch.device) -> Tensor:
     return h
 
 
-def _uniform(begin: int, end: int, seed: int, device: torch.device) -> Tensor:
-    """``uniform(i)`` for i in [begin, end): float32 in [0, 1)."""
-    return (_hash(begin, end, seed, device) >> 8).to(torch.float32).mul_(2.0**-24)
+def _uniform(begin: int, end: int, seed: int, device: torch.device, bits: int = 24) -> Tensor:
+    """``uniform(i)`` for i in [begin, end): float32 in [0, 1), of so many bits."""
+    return (_hash(begin, end, seed, device) >> 32 - bits).to(torch.float32).mul_(2.0**-bits)
 
 
 def _strata(n: int, size: int, seed: int, device: torch.device) -> Tensor:
@@ -275,7 +275,8 @@ def quantize_rows(
         value_RI = _rows_of(x, rows, first, last).float() - low[range_R, None]
         value_RI.mul_(inverse[range_R, None])
         if stochastic:
-            value_RI.add_(_uniform(first * rows.inner, last * rows.inner, seed, x.device).view(value_RI.shape))
+            u = _uniform(first * rows.inner, last * rows.inner, seed, x.device, 16)
+            value_RI.add_(u.view(value_RI.shape))
         else:
             value_RI.add_(0.5)
         codes_RI = value_RI.nan_to_num_(nan=0.0).floor_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
@@ -303,7 +304,7 @@ def _planes(x: Tensor, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
 def mask_positive(x: Tensor, out: Tensor) -> None:
     out.zero_()
     for bit, bytes_, elements in _planes(x, out.numel()):
-        out[bytes_] |= (x.view(-1)[elements] > 0).to(torch.uint8) << bit
+        out[bytes_] |= (~(x.view(-1)[elements] <= 0)).to(torch.uint8) << bit  # NaN is kept
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:

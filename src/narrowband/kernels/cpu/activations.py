@@ -237,7 +237,7 @@ def _code(x, low, inverse, shift, top):
 
 @inlined
 def _shift(i, fold, stochastic):
-    return F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(8))) * F32(2.0**-24)) if stochastic else F32(0.5)
+    return F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(16))) * F32(2.0**-16)) if stochastic else F32(0.5)
 
 
 @loop
@@ -346,14 +346,14 @@ def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: T
 
 @loop
 def _mask_range(x, out, first, last):
-    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is above zero."""
+    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is not at or below zero."""
     stride = out.size
     for j in range(first, last):
         out[At(j)] = 0
     for p in range(8):
         begin = p * stride
         for j in range(first, min(last, x.size - begin)):
-            out[At(j)] |= U8(U8(_value(x, begin + j) > F32(0)) << U8(p))
+            out[At(j)] |= U8(U8(not (_value(x, begin + j) <= F32(0))) << U8(p))  # NaN is kept
 
 
 @loop

@@ -1,0 +1,365 @@
+"""Which operator is at work, and those that keep one bit per element: forward and backward to the bit as PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import narrowband as nb
+from tests.activations.models import same
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42])
+
+
+class Calls(nn.Module):
+    """A function of a copy of the input, as a model."""
+
+    num_heads = 4
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x * 1)
+
+
+def compressing(function, **options):
+    model = Calls(function)
+    return model, nb.compress_activations(model, **{"min_numel": 1, **options})
+
+
+RELUS = {
+    "F.relu": F.relu,
+    "F.relu in place": lambda x: F.relu(x, inplace=True),
+    "F.relu_": F.relu_,
+    "torch.relu": torch.relu,
+    "torch.relu_": torch.relu_,
+    "method": lambda x: x.relu(),
+    "method in place": lambda x: x.relu_(),
+    "keyword": lambda x: F.relu(input=x, inplace=True),
+    "module": nn.ReLU(),
+    "module in place": nn.ReLU(inplace=True),
+    "of a view, in place": lambda x: (x.view(-1).relu_(), x)[1],
+}
+DROPOUTS = {
+    "F.dropout": F.dropout,
+    "F.dropout, p": lambda x: F.dropout(x, 0.1),
+    "F.dropout in place": lambda x: F.dropout(x, 0.3, True, True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.9, True),
+    "keyword": lambda x: torch.dropout(x, p=0.25, train=True),
+    "module": nn.Dropout(0.2),
+    "module in place": nn.Dropout(0.2, inplace=True),
+}
+#: How input, and the gradient of the output, lie in memory.
+LAYOUTS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 3),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "slice": lambda x: F.pad(x, (1, 2))[..., 1:-2],
+    "expanded": lambda x: x[:1, :, :1, :1].expand_as(x),
+    "one number": lambda x: x[:1, :1, :1, :1].expand_as(x),
+}
+
+
+def both(function, x, gradient, **options):
+    """(Result, gradient, saved) of a plain call and of one in the context."""
+    found = []
+    for compressed in (False, True):
+        model, handle = compressing(function, **options)
+        leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        torch.manual_seed(0)
+        if compressed:
+            with handle as saved:
+                y = model(leaf)
+        else:
+            y, saved = model(leaf), None
+        y.backward(gradient)
+        found.append((y.detach(), leaf.grad, saved))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RELUS)
+def test_relu_is_that_of_pytorch_to_the_bit(name, dtype):
+    torch.manual_seed(1)
+    x = torch.cat([torch.randn(53), ODD]).to(dtype).view(2, 5, 3, 2)
+    gradient = torch.cat([ODD, torch.randn(53)]).to(dtype).view(2, 5, 3, 2)
+    (y, grad, _), (ours, our_grad, saved) = both(RELUS[name], x, gradient)
+    assert same(ours, y)
+    assert same(our_grad, grad)
+    assert y.isnan().any()
+    assert (saved.by_operator["relu"].kept == 8) == (dtype != torch.float64)  # 60 bits; other dtypes are left alone
+    assert saved.by_operator["relu"].plain == 60 * x.element_size()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_is_that_of_pytorch_to_the_bit(name, dtype):
+    torch.manual_seed(1)
+    x = torch.cat([torch.randn(593), ODD]).to(dtype).view(4, 5, 6, 5)
+    gradient = torch.cat([ODD.repeat(20), torch.randn(460)]).to(dtype).view(4, 5, 6, 5)
+    (y, grad, _), (ours, our_grad, saved) = both(DROPOUTS[name], x, gradient)
+    assert same(ours, y)
+    assert same(our_grad, grad)
+    assert (saved.by_operator["dropout"].kept == 75) == (dtype != torch.float64)
+    assert saved.by_operator["dropout"].plain == 600 * x.element_size()
+
+
+@pytest.mark.parametrize("function", [F.relu, F.dropout, nn.ReLU(inplace=True)], ids=["relu", "dropout", "in place"])
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_input", LAYOUTS)
+def test_however_input_and_gradient_lie_in_memory(of_input, of_gradient, function):
+    torch.manual_seed(2)
+    x, gradient = LAYOUTS[of_input](torch.randn(3, 4, 5, 4)), LAYOUTS[of_gradient](torch.randn(3, 4, 5, 4))
+    if x.shape != gradient.shape:
+        gradient = gradient.contiguous().view(x.shape)
+    (y, grad, _), (ours, our_grad, _) = both(function, x, gradient)
+    assert same(ours, y)
+    assert ours.stride() == y.stride()
+    assert same(our_grad, grad)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 0.9, 1.0]),
+    training=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_any_probability(shape, p, training, seed):
+    x, gradient = torch.randn(shape), torch.randn(shape)
+
+    def function(x):
+        torch.manual_seed(seed)
+        return F.dropout(F.relu(x), p, training)
+
+    (y, grad, _), (ours, our_grad, saved) = both(function, x, gradient)
+    assert same(ours, y)
+    assert same(our_grad, grad)
+    masks = 1 + (training and 0 < p < 1)
+    assert sum(saved.by_operator[name].kept for name in ("relu", "dropout") if name in saved.by_operator) >= (
+        masks * -(-x.numel() // 8)
+    )
+
+
+def test_the_same_seed_goes_on_the_same():
+    """Dropout takes as many random numbers as PyTorch's: what comes behind it is the same."""
+    model, handle = compressing(lambda x: F.dropout(x, 0.3))
+    x = torch.randn(100, requires_grad=True)
+    torch.manual_seed(3)
+    model(x)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with handle:
+        model(x)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("function", [F.relu, lambda x: F.dropout(x, 0.3)])
+def test_differentiating_twice_is_an_error_that_says_so(function):
+    model, handle = compressing(function)
+    x = torch.randn(8, 8, requires_grad=True)
+    with handle:
+        y = model(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+    model, handle = compressing(function, operators={"relu": "off", "dropout": "off"})
+    with handle:
+        y = model(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    grad.sum().backward()
+    assert x.grad is not None
+
+
+def test_what_a_mask_is_of_may_change():
+    """PyTorch needs the result of ReLU and the input of dropout's product as they were; a mask needs neither."""
+    model, handle = compressing(lambda x: F.dropout(F.relu(x).add_(1), 0.5).mul_(2))
+    x = torch.randn(10, 10, requires_grad=True)
+    with handle:
+        torch.manual_seed(0)
+        y = model(x)
+    y.sum().backward()
+    torch.manual_seed(0)
+    assert torch.equal(x.grad, (x > 0) * F.dropout(torch.ones(10, 10), 0.5) * 2)
+
+
+def test_masks_are_neither_for_small_tensors_nor_for_modules_that_are_off():
+    x = torch.randn(10, 10, requires_grad=True)
+    for options in ({"min_numel": 101}, {"operators": {"relu": "off"}}, {"modules": {"": "off"}}):
+        model, handle = compressing(F.relu, **options)
+        with handle as saved:
+            model(x)
+        assert saved.by_operator["relu"].kept == saved.by_operator["relu"].plain == 400
+
+
+def test_no_mask_where_there_is_no_backward():
+    model, handle = compressing(F.relu)
+    with handle as saved:
+        model(torch.randn(10, 10))
+        with torch.no_grad():
+            model(torch.randn(10, 10, requires_grad=True))
+    assert (saved.bytes_plain, saved.bytes_kept) == (0, 0)
+
+
+def test_a_function_that_was_replaced_is_called(monkeypatch):
+    """As attention is by libraries that have a faster one."""
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
+    plain = F.scaled_dot_product_attention
+    handle = nb.compress_activations(model, min_numel=1)
+    with handle:
+        before, _ = model(x, x, x, need_weights=False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: plain(*args) + 1)
+    with handle as saved:
+        after, _ = model(x, x, x, need_weights=False)
+    assert same(after, model(x, x, x, need_weights=False)[0])
+    assert not same(after, before)
+    assert saved.by_operator["attention"].kept < saved.by_operator["attention"].plain
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+W = torch.randn(16, 16)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+@torch.library.custom_op("narrowband_tests::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+square.register_autograd(
+    lambda ctx, gradient: 2 * ctx.saved_tensors[0] * gradient,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),  # noqa: ARG005
+)
+
+
+def images(x):
+    return x.view(2, 4, 16, 16)
+
+
+OPERATORS = {
+    "matmul": [
+        lambda x: F.linear(x, nn.Parameter(W)),
+        lambda x: x @ x.transpose(1, 2),
+        lambda x: torch.matmul(x, x.transpose(1, 2)),
+        lambda x: torch.bmm(x, x.transpose(1, 2)),
+        lambda x: torch.baddbmm(x, x, x.transpose(1, 2)),
+        lambda x: torch.einsum("bnd,bmd->bnm", x, x),
+        lambda x: torch.addmm(W, x[0], x[1]),
+    ],
+    "attention": [lambda x: F.scaled_dot_product_attention(images(x), images(x), images(x))],
+    "softmax": [lambda x: F.softmax(x, -1), lambda x: torch.softmax(x, -1), lambda x: x.softmax(-1), nn.Softmax(-1)],
+    "layer_norm": [
+        nn.LayerNorm(16),
+        lambda x: F.layer_norm(x, (16,)),
+        lambda x: nn.GroupNorm(2, 4)(images(x)),
+        lambda x: F.rms_norm(x, (16,)),
+    ],
+    "gelu": [F.gelu, nn.GELU("tanh"), F.silu, nn.SiLU()],
+    "conv": [
+        lambda x: F.conv2d(images(x), nn.Parameter(torch.randn(4, 4, 3, 3))),
+        lambda x: F.conv1d(x.view(8, 16, 16), nn.Parameter(torch.randn(4, 16, 3))),
+        lambda x: F.conv_transpose2d(images(x), nn.Parameter(torch.randn(4, 4, 3, 3))),
+    ],
+    "batch_norm": [nn.BatchNorm1d(16), lambda x: nn.BatchNorm2d(4)(images(x)), lambda x: F.instance_norm(images(x))],
+    "other": [torch.tanh, lambda x: x * x, lambda x: x.exp(), lambda x: torch.ops.aten.mul(x, x), F.log_softmax],
+    "custom": [Square.apply, square, torch.ops.narrowband_tests.square],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@pytest.mark.parametrize(("name", "function"), [(n, f) for n in OPERATORS for f in OPERATORS[n]])
+def test_operators_by_name(name, function):
+    """Only the one named is compressed, and nothing else was saved but what * 1 in front of it does not save."""
+    x = torch.randn(8, 16, 16, requires_grad=True)
+    model, handle = compressing(function, bits="off", operators={name: 8}, min_numel=64)
+    with handle as saved:
+        y = model(x)
+    y.sum().backward()
+    assert list(saved.by_operator) == [name]
+    assert saved.bytes_kept < saved.bytes_plain
+
+
+def test_custom_functions_are_left_alone_unless_named():
+    exact = []
+
+    class Checks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.copy = x.clone()
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            exact.append(torch.equal(ctx.saved_tensors[0], ctx.copy))
+            return gradient
+
+    x = torch.randn(16, 16, requires_grad=True)
+    for options in ({"bits": 4}, {"bits": 4, "modules": {"*": 4}}, {"bits": 4, "operators": {"custom": 4}}):
+        model, handle = compressing(lambda x: Checks.apply(torch.tanh(x * 2)), **options)
+        with handle:
+            y = model(x)
+        y.sum().backward()
+    assert exact == [True, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_only_floats_are_ever_quantized():
+    """Of all that a function that is named may save."""
+    others = [
+        torch.randint(100, (8, 8)),
+        torch.randint(100, (8, 8), dtype=torch.int8),
+        torch.rand(8, 8) < 0.5,
+        torch.randn(8, 8, dtype=torch.complex64),
+        torch.randn(8, 8, dtype=torch.float64),
+        torch.randn(8, 8).to_sparse(),
+        torch.randn(8, 8).to(torch.float8_e4m3fn),
+        torch.quantize_per_tensor(torch.randn(8, 8), 0.1, 0, torch.qint8),
+    ]
+    found = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *those):
+            ctx.save_for_backward(x, *those)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.extend(ctx.saved_tensors)
+            return gradient, *[None] * len(others)
+
+    model, handle = compressing(
+        lambda x: Saves.apply(x.tanh(), *[other.clone() for other in others]), bits=2, operators={"custom": 2}
+    )
+    x = torch.randn(8, 8, requires_grad=True)
+    with handle:
+        y = model(x)
+    y.sum().backward()
+    assert not torch.equal(found[0], x.tanh())
+    for kept, other in zip(found[1:], others, strict=True):
+        assert kept.dtype == other.dtype
+        if other.is_sparse:
+            kept, other = kept.to_dense(), other.to_dense()  # noqa: PLW2901
+        if other.is_quantized:
+            kept, other = kept.int_repr(), other.int_repr()  # noqa: PLW2901
+        assert torch.equal(kept.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))

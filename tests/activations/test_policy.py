@@ -1,0 +1,148 @@
+"""What a policy decides, what it refuses, and that it is data."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowband.activations import OPERATORS, ActivationPolicy
+
+bits = st.sampled_from([8, 4, 2, "off"])
+operators = st.sampled_from(sorted(OPERATORS))
+policies = st.builds(
+    ActivationPolicy,
+    bits=bits,
+    operators=st.dictionaries(operators, bits, max_size=3),
+    modules=st.dictionaries(
+        st.builds(str.__add__, st.text(max_size=8).map(lambda name: name.replace(":", ".")),
+                  operators.map(":{}".format) | st.just("")),
+        bits, max_size=3,
+    ),
+    min_numel=st.integers(1, 10**9),
+    granularity=st.sampled_from(["group", "layer"]),
+    heads=st.none() | st.integers(1, 64),
+    groups=st.none() | st.integers(1, 64),
+    statistics=st.sampled_from(["running", "sample"]),
+    decay=st.floats(0, 1, exclude_max=True),
+    symmetric=st.booleans(),
+    rounding=st.sampled_from(["stochastic", "nearest"]),
+)  # fmt: skip
+
+
+def test_the_last_pattern_that_matches_wins_over_operators_and_those_over_the_rest():
+    policy = ActivationPolicy(
+        bits=8,
+        operators={"softmax": 4, "dropout": "off"},
+        modules={"blocks.*": 2, "blocks.0.*": "off", "blocks.*.attn:softmax": 8, "norm:gelu": 4},
+    )
+    found = {
+        (operator, module): policy.bits_for(operator, module)
+        for operator in ("matmul", "softmax", "dropout")
+        for module in ("head", "norm", "blocks.0.attn", "blocks.1.attn")
+    }
+    assert found == {
+        ("matmul", "head"): 8,
+        ("matmul", "norm"): 8,
+        ("matmul", "blocks.0.attn"): "off",
+        ("matmul", "blocks.1.attn"): 2,
+        ("softmax", "head"): 4,
+        ("softmax", "norm"): 4,
+        ("softmax", "blocks.0.attn"): 8,
+        ("softmax", "blocks.1.attn"): 8,
+        ("dropout", "head"): "off",
+        ("dropout", "norm"): "off",
+        ("dropout", "blocks.0.attn"): "off",
+        ("dropout", "blocks.1.attn"): 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "off"),
+        ({"bits": 4}, "off"),
+        ({"modules": {"*": 4}}, "off"),  # it does not name it
+        ({"operators": {"custom": 4}}, 4),
+        ({"operators": {"custom": 4}, "modules": {"a*": 8}}, 8),
+        ({"operators": {"custom": 4}, "modules": {"a*": "off"}}, "off"),
+        ({"modules": {"a*:custom": 8}}, 8),
+        ({"modules": {"a*:custom": 8, "*": 2}}, 8),
+    ],
+    ids=str,
+)
+def test_custom_functions_are_off_unless_named(options, expected):
+    assert ActivationPolicy(**options).bits_for("custom", "attn") == expected
+
+
+@given(policy=policies)
+def test_toml_says_all_of_a_policy(policy, tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy") / "policy.toml"
+    path.write_text(policy.to_toml(), encoding="utf-8")
+    read = ActivationPolicy.load(path)
+    assert read == policy
+    assert list(read.modules) == list(policy.modules)  # their order decides
+    assert ActivationPolicy.from_dict(policy.to_dict()) == policy
+
+
+def test_what_is_default_is_not_written():
+    assert ActivationPolicy().to_dict() == {}
+    assert ActivationPolicy(bits=4, operators={"softmax": 8}).to_toml() == 'bits = 4\n\n[operators]\n"softmax" = 8\n'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, r"bits=3: there are 8, 4 and 2 bits, and \"off\""),
+        ({"bits": 8.0}, r"bits=8.0: there are"),
+        ({"bits": True}, r"bits=True: there are"),
+        ({"bits": "Off"}, r"bits='Off': there are"),
+        ({"operators": {"softmax": 16}}, r"softmax=16: there are"),
+        ({"modules": {"head": 1}}, r"head=1: there are"),
+        ({"operators": {"softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'\? There are: matmul, "),
+        ({"operators": {"zzz": 8}}, r"unknown operator 'zzz'\. There are: matmul, "),
+        ({"modules": {"head:softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'"),
+        ({"granularity": "channel"}, r"granularity='channel' is none of group, layer"),
+        ({"statistics": "batch"}, r"statistics='batch' is none of running, sample"),
+        ({"rounding": "floor"}, r"rounding='floor' is none of stochastic, nearest"),
+        ({"min_numel": 0}, r"min_numel=0 must be a whole number, at least 1"),
+        ({"min_numel": None}, r"min_numel=None must be a whole number"),
+        ({"min_numel": 0.5}, r"min_numel=0.5 must be a whole number"),
+        ({"heads": 0}, r"heads=0 must be a whole number"),
+        ({"groups": 2.0}, r"groups=2.0 must be a whole number"),
+        ({"decay": 1.0}, r"decay=1.0 must be at least 0 and below 1"),
+        ({"decay": float("nan")}, r"decay=nan must be"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ActivationPolicy(**options)
+
+
+def test_a_key_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="unknown key 'bit'; did you mean 'bits'"):
+        ActivationPolicy.from_dict({"bit": 8})
+
+
+@pytest.mark.parametrize("text", ["bits = ", "bits = 3", "bit = 8", '[modules]\n"a" = 3'])
+def test_an_error_in_a_file_says_in_which(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"mine\.toml: "):
+        ActivationPolicy.load(path)
+
+
+def test_a_pattern_that_matches_no_module_is_an_error():
+    names = ["", "blocks.0.attn", "blocks.1.attn", "head"]
+    ActivationPolicy(modules={"blocks.*": 4, "head": 8, "": 2, "*.attn:softmax": "off"}).check(names)
+    with pytest.raises(ValueError, match=r"modules: 'heads' matches no module of the model; did you mean 'head'\?"):
+        ActivationPolicy(modules={"blocks.*": 4, "heads": 8}).check(names)
+    with pytest.raises(ValueError, match=r"'layers\.\*' matches no module of the model$"):
+        ActivationPolicy(modules={"layers.*:softmax": 8}).check(names)
+
+
+def test_off_is_known_as_such():
+    assert ActivationPolicy(bits="off").is_off
+    assert ActivationPolicy(bits="off", operators={"softmax": "off"}, modules={"a": "off"}).is_off
+    assert not ActivationPolicy(bits="off", modules={"a": 8}).is_off
