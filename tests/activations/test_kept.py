@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.activations import ActivationPolicy
+from narrowband.activations import ActivationPolicy, Kept
 from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -273,7 +273,7 @@ def test_parts_have_ranges_of_their_own():
 
 def kept_both_ways(x):
     made, arrangement = payload(x.detach(), 8)
-    return Exact(x, "relu in head"), Packed(x, arrangement, made, "relu in head")
+    return Exact(x, "relu in head"), Packed(x, arrangement, made, "relu in head", Kept())
 
 
 @pytest.mark.parametrize(
