@@ -18,8 +18,8 @@ PUBLISHED = {
     "elias-fano-encode",
     "elias-fano-decode",
     "sparse-accumulate",
-    "aq-sgd-lookup",
-    "aq-sgd-lookup-update",
+    "aq-sgd-send",
+    "aq-sgd-receive",
 }
 
 
