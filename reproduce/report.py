@@ -172,9 +172,9 @@ def _mean(scores: list[float | None]) -> float | None:
 
 
 def named(found: Sequence[Group], task: str, name: str, epochs: int | None = None) -> Group | None:
-    """The group of that task and name, if its rows were trained; of several, that of most epochs."""
-    own = [group for group in found if (group.task, group.name) == (task, name) and epochs in (None, group.epochs)]
-    return max(own, key=lambda group: group.epochs, default=None)
+    """The group of that task and name, if its rows were trained; of several lengths, the first."""
+    own = (group for group in found if (group.task, group.name) == (task, name) and epochs in (None, group.epochs))
+    return next(own, None)
 
 
 def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool) -> Claim:

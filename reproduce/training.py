@@ -325,7 +325,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace)
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
-    extra: dict[str, Any] = {"optimizer": optimizer} if row.optimizer == "dgc" else {}
+    extra: dict[str, Any] = {"optimizer": optimizer} if spec.startswith("dgc") else {}
     chosen = policy_of(row, task.steps) or spec
     handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
     plans: list[tuple[int, float, dict[str, str]]] = []

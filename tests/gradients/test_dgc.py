@@ -80,12 +80,21 @@ def gradients_of(ranks, step):
     return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
-def frozen_steps(rank, world_size, spec, steps, **options):
+def frozen_steps(rank, world_size, spec, steps, rates=None, **options):
     """The averages of steps that leave the parameters where they are."""
-    model, _, _ = compressed(spec, optimizer=lambda m: sgd(m, lr=0.0), **options)
+    optimizer = None
+
+    def made(model):
+        nonlocal optimizer
+        optimizer = sgd(model, lr=0.0)
+        return optimizer
+
+    model, _, _ = compressed(spec, optimizer=made, **options)
     averages = []
     for step in range(steps):
         model.zero_grad()
+        if rates is not None:
+            optimizer.param_groups[0]["lr"] = rates[step]
         loss_of(model, step, rank).backward()
         averages.append([p.grad.reshape(-1).clone() for p in model.parameters()])
     return averages
@@ -117,6 +126,66 @@ def test_fifty_steps_of_four_ranks_follow_the_paper(keys, clip):
             for result in results:
                 torch.testing.assert_close(result[step][i].double(), expected, rtol=2e-4, atol=2e-6)
     assert clipped > 100 if clip else not clipped
+
+
+@pytest.mark.parametrize("keys", ["", ",nesterov=true", ",masking=false"])
+def test_steps_are_accumulated_at_the_rates_of_their_gradients(keys):
+    """A rate that rises from nothing, falls, and is zero in between: what is owed are steps of the parameters."""
+    spec = f"dgc:density=0.03,accumulate=steps{keys}"
+    ranks, steps = 4, 30
+    rates = [0.0, 0.05, 0.1, *(0.1 * 0.8**step for step in range(steps - 3))]
+    rates[11] = 0.0
+    results = run_ranks(frozen_steps, ranks, spec, steps, rates)
+    method = nb.compression(spec).feedback
+    shapes = [p.shape for p in mlp().parameters()]
+    derived = [Deriving(ranks, shape.numel(), method.momentum, method.nesterov, method.masking) for shape in shapes]
+    unit = 1.0
+    for step in range(steps):
+        unit = rates[step] or unit
+        for i, (shape, gradients) in enumerate(zip(shapes, gradients_of(ranks, step), strict=True)):
+            if len(shape) < 2 or shape.numel() < 64:
+                continue
+            expected = derived[i].step(gradients * rates[step], method.codec.kept(shape)) / unit
+            for result in results:
+                torch.testing.assert_close(result[step][i].double(), expected, rtol=2e-4, atol=2e-5)
+
+
+def follows(rank, world_size, cap):
+    """What a changing rate applies and what is left of it, where nothing is masked and there is no momentum."""
+    spec = "dgc:density=0.1,momentum=0,masking=false,accumulate=steps"
+    without = refusal(lambda: nb.compress_gradients(wrap(mlp()), spec, min_numel=64))
+    model, optimizer, handle = compressed(spec, optimizer=sgd, cap=cap, small="together")
+    begin = flat(model)
+    wanted = torch.zeros_like(begin)
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = rate = 0.1 * 0.7**step
+        own = mlp()
+        own.load_state_dict(model.module.state_dict())
+        loss_of(own, step, rank).backward()
+        wanted -= rate * torch.cat([p.grad.reshape(-1) for p in own.parameters()]).double()
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    owed = handle.state_dict()["owed"]
+    names = [name for name, p in model.module.named_parameters() if p.dim() > 1]
+    left = {name: owed[f"now/{name}"] for name in names}
+    vector = owed["now/(torch.float32)"]
+    at, parts = 0, []
+    for name, p in model.module.named_parameters():
+        parts.append(left[name] if name in left else vector[at : at + p.numel()])
+        at += 0 if name in left else p.numel()
+    return without, begin - flat(model), -wanted, torch.cat(parts).double()
+
+
+@pytest.mark.parametrize("cap", [100.0, TINY], ids=["one bucket", "many"])
+def test_where_the_rate_falls_no_step_is_lost(cap):
+    answers = run_ranks(follows, 2, cap)
+    assert all("pass optimizer=" in without[1] for without, *_ in answers)
+    taken = answers[0][1]
+    wanted = sum(wanted for _, _, wanted, _ in answers) / 2
+    owed = sum(owed for *_, owed in answers) / 2
+    torch.testing.assert_close(taken + owed, wanted, rtol=1e-4, atol=1e-6)
+    assert float(owed.abs().max()) > 100 * float((taken + owed - wanted).abs().max())
 
 
 def together(rank, world_size, spec, steps, cap, small):

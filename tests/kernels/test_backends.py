@@ -317,11 +317,12 @@ def test_a_payload_may_start_at_any_address(scale: str, bits: int, offset: int) 
 
 @given(
     x=inputs, share=st.floats(0, 1), momentum=st.sampled_from([0.0, 0.9]), nesterov=st.booleans(),
-    masking=st.booleans(), threshold=st.sampled_from([0.0, 1e-30, 0.5, 2.0, 1e30]), seed=seeds,
+    masking=st.booleans(), scale=st.sampled_from([1.0, 0.0, 0.1, 3e-30]),
+    threshold=st.sampled_from([0.0, 1e-30, 0.5, 2.0, 1e30]), seed=seeds,
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_momentum_topk_and_forget(
-    x: Tensor, share: float, momentum: float, nesterov: bool, masking: bool, threshold: float, seed: int
+    x: Tensor, share: float, momentum: float, nesterov: bool, masking: bool, scale: float, threshold: float, seed: int
 ) -> None:
     n = x.numel()
     k = min(n, max(1, round(share * n)))
@@ -331,7 +332,7 @@ def test_momentum_topk_and_forget(
         gradient, now, before = x.clone(), make("normal", n, 1), make("few-levels", n, 2)
         held = now.clone(), before.clone()
         finite, indices, values, _ = backend.momentum_topk(
-            gradient, now, before, k, **form, threshold=threshold, seed=seed
+            gradient, now, before, k, **form, scale=scale, threshold=threshold, seed=seed
         )
         assert torch.equal(gradient, held[1])
         outcomes.append([finite, gradient, now.clone(), before.clone(), indices, values])

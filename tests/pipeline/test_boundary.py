@@ -113,6 +113,22 @@ def test_warm_up_is_counted_in_steps():
     assert [torch.equal(boundary(x), x) for _ in range(9)] == [True] * 6 + [False] * 3
 
 
+def test_warm_up_is_counted_in_epochs():
+    boundary = nb.Boundary("topk:density=0.1", "none", warmup_epochs=2)
+    x = torch.randn(10, 10)
+    with pytest.raises(ValueError, match=r"warmup_epochs=2 counts epochs: call set_epoch\(epoch\)"):
+        boundary(x)
+    exact = []
+    for epoch in range(4):
+        boundary.set_epoch(epoch)
+        exact += [torch.equal(y, x) for y in (boundary(x), *boundary(x, x))]  # a second tensor comes later
+    assert exact == [True] * 6 + [False] * 6
+    with pytest.raises(ValueError, match="give one of them"):
+        nb.Boundary(warmup_epochs=1, warmup_steps=1)
+    with pytest.raises(ValueError, match="epoch=-1"):
+        boundary.set_epoch(-1)
+
+
 def test_samples_are_used_once():
     boundary = nb.Boundary("qsgd:bits=4+aq-sgd", "none")
     x = torch.randn(4, 10)

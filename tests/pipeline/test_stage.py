@@ -41,15 +41,15 @@ def loss_fn(output, target):
     return (output - target).square().mean()
 
 
-def in_one_process(rank, world_size, number, forward, backward, local=(), warmup_steps=0, evaluate=True):
+def in_one_process(rank, world_size, number, forward, backward, local=(), warm_up=None, evaluate=True):
     """Losses and parameters of the model with boundaries, of which those in ``local`` do not compress."""
     cut = parts(number)
     boundaries = [
         nb.Boundary(
             *(("none", "none") if at in local else (forward, backward)),
             index=at,
-            warmup_steps=warmup_steps,
             microbatches=MICROBATCHES,
+            **(warm_up or {}),
         )
         for at in range(number - 1)
     ]
@@ -61,6 +61,8 @@ def in_one_process(rank, world_size, number, forward, backward, local=(), warmup
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
+        for boundary in boundaries:
+            boundary.set_epoch(step)
         pieces = [torch.tensor_split(t, MICROBATCHES) for t in (*batch(step), ids(step))]
         for x, y, samples in zip(*pieces, strict=True):
             for boundary in boundaries:
@@ -96,12 +98,12 @@ def places(name, rank, world_size):
     return [rank, world_size + rank]
 
 
-def on_ranks(rank, world_size, name, forward, backward, warmup_steps=0):
+def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
     mine = places(name, rank, world_size)
     number = world_size * len(mine)
     cut = parts(number)
     stages = [
-        nb.CompressedStage(cut[at], at, number, CPU, forward=forward, backward=backward, warmup_steps=warmup_steps)
+        nb.CompressedStage(cut[at], at, number, CPU, forward=forward, backward=backward, **(warm_up or {}))
         for at in mine
     ]
     schedule = schedule_of(name, stages)
@@ -111,6 +113,7 @@ def on_ranks(rank, world_size, name, forward, backward, warmup_steps=0):
         optimizer.zero_grad()
         for stage in stages:
             stage.samples = ids(step)
+            stage.set_epoch(step)
         losses += run_step(schedule, stages, *batch(step))
         optimizer.step()
     for at in mine:
@@ -134,13 +137,13 @@ def run_step(schedule, stages, x, y, train=True):
     return [loss.item() for loss in losses]
 
 
-def check_same(name, forward, backward, warmup_steps=0, world_size=4):
-    ranks = run_ranks(on_ranks, world_size, name, forward, backward, warmup_steps)
+def check_same(name, forward, backward, warm_up=None, world_size=4):
+    ranks = run_ranks(on_ranks, world_size, name, forward, backward, warm_up)
     number = len(ranks) * len(ranks[0][1])
     folded = name == "ZBVZeroBubble"
     local = (number // 2 - 1,) if folded else ()  # the two stages of the last rank
     ((expected, parameters, boundaries),) = run_ranks(
-        in_one_process, 1, number, forward, backward, local, warmup_steps, not folded
+        in_one_process, 1, number, forward, backward, local, warm_up, not folded
     )
     losses = next(losses for losses, _, _ in ranks if losses)
     assert losses == expected
@@ -193,8 +196,10 @@ def test_a_schedule_that_goes_back_in_another_order():
         run_ranks(on_ranks, 2, "LoopedBFS", spec, "qsgd:bits=4+ef21")
 
 
-def test_warm_up():
-    check_same("1F1B", "topk:density=0.1+ef21", "topk:density=0.1+ef", warmup_steps=2, world_size=2)
+@pytest.mark.parametrize("counted", ["steps", "epochs"])  # a step is an epoch here
+def test_warm_up(counted):
+    warm_up = {f"warmup_{counted}": 2}
+    check_same("1F1B", "topk:density=0.1+ef21", "topk:density=0.1+ef", warm_up, world_size=2)
 
 
 # ---- what crosses a boundary -----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def test_what_claims_are_about_is_trained_first():
         ("no correction", 1),
         ("no masking", 1),
         ("no warm-up", 1),
+        ("dgc as published", 1),
     }
 
 
@@ -48,7 +49,7 @@ def test_options_select_rows_and_set_epochs():
     assert names(rows) == [("lstm", "dgc", 4)]
     assert (rows[0].epochs, rows[0].warmup_epochs) == (1, 0)  # bytes are those after warm-up
     of_one_length = names(chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), epochs=2)))
-    assert len(set(of_one_length)) == len(of_one_length) == 6
+    assert len(set(of_one_length)) == len(of_one_length) == 7
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.module)

@@ -214,12 +214,12 @@ def _orthonormalize(data: _Data, backend: Any) -> _Loop:
     return _Loop(lambda _: backend.orthonormalize(p))
 
 
-def _aq_sgd(update: bool) -> _Maker:
-    """What AQ-SGD adds to its codec, on both ends together, for a batch of samples that are held: look the buffer up,
-    take the difference and see that it is finite, copy the new buffer to the output.
+def _aq_sgd(sends: bool) -> _Maker:
+    """What AQ-SGD adds to its codec at one end, for a batch of samples that are held: look the buffer up and update it,
+    with a plain sum where the codec would decode into it.
 
     Args:
-        update: with a plain sum where the codec would decode into the buffer.
+        sends: this end takes the difference and sees that it is finite; the other copies the new buffer to its output.
     """
 
     def make(data: _Data, backend: Any) -> _Loop:
@@ -232,10 +232,11 @@ def _aq_sgd(update: bool) -> _Maker:
         def body(_: int) -> None:
             for sample, cut in enumerate(samples):
                 buffer = store.row(sample, write=True)
-                backend.difference(data.x[cut], buffer, difference)
-                if update:
-                    buffer.add_(difference)
-                data.y[cut].copy_(buffer)
+                if sends:
+                    backend.difference(data.x[cut], buffer, difference)
+                buffer.add_(difference)
+                if not sends:
+                    data.y[cut].copy_(buffer)
                 store.put(sample, buffer)
 
         return _Loop(body)
@@ -315,8 +316,8 @@ _LOOPS: dict[str, _Maker] = {
     "lowrank-4-decode-accumulate": _low_rank_product,
     "dgc-momentum-select-mask": _dgc,
     "orthonormalize-32x4096": _orthonormalize,
-    "aq-sgd-lookup": _aq_sgd(update=False),
-    "aq-sgd-lookup-update": _aq_sgd(update=True),
+    "aq-sgd-send": _aq_sgd(sends=True),
+    "aq-sgd-receive": _aq_sgd(sends=False),
     "activation-extremes": _activation_extremes,
     "activation-quantize-8": _activation_quantize(8),
     "activation-quantize-4": _activation_quantize(4),

@@ -11,6 +11,11 @@ g, momentum m, velocity u and accumulated velocity v, each rank ::
 
 and the optimizer is plain SGD. Nesterov's variant (appendix B) has u = m·(u + g), v = v + u + g.
 
+With ``accumulate=steps``, beyond the paper, u = m·u + η·g with the learning rate η of the step, and v/η is sent. What
+is owed is then a step of the parameters, which the optimizer's η·(v/η) takes in full. Otherwise what waits is taken
+at the rate of the step in which it is sent, and where the rate falls, most of it is lost; error feedback is proven
+for steps (Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1).
+
 Both states are kept as two successive sums of velocities, y and the y of the step before: u is their difference. A step
 then reads three arrays and writes two, and can be undone to the bit with no copy (:func:`narrowband.kernels.
 momentum_topk`). v is y; in Nesterov's variant v telescopes to y + m·(velocity of the plain kind), which these two hold
@@ -49,6 +54,7 @@ class _Sent:
     undo: Callable[[], None]
     commit: Callable[[], None] | None  # None: done already
     at: Tensor | None = None  # what was sent; None: everything
+    rate: float = 1.0  # what is owed is so many times what is sent
 
 
 @dataclass(unsafe_hash=True)
@@ -67,6 +73,9 @@ class DGC(Feedback):
             for equally many steps each.
         warmup_epochs: the same, counted in epochs: call the handle's ``set_epoch`` before each.
         masking: whether the velocity is set to zero where elements are sent.
+        accumulate: ``gradients``, as in the paper; or ``steps``: gradients times the learning rate at which they were
+            computed, so that what has waited is applied at that rate. Needs ``optimizer=`` at set-up, to know the rate:
+            that which the optimizer has when backward begins.
         indices: how they are written: see :class:`~narrowband.codecs.TopK`.
     """
 
@@ -79,6 +88,7 @@ class DGC(Feedback):
     warmup_steps: int = 0
     warmup_epochs: int = 0
     masking: bool = True
+    accumulate: Literal["gradients", "steps"] = "gradients"
     indices: Literal["elias-fano", "runs"] = "elias-fano"
 
     _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -87,6 +97,10 @@ class DGC(Feedback):
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Magnitudes that a few more elements than wanted reached in the step before. They save time, and change nothing.
     _hints: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    #: Learning rates of this step, by key, where steps are accumulated; and the last that were above zero.
+    rates: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _positive: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -192,6 +206,7 @@ class DGC(Feedback):
         # A half-precision gradient cannot hold the oldest sum: there a copy takes part, and its memory is the state's
         # if the step is good.
         gradient, newest = (x, before) if in_place else (x.float(), before.clone())
+        rate, unit = self._rate(key)
         finite, at, values, hint = kernels.momentum_topk(
             gradient,
             now,
@@ -199,6 +214,7 @@ class DGC(Feedback):
             codec.kept(shape),
             momentum=self.momentum,
             nesterov=self.nesterov,
+            scale=rate,
             threshold=self._hints.get(key, 0.0),
             seed=seed,
         )
@@ -217,11 +233,23 @@ class DGC(Feedback):
                 before.copy_(x)
             self._now[key], self._before[key] = now, before
 
-        self._sent[key] = _Sent(undo, commit, at)
+        self._sent[key] = _Sent(undo, commit, at, unit)
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)
             return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
-        return True, codec.pack(at, values, shape=shape, out=out)
+        return True, codec.pack(at, values if unit == 1.0 else values / unit, shape=shape, out=out)
+
+    def _rate(self, key: str) -> tuple[float, float]:
+        """What a gradient is multiplied by on its way in, and what is sent divided by.
+
+        At a rate of zero a gradient counts for nothing, and so does what is sent; the rate before is its unit.
+        """
+        if self.accumulate == "gradients":
+            return 1.0, 1.0
+        rate = self.rates[key]
+        if rate > 0:
+            self._positive[key] = rate
+        return rate, self._positive.get(key, 1.0)
 
     def _encode_velocity(
         self,
@@ -235,7 +263,8 @@ class DGC(Feedback):
         out: Tensor | None,
     ) -> tuple[bool, Tensor]:
         """A step of momentum SGD: all of the new velocity travels, and what is owed stays as it is."""
-        gradient = x.float()
+        rate, unit = self._rate(key)
+        gradient = x.float() * rate
         velocity = (now - before).mul_(self.momentum).add_(gradient)
         step = velocity
         newest = now
@@ -250,20 +279,20 @@ class DGC(Feedback):
         def undo() -> None:
             self._now[key], self._before[key] = now, before
 
-        self._sent[key] = _Sent(undo, commit)
-        payload = codec.encode(step.to(x.dtype).view(dims(shape)), seed=seed, out=out)
+        self._sent[key] = _Sent(undo, commit, rate=unit)
+        payload = codec.encode((step / unit).to(x.dtype).view(dims(shape)), seed=seed, out=out)
         return kernels.all_finite(step), payload
 
     def absorb(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        at = self._sent[key].at
+        at, unit = self._sent[key].at, self._sent[key].rate
         self._commit(key)
         if not self.can_roll_back(x):
             del self._sent[key]  # decided: let go of the sums of the step before
         if not measure or at is None:
             return None
-        lost = squared_norm(self._owed(key))
+        lost = squared_norm(self._owed(key)) / unit**2
         return Norms(lost + squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device))), lost)
 
     def _commit(self, key: str) -> None:

@@ -151,6 +151,9 @@ def compress_gradients(
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
     _check_model(ddp_model)
     _check_momentum(ddp_model, chosen, optimizer)
+    follows = isinstance(chosen.feedback, DGC) and chosen.feedback.accumulate == "steps"
+    if follows and optimizer is None:
+        raise ValueError(f"{chosen} accumulates steps, gradients times the learning rate: pass optimizer=…")
     return GradientCompression(
         ddp_model,
         chosen,
@@ -163,6 +166,7 @@ def compress_gradients(
         small=small,
         policy=policy,
         plan=plan,
+        optimizer=optimizer if follows else None,
     )
 
 
@@ -220,8 +224,10 @@ class GradientCompression:
         small: str | Codec,
         policy: Policy | None,
         plan: Plan | None,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self.compression = chosen
+        self._optimizer = optimizer  # whose learning rate is followed, if any is
         self._start_step = start_step
         self._seed = seed
         self._collective = collective
@@ -470,6 +476,8 @@ class GradientCompression:
     def _begin_step(self) -> None:
         """Before anything of a step is sent: the unit of its gradients, and what layers have from here on."""
         self._scale_changed()
+        if self._optimizer is not None:
+            self.layers.follow(self._optimizer)
         if not self._paused and self._step >= self._start_step and self._chooser.decide(self._step):
             self._find_pairs()
 
@@ -545,6 +553,8 @@ def _use_once(x: Tensor, chosen: Compression) -> None:
         work.deliver(good=True)
         kernels.low_rank_product(item.x, *(torch.zeros(1, side) for side in x.shape))
         return
+    if isinstance(feedback, DGC):
+        feedback.rates = {"": 1.0}
     if isinstance(feedback, Feedback):
         for absorb in {False, feedback.can_roll_back(x)}:
             total = x.flatten()

@@ -156,6 +156,19 @@ class Layers:
             )
         return found
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the method the learning rates of this step. Small parameters that travel as one vector have that of the
+        first of them.
+        """
+        assert self.method is not None
+        of = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        usual = float(optimizer.param_groups[0]["lr"])
+        rates = {known.name: of.get(p, usual) for p, known in self.parameters.items()}
+        for p, known in reversed(self.parameters.items()):
+            if not known.compressed:
+                rates[f"({p.dtype})"] = rates[known.name]
+        self.method.rates = rates
+
     # ---- what a layer has --------------------------------------------------------------------------------------------
 
     @property

@@ -389,6 +389,7 @@ def momentum_topk(
     *,
     momentum: float,
     nesterov: bool = False,
+    scale: float = 1.0,
     threshold: float = 0.0,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
@@ -397,7 +398,7 @@ def momentum_topk(
     A running sum y of velocities is kept as two of its states, ``now`` and the one ``before``; their difference is the
     velocity. So nothing is lost when the step is undone: ::
 
-        (x, before) ← (before, now + (momentum · (now − before) + x))
+        (x, before) ← (before, now + (momentum · (now − before) + scale · x))
 
     makes ``before`` the newest sum, ``now`` the one before that, and leaves the oldest in ``x``. Owed is the newest
     sum; with ``nesterov``, it is that plus momentum · (newest − now), which is what the variant's own sum comes to.
@@ -411,7 +412,7 @@ def momentum_topk(
         When not finite, indices and values are empty.
     """
     result = _backend(x).momentum_topk(
-        x, now, before, k, momentum=momentum, nesterov=nesterov, threshold=threshold, seed=seed
+        x, now, before, k, momentum=momentum, nesterov=nesterov, scale=scale, threshold=threshold, seed=seed
     )
     return cast("tuple[bool, Tensor, Tensor, float]", result)
 

@@ -407,11 +407,12 @@ def momentum_topk(
     *,
     momentum: float,
     nesterov: bool = False,
+    scale: float = 1.0,
     threshold: float = 0.0,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
     oldest = before.clone()
-    before.copy_(now + ((now - oldest) * momentum + x))
+    before.copy_(now + ((now - oldest) * momentum + x * scale))
     x.copy_(oldest)
     owed = before + (before - now) * momentum if nesterov else before
     if not all_finite(owed):

@@ -41,12 +41,14 @@ def channel_pair(
     end: str,
     seed: int,
     warmup_steps: int,
+    warmup_epochs: int,
 ) -> tuple[Channel, Channel]:
     """The channels of the n-th tensor over a boundary, for the activation and for its gradient, at one of its ends."""
     index = (boundary * _MOST_TENSORS + tensor) * 2
     names = (f"{way}-{boundary}-{tensor}-{end}" for way in ("forward", "backward"))
-    there = Channel(forward, seed=seed, index=index, name=next(names), warmup_steps=warmup_steps)
-    back = Channel(backward, seed=seed, index=index + 1, name=next(names), warmup_steps=warmup_steps, forward=there)
+    warm_up: dict[str, Any] = {"warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
+    there = Channel(forward, seed=seed, index=index, name=next(names), **warm_up)
+    back = Channel(backward, seed=seed, index=index + 1, name=next(names), forward=there, **warm_up)
     return there, back
 
 
@@ -64,6 +66,7 @@ class Boundary(nn.Module):
         index: which boundary of the model, from 0. Boundaries with one index draw the same random numbers.
         seed: of stochastic rounding.
         warmup_steps: so many training steps are uncompressed at first.
+        warmup_epochs: the same, counted in epochs: call :meth:`set_epoch` at the beginning of each.
         microbatches: passes that make a training step.
 
     Attributes:
@@ -92,13 +95,21 @@ class Boundary(nn.Module):
         index: int = 0,
         seed: int = 0,
         warmup_steps: int = 0,
+        warmup_epochs: int = 0,
         microbatches: int = 1,
     ) -> None:
         super().__init__()
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches} must be at least 1")
         self._specs = forward, backward
-        self._config: dict[str, Any] = {"boundary": index, "end": "both", "seed": seed, "warmup_steps": warmup_steps}
+        self._config: dict[str, Any] = {
+            "boundary": index,
+            "end": "both",
+            "seed": seed,
+            "warmup_steps": warmup_steps,
+            "warmup_epochs": warmup_epochs,
+        }
+        self._epoch: int | None = None
         self._microbatches = microbatches
         self._passes = 0
         self._in_eval = True
@@ -106,7 +117,18 @@ class Boundary(nn.Module):
         self.samples: Tensor | None = None
 
     def _pair(self, tensor: int) -> tuple[Channel, Channel]:
-        return channel_pair(*self._specs, tensor=tensor, **self._config)
+        pair = channel_pair(*self._specs, tensor=tensor, **self._config)
+        if self._epoch is not None:
+            for channel in pair:
+                channel.set_epoch(self._epoch)
+        return pair
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, from 0 on, where warm-up counts epochs."""
+        self._epoch = epoch
+        for pair in self._channels:
+            for channel in pair:
+                channel.set_epoch(epoch)
 
     def compress_in_eval(self, on: bool) -> Boundary:
         """Whether to compress in ``eval()``; returns the boundary."""

@@ -91,6 +91,7 @@ class Channel:
         index: tells the channels of a model apart.
         name: tells the ends on a machine apart that keep their buffers in one folder.
         warmup_steps: so many steps are uncompressed at first.
+        warmup_epochs: the same, counted in epochs: :meth:`set_epoch` says which one it is.
         forward: the channel of the other direction, whose indices ``reuse=forward`` takes.
 
     Raises:
@@ -111,10 +112,16 @@ class Channel:
         index: int = 0,
         name: str = "",
         warmup_steps: int = 0,
+        warmup_epochs: int = 0,
         forward: Channel | None = None,
     ) -> None:
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
+        if warmup_steps < 0 or warmup_epochs < 0:
+            raise ValueError(
+                f"warmup_steps={warmup_steps} and warmup_epochs={warmup_epochs} must be at least 0: so many are "
+                "uncompressed at first"
+            )
+        if warmup_steps and warmup_epochs:
+            raise ValueError("a warm-up lasts warmup_steps or warmup_epochs; give one of them")
         chosen, self.reuses = _parsed(spec)
         self.compression = chosen
         self.codec = chosen.codec
@@ -122,7 +129,8 @@ class Channel:
         self.stats = ChannelStats()
         self._seed = seed * 0x9E3779B97F4A7C15 + index * 0xD6E8FEB86659FD93
         self._name = name
-        self._warmup_steps = warmup_steps
+        self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
+        self._epoch: int | None = None
         self._last = At(-1, -1)
         self._forward = forward if self.reuses else None
         #: Of the messages whose indices the other direction will want: at most a step's.
@@ -169,8 +177,25 @@ class Channel:
         return isinstance(self.state, AQSGD)
 
     def warming_up(self, at: At) -> bool:
-        """Whether this message travels as it is."""
-        return at.step < self._warmup_steps
+        """Whether this message travels as it is.
+
+        Raises:
+            ValueError: warm-up counts epochs, and nobody said which one this is.
+        """
+        if not self._warmup_epochs:
+            return at.step < self._warmup_steps
+        if self._epoch is None:
+            raise ValueError(
+                f"warmup_epochs={self._warmup_epochs} counts epochs: call set_epoch(epoch) at the beginning of each, "
+                "from 0 on"
+            )
+        return self._epoch < self._warmup_epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, from 0 on; on both ends."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} must not be negative")
+        self._epoch = epoch
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 

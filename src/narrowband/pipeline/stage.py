@@ -41,10 +41,11 @@ class _Arriving(NamedTuple):
 class _Side:
     """The channels of one boundary, as one of its two stages has them."""
 
-    def __init__(self, forward: Any, backward: Any, end: str, boundary: int, seed: int, warmup_steps: int) -> None:
+    def __init__(self, forward: Any, backward: Any, end: str, boundary: int, config: Mapping[str, int]) -> None:
         self._specs = forward, backward
-        self._config: dict[str, Any] = {"boundary": boundary, "seed": seed, "warmup_steps": warmup_steps}
+        self._config: dict[str, Any] = {"boundary": boundary, **config}
         self._end = end
+        self._epoch: int | None = None
         self._pairs: list[tuple[Channel, Channel]] = []
         self.pair(0)  # made at once, because a wrong spec should be heard of at once
 
@@ -52,7 +53,14 @@ class _Side:
         """(of activations, of gradients)."""
         while len(self._pairs) <= tensor:
             self._pairs.append(channel_pair(*self._specs, tensor=len(self._pairs), end=self._end, **self._config))
+            if self._epoch is not None:
+                self.set_epoch(self._epoch)
         return self._pairs[tensor]
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        for channel in self:
+            channel.set_epoch(epoch)
 
     @property
     def by_sample(self) -> bool:
@@ -92,6 +100,7 @@ class CompressedStage(PipelineStage):
             chosen forward, and no indices.
         seed: of stochastic rounding; the same on all ranks.
         warmup_steps: so many training steps are uncompressed at first.
+        warmup_epochs: the same, counted in epochs: call :meth:`set_epoch` at the beginning of each, on all ranks.
         compress_in_eval: whether ``schedule.eval`` compresses, too. A model that was trained with compression needs it.
         **options: those of ``PipelineStage``: ``input_args``, ``output_args``, ``group``, ``dw_builder``, …
 
@@ -122,6 +131,7 @@ class CompressedStage(PipelineStage):
         backward: Specs = "none",
         seed: int = 0,
         warmup_steps: int = 0,
+        warmup_epochs: int = 0,
         compress_in_eval: bool = True,
         **options: Any,
     ) -> None:
@@ -131,12 +141,12 @@ class CompressedStage(PipelineStage):
         )
         #: Those before and behind this stage.
         self._before = self._behind = None
+        config = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
         if stage_index > 0:
-            self._before = _Side(
-                there[stage_index - 1], back[stage_index - 1], "behind", stage_index - 1, seed, warmup_steps
-            )
+            at = stage_index - 1
+            self._before = _Side(there[at], back[at], "behind", at, config)
         if stage_index < num_stages - 1:
-            self._behind = _Side(there[stage_index], back[stage_index], "before", stage_index, seed, warmup_steps)
+            self._behind = _Side(there[stage_index], back[stage_index], "before", stage_index, config)
         self._in_eval = compress_in_eval
         self._step = -1
         self._microbatches = 1
@@ -146,6 +156,12 @@ class CompressedStage(PipelineStage):
         self._whole: Tensor | None = None
         self._parts: tuple[Tensor, ...] | None = None
         self._arriving: dict[tuple[str, int], list[_Arriving]] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, from 0 on, where warm-up counts epochs. Call on all ranks."""
+        for side in (self._before, self._behind):
+            if side is not None:
+                side.set_epoch(epoch)
 
     # ---- what the schedule asks --------------------------------------------------------------------------------------
 

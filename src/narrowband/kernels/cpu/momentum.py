@@ -59,22 +59,22 @@ def _owed(now, before, i, momentum, nesterov):
 
 
 @inlined
-def _advance_one(x, now, before, i, momentum):
+def _advance_one(x, now, before, i, momentum, scale):
     oldest, old = before[i], now[i]
-    before[i] = F32(old + F32(F32(momentum * F32(old - oldest)) + x[i]))
+    before[i] = F32(old + F32(F32(momentum * F32(old - oldest)) + F32(scale * x[i])))
     x[i] = oldest
 
 
 @instruction
-def _advance_block(typing, x, now, before, begin, momentum, nesterov, threshold):  # noqa: ARG001 - they are types here
+def _advance_block(typing, x, now, before, begin, momentum, scale, nesterov, threshold):  # noqa: ARG001 - they are types here
     """``_advance_one`` for the BLOCK elements from ``begin`` on, and a word with a one for each whose ``_owed`` reaches
     the threshold: the compiler need not ask whether arrays overlap, and nothing is read twice.
     """
 
     def generate(context, builder, signature, arguments):
         x, now, before = zip(signature.args[:3], arguments[:3], strict=True)
-        begin, momentum, nesterov, threshold = arguments[3:]
-        factor, level = splat(builder, momentum), splat(builder, threshold)
+        begin, momentum, scale, nesterov, threshold = arguments[3:]
+        factor, gain, level = (splat(builder, scalar) for scalar in (momentum, scale, threshold))
         i64 = ir.IntType(64)
         word = ir.Constant(i64, 0)
         for at in range(0, BLOCK, LANES):
@@ -85,7 +85,7 @@ def _advance_block(typing, x, now, before, begin, momentum, nesterov, threshold)
                 value.align = 4
             for place in places:
                 prefetch(builder, place, PAGE)
-            step = builder.fadd(builder.fmul(factor, builder.fsub(old, oldest)), gradient)
+            step = builder.fadd(builder.fmul(factor, builder.fsub(old, oldest)), builder.fmul(gain, gradient))
             new = builder.fadd(old, step)
             builder.store(new, places[2]).align = 4
             builder.store(oldest, places[0]).align = 4
@@ -94,12 +94,12 @@ def _advance_block(typing, x, now, before, begin, momentum, nesterov, threshold)
             word = builder.or_(word, builder.shl(reached, ir.Constant(i64, at)))
         return word
 
-    form = x, now, before, types.uintp, types.float32, types.boolean, types.int32
+    form = x, now, before, types.uintp, types.float32, types.float32, types.boolean, types.int32
     return types.uint64(*form), generate
 
 
 @loop
-def _advance_range(x, now, before, momentum, nesterov, threshold, found, kept, first, last):
+def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, kept, first, last):
     """Advance, and write what is owed and reaches the threshold: its indices and values; count on where there is no
     room. Returns that count, and whether all is finite: what is not reaches every threshold.
     """
@@ -109,7 +109,7 @@ def _advance_range(x, now, before, momentum, nesterov, threshold, found, kept, f
     whole = min(last, x.size // BLOCK)
     for block in range(first, whole):
         begin = block * BLOCK
-        word = _advance_block(x, now, before, At(begin), momentum, nesterov, threshold)
+        word = _advance_block(x, now, before, At(begin), momentum, scale, nesterov, threshold)
         while word:
             i = At(begin + lowest(word))
             owed = _owed(now, before, i, momentum, nesterov)
@@ -121,7 +121,7 @@ def _advance_range(x, now, before, momentum, nesterov, threshold, found, kept, f
             count += 1
     for j in range(whole * BLOCK, x.size if whole < last else 0):
         i = At(j)
-        _advance_one(x, now, before, i, momentum)
+        _advance_one(x, now, before, i, momentum, scale)
         owed = _owed(now, before, i, momentum, nesterov)
         finite &= np.isfinite(owed)
         if not abs(owed) < limit:  # NaN is not less, either
@@ -146,17 +146,19 @@ def momentum_topk(
     *,
     momentum: float,
     nesterov: bool = False,
+    scale: float = 1.0,
     threshold: float = 0.0,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
-    gradient, last, new, m, n = x.numpy(), now.numpy(), before.numpy(), F32(momentum), x.numel()
+    gradient, last, new, n = x.numpy(), now.numpy(), before.numpy(), x.numel()
+    m, gain = F32(momentum), F32(scale)
     room = max(most_survivors(k, n), n // ROOM) if threshold > 0 and k < n else 0
     level = np.float32(threshold).view(np.int32) if room else NON_FINITE
 
     def work(first: int, stop: int) -> tuple[bool, Survivors]:
         found, kept = room_for(min(room, (stop - first) * BLOCK))
         count, finite = _advance_range(
-            gradient, last, new, m, nesterov, level, found, kept.view(np.float32), first, stop
+            gradient, last, new, m, gain, nesterov, level, found, kept.view(np.float32), first, stop
         )
         return finite, Survivors(count, found, kept)
 
