@@ -274,17 +274,17 @@ _COLUMNS: tuple[Column, ...] = (
 #: Picture → what is in it: title → of a block, whose estimates. There are 65 tokens, and 16 channels in a head.
 _PICTURES: dict[str, Mapping[str, str]] = {
     "figure-7": {
-        "input": ".qkv:matmul:48",
-        "queries": ".scores:matmul:65×16",
-        "keys": ".scores:matmul:16×65",
-        "attention": ":softmax:3×65×65",
-        "values": ".mix:matmul:65×16",
-        "projection's input": ".proj:matmul:48",
+        "input": ".qkv:matmul:0",
+        "queries": ".scores:matmul:1",
+        "keys": ".scores:matmul:0",
+        "attention": ":softmax:0",
+        "values": ".mix:matmul:0",
+        "projection's input": ".proj:matmul:0",
     },
     "figure-8": {
-        "first layer's input": ".up:matmul:48",
-        "GELU's input": ":gelu:65×192",
-        "second layer's input": ".down:matmul:192",
+        "first layer's input": ".up:matmul:0",
+        "GELU's input": ":gelu:0",
+        "second layer's input": ".down:matmul:0",
     },
 }
 
