@@ -115,9 +115,7 @@ def test_ranges_are_noted_of_three_blocks_where_that_is_asked_for(finished):
             assert [len(groups_of) for groups_of in values] == [3] * len(ranges["steps"])
             assert values[0] != values[-1]
     for block in ranges["blocks"]:
-        for queries, keys in zip(
-            *(ranges["alpha"][f"{block}.scores:matmul:{s}"] for s in (1, 0)), strict=True
-        ):
+        for queries, keys in zip(*(ranges["alpha"][f"{block}.scores:matmul:{s}"] for s in (1, 0)), strict=True):
             assert queries != keys
         assert all(low >= 0 for values in ranges["beta"][f"{block}:softmax:0"] for low in values)
         assert all(low > -0.1701 for values in ranges["beta"][f"{block}.down:matmul:0"] for low in values)
