@@ -497,12 +497,13 @@ def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
     x = make("normal", MILLION, 0)
     x[: MILLION - 3].view(-1, 100)[::33] *= 10
     expected = x.abs().topk(10_000).indices.sort().values
-    for seed in range(50):
-        finite, indices, _ = cpu.compensate_select_topk(x.clone(), torch.zeros(MILLION), 10_000, seed=seed)
-        assert finite
-        assert torch.equal(indices.long(), expected)
-    assert 0 < looks["second"] < 50, looks
-    assert looks["everything"] < looks["second"] / 4, looks
+    with threads(2):  # which part of a sample comes from where, and so whether it misleads, depends on their number
+        for seed in range(200):
+            finite, indices, _ = cpu.compensate_select_topk(x.clone(), torch.zeros(MILLION), 10_000, seed=seed)
+            assert finite
+            assert torch.equal(indices.long(), expected)
+    assert 4 <= looks["second"] < 200, looks
+    assert looks["everything"] <= looks["second"] / 4, looks
 
 
 @given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
