@@ -966,8 +966,8 @@ def test_the_model_can_be_copied_and_pickled_afterwards():
         model.eval()
         other.eval()
         assert torch.equal(other(x), model(x))
-        handle = compress(other)
-        assert handle.state_dict() == {"estimates": {}, "draws": 0}  # estimates are the original's
+        state = compress(other).state_dict()  # estimates are the original's
+        assert state == {"estimates": {}, "seed": torch.initial_seed() & 0xFFFFFFFF, "draws": 0}
 
 
 def test_estimates_belong_to_the_model_and_not_to_the_context():
@@ -1039,9 +1039,22 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     assert not all(same(p, q) for p, q in zip(whole[0].parameters(), forgetful[0].parameters(), strict=True))
 
 
+def test_roundings_follow_the_seed_of_torch():
+    def gradients(seed):
+        model, x = linears(16, 32, 8), torch.ones(20, 16)
+        torch.manual_seed(seed)
+        with compress(model, bits=2):
+            y = model(x)
+        y.square().sum().backward()
+        return grads_of(model)["1.weight"]
+
+    assert torch.equal(gradients(1), gradients(1))
+    assert not torch.equal(gradients(1), gradients(2))
+
+
 def test_what_is_no_state_is_refused():
     handle = compress(linears(4, 4))
-    with pytest.raises(ValueError, match="a state has estimates and draws, and this has 'estimates'"):
+    with pytest.raises(ValueError, match="a state has estimates, seed and draws, and this has 'estimates'"):
         handle.load_state_dict({"estimates": {}})
     with pytest.raises(ValueError, match="and this has nothing"):
         handle.load_state_dict({})

@@ -47,7 +47,7 @@ def test_version(narrow):
 def test_help_names_every_command(narrow, words):
     code, out, _ = narrow(*words)
     assert code == 0
-    for command in ("demo", "bench kernels", "bench ddp", "bench adapt", "lab", "adapt", "codecs", "doctor"):
+    for command in ("demo", "bench kernels", "bench ddp", "bench adapt", "lab", "adapt", "memory", "codecs", "doctor"):
         assert f"narrowband {command}" in out
 
 
@@ -59,7 +59,9 @@ def test_help_of_a_family_names_its_commands(narrow, words):
     assert "narrowband demo" not in out
 
 
-@pytest.mark.parametrize("command", ["demo", "bench kernels", "bench ddp", "lab", "codecs", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["demo", "bench kernels", "bench ddp", "bench memory", "lab", "memory", "codecs", "doctor"]
+)
 def test_help_teaches_with_examples(narrow, command):
     code, out, _ = narrow(*command.split(), "--help")
     assert code == 0

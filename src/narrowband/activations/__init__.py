@@ -5,6 +5,8 @@
 :mod:`.saved`          the context around a forward pass, and its report
 :mod:`.kept`           one tensor: its order in memory, its groups, their ranges, its codes
 :mod:`.operators`      which operator is at work, and operators that keep one bit per element
+:mod:`.regions`        calls of compiled modules, in which Python has no say
+:mod:`.compiled`       what a compiled graph packs, as graphs
 =====================  ===============================================================================
 
 Source: Pan et al. 2021, Mesa (arXiv 2111.11124).

@@ -111,10 +111,12 @@ class Estimates:
 
     Args:
         decay: μ.
+        seed: of random draws, 32 bits.
     """
 
-    def __init__(self, decay: float = 0.9) -> None:
+    def __init__(self, decay: float = 0.9, seed: int = 0) -> None:
         self.decay = decay
+        self.seed = seed
         self.draws = 0
         self._held: dict[str, Tensor] = {}  # (2, groups): α, β
         self._lock = threading.Lock()
@@ -123,7 +125,7 @@ class Estimates:
         """The next seed."""
         with self._lock:
             self.draws += 1
-            return self.draws
+            return self.seed << 32 | self.draws
 
     def observe(self, name: str, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Take a batch's range in, and return what is estimated then. The first batch is taken as it is."""

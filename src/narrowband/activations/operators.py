@@ -25,7 +25,7 @@ from narrowband.activations.kept import Arrangement
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["CUSTOM", "OTHER", "Known", "Watch"]
+__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch"]
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
 Kind = Literal["last", "second", "heads", "either"]
@@ -71,6 +71,8 @@ _KNOWN = _table()
 OTHER = Known("other", "either")
 #: Autograd functions, written in Python or behind operators of other libraries.
 CUSTOM = Known("custom", "either")
+#: A graph of torch.compile, in which there are operators no more.
+COMPILED = Known("compiled", "last")
 
 #: Written in Python, of operators that are to be seen one by one; backward, of those that a checkpoint runs again.
 _COMPOSITE = frozenset(

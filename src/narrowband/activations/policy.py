@@ -40,6 +40,7 @@ OPERATORS: dict[str, str] = {
     "dropout": "dropout: one bit per element, whatever the bits",
     "conv": "convolutions",
     "batch_norm": "batch normalization",
+    "compiled": "what a graph of torch.compile saves, whatever its operators",
     "checkpoint": "inputs of torch.utils.checkpoint, which are computed from again",
     "other": "all other operators of PyTorch",
     "custom": "autograd functions of users and of other libraries",

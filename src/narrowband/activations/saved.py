@@ -19,21 +19,23 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules_of_torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
+from narrowband.activations.compiled import compiled_hooks, compiled_saving, obstacle
 from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
-from narrowband.activations.operators import CUSTOM, OTHER, Known, Watch
+from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
+from narrowband.activations.regions import compiled_modules, eager_modules, graphs_behind, rerouted, without_mode
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import row_extremes
 
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "head_count")
 #: Groups of channels in a model without attention.
 _GROUPS = 8
+#: Neighbours that share a range in a compiled graph.
+_COMPILED_GROUP = 256
 
 #: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
 _SECOND = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "AvgPool", "Mkldnn")
@@ -189,6 +193,54 @@ class Pass:
                 memory = self._memory(x)
                 memory.alive = memory.plain = True
 
+    # ---- compiled modules --------------------------------------------------------------------------------------------
+
+    def compiled(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module of which torch.compile made graphs, and count what they keep."""
+        name = self.handle._names.get(module)
+        if name is None and not self._modules:
+            return call(*args, **kwargs)
+        if not self._modules:
+            self.begins(module, args, kwargs)
+        before = self.operator, self.arguments
+        self.entering(module, args)
+        self.operator, self.arguments = COMPILED, ((), {})
+        try:
+            with without_mode(_current.watch):
+                with self._saving_of_graphs():
+                    outputs = call(*args, **kwargs)
+                for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)):
+                    self._count_graph(tensors, plain, packed)
+            return outputs
+        finally:
+            self.leaving(module)
+            self.operator, self.arguments = before
+
+    def _saving_of_graphs(self) -> contextlib.AbstractContextManager[None]:
+        bits, policy = self._bits(), self.policy
+        # A checkpoint has hooks of its own, and what it runs again runs without ours.
+        if bits == "off" or torch._C._autograd._top_saved_tensors_default_hooks(True) != self.hooks:
+            return contextlib.nullcontext()
+        hooks = compiled_hooks(
+            bits,
+            min_numel=max(policy.min_numel, _COMPILED_GROUP),
+            group=_COMPILED_GROUP,
+            stochastic=policy.rounding == "stochastic",
+        )
+        return compiled_saving(hooks, self.hooks)
+
+    def _count_graph(self, tensors: Iterable[Tensor], plain: int, packed: int) -> None:
+        """Count what a graph keeps, of which some is codes of so many bytes."""
+        exact = -packed
+        for x in tensors:
+            memory = self._memory(x)
+            if not memory.alive and not memory.plain:
+                memory.plain = True
+                exact += x.untyped_storage().nbytes()
+        operator, module = self._place()
+        self.saved.add(operator.name, module, exact + plain, exact + packed)
+        self.packed += bool(packed)
+
     # ---- operators that keep less by themselves ----------------------------------------------------------------------
 
     def replaces(self, x: Any) -> bool:
@@ -256,6 +308,7 @@ class Pass:
         place = self._counts[module, operator.name] = self._counts.get((module, operator.name), -1) + 1
         if (
             bits == "off"
+            or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._modules
             or not _is_plain(x)
             or x.numel() < self.policy.min_numel
@@ -478,9 +531,14 @@ class ActivationCompression(contextlib.ContextDecorator):
             model = model.module
         self.model = model
         self.policy = policy
-        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+        names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+        self._names = weakref.WeakKeyDictionary(
+            {module: name.removesuffix("_orig_mod").removesuffix(".") for module, name in names.items()}
+        )
         policy.check(self._names.values())
-        self.estimates = _estimates.setdefault(model, Estimates())
+        if any(compiled_modules(model)) and obstacle() is not None:
+            raise UnsupportedError(obstacle())
+        self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self.estimates.decay = policy.decay
         self._known_heads: dict[str, int | None] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
@@ -496,19 +554,36 @@ class ActivationCompression(contextlib.ContextDecorator):
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)
+            self._attach(at, stack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at.hooks))
+            watch = stack.enter_context(Watch(at))
+            undo.pop_all()
+        _current.at, _current.stack, _current.watch = at, stack, watch
+        return at.saved
+
+    def _attach(self, at: Pass, stack: contextlib.ExitStack) -> None:
+        """Let a pass know which module is at work."""
+        compiled = [module for _, module in compiled_modules(self.model)]
+        if not compiled:
             stack.callback(modules_of_torch.register_module_forward_pre_hook(at.entering).remove)
             stack.callback(modules_of_torch.register_module_forward_hook(at.leaving, always_call=True).remove)
             stack.callback(self.model.register_forward_pre_hook(at.begins, with_kwargs=True).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at.hooks))
-            stack.enter_context(Watch(at))
-            undo.pop_all()
-        _current.at, _current.stack = at, stack
-        return at.saved
+            return
+        reason = obstacle()
+        if reason is not None:
+            raise UnsupportedError(reason)
+        for module in compiled:
+            stack.enter_context(rerouted(module, _router))
+        for module in eager_modules(self.model):  # no hooks on all modules: Dynamo would compile them along
+            if module is self.model:
+                stack.callback(module.register_forward_pre_hook(at.begins, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(at.entering).remove)
+            stack.callback(module.register_forward_hook(at.leaving, always_call=True).remove)
 
     def __exit__(self, *error: object) -> None:
         at: Pass = _current.at
         stack: contextlib.ExitStack = _current.stack
-        _current.at = _current.stack = None
+        _current.at = _current.stack = _current.watch = None
         stack.close()
         if error[0] is None and at.saved.bytes_plain and not at.packed and not self.policy.is_off:
             log.warning(
@@ -518,11 +593,15 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranges by name, (2, groups) float32 each, α and β, and how many random draws were made.
+        """Ranges by name, (2, groups) float32 each, α and β; the seed of random draws, and how many were made.
 
         A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2.
         """
-        return {"estimates": self.estimates.state_dict(), "draws": self.estimates.draws}
+        return {
+            "estimates": self.estimates.state_dict(),
+            "seed": self.estimates.seed,
+            "draws": self.estimates.draws,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -530,12 +609,12 @@ class ActivationCompression(contextlib.ContextDecorator):
         Raises:
             ValueError: it is something else.
         """
-        if set(state) != {"estimates", "draws"}:
+        if set(state) != {"estimates", "seed", "draws"}:
             raise ValueError(
-                f"a state has estimates and draws, and this has {', '.join(map(repr, state)) or 'nothing'}"
+                f"a state has estimates, seed and draws, and this has {', '.join(map(repr, state)) or 'nothing'}"
             )
         self.estimates.load_state_dict(state["estimates"])
-        self.estimates.draws = int(state["draws"])
+        self.estimates.seed, self.estimates.draws = int(state["seed"]), int(state["draws"])
 
     # ---- what a pass asks --------------------------------------------------------------------------------------------
 
@@ -553,6 +632,17 @@ class ActivationCompression(contextlib.ContextDecorator):
                 name = name.rpartition(".")[0]
             self._known_heads[module] = found
         return self._known_heads[module]
+
+
+def _seed() -> int:
+    """From what ``torch.manual_seed`` was given, and another one on every rank: so roundings average out over ranks."""
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return (torch.initial_seed() + rank) & 0xFFFFFFFF
+
+
+def _router() -> Callable[..., Any] | None:
+    at: Pass | None = getattr(_current, "at", None)
+    return None if at is None else at.compiled
 
 
 def _own_heads(module: nn.Module) -> int | None:

@@ -121,6 +121,7 @@ class Config:
         batch: Samples.
         bits: Of what is kept; a row each.
         peers: Also bfloat16 autocast, full activation checkpointing, and combinations.
+        compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
         seed: Of parameters and data.
     """
@@ -129,6 +130,7 @@ class Config:
     batch: int = 32
     bits: tuple[int, ...] = (8, 4)
     peers: bool = False
+    compiled: bool = False
     rounds: int = 5
     seed: int = 0
 
@@ -151,6 +153,7 @@ class _Kind:
     bits: int | None = None
     amp: bool = False
     again: bool = False  # checkpoints
+    compiled: bool = False
 
 
 def _kinds(config: Config) -> list[_Kind]:
@@ -160,6 +163,9 @@ def _kinds(config: Config) -> list[_Kind]:
         kinds += [_Kind(f"checkpoint, {bits} bits", bits, again=True) for bits in config.bits[:1]]
         kinds += [_Kind("bf16", amp=True), *(_Kind(f"bf16, {bits} bits", bits, amp=True) for bits in config.bits)]
         kinds += [_Kind("bf16, checkpoint", amp=True, again=True)]
+    if config.compiled:
+        kinds += [_Kind("compiled", compiled=True)]
+        kinds += [_Kind(f"compiled, {bits} bits", bits, compiled=True) for bits in config.bits]
     return kinds
 
 
@@ -179,6 +185,8 @@ class _Row:
         self.model, self.inputs = model.to(device), tuple(_moved(x, device) for x in inputs)
         if kind.again:
             _compute_again(self.model)
+        if kind.compiled:
+            self.model.compile()
         policy = ActivationPolicy(bits="off" if kind.bits is None else kind.bits)  # type: ignore[arg-type]
         self.context = compress_activations(self.model, policy=policy)
         self.steps: list[float] = []

@@ -1,0 +1,430 @@
+"""Saved activations under ``torch.compile``: packed inside the compiled forward, restored inside the compiled backward.
+
+A compiled region is one autograd function, so hooks in Python would see all its saved tensors at once, parameters among
+them, and restore all of them before backward begins. Hooks that are graph modules are inlined instead: AOTAutograd
+calls them once per saved tensor while it compiles, and puts what they do into both graphs. There is no Python at run
+time, and the compiler may fuse and order it.
+
+The range, low and step, is that of ``group`` neighbours in memory, taken from every tensor and kept beside its codes::
+
+    step = (max − min) / (2^b − 1)      code = ⌊(x − min) / step + u⌋      x̂ = min + code · step
+
+with u in [0, 1) for stochastic rounding, or ½. These are equations 3 to 5 of Pan et al. 2021, Mesa (arXiv 2111.11124);
+running estimates of the range (6, 7) would be state, and a graph has none. u is a hash of the element's place and bits.
+
+What is saved is the compiler's decision. Its partitioner may keep what comes before a GELU and compute the GELU again;
+the hooks are asked after that, and only about what nothing but this graph holds (no inputs, parameters, outputs).
+
+Shapes: n elements, G groups of M, P codes per byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule, Node
+
+    Pack = Callable[[Tensor], Any]
+    Unpack = Callable[[Any], Tensor]
+
+__all__ = ["compiled_hooks", "compiled_saving", "graph_bytes", "is_compiled_itself", "obstacle"]
+
+_PACKED = (torch.float32, torch.float16, torch.bfloat16)
+_UINT32 = 0xFFFFFFFF
+
+
+# ---- for set-up ------------------------------------------------------------------------------------------------------
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to this very module, or to its ``forward``.
+
+    Example:
+        >>> is_compiled_itself(torch.compile(nn.Linear(4, 4)))
+        True
+    """
+    # What torch.compile returns, module or function, tells how it compiles; what torch.compiler.disable returns, not.
+    told = hasattr(module, "get_compiler_config") or hasattr(module.forward, "get_compiler_config")
+    return told or module._compiled_call_impl is not None
+
+
+def obstacle() -> str | None:
+    """Why compiled models cannot be handled in this process, in a sentence; None where they can.
+
+    Hooks have to know which node of the graph a tensor comes from and what backward does with it. PyTorch has no stable
+    name for that.
+    """
+    try:
+        from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context  # noqa: F401
+    except ImportError:
+        return (
+            f"PyTorch {torch.__version__} does not say what a saved tensor of a compiled graph is; "
+            "train without torch.compile, or use another version"
+        )
+    return None
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def compiled_hooks(
+    bits: Literal[8, 4, 2], *, min_numel: int = 4096, group: int = 256, stochastic: bool = True
+) -> tuple[GraphModule, GraphModule]:
+    """Pack and unpack, for ``torch.autograd.graph.saved_tensors_hooks`` around calls of compiled models.
+
+    Entering and leaving them compiles anew, once each. Left as they are: what is no float32, float16 or bfloat16, small
+    tensors, copies of the graph's inputs (parameters in the dtype of autocast), and what rounding would spoil: numbers
+    of which there is one per row, such as a softmax's logarithm, and whatever operators of other libraries read. Where
+    backward asks for the sign, as that of ReLU does, signs are kept. Masks take one bit per element, and lose nothing.
+
+    A group that holds inf or NaN is NaN when it is restored, as is one whose range is too wide for float32.
+
+    Args:
+        bits: per element.
+        min_numel: smaller tensors are left as they are.
+        group: elements that share a range, a multiple of 8. It costs 8 bytes.
+        stochastic: whether rounding is right on average; otherwise to nearest.
+
+    Raises:
+        ValueError: a number out of its range.
+
+    Example:
+        >>> with torch.autograd.graph.saved_tensors_hooks(*compiled_hooks(4)):
+        ...     loss = torch.compile(model)(x).square().mean()
+    """
+    if bits not in (8, 4, 2):
+        raise ValueError(f"bits={bits} is none of 8, 4, 2")
+    if group < 8 or group % 8:
+        raise ValueError(f"group={group} is no positive multiple of 8, which whole bytes of codes need")
+    if min_numel < group:
+        raise ValueError(f"min_numel={min_numel} is below group={group}: a tensor would be padded to more than it is")
+    return _hooks(bits, min_numel, group, stochastic)
+
+
+@functools.cache  # compiled code is guarded by the identity of its hooks: the same have to come back, and to live on
+def _hooks(bits: int, min_numel: int, group: int, stochastic: bool) -> tuple[GraphModule, GraphModule]:
+    options = {"bits": bits, "min_numel": min_numel, "group": group, "stochastic": stochastic}
+    return _hook(_pack, options), _hook(_unpack, {"bits": bits, "group": group})
+
+
+def _hook(function: Callable[..., Any], options: dict[str, Any]) -> GraphModule:
+    """A graph module of one call. AOTAutograd traces through it for every saved tensor, so it may ask for shapes."""
+    graph = torch.fx.Graph()
+    call = graph.call_function(function, (graph.placeholder("saved"),), options)
+    graph.output(call)
+    # The cache of compiled graphs on disk knows the call's name and options, but cannot see into it.
+    call.meta["is_wrapped"] = True
+    call.meta["user_cache_hash"] = _source()
+    module = torch.fx.GraphModule({}, graph)
+    # Between compiled graphs autograd calls it while Dynamo watches, which would compile it. The class is its own.
+    kind: Any = type(module)
+    kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[no-untyped-call]
+    return module
+
+
+@functools.cache
+def _source() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+_outside: ContextVar[tuple[Pack, Unpack] | None] = ContextVar("outside", default=None)
+
+
+@contextmanager
+def compiled_saving(
+    hooks: tuple[GraphModule, GraphModule], between: tuple[Pack, Unpack] | None = None
+) -> Iterator[None]:
+    """Save with hooks of :func:`compiled_hooks`, and with others where a tensor is saved outside of compiled graphs.
+
+    A model may be compiled in parts, and graphs may break. What is saved in between goes to the hooks ``between``, in
+    Python; without them it is kept as it is.
+
+    Example:
+        >>> with compiled_saving(compiled_hooks(8), (pack, unpack)):
+        ...     loss = model(x).square().mean()
+    """
+    token = _outside.set(between)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            yield
+    finally:
+        _outside.reset(token)
+
+
+class _Outside:
+    """A tensor saved outside of compiled graphs, by the hooks for that."""
+
+    __slots__ = ("_kept", "_unpack")
+
+    def __init__(self, x: Tensor) -> None:
+        hooks: tuple[Pack, Unpack] = _outside.get() or (_Unchanged, _Unchanged.restore)
+        self._kept, self._unpack = hooks[0](x), hooks[1]
+
+    def restore(self) -> Tensor:
+        return self._unpack(self._kept)
+
+
+class _Unchanged:
+    """A tensor that is kept as it is. With hooks PyTorch no longer sees to it that nobody writes to it."""
+
+    __slots__ = ("_version", "_x")
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed
+        self._version = x._version
+
+    def restore(self) -> Tensor:
+        if self._x._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._x.dtype} {list(self._x.shape)} is at version {self._x._version}; "
+                f"expected version {self._version} instead"
+            )
+        return self._x
+
+
+def _pack(x: Tensor, *, bits: int, min_numel: int, group: int, stochastic: bool) -> Any:
+    saved = _Saved.current()
+    if saved is None:
+        return _Outside(x)
+    if not _worth_packing(x, min_numel) or saved.copies_input():
+        return x
+    if x.dtype != torch.bool and not saved.bears_rounding():
+        return x
+    order = x.dim_order()
+    x = x.permute(order)
+    flat = x.reshape(-1)
+    form = x.dtype, order, tuple(x.shape)
+    if x.dtype == torch.bool:
+        packed: tuple[Tensor, ...] = (_packed(_groups(flat, group).to(torch.int32), 1),)
+    else:
+        packed = _encode(_groups(flat, group).float(), bits, stochastic=stochastic, signs=saved.sign_matters())
+    return (*form, _note(flat, packed), *packed)
+
+
+def _unpack(packed: Any, *, bits: int, group: int) -> Tensor:
+    if isinstance(packed, _Outside):
+        return packed.restore()
+    if isinstance(packed, Tensor):
+        return packed
+    dtype, order, sizes, _, codes, *ranges = packed
+    if dtype == torch.bool:
+        rows = _unpacked(codes, 1, group)
+    else:
+        low, step = ranges
+        rows = low + _unpacked(codes, bits, group).float() * step
+    numel = functools.reduce(operator.mul, sizes, 1)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    restored: Tensor = rows.reshape(-1)[:numel].to(dtype).view(sizes).permute(back)
+    return restored
+
+
+def _note(x: Tensor, packed: tuple[Tensor, ...]) -> Tensor:
+    """No elements, and a shape that tells how many bytes there were, and how many there are: all that a graph that runs
+    can tell of what it packed, perhaps one from a cache.
+    """
+    return packed[0].new_empty((_nbytes(x), 0, sum(map(_nbytes, packed))))
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def graph_bytes(saved: Iterable[Tensor]) -> tuple[int, int]:
+    """Of what a compiled graph saved: bytes that were packed, and the bytes that they became."""
+    notes = [x.shape for x in saved if x.dtype == torch.uint8 and x.dim() == 3 and x.shape[1] == 0]
+    return sum(shape[0] for shape in notes), sum(shape[2] for shape in notes)
+
+
+# ---- what is packed --------------------------------------------------------------------------------------------------
+
+
+def _worth_packing(x: Tensor, min_numel: int) -> bool:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if x.layout != torch.strided or x.dtype not in (*_PACKED, torch.bool) or x.dim() == 0:
+        return False
+    # A size that depends on data is not known to be large enough.
+    return guard_or_false(x.numel() >= min_numel) and not guard_or_false(x.shape[-1] == 1)
+
+
+class _Saved:
+    """A saved tensor, as the two graphs show it.
+
+    Args:
+        node: of the forward graph, that computes it.
+        backward: the graph that uses it.
+
+    Raises:
+        UnsupportedError: backward knows it by another name, under which PyTorch does not find it either.
+    """
+
+    def __init__(self, node: Node, backward: Graph) -> None:
+        self._node = node
+        # The state of a random number generator is the one that has two names.
+        placeholder = next((n for n in backward.find_nodes(op="placeholder") if n.name == node.name), None)
+        if placeholder is None:
+            raise UnsupportedError(
+                f"the compiled graph draws random numbers twice ({node.name} is not in its backward): "
+                "torch.utils.checkpoint around dropout or attention cannot be compiled together with compressed "
+                "activations; compile what is inside torch.utils.checkpoint, or checkpoint without torch.compile"
+            )
+        self._users = list(_users(placeholder))
+
+    @classmethod
+    def current(cls) -> _Saved | None:
+        """The one that AOTAutograd asks about; None where it is not compiling."""
+        from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
+
+        context = _get_saved_tensor_hook_context()
+        return None if context is None else cls(context["_node"], context["_bw_graph"])
+
+    def copies_input(self) -> bool:
+        """Whether it is an input of the graph in another form, perhaps a parameter in the dtype of autocast."""
+        return self._origin().op == "placeholder"
+
+    def bears_rounding(self) -> bool:
+        """Whether it is an operator's result, and used by operators of PyTorch."""
+        origin = self._origin()
+        if origin.target is operator.getitem and origin.args[1] != 0 and _has_extras(origin.args[0]):
+            return False
+        return not any(_is_foreign(user) for user in self._users)
+
+    def _origin(self) -> Node:
+        """The node that computes its values."""
+        node = self._node
+        while _same_values(node) or _is_part(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def sign_matters(self) -> bool:
+        """Whether backward compares it with zero."""
+        return any(_asks_for_sign(user) for user in self._users)
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """Those that compute with a node's values, and not only hand them on."""
+    for user in node.users:
+        if _same_values(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _same_values(node: Node) -> bool:
+    aten = torch.ops.aten
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    copies = (aten._to_copy, aten.clone, aten._unsafe_view, torch.ops.prims.convert_element_type)
+    return node.target.is_view or node.target.overloadpacket in copies
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a node is a view out of the several that ``split`` and its like return."""
+    return node.target is operator.getitem and _same_values(node.args[0])  # type: ignore[arg-type]
+
+
+def _has_extras(node: Any) -> bool:
+    """Whether an operator returns its result first, and with it what its backward needs besides."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return len(node.target._schema.returns) > 1
+    return str(node.target) == "flex_attention"
+
+
+def _is_foreign(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in ("aten", "prims", "inductor_prims")
+    return str(node.target).startswith("triton_kernel_wrapper")
+
+
+def _asks_for_sign(node: Node) -> bool:
+    aten = torch.ops.aten
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # a graph in the graph may ask
+    packet = node.target.overloadpacket
+    if packet in (aten.le, aten.lt, aten.ge, aten.gt):
+        return bool(node.args[1] == 0)
+    if packet is aten.threshold_backward:
+        return bool(node.args[2] == 0)
+    return packet in (aten.relu, aten.sign, aten.sgn, aten.leaky_relu_backward)
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(flat: Tensor, group: int) -> Tensor:
+    """(G, M), the last one filled up with its last element, which does not widen its range."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    numel = flat.shape[0]
+    if not statically_known_true(numel % group == 0):
+        # How much is missing is nowhere asked: with dynamic shapes each answer would be a graph of its own.
+        places = torch.arange((numel + group - 1) // group * group, device=flat.device)
+        flat = flat[places.clamp(max=numel - 1)]
+    return flat.view(-1, group)
+
+
+def _encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (G, M · bits / 8) uint8, low and step (G, 1) float32."""
+    top = (1 << bits) - 1
+    low, high = x_GM.amin(1, keepdim=True), x_GM.amax(1, keepdim=True)
+    # Of a constant group any code is that constant. Where step is inf or NaN all codes are 0, and 0 · inf is NaN.
+    step = (high - low) / top
+    codes = ((x_GM - low) / step + (_noise(x_GM) if stochastic else 0.5)).floor()
+    codes = torch.where(codes > 0, codes, 0.0).clamp(max=top)  # NaN, which is no integer, is not above zero
+    if signs:
+        restored = low + codes * step
+        codes = codes + torch.where((x_GM > 0) & (restored <= 0), 1.0, 0.0)
+        codes = codes - torch.where((x_GM <= 0) & (restored > 0), 1.0, 0.0)
+        codes = codes.clamp(0, top)
+    return _packed(codes.to(torch.int32), bits), low, step
+
+
+def _packed(codes_GM: Tensor, bits: int) -> Tensor:
+    """(G, M / P) uint8: byte j has the codes j, j + M / P, … of its group, the first one lowest."""
+    if bits == 8:
+        return codes_GM.to(torch.uint8)
+    places = _places(bits, codes_GM.device)
+    planes_GPB = codes_GM.view(codes_GM.shape[0], places.shape[0], -1)
+    return (planes_GPB << places).sum(1, dtype=torch.int32).to(torch.uint8)
+
+
+def _unpacked(bytes_GB: Tensor, bits: int, group: int) -> Tensor:
+    """(G, M) int32."""
+    codes = bytes_GB.to(torch.int32)
+    if bits == 8:
+        return codes
+    return ((codes.unsqueeze(1) >> _places(bits, codes.device)) & ((1 << bits) - 1)).view(-1, group)
+
+
+def _places(bits: int, device: torch.device) -> Tensor:
+    """(P, 1): where the codes of a byte begin."""
+    return torch.arange(0, 8, bits, dtype=torch.int32, device=device).unsqueeze(1)
+
+
+def _noise(x_GM: Tensor) -> Tensor:
+    """Float32 in [0, 1), from each element's place and bits: another one as soon as either changes.
+
+    A generator in the graph would move the one that dropout uses, and training would not be what it is without hooks.
+    """
+    places = torch.arange(x_GM.numel(), device=x_GM.device).view(x_GM.shape)
+    # 32-bit arithmetic, in 64 bits: signed integers have no defined overflow in C++. Multiplied by 2³² / φ², places
+    # that are neighbours are far apart.
+    h = (x_GM.view(torch.int32) + places * 0x61C88647) & _UINT32
+    h = (h ^ h >> 16) * 0x7FEB352D & _UINT32
+    h = (h ^ h >> 15) * (0x846CA68B - (1 << 32)) & _UINT32  # the same modulo 2³², and the product stays inside 64 bits
+    h = h ^ h >> 16
+    return (h >> 8).float() * 2.0**-24

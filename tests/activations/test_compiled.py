@@ -1,0 +1,628 @@
+"""Saved activations under torch.compile: what is packed, what it becomes, and what stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from narrowband.activations.compiled import compiled_hooks, compiled_saving, graph_bytes, obstacle
+
+COMPILER = os.environ.get("CXX", "g++")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason=f"Inductor needs a C++ compiler, and there is no {COMPILER}"
+)
+BATCH, WIDTH, HIDDEN = 128, 32, 64
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def hooks(bits=8, **options):
+    return compiled_hooks(bits, **{"min_numel": 512, "group": 64, **options})
+
+
+def saving(bits=8, **options):
+    return torch.autograd.graph.saved_tensors_hooks(*hooks(bits, **options))
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, width=WIDTH, heads=2):
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        b, s, d = x.shape
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.view(b, s, self.heads, d // self.heads).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(F.gelu(y.transpose(1, 2).reshape(b, s, d)))
+
+
+def compiled_functions(y: Tensor):
+    found, seen, todo = [], set(), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in type(node).__name__:
+            found.append(node)
+        todo += [there for there, _ in node.next_functions]
+    return found
+
+
+def saved(y: Tensor) -> list[Tensor]:
+    """What the compiled functions behind y keep for backward."""
+    return [tensor for node in compiled_functions(y) for tensor in node.saved_tensors]
+
+
+def nbytes(y: Tensor, *living: Tensor) -> int:
+    """Memory that is kept for backward, and would not be without it."""
+    alive = {tensor.untyped_storage().data_ptr() for tensor in living}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved(y)}
+    return sum(size for place, size in storages.items() if place not in alive)
+
+
+def run(model, x, context=None, wanted=None):
+    """Output, bytes kept, gradients."""
+    wanted = list(model.parameters()) if wanted is None else wanted
+    with context or contextlib.nullcontext():
+        y = model(x)
+    kept = nbytes(y, x, *wanted)
+    return y.detach(), kept, torch.autograd.grad(y.float().square().mean(), wanted)
+
+
+def error(gradients, wanted):
+    flat, right = (torch.cat([g.flatten().double() for g in many]) for many in (gradients, wanted))
+    return ((flat - right).norm() / right.norm()).item()
+
+
+def restored(x: Tensor, bits: int, **options) -> Tensor:
+    """What backward gets in place of x: it is the gradient of w in the sum of x ⊙ w."""
+    one = torch.eye(x.shape[-1], dtype=x.dtype)  # products of matrices are saved; what is cheap is computed again
+    w = torch.ones_like(x, requires_grad=True)
+    with saving(bits, **options):
+        y = torch.compile(lambda x, one, w: ((x @ one) * w).sum(), backend="aot_eager")(x, one, w)
+    assert any(tensor.dtype == torch.uint8 for tensor in saved(y))
+    return torch.autograd.grad(y, w)[0]
+
+
+# ---- gradients and bytes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.1), (2, 0.5)])
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_gradients_of_an_mlp_are_close_its_output_is_the_same_and_bytes_are_as_many_as_they_have_to_be(
+    bits, bound, stochastic
+):
+    model = mlp()
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(BATCH, WIDTH)
+    y, kept, wanted = run(compiled, x)
+    packed_y, packed, gradients = run(compiled, x, saving(bits, stochastic=stochastic))
+    assert torch.equal(packed_y, y)
+    assert 0 < error(gradients, wanted) < bound
+    elements = 2 * BATCH * HIDDEN
+    assert kept == 4 * elements
+    assert packed == elements * bits // 8 + elements // 64 * 8
+    with saving(bits, stochastic=stochastic):
+        assert graph_bytes(saved(compiled(x))) == (kept, packed)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_attention_are_close_and_its_output_is_the_same(autocast):
+    model = Attention()
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(4, 32, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, kept, wanted = run(compiled, x)
+        eight_y, eight, at_eight = run(compiled, x, saving(8))
+        four_y, four, at_four = run(compiled, x, saving(4))
+    assert torch.equal(eight_y, y)
+    assert torch.equal(four_y, y)
+    assert error(at_eight, wanted) < 0.02
+    assert error(at_eight, wanted) < error(at_four, wanted) < 0.2
+    # With autocast half as much is kept, and the weights in bfloat16 besides.
+    assert eight < kept * (0.8 if autocast else 0.4)
+    assert four < kept * (0.7 if autocast else 0.28)
+
+
+def test_gradients_of_convolutions_that_lie_channels_last_are_close():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)
+    ).to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 11, 13).to(memory_format=torch.channels_last)
+    compiled = torch.compile(model, backend="aot_eager")
+    y, kept, wanted = run(compiled, x)
+    packed_y, packed, gradients = run(compiled, x, saving(8))
+    assert torch.equal(packed_y, y)
+    assert packed < kept / 2
+    assert error(gradients, wanted) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "dynamic"),
+    [(mlp, [(96, WIDTH), (128, WIDTH), (77, WIDTH)], None), (Attention, [(3, 33, WIDTH), (4, 50, WIDTH)], True)],
+)
+def test_batches_of_other_sizes_are_packed_too(make, shapes, dynamic):
+    model = make()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, dynamic=dynamic)
+    for shape in shapes:
+        compiled_before, x = counter.frame_count, torch.randn(shape)
+        _, kept, _ = run(compiled, x)
+        _, packed, gradients = run(compiled, x, saving(8))
+        assert packed < kept * 0.4
+        assert error(gradients, run(model, x)[2]) < 0.02
+    assert counter.frame_count == compiled_before, "sizes are compiled one by one"
+
+
+# ---- what is left alone ----------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_inputs_are_kept_as_they_are():
+    model, x = mlp(), torch.randn(BATCH, WIDTH)
+    with saving():
+        y = torch.compile(model, backend="aot_eager")(x)
+    places = {tensor.untyped_storage().data_ptr() for tensor in saved(y)}
+    assert x.untyped_storage().data_ptr() in places
+    for layer in (2, 4):
+        assert model[layer].weight.untyped_storage().data_ptr() in places
+
+
+def test_parameters_in_the_dtype_of_autocast_are_kept_as_they_are():
+    model, x = mlp(), torch.randn(BATCH, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16), saving(2):
+        y = torch.compile(model, backend="aot_eager")(x)
+    kept = [tensor for tensor in saved(y) if tensor.dtype == torch.bfloat16]
+    for layer in (2, 4):
+        weight = model[layer].weight.bfloat16()
+        assert any(torch.equal(tensor, weight) or torch.equal(tensor.T, weight) for tensor in kept)
+
+
+def test_logarithms_of_attention_are_kept_as_they_are():
+    model, x = Attention(), torch.randn(4, 1024, WIDTH)
+    compiled = torch.compile(model, backend="aot_eager")
+    with saving():
+        y = compiled(x)
+    beside = [tensor for tensor in saved(y) if tensor.dtype == torch.float32 and tensor.shape == (4, 2, 1024)]
+    [wanted] = [tensor for tensor in saved(compiled(x)) if tensor.shape == (4, 2, 1024)]
+    assert len(beside) == 1
+    assert torch.equal(beside[0], wanted)
+
+
+def test_one_number_per_row_is_kept_as_it_is():
+    def function(x, w):
+        x = x @ w
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    compiled = torch.compile(function, backend="aot_eager")
+    x, w = torch.randn(1024, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with saving(2):
+        y = compiled(x, w)
+    kept, wanted = ([t for t in saved(of) if t.shape == (1024, 1)] for of in (y, compiled(x, w)))
+    assert len(kept) >= len(wanted) > 0
+    assert all(any(torch.equal(one, other) for one in kept) for other in wanted)
+
+
+def test_integers_small_tensors_and_other_dtypes_are_kept_as_they_are():
+    def function(x, one, w):
+        largest = (x @ one).max(1).values  # of which indices are saved, int64
+        return largest.sum() + ((x @ one) * w).sum()
+
+    compiled = torch.compile(function, backend="aot_eager")
+    for dtype, min_numel, packed in (
+        (torch.float32, 1024, True),
+        (torch.float32, 1025, False),
+        (torch.float64, 512, False),
+    ):
+        x, one = torch.randn(1024 // 32, 32, dtype=dtype), torch.eye(32, dtype=dtype, requires_grad=True)
+        w = torch.randn_like(x, requires_grad=True)
+        plain = compiled(x, one, w)
+        with saving(min_numel=min_numel):
+            y = compiled(x, one, w)
+        indices = [[t for t in saved(of) if t.dtype == torch.int64] for of in (y, plain)]
+        assert len(indices[0]) == len(indices[1]) == 1
+        assert torch.equal(indices[0][0], indices[1][0])
+        assert any(t.dtype == torch.uint8 for t in saved(y)) == packed
+        assert packed or nbytes(y) == nbytes(plain)
+
+
+def test_what_operators_of_others_read_is_kept_as_it_is():
+    @torch.library.custom_op("narrowband_tests::cube", mutates_args=())
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    @torch.library.custom_op("narrowband_tests::cube_backward", mutates_args=())
+    def cube_backward(x: Tensor, g: Tensor) -> Tensor:
+        return 3 * x**2 * g
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    cube.register_fake(torch.empty_like)
+    cube_backward.register_fake(lambda x, g: torch.empty_like(x + g))
+    cube.register_autograd(lambda ctx, g: cube_backward(*ctx.saved_tensors, g), setup_context=save)
+    model, x = nn.Linear(WIDTH, HIDDEN), torch.randn(BATCH, WIDTH)
+    compiled = torch.compile(lambda x: cube(model(x)), backend="aot_eager")
+    parameters = list(model.parameters())
+    _, kept, wanted = run(compiled, x, wanted=parameters)
+    _, packed, gradients = run(compiled, x, saving(2), wanted=parameters)
+    assert packed == kept == 4 * BATCH * HIDDEN
+    assert all(map(torch.equal, gradients, wanted))
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def ranges(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups, and of each its least element and its step, float64; shorter at the end, which is filled up."""
+    flat = x.double().flatten()
+    flat = torch.cat((flat, flat[-1:].expand(-flat.numel() % group)))
+    rows = flat.view(-1, group)
+    low = rows.amin(1, keepdim=True)
+    return rows, low, (rows.amax(1, keepdim=True) - low) / (2**bits - 1)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 64), (17, 61)])
+def test_to_nearest_is_the_nearest_of_the_levels_of_its_group(bits, dtype, shape):
+    x = (torch.randn(shape) * 3 + torch.arange(shape[0]).unsqueeze(1)).to(dtype)
+    rows, low, step = ranges(x, bits, 64)
+    wanted = low + ((rows - low) / step).round() * step
+    found = restored(x, bits, stochastic=False).double()
+    wanted = wanted.flatten()[: x.numel()].view(shape)
+    rounding = torch.finfo(dtype).eps * x.abs().max().item()
+    # Where an element lies in the middle between two levels, either is nearest.
+    middle = (((rows - low) / step) % 1 - 0.5).abs().flatten()[: x.numel()].view(shape) < 1e-4
+    assert not middle.all()
+    assert torch.allclose(found[~middle], wanted[~middle], rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(bits, dtype):
+    x = torch.randn(256, 128).to(dtype)
+    found = restored(x, bits)
+    rows, low, step = ranges(x, bits, 64)
+    place = (rows - low) / step
+    up = place - place.floor()  # the probability of the level above
+    errors = ((found.double().view_as(rows) - rows) / step).flatten()
+    slack = 0.01 + 2**bits * torch.finfo(dtype).eps * 4
+    assert (errors.abs() < 1 + slack).all()
+    # Decoded values are rounded to the dtype again, to nearest, which is as right on average.
+    deviation = (up * (1 - up)).sum().sqrt()
+    assert errors.sum().abs() < 4 * deviation
+    # Neither does the error follow the element: which way it goes is independent of where it lies.
+    for part in (rows.flatten() > 0.5, rows.flatten() < -0.5):
+        assert errors[part].sum().abs() < 4 * (up * (1 - up)).flatten()[part].sum().sqrt()
+    assert (errors.abs() > 0.5).any(), "this is rounding to nearest"
+
+
+def test_equal_elements_are_not_rounded_alike():
+    x = torch.full((64, 64), 0.3)
+    x[:, 0], x[:, 1] = 0.0, 1.0
+    found = restored(x, 2)[:, 2:]
+    share = (found > 0.5).double().mean().item()  # levels are 0, 1/3, 2/3, 1
+    assert set(found.unique().mul(3).round().int().tolist()) == {0, 1}
+    assert share == 0
+    assert found.double().mean().item() == pytest.approx(0.3, abs=4 * math.sqrt(0.9 * 0.1 / found.numel()) / 3)
+
+
+def test_an_element_is_rounded_anew_when_it_changes():
+    x = torch.full((64, 64), 0.5)
+    x[:, 0], x[:, 1] = 0.0, 1.0
+    changed = torch.where(x == 0.5, torch.nextafter(x, torch.ones(())), x)
+    up, again, anew = (restored(each, 2)[:, 2:] > 0.5 for each in (x, x, changed))  # levels are 0, 1/3, 2/3, 1
+    assert torch.equal(up, again)
+    assert (up != anew).double().mean().item() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(up.numel()))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # as Dynamo does
+def test_the_order_in_memory_is_kept():
+    class Flat(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors  # samples, channels, rows, columns; and channels lie innermost
+            return g * x.permute(0, 2, 3, 1).view(-1).mul(2).view(*x.shape[:1], *x.shape[2:], -1).permute(0, 3, 1, 2)
+
+    layer = nn.Conv2d(4, 8, 1).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 9, 11).to(memory_format=torch.channels_last)
+    compiled = torch.compile(lambda x: Flat.apply(layer(x)), backend="aot_eager")
+    with saving(8):
+        y = compiled(x)
+    assert any(tensor.dtype == torch.uint8 for tensor in saved(y))
+    wanted = torch.autograd.grad(layer(x).square().sum(), layer.weight)
+    assert error(torch.autograd.grad(y, layer.weight), wanted) < 0.02
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_group_that_is_not_finite_is_nan_and_no_other(bits, broken):
+    x = torch.randn(16, 64)
+    x[3, 5] = broken
+    found = restored(x, bits)
+    assert found[3].isnan().all()
+    assert found[torch.arange(16) != 3].isfinite().all()
+
+
+def test_constant_groups_are_exact_and_a_range_that_is_no_float32_is_seen():
+    x = torch.randn(16, 64)
+    x[0], x[1], x[2] = 0.0, -7.25, 2.0**-140
+    x[3] = torch.linspace(-1, 1, 64) * torch.finfo(torch.float32).max
+    found = restored(x, 8)
+    assert torch.equal(found[:3], x[:3])
+    assert found[3].isnan().all()
+    assert found[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1)])
+def test_activations_with_a_corner_let_the_same_gradients_through(bits, activation):
+    model = mlp()
+    model[1] = model[3] = activation
+    biases = [model[layer].bias for layer in (0, 2)]
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(BATCH, WIDTH)
+    with saving(bits):
+        y = compiled(x)
+    assert sum(tensor.dtype == torch.uint8 for tensor in saved(y)) >= 2
+    # Gradients of biases know of activations nothing but where they were above zero.
+    wanted = torch.autograd.grad(compiled(x).sum(), biases)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), biases), wanted))
+
+
+def test_where_backward_is_a_graph_in_the_graph_signs_are_kept():
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(BATCH, WIDTH)
+
+    def function(x):
+        x = layer(x)
+        return torch.cond(x.sum() > -1e9, torch.relu, torch.sin, (x,)).sum()
+
+    compiled = torch.compile(function, backend="aot_eager")
+    with saving(2):
+        y = compiled(x)
+    assert any(tensor.dtype == torch.uint8 for tensor in saved(y))
+    assert torch.equal(*(torch.autograd.grad(of, layer.bias)[0] for of in (y, compiled(x))))
+
+
+def test_masks_take_one_bit_and_lose_nothing():
+    x = torch.randn(33, 67, requires_grad=True)
+    compiled = torch.compile(lambda x: F.dropout(x, 0.3), backend="aot_eager")
+    torch.manual_seed(1)
+    wanted = compiled(x)
+    assert nbytes(wanted, x) == x.numel()
+    torch.manual_seed(1)
+    with saving(8):
+        y = compiled(x)
+    assert nbytes(y, x) == math.ceil(x.numel() / 64) * 8
+    assert torch.equal(*(torch.autograd.grad(of.sum(), x)[0] for of in (y, wanted)))
+
+
+def test_packing_draws_no_random_numbers_and_the_same_step_is_the_same():
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Dropout(0.1), nn.Linear(HIDDEN, WIDTH))
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(BATCH, WIDTH)
+    ends = []
+    for context in (contextlib.nullcontext(), saving(4), saving(4)):
+        torch.manual_seed(3)
+        ends.append((*run(compiled, x, context), torch.get_rng_state()))
+    (plain, _, _, state), (first, _, one, after), (second, _, two, _) = ends
+    assert torch.equal(plain, first)
+    assert torch.equal(state, after)
+    assert torch.equal(first, second)
+    assert all(map(torch.equal, one, two))
+
+
+# ---- what compiles, and what is in between ---------------------------------------------------------------------------
+
+
+def test_outside_of_the_hooks_the_model_is_as_it_was_and_nothing_is_compiled_twice():
+    counter = CompileCounterWithBackend("aot_eager")
+    model = mlp()
+    compiled, x = torch.compile(model, backend=counter), torch.randn(BATCH, WIDTH)
+    _, kept, wanted = run(compiled, x)
+    for times in range(2):
+        _, eight, _ = run(compiled, x, saving(8))
+        _, four, _ = run(compiled, x, saving(4))
+        _, again, gradients = run(compiled, x)
+        assert four < eight < kept == again
+        assert all(map(torch.equal, gradients, wanted))
+        assert counter.frame_count == 3, times
+
+
+def test_the_same_hooks_come_back():
+    assert compiled_hooks(8) is compiled_hooks(8, min_numel=4096)
+    assert compiled_hooks(8) is not compiled_hooks(4)
+
+
+class Layers(nn.Module):
+    """Layers of PyTorch alone would not be compiled one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        if x.sum() > -math.inf:  # and another, before which nothing is compiled
+            x = torch.tanh(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def parts():
+    first, second = torch.compile(Layers(), backend="aot_eager"), Layers()
+    second.compile(backend="aot_eager")
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def broken():
+    return torch.compile(Broken(), backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it where a graph breaks
+@pytest.mark.parametrize("make", [parts, broken])
+def test_models_that_are_compiled_in_parts_use_other_hooks_in_between(make):
+    model, x = make(), torch.randn(BATCH, WIDTH)
+    _, kept, wanted = run(model, x)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tuple(tensor.shape))
+        return tensor.detach(), "told"
+
+    def unpack(packed):
+        assert packed[1] == "told"
+        return packed[0]
+
+    _, packed, gradients = run(model, x, compiled_saving(hooks(8), (pack, unpack)))
+    assert packed < kept / 2
+    assert 0 < error(gradients, wanted) < 0.02
+    assert set(seen) <= {(BATCH, WIDTH)}
+    assert bool(seen) == (make is parts)
+    calls = len(seen)
+    _, packed_alone, alone = run(model, x, saving(8))  # and there are no other hooks any more
+    assert packed_alone == packed
+    assert all(map(torch.equal, alone, gradients))
+    assert len(seen) == calls
+
+
+def test_the_hooks_themselves_are_not_compiled():
+    context = saving(8)
+
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        with context:  # Dynamo gives the frame up at that, and looks into every other that is called from it
+            return x.exp().sum()
+
+    counters.clear()
+    x = torch.randn(64, 64, requires_grad=True)
+    y = function(x)
+    assert counters["frames"]["total"] == 1
+    assert torch.equal(torch.autograd.grad(y, x)[0], x.exp())
+
+
+def test_a_tensor_that_changed_between_graphs_is_noticed():
+    x = torch.randn(64, 64, requires_grad=True)
+    with compiled_saving(hooks(8)):
+        y = x.exp()  # saves its result
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: torch.float32 \[64, 64\]"):
+            y.sum().backward()
+
+
+def test_a_backend_that_does_not_compile_saves_between_graphs():
+    model, x = mlp(), torch.randn(BATCH, WIDTH)
+    seen = []
+    compiled = torch.compile(model, backend="eager")
+    wanted = torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))
+    between = lambda tensor: seen.append(1) or tensor.detach(), lambda tensor: tensor
+    with compiled_saving(hooks(8), between):
+        y = compiled(x)
+    assert seen
+    assert all(map(torch.equal, torch.autograd.grad(y.square().mean(), list(model.parameters())), wanted))
+
+
+def test_checkpoint_around_compiled_layers_works_and_within_them_randomness_is_refused():
+    inner, x = Attention(), torch.randn(4, 32, WIDTH)
+    wanted = torch.autograd.grad(inner(x).square().mean(), list(inner.parameters()))
+    compiled = torch.compile(inner, backend="aot_eager")
+    with compiled_saving(hooks(8)):
+        y = checkpoint(compiled, x, use_reentrant=False)
+    gradients = torch.autograd.grad(y.square().mean(), list(inner.parameters()))
+    assert error(gradients, wanted) < 1e-5  # recomputed in full, so nothing of it is kept
+
+    within = torch.compile(lambda x: checkpoint(inner, x, use_reentrant=False), backend="aot_eager")
+    with saving(8), pytest.raises(Exception, match=r"UnsupportedError: .*torch\.utils\.checkpoint") as caught:
+        within(x)
+    assert "compile what is inside torch.utils.checkpoint" in str(caught.value)
+
+
+# ---- set-up ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_obstacle_is_named(monkeypatch):
+    assert obstacle() is None
+    monkeypatch.delattr("torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context")
+    assert f"PyTorch {torch.__version__} does not say" in obstacle()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "bits=3 is none of 8, 4, 2"),
+        ({"bits": 8, "group": 12}, "group=12"),
+        ({"bits": 8, "group": 0}, "group=0"),
+        ({"bits": 8, "min_numel": 255}, "min_numel=255 is below group=256"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        compiled_hooks(**options)
+
+
+# ---- Inductor --------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor imports what PyTorch has deprecated
+def test_inductor_packs_and_its_cache_on_disk_knows_one_packing_from_another():
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
+    x = torch.randn(BATCH, WIDTH)
+    y, _, wanted = run(model, x)
+    elements = BATCH * HIDDEN
+    ends = []
+    for bits, hit in ((8, None), (8, 1), (4, None)):
+        torch._dynamo.reset()
+        counters.clear()
+        packed_y, packed, gradients = run(torch.compile(model), x, saving(bits))
+        assert torch.allclose(packed_y, y, atol=1e-5)
+        assert packed == elements * bits // 8 + elements // 64 * 8
+        assert error(gradients, wanted) < (0.01 if bits == 8 else 0.1)
+        assert hit is None or counters["aot_autograd"]["autograd_cache_hit"] == hit
+        ends.append(gradients)
+    assert all(map(torch.equal, ends[0], ends[1]))
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor imports what PyTorch has deprecated
+def test_inductor_packs_attention():
+    model, x = Attention(), torch.randn(4, 32, WIDTH)
+    y, _, wanted = run(model, x)
+    packed_y, packed, gradients = run(torch.compile(model), x, saving(4, stochastic=False))
+    assert torch.allclose(packed_y, y, atol=1e-4)
+    assert error(gradients, wanted) < 0.2
+    assert packed < x.numel() * 12

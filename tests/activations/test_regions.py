@@ -1,0 +1,321 @@
+"""Models that torch.compile was applied to, as a whole or in parts, in the context."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import narrowband as nb
+from narrowband.activations.regions import compiled_modules, eager_modules
+from tests.activations.models import error
+
+# Dynamo looks at gradients of what it did not compute itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+BATCH, WIDTH, HIDDEN = 64, 32, 128
+EXACT = 4 * BATCH * HIDDEN  # bytes of one hidden activation
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    """Layers of PyTorch alone would not be compiled one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
+
+class CompiledForward(Block):
+    @torch.compile(backend="aot_eager")
+    def forward(self, x):
+        return super().forward(x)
+
+
+class DisabledForward(nn.Module):
+    @torch.compiler.disable
+    def forward(self, x):
+        return x
+
+
+def whole(counter="aot_eager"):
+    return torch.compile(Block(), backend=counter)
+
+
+def in_place(counter="aot_eager"):
+    model = Block()
+    model.compile(backend=counter)
+    return model
+
+
+def forward(counter="aot_eager"):
+    model = Block()
+    model.forward = torch.compile(model.forward, backend=counter)
+    return model
+
+
+def inside(make):
+    return lambda counter="aot_eager": nn.Sequential(make(counter))
+
+
+WAYS = [whole, in_place, forward, lambda _: CompiledForward(), *map(inside, (whole, in_place, forward))]
+IDS = ["whole", "in place", "forward", "class", "whole inside", "in place inside", "forward inside"]
+ways = pytest.mark.parametrize("make", WAYS, ids=IDS)
+
+
+def compress(model, **options):
+    return nb.compress_activations(model, **{"min_numel": 512, **options})
+
+
+def run(model, x, context=None):
+    """Output, gradients, what the context yields."""
+    with context or contextlib.nullcontext() as saved:
+        y = model(x)
+    return y.detach(), torch.autograd.grad(y.square().mean(), list(model.parameters())), saved
+
+
+def norm(gradients, wanted):
+    return error(*(dict(enumerate(those)) for those in (gradients, wanted)))
+
+
+@ways
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.1), (2, 0.5)])
+def test_a_compiled_model_keeps_codes_and_its_output_is_exact(make, bits, bound):
+    model, x = make("aot_eager"), torch.randn(BATCH, WIDTH)
+    y, wanted, _ = run(model, x)
+    packed_y, gradients, saved = run(model, x, compress(model, bits=bits))
+    assert torch.equal(packed_y, y)
+    assert 0 < norm(gradients, wanted) < bound
+    compiled = saved.by_operator["compiled"]
+    assert compiled.plain == EXACT
+    assert compiled.kept == EXACT // 4 * bits // 8 + EXACT // 4 // 256 * 8
+
+
+@ways
+def test_every_step_may_make_its_context_anew_and_nothing_is_compiled_again(make):
+    counter = CompileCounterWithBackend("aot_eager")
+    model, x = make(counter), torch.randn(BATCH, WIDTH)
+    run(model, x, compress(model))
+    compiled = counter.frame_count
+    for _ in range(3):
+        run(model, x, compress(model))
+    assert counter.frame_count == compiled
+    assert torch._dynamo.utils.counters["frames"]["ok"] == torch._dynamo.utils.counters["frames"]["total"]
+
+
+@ways
+def test_afterwards_the_model_is_what_it_was(make):
+    model, x = make("aot_eager"), torch.randn(BATCH, WIDTH)
+    before = [dict(vars(module)) for module in model.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    run(model, x, compress(model))
+    with contextlib.suppress(ZeroDivisionError), compress(model):
+        raise ZeroDivisionError
+    for module, attributes in zip(model.modules(), before, strict=True):
+        assert vars(module) == attributes
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+class Parts(nn.Module):
+    """Compiled and other layers by turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([torch.compile(Block(), backend="aot_eager"), Block(), in_place()])
+        self.head = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_compiled_and_other_parts_are_compressed_side_by_side():
+    model, x = Parts(), torch.randn(BATCH, WIDTH)
+    _, wanted, _ = run(model, x)
+    _, gradients, saved = run(model, x, compress(model))
+    assert 0 < norm(gradients, wanted) < 0.02
+    assert set(saved.by_operator) == {"compiled", "matmul", "relu", "gelu"}
+    assert saved.by_operator["compiled"].plain >= 2 * EXACT
+    assert saved.by_module["blocks.0"].plain >= EXACT
+    assert saved.by_module["blocks.1"].kept == EXACT // 4 // 8, "ReLU keeps one bit per element, for both layers' use"
+    assert saved.bytes_kept < saved.bytes_plain * 0.35
+
+
+def test_a_policy_names_compiled_parts():
+    model, x = Parts(), torch.randn(BATCH, WIDTH)
+    _, wanted, _ = run(model, x)
+    off = {"bits": "off", "operators": {"compiled": 8}}
+    _, _, saved = run(model, x, compress(model, **off))
+    assert saved.by_operator["compiled"].ratio > 2
+    assert saved.by_operator["gelu"].ratio == 1
+    _, _, saved = run(model, x, compress(model, bits=8, modules={"blocks.0": "off", "blocks.2": 4}))
+    assert saved.by_module["blocks.0"].ratio == 1
+    graph_input = 4 * BATCH * WIDTH  # is kept as it is
+    assert saved.by_module["blocks.2"].kept == graph_input + EXACT // 8 + EXACT // 4 // 256 * 8
+    _, gradients, saved = run(model, x, compress(model, bits="off"))
+    assert saved.ratio == 1
+    assert all(map(torch.equal, gradients, wanted))
+
+
+def test_patterns_are_of_names_before_anything_was_compiled():
+    model = torch.compile(nn.Sequential(Block(), Block()), backend="aot_eager")
+    compress(model, modules={"0.first": "off"})
+    with pytest.raises(ValueError, match="matches no module"):
+        compress(model, modules={"_orig_mod.0": "off"})
+
+
+def test_what_a_loss_saves_stays_as_it_is():
+    model, x = whole(), torch.randn(BATCH, WIDTH)
+    with compress(model) as saved:
+        y = model(x)
+        x.requires_grad_()
+        loss = (y.detach() * x.exp()).sum()
+    assert saved.by_module["(outside)"].ratio == 1
+    assert torch.equal(torch.autograd.grad(loss, x)[0], y.detach() * x.exp())
+
+
+def test_between_the_graphs_of_a_model_that_breaks_all_is_exact():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            x = torch.tanh(x) if x.sum() > -1e9 else x
+            return self.second(x)
+
+    model, x = torch.compile(Broken(), backend="aot_eager"), torch.randn(BATCH, WIDTH)
+    y, wanted, _ = run(model, x)
+    packed_y, gradients, saved = run(model, x, compress(model))
+    assert torch.equal(packed_y, y)
+    assert 0 < norm(gradients, wanted) < 0.02
+    assert saved.by_operator["compiled"].plain >= 2 * EXACT
+    assert saved.by_operator["compiled"].ratio > 2
+
+
+def test_a_backend_that_saves_in_python_is_left_alone_and_that_is_said(caplog):
+    model, x = torch.compile(Block(), backend="eager"), torch.randn(BATCH, WIDTH)
+    _, wanted, _ = run(model, x)
+    with caplog.at_level(logging.WARNING, "narrowband"):
+        _, gradients, saved = run(model, x, compress(model))
+    assert all(map(torch.equal, gradients, wanted))
+    assert saved.ratio == 1
+    assert "nothing was compressed" in caplog.text
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_block_keeps_its_input_in_few_bits(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.block = nn.Linear(WIDTH, WIDTH), whole()
+
+        def forward(self, x):
+            return checkpoint(self.block, self.stem(x), use_reentrant=reentrant)
+
+    model, x = Checkpointed(), torch.randn(BATCH, WIDTH)
+    y = model(x)
+    y.square().mean().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for outside in (True, False):
+        with compress(model) as saved, contextlib.ExitStack() as stack:
+            y = model(x)
+            if outside:
+                stack.pop_all()
+            if not outside:
+                y.square().mean().backward()
+        if outside:
+            y.square().mean().backward()
+        assert saved.by_operator["checkpoint"].ratio > 3
+        assert norm([p.grad for p in model.parameters()], wanted) < 0.02
+        model.zero_grad()
+
+
+def test_other_modes_on_functions_stay():
+    class Called(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Called.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    model, x = torch.compile(Block(), backend="aot_eager"), torch.randn(BATCH, WIDTH)
+    with compress(model), Called() as mode:
+        model(x)
+        assert torch.overrides._get_current_function_mode_stack()[-1] is mode
+        before = Called.calls
+        x + x
+        assert Called.calls == before + 1
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_threads_have_passes_of_their_own():
+    model, x = whole(), torch.randn(BATCH, WIDTH)
+    compiled = vars(model)["forward"]
+    _, wanted, _ = run(model, x, compress(model))
+    first, second = threading.Barrier(2, timeout=60), []
+
+    def other():
+        with compress(model, bits=4) as saved:
+            first.wait()
+            model(x)
+            first.wait()
+        second.append(saved)
+
+    thread = threading.Thread(target=other)
+    with compress(model) as saved:
+        thread.start()
+        first.wait()
+        first.wait()
+        y = model(x)
+    thread.join()
+    assert saved.by_operator["compiled"].plain == second[0].by_operator["compiled"].plain == EXACT
+    assert second[0].by_operator["compiled"].kept < saved.by_operator["compiled"].kept
+    gradients = torch.autograd.grad(y.square().mean(), list(model.parameters()))
+    assert all(map(torch.equal, gradients, wanted))
+    assert vars(model)["forward"] is compiled
+
+
+def test_a_pytorch_without_what_this_needs_is_refused_at_set_up(monkeypatch):
+    monkeypatch.delattr("torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context")
+    nb.compress_activations(Block())
+    with pytest.raises(nb.UnsupportedError, match="does not say what a saved tensor of a compiled graph is"):
+        nb.compress_activations(whole())
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled", "eager"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), [], 2),
+        (DisabledForward, [], 1),
+        (lambda: torch.compiler.disable(Block()), [], 4),
+        (whole, [""], 0),
+        (lambda: nn.Sequential(Block(), whole(), nn.Sequential(in_place())), ["1", "2.0"], 5),
+        (lambda: nn.ModuleDict({"inner": CompiledForward()}), ["inner"], 1),
+    ],
+    ids=["plain", "disabled forward", "disabled", "whole", "parts", "forward"],
+)
+def test_which_modules_are_compiled(make, compiled, eager):
+    model = make()
+    assert [name for name, _ in compiled_modules(model)] == compiled
+    assert len(list(eager_modules(model))) == eager

@@ -1,0 +1,213 @@
+"""What backward keeps, measured: the comparison, and the search for a policy that meets a budget."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from narrowband.activations import ActivationPolicy, Kept, Saved
+from narrowband.bench import memory
+
+MODEL = """
+import torch
+from torch import nn
+
+from beside import WIDTH
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+def build(batch):
+    return nn.Sequential(Block(), Block(), Block()), (torch.randn(batch, 32, WIDTH),)
+
+def bare(batch):
+    return nn.Linear(64, 64), torch.randn(batch, 64)
+
+def wrong(batch):
+    return nn.Linear(4, 4)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "beside.py").write_text("WIDTH = 64\n")
+    (tmp_path / "model.py").write_text(MODEL)
+    return f"{tmp_path / 'model.py'}:build"
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["deit-tiny", "deit-small", "gpt", "resnet18"])
+def test_named_models_run(name):
+    built, inputs = memory.subject(name, 1)
+    assert inputs[0].shape[0] == 1
+    with torch.no_grad():
+        assert built(*inputs).isfinite().all()
+
+
+def test_a_model_of_ones_own_may_import_what_lies_beside_it_and_give_one_input_bare(model):
+    built, inputs = memory.subject(model, 3)
+    assert built(*inputs).shape == (3, 32, 64)
+    built, inputs = memory.subject(model.replace(":build", ":bare"), 3)
+    assert built(*inputs).shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("deit-huge", "unknown model 'deit-huge'; there are: deit-tiny"),
+        ("nowhere.py:build", "there is no file nowhere.py"),
+        ("{}:biuld", "has no function 'biuld'"),
+        ("{}:wrong", r"wrong\(2\) has to return a module and the tuple of its inputs"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, name, message):
+    with pytest.raises(ValueError, match=message):
+        memory.subject(name.format(model.removesuffix(":build")), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"batch": 0}, "batch=0"), ({"rounds": 0}, "rounds=0"), ({"bits": (3,)}, "bits=3"), ({"model": "gtp"}, "'gtp'")],
+)
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        memory.Config(**options)
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def test_rows_tell_bytes_time_and_fidelity(model):
+    config = memory.Config(model=model, batch=8, bits=(8, 4), peers=True, rounds=2)
+    events = []
+    rows = {row["name"]: row for row in memory.run(config, events.append)}
+    assert len(events) == memory.count(config)
+    assert list(rows) == [
+        "plain", "8 bits", "4 bits", "checkpoint", "checkpoint, 8 bits", "bf16", "bf16, 8 bits", "bf16, 4 bits",
+        "bf16, checkpoint",
+    ]  # fmt: skip
+    elements = 8 * 32 * 64
+    # Per block: the norm's input and result, up's result, and GELU's; and two statistics per token.
+    plain = 3 * (4 * (1 + 1 + 4 + 4) * elements + 2 * 4 * 8 * 32) - 4 * elements  # the first input is the caller's
+    assert rows["plain"]["kept_bytes"] == plain
+    assert rows["plain"]["gradient_error"] == 0
+    assert rows["plain"]["ratio_to_plain"] == 1
+    assert rows["8 bits"]["kept_ratio"] > 3.5
+    assert rows["4 bits"]["kept_ratio"] > 6
+    assert rows["checkpoint"]["kept_bytes"] == 2 * 4 * elements
+    assert rows["checkpoint"]["gradient_error"] < 1e-6
+    assert rows["checkpoint, 8 bits"]["kept_bytes"] == 2 * elements
+    assert 0 < rows["8 bits"]["gradient_error"] < rows["4 bits"]["gradient_error"] < 0.2
+    assert rows["bf16"]["kept_bytes"] < plain
+    assert all(row["step_s"] > 0 and row["compress_s"] >= 0 for row in rows.values())
+    assert rows["8 bits"]["compress_s"] > 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler, and there is no g++")
+@pytest.mark.filterwarnings("ignore")  # Inductor's, about what PyTorch has deprecated
+def test_compiled_rows_tell_what_graphs_keep(model):
+    torch._dynamo.reset()
+    rows = {row["name"]: row for row in memory.run(memory.Config(model=model, batch=8, compiled=True, rounds=1))}
+    plain, eight, four = (rows[f"compiled{bits}"]["kept_bytes"] for bits in ("", ", 8 bits", ", 4 bits"))
+    assert four < eight < plain / 3
+    assert rows["compiled"]["gradient_error"] < 1e-5
+    assert 0 < rows["compiled, 8 bits"]["gradient_error"] < rows["compiled, 4 bits"]["gradient_error"] < 0.2
+
+
+def test_a_model_without_blocks_cannot_be_checkpointed(model):
+    with pytest.raises(ValueError, match="checkpointing needs blocks"):
+        memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, peers=True, rounds=1))
+
+
+# ---- a budget --------------------------------------------------------------------------------------------------------
+
+
+def measure_with(plain, seconds):
+    """A model whose operators keep so many bytes, and take so long per byte that is packed."""
+
+    def measure(policy):
+        saved = Saved()
+        for name, nbytes in plain.items():
+            bits = policy.bits_for(name, "")
+            ratio = 1 if bits == "off" else 32 if name in ("relu", "dropout") else 32 // bits
+            saved.add(name, "", nbytes, nbytes // ratio)
+            saved.by_operator[name].seconds = 0.0 if bits == "off" else seconds[name] * nbytes
+        return saved
+
+    return measure
+
+
+PLAIN = {"matmul": 32_000, "gelu": 16_000, "relu": 3_200, "softmax": 6_400}
+SECONDS = {"matmul": 2.0, "gelu": 1.0, "relu": 4.0, "softmax": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("budget", "operators"),
+    [
+        (57_600, {}),
+        (57_599, {"gelu": 8}),
+        (45_600, {"gelu": 8}),
+        (45_599, {"gelu": 8, "matmul": 8}),
+        (21_600, {"gelu": 8, "matmul": 8}),
+        (16_800, {"gelu": 8, "matmul": 8, "softmax": 8}),
+        (13_700, {"gelu": 8, "matmul": 8, "softmax": 8, "relu": 8}),
+        (13_699, {"gelu": 4, "matmul": 8, "softmax": 8, "relu": 8}),
+        (6_900, {"gelu": 4, "matmul": 4, "softmax": 4, "relu": 8}),
+        (3_500, {"gelu": 2, "matmul": 2, "softmax": 2, "relu": 8}),
+    ],
+)
+def test_the_cheapest_operators_are_compressed_first(budget, operators):
+    found = memory.fit(measure_with(PLAIN, SECONDS), budget)
+    assert found.reached
+    assert found.policy == ActivationPolicy(bits="off", operators=operators)
+    assert found.saved.bytes_kept <= budget
+
+
+def test_what_cannot_be_reached_comes_with_the_least_that_can():
+    found = memory.fit(measure_with(PLAIN, SECONDS), 3_499)
+    assert not found.reached
+    assert found.saved.bytes_kept == 3_500
+
+
+def test_the_policy_that_is_found_keeps_within_the_budget_of_a_real_model(model):
+    torch.manual_seed(0)
+    built, inputs = memory.subject(model, 8)
+
+    def measure(policy):
+        return memory.survey(built, inputs, policy)
+
+    plain = measure(ActivationPolicy(bits="off")).bytes_plain
+    for share in (0.9, 0.5, 0.2):
+        found = memory.fit(measure, int(plain * share))
+        assert found.reached
+        assert measure(found.policy).bytes_kept <= plain * share
+        assert all(p.grad is None for p in built.parameters())
+    assert memory.fit(measure, plain).policy.is_off
+
+
+def test_custom_operators_are_left_alone():
+    plain = {"matmul": 32_000, "custom": 32_000}
+    found = memory.fit(measure_with(plain, {"matmul": 1.0, "custom": 0.1}), 1_000)
+    assert not found.reached
+    assert set(found.policy.operators) == {"matmul"}
+
+
+def test_a_model_whose_output_needs_no_gradient_is_refused():
+    with pytest.raises(ValueError, match="without a tensor that needs gradients"):
+        memory.survey(nn.Flatten(), (torch.randn(2, 3),), ActivationPolicy())
+
+
+def test_ratio():
+    assert Kept(8, 2).ratio == 4
+    assert Kept(0, 0).ratio == 1
+    assert Kept(8, 0).ratio == float("inf")

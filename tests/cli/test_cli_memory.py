@@ -1,0 +1,111 @@
+"""``narrowband memory``: the tables, a budget, and the policy it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import narrowband as nb
+from narrowband.bench import memory
+from narrowband.cli import main
+from narrowband.cli.memory import parse_bytes
+
+MODEL = """
+import torch
+from torch import nn
+
+def build(batch):
+    model = nn.Sequential()
+    for name in ("first", "second"):
+        model.add_module(name, nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+    return model, (torch.randn(batch, 16, 64),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    return f"{tmp_path / 'model.py'}:build"
+
+
+@pytest.fixture
+def narrow(capsys, monkeypatch):
+    """Run a command line; returns (exit code, stdout and stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*words):
+        try:
+            code = main(("memory", *words))
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_tables_by_operator_and_by_module_and_json_beside_them(narrow, model, tmp_path):
+    path = tmp_path / "found.json"
+    code, said = narrow(model, "--batch", "8", "--depth", "1", "--json", str(path))
+    assert code == 0
+    for word in ("layer_norm", "gelu", "matmul", "first", "second", "8 bits", "4 bits"):
+        assert word in said
+    assert "first.1" not in said
+    told = json.loads(path.read_text())
+    assert told["batch"] == 8
+    for bits, times in (("8 bits", 3), ("4 bits", 5)):
+        kept = told[bits]
+        assert kept["bytes_plain"] > times * kept["bytes_kept"]
+        for table in ("by_operator", "by_module"):
+            assert sum(entry["kept"] for entry in kept[table].values()) == kept["bytes_kept"]
+            assert sum(entry["plain"] for entry in kept[table].values()) == kept["bytes_plain"]
+    assert {"commit", "machine", "command"} <= set(told)
+
+
+def test_a_budget_gives_a_policy_that_keeps_within_it(narrow, model, tmp_path):
+    path = tmp_path / "policy.toml"
+    code, said = narrow(model, "--batch", "8", "--budget", "200kB", "--output", str(path))
+    assert code == 0
+    assert "Within 200kB" in said
+    policy = nb.ActivationPolicy.load(path)
+    assert policy.bits == "off"
+    built, inputs = memory.subject(model, 8)
+    assert memory.survey(built, inputs, policy).bytes_kept <= 200_000
+    assert memory.survey(built, inputs, nb.ActivationPolicy(bits="off")).bytes_kept > 200_000
+
+
+def test_a_budget_that_needs_nothing_or_more_than_there_is_says_so(narrow, model, tmp_path):
+    code, said = narrow(model, "--budget", "1GB")
+    assert code == 0
+    assert "Nothing to do" in said
+    path = tmp_path / "policy.toml"
+    code, said = narrow(model, "--budget", "1kB", "--output", str(path))
+    assert code == 1
+    assert "Not within 1kB" in said
+    assert "checkpointing" in said
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("deit-huge",), "unknown model 'deit-huge'"),
+        (("{}", "--batch", "0"), "batch=0"),
+        (("{}", "--budget", "8 apples"), "is no amount of memory"),
+        (("{}", "--budget", "0GB"), "is no amount of memory"),
+        (("{}", "--output", "policy.toml"), "give --budget, too"),
+    ],
+)
+def test_bad_input_is_a_sentence(narrow, model, words, message):
+    code, said = narrow(*(word.format(model) for word in words))
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1", 1), ("8GB", 8 * 10**9), ("600 MB", 6 * 10**8), ("1.5GiB", 3 * 2**29), ("2kB", 2000)]
+)
+def test_bytes(text, nbytes):
+    assert parse_bytes(text) == nbytes
