@@ -251,6 +251,37 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_in_few_bits(reentr
         model.zero_grad()
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
+def test_a_compiled_function_around_a_model_that_is_not_runs_as_it_is_written(inside):
+    model, x = nn.Sequential(Block(), nn.Dropout(0.1)), torch.randn(BATCH, WIDTH)
+
+    def function(x):
+        return model(x).square().mean()
+
+    def entering(x):
+        with compress(model) as saved:
+            loss = function(x)
+        return loss, saved
+
+    torch.manual_seed(1)
+    wanted_loss, wanted = entering(x)
+    for _ in range(2):
+        torch.manual_seed(1)
+        if inside:
+            loss, saved = torch.compile(entering, backend="aot_eager")(x)
+        else:
+            with compress(model) as saved:
+                loss = torch.compile(function, backend="aot_eager")(x)
+        assert torch.equal(loss, wanted_loss)
+        assert saved.by_operator["relu"] == wanted.by_operator["relu"]
+        assert saved.by_module["0"].ratio > 3
+        gradients = [
+            torch.autograd.grad(one, list(model.parameters()), retain_graph=True) for one in (loss, wanted_loss)
+        ]
+        assert norm(*gradients) < 0.01
+
+
 def test_other_modes_on_functions_stay():
     class Called(torch.overrides.TorchFunctionMode):
         calls = 0

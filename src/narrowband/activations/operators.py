@@ -9,9 +9,11 @@ that, where PyTorch's save the result, or the mask in the dtype of the input. Fo
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,9 @@ from narrowband.activations.kept import Arrangement
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch"]
+__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch", "unseen"]
+
+_T = TypeVar("_T")
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
 Kind = Literal["last", "second", "heads", "either"]
@@ -106,6 +110,23 @@ def _transparent(function: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
+def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let Dynamo look no further, if it is there at all: what is decorated runs as it is written, and so does what it
+    calls. PyTorch's own decorator for that would import Dynamo, which takes seconds.
+    """
+    disabled: list[Callable[..., _T]] = []
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> _T:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return wrapper
+
+
 class Watch(TorchFunctionMode):
     """Notes the operator at work in a pass, and replaces those that can save less.
 
@@ -117,6 +138,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._pass = at
 
+    @unseen
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         at = self._pass

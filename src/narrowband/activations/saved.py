@@ -31,9 +31,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
+from narrowband.activations import operators
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, obstacle
 from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
-from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
+from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch, unseen
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.regions import compiled_modules, eager_modules, graphs_behind, rerouted, without_mode
 from narrowband.errors import UnsupportedError
@@ -161,6 +162,7 @@ class Pass:
     # ---- where we are ------------------------------------------------------------------------------------------------
     # Hooks on modules are called in all threads: each pass minds its own.
 
+    @unseen
     def entering(self, module: nn.Module, _: Any) -> None:
         """A module begins."""
         if self is not getattr(_current, "at", None):
@@ -173,6 +175,7 @@ class Pass:
         # Of modules that came later, the one around them answers.
         self._modules.append((id(module), self._modules[-1][1] if name is None else name))
 
+    @unseen
     def leaving(self, module: nn.Module, *_: Any) -> None:
         """A module has ended."""
         if self is not getattr(_current, "at", None):
@@ -182,6 +185,7 @@ class Pass:
                 del self._modules[place:]  # with what KeyboardInterrupt kept from ending
                 return
 
+    @unseen
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is given these: they live as long as whoever gave them wants."""
         if self is getattr(_current, "at", None):
@@ -426,11 +430,13 @@ class Pass:
         return any(whole.shape == given.shape and torch.equal(whole, given.to(x.dtype)) for given in those)
 
 
+@unseen
 def _pack(at: weakref.ref[Pass], x: Tensor) -> Exact | Packed:
     current = at()
     return Exact(x, "an operator") if current is None else current.pack(x)
 
 
+@unseen
 def _unpack(kept: Exact | Packed) -> Tensor:
     return kept.restore()
 
@@ -463,12 +469,17 @@ def _divisor(size: int, wanted: int) -> int:
 
 def _saved_by_checkpoint() -> bool:
     """Whether torch.utils.checkpoint is what saves: what it calls may save, too."""
-    frame: types.FrameType | None = sys._getframe(4)  # the hook's caller
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename in _OURS or frame.f_code.co_filename.endswith(_DYNAMO)):
+        frame = frame.f_back  # up to the hook's caller
     if frame is not None and frame.f_code is _APPLY:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == checkpoint.__file__
 
 
+#: Files with code between the hook's caller and the hook.
+_OURS = (__file__, operators.__file__)
+_DYNAMO = "/torch/_dynamo/eval_frame.py"
 #: Between the hook and who calls an autograd function.
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -481,6 +492,7 @@ _current = threading.local()
 _estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
 
 
+@unseen
 def compress_activations(
     model: nn.Module, bits: Bits | None = None, *, policy: ActivationPolicy | None = None, **options: Any
 ) -> ActivationCompression:
@@ -544,6 +556,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self._usual_groups = max(set(own), key=own.count) if own else _GROUPS
 
+    @unseen
     def __enter__(self) -> Saved:
         if getattr(_current, "at", None) is not None:
             raise UnsupportedError(
@@ -580,6 +593,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             stack.callback(module.register_forward_pre_hook(at.entering).remove)
             stack.callback(module.register_forward_hook(at.leaving, always_call=True).remove)
 
+    @unseen
     def __exit__(self, *error: object) -> None:
         at: Pass = _current.at
         stack: contextlib.ExitStack = _current.stack
