@@ -64,6 +64,8 @@ _NEEDED = 7.0
 _NOISE = 0.5
 _LEARNED = 0.5
 _PERPLEXITY_KEPT = 0.07
+#: Share of the held-out loss, in nats, within which a language model is as good.
+_LOSS_KEPT = 0.02
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ def _language(density: float, loss: float, perplexity: float, *, reuse: bool = T
     return _Said(replace(_GPT, name=name, forward=forward, backward=backward), None, perplexity, loss)
 
 
+def _on_a_link(name: str, forward: str, backward: str) -> _Said:
+    """What ``narrowband bench pipeline`` measures the speed of, compressed from the first step on."""
+    return _Said(replace(_GPT, name=name, forward=forward, backward=backward, warmup_epochs=0), None, None)
+
+
 _NONE = _Said(_CIFAR, 93.00, 93.00)
 
 #: Table → its rows, the uncompressed one first. Numbers are the paper's: evaluated without compression, and with it.
@@ -159,6 +166,12 @@ _TABLES: dict[str, tuple[_Said, ...]] = {
         _language(0.2, 3.51, 33.32),
         _language(0.1, 4.31, 74.51),
         _language(0.1, 8.0, 2990.16, reuse=False),
+    ),
+    "link": (
+        _Said(_GPT, None, 21.01, 3.05),
+        _on_a_link("8 bits", "uniform:bits=8", "uniform:bits=8"),
+        _on_a_link("4 bits", "uniform:bits=4", "qsgd:bits=4"),
+        _on_a_link("top 10% from the start", _top(0.1), "topk:density=0.1,reuse=forward"),
     ),
 }
 _SAID = {(said.row.task, said.row.name): said for rows in _TABLES.values() for said in rows}
@@ -245,6 +258,16 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
             found, "gpt", "top 50%", f"a language model: top 50% is within {_PERPLEXITY_KEPT:.0%} of dense perplexity",
             within=_PERPLEXITY_KEPT, relative=True,
         ),
+        *(
+            _judged(
+                found,
+                f"a language model, {name} from the first step on: held-out loss is within {_LOSS_KEPT:.0%} of dense",
+                (name,),
+                lambda dense, group: _loss(group) <= _loss(dense) * (1 + _LOSS_KEPT),
+                task="gpt",
+            )
+            for name in ("8 bits", "4 bits")
+        ),
     ]  # fmt: skip
 
 
@@ -255,8 +278,8 @@ def _judged(
     claim = judged(found, task, text, names, verdict, _figures)
     if claim.held is None:
         return claim
-    said = "; ".join(f"{name} {_of_paper(task, name)}" for name in names)
-    return replace(claim, figures=f"{claim.figures}; the paper: {said}")
+    said = "; ".join(f"{name} {_of_paper(task, name)}" for name in names if _SAID[task, name].compressed is not None)
+    return replace(claim, figures=f"{claim.figures}; the paper: {said}") if said else claim
 
 
 def _figures(group: Group) -> str:
@@ -275,6 +298,11 @@ def _on(group: Group) -> float:
 
 def _off(group: Group) -> float:
     return -math.inf if group.uncompressed is None else group.uncompressed
+
+
+def _loss(group: Group) -> float:
+    """Of a language model, in nats per token."""
+    return math.inf if group.mean is None else math.log(group.mean)
 
 
 def _kept(group: Group, dense: Group) -> bool:
@@ -366,6 +394,7 @@ _TITLES = {
     "table 3": f"Top-k with error feedback (table 3): {_IMAGES}",
     "table 4": f"AQ-SGD with top-k, after warm-up (table 4): {_IMAGES}",
     "table 5": "Top-k of gradients at the places of activations (table 5): WikiText-2 as bytes, GPT in four stages",
+    "link": "What `narrowband bench pipeline` measures, from the first step on: WikiText-2 as bytes, GPT",
 }
 
 EXPERIMENT = Experiment(
@@ -376,7 +405,9 @@ EXPERIMENT = Experiment(
     claims=_claims,
     draw=_draw,
     nodes=2,
-    layout=Layout(tables=_tables, columns=lambda key: _OF_LANGUAGE if key == "table 5" else _OF_IMAGES, legend=_LEGEND),
+    layout=Layout(
+        tables=_tables, columns=lambda key: _OF_LANGUAGE if key in ("table 5", "link") else _OF_IMAGES, legend=_LEGEND
+    ),
 )
 
 if __name__ == "__main__":
