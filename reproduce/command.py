@@ -15,7 +15,7 @@ from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.report.units import format_seconds
 from reproduce.report import PER_TASK, Claim, Group, Layout, groups, markdown, table
-from reproduce.training import Row, run
+from reproduce.training import Row, recorded, run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +97,8 @@ class Options:
     """Directory of the results; reproduce/results/<module> when left out."""
     resume: bool = True
     """Take rows that an earlier run finished."""
+    recorded: bool = False
+    """Train nothing: tables and claims of the rows that are finished."""
     quick: bool = False
     """Two rows, one seed, one epoch, a handful of samples: to see in seconds that everything works."""
     markdown: Path | None = None
@@ -175,13 +177,18 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
 def _run(experiment: Experiment, options: Options, command: list[str], console: Console) -> None:
     output = options.output or Path(__file__).parent / "results" / experiment.module
     rows = chosen(experiment, options)
+    nodes = options.nodes or experiment.nodes
+    if options.recorded:
+        rows = recorded(rows, output, nodes=nodes, data_dir=options.data_dir)
+        if not rows:
+            raise ValueError(f"none of these rows is finished in {output}: leave --recorded out to train them")
     record = provenance(rows[0].seed, command)
     console.print(experiment.paper, style="bold", markup=False, highlight=False)
     with _progress(console) as progress:
         results = run(
             rows,
             output,
-            nodes=options.nodes or experiment.nodes,
+            nodes=nodes,
             data_dir=options.data_dir,
             resume=options.resume,
             on_event=_Show(progress, rows),

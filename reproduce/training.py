@@ -40,7 +40,7 @@ from reproduce.activations import Activations, read_policy
 from reproduce.data import locate
 from reproduce.tasks import Task, load
 
-__all__ = ["Row", "files_of", "key", "resolved", "run", "train"]
+__all__ = ["Row", "files_of", "key", "recorded", "resolved", "run"]
 
 #: Share of steps over which the learning rate rises; then it falls.
 _WARM_UP = 0.05
@@ -188,8 +188,7 @@ def run(
         task = load(name, batch=nodes, seed=0, rank=0, world_size=nodes, directory=data_dir)
         if not task.cuts and any(row.forward for row in rows if row.task == name):
             raise ValueError(f"there are no stages of the model of task {name}: leave out forward and backward")
-    digests = {task: _digest(task, data_dir) for task in {row.task for row in rows}}
-    kept = [directory / "rows" / f"{key(row, ranks_of(row, nodes), digests[row.task])}.json" for row in rows]
+    kept = _places(rows, directory, nodes, data_dir)
     results: dict[int, dict[str, Any]] = {}
     for number, path in enumerate(kept):
         if resume and path.exists():
@@ -212,6 +211,18 @@ def run(
         if missing:
             run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, Loopback(nodes), note)
     return [results[number] for number in range(len(rows))]
+
+
+def recorded(rows: Sequence[Row], directory: Path, *, nodes: int = 4, data_dir: Path | None = None) -> list[Row]:
+    """Those of the rows that an earlier :func:`run` finished."""
+    places = _places(rows, directory, nodes, data_dir)
+    return [row for row, path in zip(rows, places, strict=True) if path.exists()]
+
+
+def _places(rows: Sequence[Row], directory: Path, nodes: int, data_dir: Path | None) -> list[Path]:
+    """Where each row is kept when it is finished."""
+    digests = {task: _digest(task, data_dir) for task in {row.task for row in rows}}
+    return [directory / "rows" / f"{key(row, ranks_of(row, nodes), digests[row.task])}.json" for row in rows]
 
 
 def ranks_of(row: Row, nodes: int) -> int:

@@ -85,6 +85,16 @@ def test_a_whole_quick_run(tmp_path, monkeypatch, capsys):
     assert "| plain |" in (tmp_path / "page.md").read_text()
     assert "cifar plain, seed 0" in capsys.readouterr().out
 
+    # Of what is recorded, tables and claims can be had again, of rows that are not nothing.
+    (row,) = (tmp_path / "out" / "rows").glob("cifar-plain-*")
+    row.unlink()
+    assert main(dgc.EXPERIMENT, [*arguments, "--recorded"]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [group["name"] for group in summary["groups"]] == ["dense"]
+    assert not row.exists()
+    assert main(dgc.EXPERIMENT, [*arguments, "--recorded", "--seeds", "5"]) == 2
+    assert "none of these rows is finished" in capsys.readouterr().err
+
 
 def test_missing_data_is_one_line(tmp_path, capsys):
     arguments = ["--quick", "--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
