@@ -13,7 +13,7 @@ One thing is other than published in all rows but *dgc as published*: what waits
 rate (``accumulate=steps``). Where gradients wait, they are applied at the rate of the step that sends them, and a rate
 that falls to zero within thirty epochs leaves little of what waited one of them.
 
-Run ``python -m reproduce.dgc`` (longer than an hour on two cores), ``--quick`` (seconds), ``--help``.
+Run ``python -m reproduce.dgc`` (about two hours on two cores), ``--quick`` (seconds), ``--help``.
 
 Differences from the paper: smaller networks (ResNet-8, an LSTM over characters), four ranks, 30 epochs; parts are left
 out in runs of 10. An element waits for about a thousand steps, so batches are small, to have steps enough, and what

@@ -247,6 +247,7 @@ _LEGEND = (
     "Score: mean ± standard deviation over seeds; without ± it is one seed's. Sent: by one rank in a step of the last "
     "epoch; ratio: how many times less that is than a dense ring all-reduce; mean: over all of training. Payload: how "
     "many times smaller than its dense gradient one rank's payload is, norms and biases included; matrix: without them."
+    " Step: the median of the last epoch on rank 0, however busy the machine was; for speed see the link benchmarks."
 )
 
 

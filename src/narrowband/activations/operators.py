@@ -9,11 +9,9 @@ that, where PyTorch's save the result, or the mask in the dtype of the input. Fo
 
 from __future__ import annotations
 
-import functools
-import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
 from narrowband.activations.kept import Arrangement
+from narrowband.activations.regions import unseen
 
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch", "unseen"]
-
-_T = TypeVar("_T")
+__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch"]
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
 Kind = Literal["last", "second", "heads", "either"]
@@ -108,23 +105,6 @@ def _transparent(function: types.FunctionType) -> Callable[..., Any]:
     copy = types.FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Let Dynamo look no further, if it is there at all: what is decorated runs as it is written, and so does what it
-    calls. PyTorch's own decorator for that would import Dynamo, which takes seconds.
-    """
-    disabled: list[Callable[..., _T]] = []
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> _T:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args, **kwargs)
-
-    return wrapper
 
 
 class Watch(TorchFunctionMode):

@@ -9,11 +9,12 @@ ones, and between them, are compressed operator by operator as ever.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.overrides
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from narrowband.activations.compiled import graph_bytes, is_compiled_itself
 
-__all__ = ["compiled_modules", "eager_modules", "graphs_behind", "rerouted", "without_mode"]
+__all__ = ["compiled_modules", "eager_modules", "graphs_behind", "rerouted", "unseen", "without_mode"]
+
+_T = TypeVar("_T")
 
 
 def compiled_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -94,6 +97,23 @@ def rerouted(module: nn.Module, router: Callable[[], Router | None]) -> Iterator
             if not there.passes:
                 del _rerouted[module]
                 there.restore(module)
+
+
+def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let Dynamo look no further, if it is there at all: what is decorated runs as it is written, and so does what it
+    calls. PyTorch's own decorator for that would import Dynamo, which takes seconds.
+    """
+    disabled: list[Callable[..., _T]] = []
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> _T:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return wrapper
 
 
 @contextmanager

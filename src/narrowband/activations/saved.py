@@ -31,12 +31,19 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
-from narrowband.activations import operators
+from narrowband.activations import operators, regions
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, obstacle
 from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
-from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch, unseen
+from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
-from narrowband.activations.regions import compiled_modules, eager_modules, graphs_behind, rerouted, without_mode
+from narrowband.activations.regions import (
+    compiled_modules,
+    eager_modules,
+    graphs_behind,
+    rerouted,
+    unseen,
+    without_mode,
+)
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import row_extremes
 
@@ -478,7 +485,7 @@ def _saved_by_checkpoint() -> bool:
 
 
 #: Files with code between the hook's caller and the hook.
-_OURS = (__file__, operators.__file__)
+_OURS = (__file__, operators.__file__, regions.__file__)
 _DYNAMO = "/torch/_dynamo/eval_frame.py"
 #: Between the hook and who calls an autograd function.
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
