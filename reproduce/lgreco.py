@@ -8,7 +8,9 @@ Run ``python -m reproduce.lgreco`` (about an hour and a half on two cores), ``--
 of plans (the paper's figure 1) and of ratios over time (figure 9a) are drawn beside the results.
 
 Differences from the paper: smaller networks (ResNet-8, a GPT of 0.9 million parameters over bytes of WikiText-2's
-validation split), four ranks, few epochs. Ranks are smaller than the paper's 32 for a transformer, as layers are.
+validation split), four ranks, few epochs. Ranks are smaller than the paper's 32 for a transformer, as layers are. The
+reference of top-k is 5 % where the paper's is 1 %: a reference has to be safe by itself, and in five epochs of CIFAR-10
+1 % costs six points of accuracy however it is spread over the layers.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _GPT = Row(
 #: Family → (the reference, what Accordion switches to).
 _FAMILIES = {
     "qsgd": ("qsgd:bits=4", "qsgd:bits=2"),
-    "top-k": ("topk:density=0.01+ef", "topk:density=0.001+ef"),
+    "top-k": ("topk:density=0.05+ef", "topk:density=0.005+ef"),
     "powersgd": ("powersgd:rank=4", "powersgd:rank=1"),
 }
 _POLICIES = ("lgreco", "kmeans", "accordion", "lgreco+accordion")
