@@ -4,7 +4,8 @@ Two models are trained for a short while as ever, and then stand still: the visi
 :mod:`reproduce.mesa`, on CIFAR-10, and the GPT of :mod:`reproduce.lgreco`, on WikiText-2. Ranges are estimated over
 some batches, and of the next ones each gradient is computed exactly, and again with activations in 8, 4 and 2 bits,
 with a range per head or group of channels and with one per layer, rounded at random and to the nearest. The first
-tables showed that 4 and 2 bits lose most in front of layer norms: so there are rows in which these have 8.
+tables showed that 4 and 2 bits lose most in front of layer norms: so there are rows in which these have 8, and so they
+do wherever a policy does not name them.
 
 With g the exact gradient of a batch and ĝ another one, all as shares of √E‖g‖², over batches:
 
@@ -317,7 +318,7 @@ def measure(
         times = roundings if policy.rounding == "stochastic" else 1
         rough_BRN = torch.stack([gradients(keeping) for _ in range(times)], 1)
         squares = deviation(exact_BN, rough_BRN, sizes)
-        own_norms = cast("int | None", policy.operators.get(_NORM))
+        own_norms = cast("int | None", None if policy.operators == {_NORM: policy.bits} else policy.operators[_NORM])
         name = f"{_PER[policy.granularity]}, {policy.rounding}" if own_norms is None else f"norms {own_norms}"
         rows.append(
             Fidelity(
@@ -346,7 +347,7 @@ def passes(setting: Setting, batches: int, roundings: int) -> int:
 def _policies() -> list[nb.ActivationPolicy]:
     return [
         *(
-            nb.ActivationPolicy(bits=bits, granularity=granularity, rounding=rounding)
+            nb.ActivationPolicy(bits=bits, operators={_NORM: bits}, granularity=granularity, rounding=rounding)
             for bits, granularity, rounding in itertools.product(_BITS, _GRANULARITIES, _ROUNDINGS)
         ),
         *(nb.ActivationPolicy(bits=bits, operators={_NORM: 8}) for bits in _WITH_NORMS),

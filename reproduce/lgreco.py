@@ -15,6 +15,7 @@ reference of top-k is 5 % where the paper's is 1 %: a reference has to be safe b
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import narrowband as nb
+from narrowband.report.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
 from reproduce.report import COLUMNS, DENSE, NOTHING, Claim, Group, Layout, named
 from reproduce.training import Row
 
-__all__ = ["EXPERIMENT"]
+__all__ = ["EXPERIMENT", "LINKS"]
+
+#: Where steps on links are recorded, in the directory of results.
+LINKS = "links.json"
 
 _CIFAR = Row("cifar", DENSE, "none", epochs=5, lr=0.4, batch=128, weight_decay=1e-4)
 _GPT = Row(
@@ -145,6 +150,14 @@ def _their_share(group: Group) -> str:
     return f"{_THEIR_SHARE[group.task][family]:.2%}" if policy == "lgreco" else NOTHING
 
 
+def _on_link(group: Group) -> str:
+    """What :mod:`reproduce.lgreco_links` recorded."""
+    path = Path(__file__).parent / "results" / "lgreco" / LINKS
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = next((row["step_s"] for row in rows if (row["task"], row["name"]) == (group.task, group.name)), None)
+    return NOTHING if found is None else format_seconds(found)
+
+
 _TAKEN = ("row", "score", "− dense", "sent", "ratio", "mean")
 
 _LEGEND = (
@@ -153,7 +166,8 @@ _LEGEND = (
     "training time in which plans were made. Theirs: the paper's mean ratio, of Transformer-XL on WikiText-103 (table "
     "4; there uniform has rank 32), and its share of time, of Transformer-XL and of ResNet-50 (table 1). Models, data "
     "and lengths differ: compare how rows relate to each other, not the numbers. Step: the median of the last epoch "
-    "on rank 0, however busy the machine was."
+    "on rank 0, on loopback, however busy the machine was; on a link: of steps with the last plan behind links of 100 "
+    "Mbit/s, alone on the machine (python -m reproduce.lgreco_links)."
 )
 
 _LAYOUT = Layout(
@@ -163,6 +177,7 @@ _LAYOUT = Layout(
         ("deciding", lambda group: NOTHING if group.decide_share is None else f"{group.decide_share:.2%}"),
         ("theirs", _their_share),
         *(column for column in COLUMNS if column[0] == "step"),
+        ("on a link", _on_link),
     ),
     legend=_LEGEND,
 )

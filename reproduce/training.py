@@ -35,6 +35,7 @@ import narrowband as nb
 from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
 from narrowband.collectives import allreduce_nbytes, choose
+from narrowband.lab import LabConfig
 from narrowband.report.record import commit, versions, write_json
 from reproduce.activations import Activations, read_policy
 from reproduce.data import locate
@@ -87,6 +88,7 @@ class Row:
         policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
             empty: nothing.
         high: for Accordion, the spec of much compression.
+        plan: what layers have from the first step on, as JSON: layer → spec; empty: what the row says of all.
         schedule: how the learning rate falls: along a cosine to zero, or to a tenth after half of the steps and again
             after four fifths.
         forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
@@ -115,6 +117,7 @@ class Row:
     limit: int | None = None
     policy: str = ""
     high: str = ""
+    plan: str = ""
     schedule: Literal["cosine", "steps"] = "cosine"
     forward: str = ""
     backward: str = ""
@@ -164,6 +167,7 @@ def run(
     directory: Path,
     *,
     nodes: int = 4,
+    rate: str | None = None,
     data_dir: Path | None = None,
     resume: bool = True,
     on_event: Callable[[dict[str, Any]], None] | None = None,
@@ -174,6 +178,8 @@ def run(
         rows: trained in this order; those that one process trains alone last.
         directory: finished rows are kept in its ``rows/``.
         nodes: number of ranks on this machine; rows that one process trains alone are trained so many at a time.
+        rate: of emulated links between the ranks: 100mbit, …; None: loopback. Rows of other rates belong into other
+            directories.
         data_dir: the data folder, see :mod:`reproduce.data`.
         resume: take rows that an earlier run finished.
         on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}``,
@@ -182,6 +188,7 @@ def run(
 
     Raises:
         FileNotFoundError: data is missing.
+        UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
     for name in {row.task for row in rows}:  # decoded once, before all ranks want it; and errors come early
@@ -209,7 +216,8 @@ def run(
             [number, asdict(row)] for number, row in enumerate(rows) if number not in results and row.alone == apart
         ]
         if missing:
-            run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, Loopback(nodes), note)
+            place = Loopback(nodes) if rate is None else LabConfig(nodes=nodes, rate=rate)
+            run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, place, note)
     return [results[number] for number in range(len(rows))]
 
 
@@ -344,6 +352,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     extra: dict[str, Any] = {"optimizer": optimizer} if spec.startswith("dgc") else {}
     chosen = policy_of(row, task.steps) or spec
     handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
+    if row.plan:
+        handle.set_layers(json.loads(row.plan))
     plans: list[tuple[int, float, dict[str, str]]] = []
     rate = functools.partial(_rate, total=row.epochs * task.steps, schedule=row.schedule)
     losses: list[Tensor] = []

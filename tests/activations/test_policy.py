@@ -75,6 +75,24 @@ def test_custom_functions_are_off_unless_named(options, expected):
     assert ActivationPolicy(**options).bits_for("custom", "attn") == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 8),
+        ({"bits": 4}, 8),
+        ({"bits": 2}, 8),
+        ({"bits": "off"}, "off"),
+        ({"bits": 4, "operators": {"layer_norm": 4}}, 4),
+        ({"bits": 4, "operators": {"layer_norm": "off"}}, "off"),
+        ({"bits": 4, "modules": {"norm*": 2}}, 2),
+        ({"bits": 4, "modules": {"attn": 2}}, 8),
+    ],
+    ids=str,
+)
+def test_layer_norms_keep_eight_bits_unless_named(options, expected):
+    assert ActivationPolicy(**options).bits_for("layer_norm", "norm1") == expected
+
+
 @given(policy=policies)
 def test_toml_says_all_of_a_policy(policy, tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "policy.toml"

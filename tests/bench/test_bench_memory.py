@@ -173,6 +173,14 @@ def test_the_cheapest_operators_are_compressed_first(budget, operators):
     assert found.saved.bytes_kept <= budget
 
 
+def test_layer_norms_go_below_eight_bits_last():
+    plain, seconds = PLAIN | {"layer_norm": 8_000}, SECONDS | {"layer_norm": 0.5}
+    found = memory.fit(measure_with(plain, seconds), 8_900)
+    assert found.policy.operators == {"layer_norm": 8, "gelu": 4, "matmul": 4, "softmax": 4, "relu": 8}
+    found = memory.fit(measure_with(plain, seconds), 7_900)
+    assert found.policy.operators["layer_norm"] == 4
+
+
 def test_what_cannot_be_reached_comes_with_the_least_that_can():
     found = memory.fit(measure_with(PLAIN, SECONDS), 3_499)
     assert not found.reached

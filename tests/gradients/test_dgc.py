@@ -18,7 +18,7 @@ SPARSE = "dgc:density=0.05"
 
 
 def compressed(spec, *, cap=TINY, optimizer=None, module=None, **options):
-    model = wrap(module if module is not None else mlp(), cap)
+    model = wrap(module if module is not None else mlp(), cap, early=cap == TINY)
     optimizer = optimizer(model) if optimizer else nb.DGCSGD(model.parameters(), lr=0.05)
     return model, optimizer, nb.compress_gradients(model, spec, min_numel=64, optimizer=optimizer, **options)
 

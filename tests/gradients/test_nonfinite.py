@@ -34,7 +34,7 @@ def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
     """Four steps with a scaler, the third with inf in one element of one rank's gradient."""
     answers = []
     for spec, collective in specs:
-        model = wrap(make(), cap=cap)
+        model = wrap(make(), cap=cap, early=cap == TINY)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
         handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective, grad_scaler=scaler)
         now = [0]

@@ -26,7 +26,7 @@ RUNS = [
 
 
 def start(spec, collective="auto", **options):
-    model = wrap(mlp(), cap=0.004)
+    model = wrap(mlp(), cap=0.004, early=True)
     return model, nb.compress_gradients(model, spec, min_numel=64, collective=collective, seed=5, **options)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import resource
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
+from narrowband.gradients import step as one_step
 from tests.gradients.training import HUGE, TINY, buckets, loss_of, mlp, owed, train, wrap
 from tests.ranks import run_ranks
 
@@ -98,6 +101,48 @@ def test_a_bucket_costs_its_trailer_and_nothing_else():
     exchanges = len(WEIGHTS)  # buckets of one parameter each: those without a matrix exchange nothing
     assert many[0].last.sent_bytes - one[0].last.sent_bytes == (exchanges - 1) * TRAILER
     assert many[0].last.raw_bytes == one[0].last.raw_bytes
+
+
+def small_messages(rank, world_size, early, cap):
+    """For each all-reduce of a step: its elements, and how many buckets the step had got by then."""
+    model = wrap(mlp(), cap=cap, early=early)
+    nb.compress_gradients(model, "topk:density=1.0+ef", min_numel=64)
+    train(model, rank, range(2))  # DDP makes its buckets anew after the first
+    issued, got = [], []
+    all_reduce, exchange = dist.all_reduce, one_step.Step._exchange
+
+    def listening(x, *args, **options):
+        issued.append((x.numel(), len(got)))
+        return all_reduce(x, *args, **options)
+
+    def counting(step, *args, **options):
+        got.append(step)
+        return exchange(step, *args, **options)
+
+    dist.all_reduce, one_step.Step._exchange = listening, counting
+    model.zero_grad()
+    loss_of(model, 2, rank).backward()
+    dist.all_reduce, one_step.Step._exchange = all_reduce, exchange
+    averages = [p.grad.clone() for p in model.parameters()]
+    plain = wrap(copy.deepcopy(model.module))
+    loss_of(plain, 2, rank).backward()
+    close = all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(averages, plain.parameters(), strict=True))
+    return issued, len(got), close
+
+
+def test_what_is_small_at_the_end_of_a_model_goes_before_backward_ends():
+    # The first layer and the norm's weights are a third of the model: its biases and these wait for the flag.
+    late, early = 40 + 40, 40 + 32 + 16 + 8
+    for cap in (TINY, HUGE):
+        for issued, buckets_of_step, close in run_ranks(small_messages, 3, True, cap):
+            assert close
+            assert sorted(numel for numel, _ in issued) == sorted([early, late + 1])
+            seen = dict(issued)
+            assert seen[late + 1] == buckets_of_step
+            assert (seen[early] < buckets_of_step) == (cap == TINY)
+        for issued, _, close in run_ranks(small_messages, 3, False, cap):
+            assert close
+            assert [numel for numel, _ in issued] == [early + late + 1]
 
 
 def measured_error(rank, world_size, spec):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowband.gradients import layers as all_layers
 from narrowband.gradients import step as one_step
 
 #: One bucket for everything; a bucket for every parameter.
@@ -17,6 +18,9 @@ HUGE, TINY = 100.0, 1e-6
 #: Small buckets travel together where users are. Here each travels by itself, so that much is on the wire at once,
 #: unless a test wants it otherwise.
 ENOUGH_NBYTES = one_step.ENOUGH_NBYTES
+
+#: What is small in these models is too small to go before the end of backward, unless a test wants it to.
+EARLY_NBYTES = all_layers.EARLY_NBYTES
 
 #: Keeps everything and travels the compressed way, so it must agree with plain DDP to the bit among two ranks: there a
 #: mean is one addition and a division by two.
@@ -50,8 +54,9 @@ def loss_of(model, step, rank, dtype=torch.float32):
     return (model(x) - y).square().mean()
 
 
-def wrap(model, cap=HUGE, *, together=False, **options):
+def wrap(model, cap=HUGE, *, together=False, early=False, **options):
     one_step.ENOUGH_NBYTES = ENOUGH_NBYTES if together else 0
+    all_layers.EARLY_NBYTES = 1 if early else EARLY_NBYTES
     return DistributedDataParallel(model, bucket_cap_mb=cap, **options)
 
 

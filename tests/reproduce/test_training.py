@@ -8,6 +8,7 @@ import torch
 
 from reproduce import lgreco, powersgd, training
 from reproduce.command import Options, chosen
+from reproduce.lgreco_links import timed
 from reproduce.training import Row, key, resolved, run
 from tests.reproduce.synthetic import write_all
 
@@ -56,6 +57,12 @@ def test_policies_plan_once_an_epoch(folder, tmp_path):
     assert len(set(row["plans"][-1][2].values())) > 1
     assert row["mean_ratio"] > 1
     assert row["decide_s"] > 0
+    # What is timed on links sends what the last plan says, as the last epoch did.
+    again = timed(planned, row, steps=3)
+    (told,) = run([again], tmp_path / "links", nodes=NODES, data_dir=folder)
+    assert told["steps"] == 3
+    assert told["plans"] == []
+    assert told["sent_bytes_per_step"] == row["sent_bytes_per_step"] != row["raw_bytes_per_step"] / row["mean_ratio"]
     names = {path.name for path in lgreco._draw([row], tmp_path)}
     assert names == {"cifar-ratios.png", "cifar-profile.png"}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)

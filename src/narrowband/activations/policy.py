@@ -2,7 +2,7 @@
 
 A policy is data. In TOML it reads::
 
-    bits = 8                        # of everything that is not named below
+    bits = 8                        # of everything that is not named below (layer_norm: at least 8)
     min_numel = 4096                # smaller tensors stay as they are
 
     [operators]
@@ -52,7 +52,8 @@ class ActivationPolicy:
     """What is kept in how many bits, and how its range is found.
 
     Attributes:
-        bits: of what nothing below names: 8, 4, 2, or "off" for as PyTorch keeps it.
+        bits: of what nothing below names: 8, 4, 2, or "off" for as PyTorch keeps it. Normalization of layers keeps 8
+            where this is 4 or 2, unless it is named: most of the error would come from it, and few of the bytes do.
         operators: operator → bits; see :data:`OPERATORS`. Autograd functions of others ("custom") are off unless named:
             they may save what bears no rounding. What several operators save is kept once, as the first has it, unless
             a later one has more bits.
@@ -120,13 +121,19 @@ class ActivationPolicy:
 
     def bits_for(self, operator: str, module: str) -> Bits:
         """Of what an operator saves in the module of that name."""
-        usual: Bits = self.operators.get(operator, "off" if operator == "custom" else self.bits)
+        usual: Bits = self.operators.get(operator, self._unnamed(operator))
         unnamed = operator == "custom" and usual == "off"  # then a pattern of modules alone does not mean it
         for pattern in reversed(list(self.modules)):
             name, _, only = pattern.partition(":")
             if fnmatch.fnmatchcase(module, name) and (only == operator or (not only and not unnamed)):
                 return self.modules[pattern]
         return usual
+
+    def _unnamed(self, operator: str) -> Bits:
+        """Of an operator that nothing names."""
+        if operator == "custom":
+            return "off"
+        return 8 if operator == "layer_norm" and self.bits in (4, 2) else self.bits
 
     def check(self, modules: Iterable[str]) -> None:
         """Raise ValueError where a pattern matches none of these module names."""

@@ -45,7 +45,7 @@ class Config:
     Attributes:
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
         references: Specs that are known to be safe; each gets the choices around it that the paper searches.
-        mixed: Also let layers choose among the choices of all references, and none at all, at the first one's error.
+        mixed: Also let layers choose among the choices of all references, and none at all, at each one's error.
         steps: Training steps before the decision.
         batch: Windows per step.
         ranks: Among how many an epoch would be shared.
@@ -53,7 +53,7 @@ class Config:
     """
 
     model: str = "gpt-13m"
-    references: tuple[str, ...] = ("powersgd:rank=4", "topk:density=0.01+ef", "qsgd:bits=4+ef")
+    references: tuple[str, ...] = ("powersgd:rank=4", "powersgd:rank=16", "topk:density=0.01+ef", "qsgd:bits=4+ef")
     mixed: bool = True
     steps: int = 200
     batch: int = 8
@@ -74,7 +74,7 @@ class Config:
 
 def count(config: Config) -> int:
     """How many events :func:`run` will tell."""
-    return config.steps + len(config.references) + config.mixed + 1
+    return config.steps + len(config.references) * (1 + config.mixed) + 1
 
 
 def run(
@@ -95,8 +95,8 @@ def run(
     rows = []
     problems = [(reference, reference, search_space(reference)) for reference in config.references]
     if config.mixed:
-        everything = [choice for _, _, choices in problems for choice in choices]
-        problems.append((f"mixed, at {config.references[0]}", config.references[0], ["none", *everything]))
+        everything = ["none", *dict.fromkeys(choice for _, _, choices in problems for choice in choices)]
+        problems += [(f"mixed, at {reference}", reference, everything) for reference in config.references]
     for name, reference, choices in problems:
         row, plan = _decision(gradients, reference, choices, step_s * epoch_steps)
         rows.append({"name": name, **row})

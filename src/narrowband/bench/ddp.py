@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, Worker, run_ranks, transmitted
-from narrowband.feedback import Compression, compression
+from narrowband.feedback import DGC, Compression, compression
 from narrowband.lab import LabConfig
 
 __all__ = ["NO_COMMUNICATION", "Config", "run", "skip_communication"]
@@ -68,6 +68,7 @@ class Config:
         loss: Share of packets lost: 0.1%, …
         bucket_cap_mb: DDP's bucket size, for every row but PowerSGD's. Smaller buckets begin to travel earlier, and
             each costs a collective; PyTorch's own default is 25.
+        momentum: Of SGD, in every row; in rows of dgc, which has its own before the wire, the optimizer has none.
         seed: Of parameters and data.
     """
 
@@ -83,12 +84,15 @@ class Config:
     delay: str | None = None
     loss: str | None = None
     bucket_cap_mb: int = 8
+    momentum: float = 0.9
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("nodes", "rounds", "steps", "bucket_cap_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum={self.momentum} is not in [0, 1)")
         if self.model not in MODELS:
             raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
         if not self.codecs and not self.peers:
@@ -179,24 +183,34 @@ _Attach = Callable[[DDP, torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What distinguishes one row: its name, and what is done to a DDP model to get it."""
+    """What distinguishes one row: its name, what is done to a DDP model to get it, and whether momentum is part of
+    that.
+    """
 
     codec: str
     attach: _Attach | None  # returns a handle with stats(), or None; None: nothing is done
     bucket_cap_mb: int | None = None
     note: str | None = None
+    has_momentum: bool = False
 
 
 def _kinds(config: Config) -> list[_Kind]:
     return [
         _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model)),
-        *(_Kind(spec, _attach_codec(spec, config.seed)) for spec in config.codecs),
+        *(
+            _Kind(spec, _attach_codec(spec, config.seed), has_momentum=_has_momentum(_chosen(spec)))
+            for spec in config.codecs
+        ),
         *(_peers() if config.peers else ()),
     ]
 
 
 def _chosen(spec: str) -> Compression | Plan:
     return Plan.load(spec) if spec.endswith(".json") else compression(spec)
+
+
+def _has_momentum(chosen: Compression | Plan) -> bool:
+    return isinstance(chosen, Compression) and isinstance(chosen.feedback, DGC)
 
 
 def _attach_codec(spec: str, seed: int) -> _Attach:
@@ -258,7 +272,8 @@ class _Row:
             bucket_cap_mb=self.kind.bucket_cap_mb or self._config.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
+        momentum = 0.0 if self.kind.has_momentum else self._config.momentum
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE, momentum=momentum)
         self._handle = self.kind.attach(self._model, self._optimizer) if self.kind.attach is not None else None
         self._train(tokens_SBL)
 

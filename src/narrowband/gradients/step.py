@@ -15,7 +15,7 @@ from narrowband.codecs.base import squared_norm
 from narrowband.collectives import Exchange, Item, LowRankReduce, Wire, allreduce_nbytes, exchange
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import PowerSGD
-from narrowband.gradients.layers import COMPRESSIBLE
+from narrowband.gradients.layers import Vector
 from narrowband.gradients.stats import StepStats
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class Step:
         self._waiting: dict[tuple[Way, str], Exchange] = {}  # what has not enough to send yet
         self._arrived: list[Exchange] = []
         self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self._dense: dict[torch.dtype, Tensor] = {}
-        self._dense_back: list[tuple[Parameter, Tensor, Tensor]] = []
-        self._together: set[torch.dtype] = set()  # of what travels as one vector, compressed
+        self._small: dict[Vector, Tensor] = {}  # until they are sent
+        self._lacking: dict[Vector, int] = {}  # how many elements of these are still to come
+        self._small_back: list[tuple[Parameter, Tensor, Tensor]] = []
         self._dense_finite = True
         self._stats = StepStats(steps=1)
         self._wire_before = handle._engine.wire_seconds
@@ -140,8 +140,7 @@ class Step:
                 self._encode(buffer, parameters)
             else:
                 self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
-        if last:
-            self._send_small()
+        self._send_small(last=last)
         for lane in sorted(self._waiting):
             if last or self._waiting[lane].first_nbytes >= ENOUGH_NBYTES:
                 self._send(self._waiting.pop(lane))
@@ -192,47 +191,53 @@ class Step:
             decides = not (self._flagged and work.decided_by_encoding)
             self._start(work.job(), lambda: self._arrived.append(work), decides=decides)
 
-    def _send_small(self) -> None:
-        """What is small: one vector per dtype, averaged as it is or compressed. With it goes the news whether all that
-        this rank has encoded is finite, if others wait for that.
+    def _send_small(self, *, last: bool) -> None:
+        """What is small: one vector per dtype, averaged as it is or compressed, and another that goes before if it is
+        long enough. With the last goes the news whether all that this rank has encoded is finite, if others wait for
+        that.
         """
         handle = self.handle
-        together = sorted(self._together, key=str)
+        due = sorted((v for v in self._small if last or (v.early and not self._lacking[v])), key=str)
+        vectors = {vector: self._small.pop(vector) for vector in due}
+        together = [vector for vector in due if vector.compressed]
         if together:
             number = len(handle.layers.parameters)
             layer = handle.layers.vector(self.codec) if self.compressing else handle.layers.uncompressed()
-            vectors = [
-                (layer, self._item(f"({dtype})", self._dense[dtype], self._dense[dtype].shape, layer, number + at))
-                for at, dtype in enumerate(together)
+            items = [
+                (layer, self._item(vector.key, vectors[vector], vectors[vector].shape, layer, number + at))
+                for at, vector in enumerate(together)
             ]
-            work = self._encoded(layer.way, vectors)
+            work = self._encoded(layer.way, items)
             work.flag(self._encoded_finite)
             if not handle.layers.stateful:
                 self._start(work.job(), lambda: work.deliver(good=True))
             else:
                 self._start(work.job(), lambda: self._arrived.append(work))
-        elif self._flagged:
-            if not self._dense:
-                self._dense[torch.float32] = torch.zeros(1, device=self._results[0][1].device)
-            for flat in self._dense.values():
+        elif last and self._flagged:
+            flagged = [flat for vector, flat in vectors.items() if not vector.early]
+            if not flagged:
+                alone = Vector(torch.float32, compressed=False, early=False)
+                flagged = [torch.zeros(1, device=self._results[0][1].device)]
+                vectors[alone] = flagged[0]
+            for flat in flagged:
                 flat[-1] = 0.0 if self._encoded_finite else math.nan
-        for dtype in sorted(self._dense.keys() - self._together, key=str):
-            flat = self._dense[dtype]
-            nbytes = allreduce_nbytes(flat.numel() * flat.element_size(), handle._peers.size)
-            self._start(self._all_reduce(flat, nbytes, check=True))
+        for vector, flat in vectors.items():
+            if not vector.compressed:
+                nbytes = allreduce_nbytes(flat.numel() * flat.element_size(), handle._peers.size)
+                self._start(self._all_reduce(flat, nbytes, check=True))
 
     def _is_small(self, part: Tensor, known: Parameter) -> None:
-        flat = self._dense.get(part.dtype)
+        vector = known.vector
+        flat = self._small.get(vector)
         if flat is None:
-            together = self.handle.layers.together and part.dtype in COMPRESSIBLE
-            if together:
-                self._together.add(part.dtype)
             # Zero where a bucket did not come: all ranks have the same layout whatever the buckets.
-            numel = self.handle.layers.dense_numel[part.dtype] + (self._flagged and not together)
-            flat = self._dense[part.dtype] = torch.zeros(numel, dtype=part.dtype, device=part.device)
-        place = flat[known.dense_at : known.dense_at + part.numel()]
+            self._lacking[vector] = numel = self.handle.layers.vectors[vector]
+            numel += self._flagged and not vector.compressed and not vector.early
+            flat = self._small[vector] = torch.zeros(numel, dtype=part.dtype, device=part.device)
+        place = flat[known.at : known.at + part.numel()]
         place.copy_(part)
-        self._dense_back.append((known, part, place))
+        self._lacking[vector] -= part.numel()
+        self._small_back.append((known, part, place))
 
     def _seeds(self, index: int) -> Callable[[int], int]:
         seed, step = self.handle._seed, self.handle.step
@@ -275,11 +280,9 @@ class Step:
         if not decided:  # what is small is here: it decides, too
             method = self.handle.layers.method
             if method is not None and good:
-                dense = [
-                    (known.name, place) for known, _, place in self._dense_back if place.dtype not in self._together
-                ]
+                dense = [(known.name, place) for known, _, place in self._small_back if not known.vector.compressed]
                 method.advance_dense(dense)
-            for _, part, place in self._dense_back:
+            for _, part, place in self._small_back:
                 part.copy_(place)
         if self._open_jobs:
             return
