@@ -26,9 +26,9 @@ import torch.distributed as dist
 import narrowband as nb
 from narrowband.coded import probe
 from narrowband.coded.datagram import HEADER_BYTES, KEY_BYTES, Kind, Wire
-from narrowband.coded.multicast import Multicast, RanksLostError
+from narrowband.coded.multicast import Multicast
 from narrowband.coded.sockets import MulticastSocket, find_interface
-from narrowband.coded.transport import connect
+from narrowband.coded.transport import RanksLostError, connect
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements
 from narrowband.lab import run as run_lab

@@ -19,9 +19,9 @@ from __future__ import annotations
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import CodedStats, CodedStepStats
 from narrowband.coded.choose import Candidate, Choice, choose_redundancy, predict
-from narrowband.coded.multicast import Multicast, MulticastStatistics, RanksLostError
+from narrowband.coded.multicast import Multicast, MulticastStatistics
 from narrowband.coded.parallel import CodedDataParallel
-from narrowband.coded.transport import Broadcast, Transport
+from narrowband.coded.transport import Broadcast, RanksLostError, Transport
 
 __all__ = [
     "Assignment",

@@ -21,6 +21,19 @@ So all nodes learn in the same step, and decide alike:
 * a contribution is inf or NaN: the average is NaN on all nodes, and a GradScaler skips the step on all of them;
 * one is out of reach: the unit grows on all nodes by powers of two, and the step is exchanged again, with nothing lost;
 * nodes that computed the same block have other bits, or another step or mini-batch: an error on all nodes.
+
+Where a transport tolerates that a node is lost, the others go on without it, and lose no step. Each step then ends with
+a *meeting*: one more exchange, of a number from each node, the steps whose sum it has. Nobody leaves a step before all
+have met. When a node is lost, each of the others finds out in one exchange or another, and all meet again, among
+themselves, in the first exchange without it. What they have differs by one at most: who had left step s had met there
+with all, and so all have its sum. Then
+
+* some lack the sum of step s, and nobody has left it: all exchange it again, from the gradients that all still have;
+* all have the sum of s: those that have yet to leave it do, those that have left it exchange s + 1 again.
+
+Either way the exchange after the meeting is the first of one step, s or s + 1, on all nodes, and so are all others.
+They add up the same whole numbers in another way (:class:`~narrowband.coded.coding.Around`), to the same bits, and
+check the same headers. Meetings are no longer needed: a second loss is an error on all nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +48,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from narrowband import kernels
-from narrowband.coded.coding import Across, Inside, cut
+from narrowband.coded.coding import Across, Around, Inside, cut, cut_whole
+from narrowband.coded.transport import RanksLostError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +85,7 @@ class CodedStepStats:
     Attributes:
         steps: how many steps.
         exchanges: how often gradients were exchanged: more often than there were steps where a contribution was out of
-            reach.
+            reach, or a rank was lost.
         sent_bytes: bytes handed to the transport: packets and headers, each once however many nodes need it.
         encode_s: seconds in rounding gradients and adding slices up.
         exchange_s: seconds in the transport, waiting for other nodes included.
@@ -122,6 +136,8 @@ class Header:
 
 
 _FIXED = struct.calcsize("<4if")
+#: What a node sends to a meeting: one int64.
+MEETING_NBYTES = 8
 
 
 def header_nbytes(checksums: int) -> int:
@@ -136,7 +152,7 @@ class BlockAverage:
         assignment: blocks and nodes.
         rank: this node.
         numels: of the parameters, in their order.
-        transport: to the other nodes.
+        transport: to the other nodes. Where it tolerates the loss of one, and blocks are on two, so does the average.
         bits: of a number on the wire: 32, 16 or 8.
         span: what the average may reach, or ``auto``: as far as the last step says is needed. None: the paper's, 10,
             with 32 bits, and ``auto`` with fewer.
@@ -176,8 +192,8 @@ class BlockAverage:
         self.total, self.last = CodedStepStats(), CodedStepStats()
 
         dtype = DTYPES[bits]
-        sizes = {} if segment_nbytes is None else {"nbytes": segment_nbytes}
-        self._segments = cut(sum(numels), assignment, dtype.itemsize, **sizes)
+        self._sizes = {} if segment_nbytes is None else {"nbytes": segment_nbytes}
+        self._segments = cut(sum(numels), assignment, dtype.itemsize, **self._sizes)
         stride = self._segments[-1].begin + self._segments[-1].numel
         held = assignment.blocks_per_node
         self._contributions = torch.zeros(held, stride, device=self._device)
@@ -200,7 +216,13 @@ class BlockAverage:
     def nbytes(self) -> int:
         """Bytes that this node hands to the transport in a step: packets and headers."""
         packets = sum(this.nbytes(segment, self.rank) for this in self._rounds for segment in self._segments)
-        return packets + header_nbytes(self.assignment.blocks_per_node) + header_nbytes(0) * (len(self._rounds) - 1)
+        headers = header_nbytes(self.assignment.blocks_per_node) + header_nbytes(0) * (len(self._rounds) - 1)
+        return packets + headers + MEETING_NBYTES * self._meets
+
+    @property
+    def _meets(self) -> bool:
+        """Whether steps end with a meeting: a loss would be tolerated."""
+        return len(self.transport.lost) < min(self.transport.tolerate, self.assignment.redundancy - 1)
 
     def add(self, row: int, gradients: Sequence[Tensor | None], weight: float) -> None:
         """Add ``weight`` times the gradients of all parameters to the contribution of this node's ``row``-th block."""
@@ -228,19 +250,20 @@ class BlockAverage:
 
         Raises:
             RuntimeError: on all nodes, when they are not in the same step, or computed other bits for the same block.
+            RanksLostError: more nodes are lost than the transport tolerates; or this one is, to the others.
         """
         self.last = CodedStepStats(steps=1)
-        magnitude = self._exchange(samples)
-        if math.isfinite(magnitude) and magnitude > self.reach:
-            before = self.reach
-            self.exponent = self._fit(magnitude)
-            if not self._follows:
-                log.warning(
-                    "step %d: a block contributes %.3g to the average gradient, out of reach of %.3g; the span is %d "
-                    "times as wide from here on, and this step is exchanged again",
-                    self.step, magnitude, before, round(self.reach / before),
-                )  # fmt: skip
-            magnitude = self._exchange(samples)
+        exponent, has_sum = self.exponent, False
+        try:
+            magnitude = self._add_up(samples)
+            has_sum = True
+            if self._meets:
+                self._meet(has_sum=True)
+        except RanksLostError as error:
+            self._go_on_without(error)
+            if self._somebody_lacks_the_sum(has_sum=has_sum):
+                self.exponent = exponent
+                magnitude = self._add_up(samples)
         began = time.perf_counter()
         out = torch.empty(sum(self._numels), device=self._device)
         if math.isfinite(magnitude):
@@ -255,6 +278,68 @@ class BlockAverage:
         self.total.add(self.last)
         return out
 
+    def _add_up(self, samples: int) -> float:
+        """The largest contribution; and the sum of all is there, in a wider unit if need be."""
+        magnitude = self._exchange(samples)
+        if math.isfinite(magnitude) and magnitude > self.reach:
+            before = self.reach
+            self.exponent = self._fit(magnitude)
+            if not self._follows:
+                log.warning(
+                    "step %d: a block contributes %.3g to the average gradient, out of reach of %.3g; the span is %d "
+                    "times as wide from here on, and this step is exchanged again",
+                    self.step, magnitude, before, round(self.reach / before),
+                )  # fmt: skip
+            magnitude = self._exchange(samples)
+        return magnitude
+
+    # ---- when a node is lost -----------------------------------------------------------------------------------------
+
+    def _somebody_lacks_the_sum(self, *, has_sum: bool) -> bool:
+        try:
+            return self._meet(has_sum=has_sum) <= self.step
+        except RanksLostError:
+            if has_sum:  # exact, whatever has become of the others; if they have not just finished, the next step fails
+                return False
+            raise
+
+    def _meet(self, *, has_sum: bool) -> int:
+        """Wait for all nodes that are there. Each says of how many steps it has the sum; the least of these numbers."""
+        began = time.perf_counter()
+        mine = torch.tensor([self.step + has_sum], device=self.transport.device)
+        said = {node: torch.empty_like(mine) for node in range(self.assignment.nodes) if node != self.rank}
+        nodes, all_of_it = range(self.assignment.nodes), [(0, MEETING_NBYTES)]
+        there = [node for node in said if node not in self.transport.lost]
+        incoming = [said[node].view(torch.uint8) if node in said else None for node in nodes]
+        wanted = [all_of_it if node in there else [] for node in nodes]
+        self.transport.exchange(mine.clone().view(torch.uint8), incoming, wanted)
+        self.last.sent_bytes += MEETING_NBYTES
+        self.last.exchange_s += time.perf_counter() - began
+        return min(int(each) for each in (mine, *(said[node] for node in there)))
+
+    def _go_on_without(self, error: RanksLostError) -> None:
+        """Add up without coding from now on, where the transport goes on without the node that is lost."""
+        if self.rank in error.ranks:
+            raise RanksLostError(
+                f"in step {self.step} the other ranks go on without this one, of which they heard nothing for too "
+                "long: what it computes has no part in their training any more. To have it back, restart all ranks "
+                f"from a checkpoint ({error})",
+                error.ranks,
+            ) from error
+        if self.transport.lost != error.ranks or self.assignment.redundancy < 2 or isinstance(self._rounds[0], Around):
+            raise error
+        before = self.assignment.load(bits=8 * self._codes.element_size())
+        around = Around(self.assignment, self.rank, error.ranks[0])
+        self._rounds, self._segments = [around], cut_whole(self._sum.numel(), **self._sizes)
+        self._pool.clear()
+        if self.rank == around.heard[0]:
+            log.warning(
+                "step %d: rank %d is lost (%s). The others compute all blocks of every mini-batch and go on, exactly. "
+                "A rank now sends 1 gradient of the model in a step, instead of %.3g, and no other loss is tolerated; "
+                "restart all ranks from a checkpoint when that suits",
+                self.step, error.ranks[0], error, before,
+            )  # fmt: skip
+
     # ---- one exchange ------------------------------------------------------------------------------------------------
 
     def _exchange(self, samples: int) -> float:
@@ -262,7 +347,12 @@ class BlockAverage:
         self.last.exchanges += 1
         began = time.perf_counter()
         news = self._quantized(samples)
-        kernels.fixed_sum(self._codes, range(0, self._codes.numel(), self._sum.numel()), self._sum)
+        own = self._rounds[0].own
+        rows = range(self.assignment.blocks_per_node) if own is None else own
+        if rows:
+            kernels.fixed_sum(self._codes, [row * self._sum.numel() for row in rows], self._sum)
+        else:
+            self._sum.zero_()
         self.last.encode_s += time.perf_counter() - began
         heard = {self.rank: news}
         for this in self._rounds:

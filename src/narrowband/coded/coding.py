@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from narrowband.coded.assignment import Assignment
     from narrowband.coded.transport import Range
 
-__all__ = ["Across", "Inside", "Round", "Segment", "cut"]
+__all__ = ["Across", "Around", "Inside", "Round", "Segment", "cut", "cut_whole"]
 
 #: Packets start at multiples of this many bytes.
 ALIGN = 4
@@ -69,11 +69,19 @@ def cut(numel: int, assignment: Assignment, itemsize: int, nbytes: int = SEGMENT
     ]
 
 
+def cut_whole(numel: int, nbytes: int = SEGMENT_NBYTES) -> list[Segment]:
+    """Segments of a padded vector of ``numel`` elements that are sent in int32, as they are."""
+    whole = max(1, nbytes // 4)
+    return [Segment(begin, size, size) for begin in range(0, numel, whole) for size in (min(whole, numel - begin),)]
+
+
 class Round(ABC):
     """One exchange of a segment: what each node sends, which of it this node wants, and what it does with that."""
 
     #: The nodes whose news (headers) this node wants.
     heard: tuple[int, ...]
+    #: Which of this node's blocks, by their place among them, are added up first; None: all.
+    own: tuple[int, ...] | None = None
 
     @abstractmethod
     def nbytes(self, segment: Segment, sender: int) -> int:
@@ -195,3 +203,35 @@ class Across(Round):
         at = node % self._group
         first, last = (segment.begin + segment.numel * k // self._group for k in (at, at + 1))
         return first, last
+
+
+class Around(Round):
+    """Without coding, where a node is lost: for each block the first of its other holders answers. Every node adds up
+    the blocks that it answers for, and sends the sum, in int32, to all others.
+
+    Args:
+        assignment: blocks and nodes; each block is held by two nodes at least.
+        rank: this node.
+        lost: the node that the others go on without.
+    """
+
+    def __init__(self, assignment: Assignment, rank: int, lost: int) -> None:
+        self.heard = tuple(node for node in range(assignment.nodes) if node != lost)
+        #: The node that answers for each block.
+        self.answering = tuple(next(k for k in nodes if k != lost) for nodes in assignment.holders)
+        self.own = tuple(row for row, block in enumerate(assignment.held(rank)) if self.answering[block] == rank)
+        self._rank = rank
+
+    def nbytes(self, segment: Segment, sender: int) -> int:
+        return 4 * segment.numel if sender in self.answering else 0
+
+    def wanted(self, segment: Segment, sender: int) -> list[Range]:
+        nbytes = self.nbytes(segment, sender)
+        return [(0, nbytes)] if nbytes and sender != self._rank else []
+
+    def fill(self, segment: Segment, held: Tensor, total: Tensor, out: Tensor) -> None:
+        if self.own:
+            out.view(torch.int32).copy_(total[segment.begin : segment.begin + segment.numel])
+
+    def take(self, segment: Segment, sender: int, received: Tensor, held: Tensor, total: Tensor) -> None:
+        total[segment.begin : segment.begin + segment.numel] += received.view(torch.int32)

@@ -20,6 +20,7 @@ kind        index                                          payload
 ``STATUS``  serial number; an older one is no news         how far the sender has got with each rank's buffer (`Status`)
 ``POLL``    how many chunks have been sent                 none; asks for a status
 ``BYE``     0                                              ranks at fault, 2 bytes each; none for an ordinary goodbye
+``LOST``    0                                              the rank that the others go on without, 2 bytes
 ==========  =============================================  ============================================================
 
 Integers are unsigned and big-endian.
@@ -70,6 +71,7 @@ class Kind(enum.IntEnum):
     STATUS = 3
     POLL = 4
     BYE = 5
+    LOST = 6
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -187,12 +189,12 @@ class Status:
 
 
 def pack_ranks(ranks: tuple[int, ...]) -> bytes:
-    """Payload of ``BYE``: who is at fault."""
+    """Payload of ``BYE`` and ``LOST``: who is at fault."""
     return b"".join(_RANK.pack(rank) for rank in ranks)
 
 
 def ranks_of(payload: memoryview, world_size: int) -> tuple[int, ...] | None:
-    """The ranks that a ``BYE`` names; None if it is none."""
+    """The ranks that a ``BYE`` or ``LOST`` names; None if it is neither."""
     if len(payload) % _RANK.size:
         return None
     ranks = tuple(rank for (rank,) in _RANK.iter_unpack(payload))

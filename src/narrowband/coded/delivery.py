@@ -48,16 +48,24 @@ class Sending:
         repairs: chunks to be sent again, in the order in which they were asked for.
     """
 
-    def __init__(self, number: int, buffer: memoryview, chunk_bytes: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        buffer: memoryview,
+        chunk_bytes: int,
+        rank: int,
+        world_size: int,
+        lost: tuple[int, ...] = (),
+    ) -> None:
         self.number = number
         self.count = chunks_of(len(buffer), chunk_bytes)
         self.next = 0
         self.repairs: dict[int, None] = {}
         self._buffer = buffer
         self._chunk_bytes = chunk_bytes
-        self._receivers = [peer for peer in range(world_size) if peer != rank]
+        self._receivers = [peer for peer in range(world_size) if peer != rank and peer not in lost]
         self._progress = [0] * world_size
-        self._complete = [peer == rank for peer in range(world_size)]
+        self._complete = [peer not in self._receivers for peer in range(world_size)]
         self._first_sent = np.zeros(self.count)
         self._last_sent = np.zeros(self.count)
         self.floor = 0 if self._receivers else self.count

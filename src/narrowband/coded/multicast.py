@@ -11,8 +11,12 @@ There is no maintained NORM (RFC 5740) for Python, so this is a protocol of its 
   Exchanges that went well have few of these: one status for about a hundred times its size.
 - Every datagram carries a keyed code (:mod:`narrowband.coded.datagram`). What is not of this session is dropped; what
   comes twice or late changes nothing, because a chunk's place follows from its sender, exchange and number.
-- A rank that is waited for and brings nothing for ``timeout_s`` is named in an error, on all ranks: who notices first
-  tells the others.
+- A rank that is waited for and brings nothing for ``timeout_s``, or gives no sign of life for ``silence_s``, is named
+  in an error, on all ranks: who notices first tells the others.
+- With ``tolerate``, exchanges go on after that error, without the rank that was lost. They are numbered anew, from 2³²
+  times one more than its number on, so that what is said of earlier exchanges, or of those without another rank, is not
+  taken for theirs. Whoever still speaks of earlier ones is told who is lost: a rank that did not hear it, and the lost
+  one, if it was only late. Nothing goes on before all but one are there, so two parts of a network never both go on.
 
 One thread does all of it. It begins with the first exchange and goes on when an exchange has returned, because others
 may still miss what this rank has sent. What it keeps for them is at most two buffers of earlier exchanges: a third
@@ -47,7 +51,8 @@ from narrowband.coded.delivery import Receiving, Sending
 from narrowband.coded.pacing import TokenBucket, Window
 from narrowband.coded.probe import Session, open_session
 from narrowband.coded.sockets import IP_UDP_BYTES, MulticastSocket
-from narrowband.coded.transport import Transport, check_exchange
+from narrowband.coded.transport import RanksLostError, Transport, check_exchange
+from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +61,7 @@ if TYPE_CHECKING:
 
     from narrowband.coded.transport import Wanted
 
-__all__ = ["Multicast", "MulticastStatistics", "RanksLostError"]
+__all__ = ["Multicast", "MulticastStatistics"]
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +77,10 @@ _RECEIVED_PER_TURN = 64
 _SENT_PER_TURN = 256 * 1024
 _GOODBYES = 3  # any of them may be lost
 _CHECK_S = 0.25
-
-
-class RanksLostError(RuntimeError):
-    """Ranks that are waited for did not answer, or have closed. ``ranks`` are those at fault."""
-
-    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
+#: So far apart a rank tells who is lost, however many want to hear it.
+_TELL_S = 0.05
+#: Exchanges among the same ranks are fewer.
+_VIEW = 1 << 32
 
 
 @dataclass
@@ -136,11 +137,15 @@ class Multicast(Transport):
         ttl: 1 stays on the link; more lets routers that route multicast pass it on.
         rate: a limit for what this rank sends, in bytes per second; None leaves it to the window.
         timeout_s: a rank that is waited for and brings nothing for so long is lost.
+        silence_s: one that gives no sign of life for so long is lost, too. A rank that computes does give some. None:
+            only ``timeout_s`` counts.
+        tolerate: how many ranks may be lost and exchanges go on without them, 0 or 1.
         early_bytes: how much of an exchange that has not begun on this rank is kept.
         probe_s: how long ranks listen for each other when the transport is made.
 
     Raises:
-        UnsupportedError: multicast does not reach all ranks. The same on all of them.
+        UnsupportedError: multicast does not reach all ranks, or ``tolerate`` with fewer than three, of whom none could
+            know which one is cut off. The same on all of them.
 
     >>> transport = Multicast(dist.group.WORLD)  # doctest: +SKIP
     >>> transport.exchange(mine, theirs, wanted)  # doctest: +SKIP
@@ -159,6 +164,8 @@ class Multicast(Transport):
         ttl: int = 1,
         rate: float | None = None,
         timeout_s: float = 300.0,
+        silence_s: float | None = None,
+        tolerate: int = 0,
         early_bytes: int = 64 * 1024 * 1024,
         probe_s: float = 2.0,
     ) -> None:
@@ -166,13 +173,21 @@ class Multicast(Transport):
             raise ValueError(f"rate is {rate}; expected bytes per second above 0, or None")
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {timeout_s}; expected seconds above 0")
+        if silence_s is not None and not 0 < silence_s < float("inf"):
+            raise ValueError(f"silence_s is {silence_s}; expected seconds above 0, or None")
+        if tolerate not in (0, 1):
+            raise ValueError(f"tolerate is {tolerate}; expected 0 or 1")
         if mtu is not None and not 576 <= mtu <= 65536:
             raise ValueError(f"mtu is {mtu}; expected 576 to 65536 bytes, or None")
         if not 1 <= ttl <= 255:
             raise ValueError(f"ttl is {ttl}; expected 1 to 255")
+        if tolerate and dist.get_world_size(group) < 3:
+            raise UnsupportedError(f"of {dist.get_world_size(group)} ranks none can be lost and be known to be: use 3")
         session, opened = open_session(group, interface=interface, mtu=mtu, ttl=ttl, wait_s=probe_s)
         self._rank, self._size = session.rank, session.world_size
-        self._machine = machine = _Machine(session, opened, rate, timeout_s, early_bytes)
+        self.tolerate = tolerate
+        limits = _Limits(rate, timeout_s, float("inf") if silence_s is None else silence_s, tolerate, early_bytes)
+        self._machine = machine = _Machine(session, opened, limits)
         # At the interpreter's exit, too: a thread that it catches inside native code takes the process down.
         self._end = weakref.finalize(self, machine.close)
 
@@ -181,15 +196,24 @@ class Multicast(Transport):
         """Counts up to now."""
         return replace(self._machine.statistics)
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The rank that exchanges go on without."""
+        return self._machine.lost
+
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
         """As :meth:`Transport.exchange`.
 
         Raises:
             ValueError: buffers or ranges that cannot be meant.
-            RanksLostError: a rank did not answer, or has closed. The transport is of no use after that.
-            RuntimeError: buffers' sizes differ between ranks, or the network fails; likewise.
+            RanksLostError: a rank did not answer, or has closed. The transport is of no use after that, unless
+                ``lost`` has it: then all others get this error once, too, each in the exchange that it is in or in its
+                next, and the exchange after that is one without the lost rank.
+            RuntimeError: buffers' sizes differ between ranks, or the network fails. The transport is of no use then.
         """
         check_exchange(outgoing, incoming, wanted, self._rank, self._size)
+        if gone := tuple(rank for rank in self.lost if wanted[rank]):
+            raise RanksLostError(f"{_names(gone)} lost before, and nothing can be wanted of it", gone)
         self._machine.exchange(_bytes_of(outgoing), [_bytes_of(buffer) for buffer in incoming], wanted)
 
     def close(self) -> None:
@@ -209,22 +233,31 @@ class _Request:
     incoming: list[memoryview]
     wanted: Wanted
     done: threading.Event = field(default_factory=threading.Event)
+    failure: RanksLostError | None = None  # of this exchange, and not of those to come
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """As for :class:`Multicast`."""
+
+    rate: float | None
+    timeout_s: float
+    silence_s: float
+    tolerate: int
+    early_bytes: int
 
 
 class _Machine:
     """The protocol. All but :meth:`exchange` and :meth:`close` belongs to its thread."""
 
-    def __init__(
-        self, session: Session, opened: MulticastSocket, rate: float | None, timeout_s: float, early_bytes: int
-    ) -> None:
+    def __init__(self, session: Session, opened: MulticastSocket, limits: _Limits) -> None:
         self.statistics = MulticastStatistics()
         self._session = session
         self._rank, self._size = session.rank, session.world_size
-        self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._socket = opened
         self._wire = Wire(session.key, session.rank, session.world_size)
-        self._timeout_s = timeout_s
-        self._early_bytes = early_bytes
+        self._limits = limits
+        self.lost: tuple[int, ...] = ()
 
         on_link = HEADER_BYTES + IP_UDP_BYTES + _LINK_BYTES
         per_sender = -(-int((on_link + 4 * self._size) / _STATUS_SHARE) // session.chunk_bytes)
@@ -232,7 +265,7 @@ class _Machine:
         # What the kernel counts for a datagram, roughly: some fragments' unused ends, and its own records.
         room = session.receive_buffer * 3 // 4 // (session.chunk_bytes * 5 // 4 + 1024)
         self._window = Window(2 * per_sender + 2, room // self._size, self._size)
-        self._bucket = TokenBucket(rate, 2 * session.chunk_bytes)
+        self._bucket = TokenBucket(limits.rate, 2 * session.chunk_bytes)
         self._missing_capacity = Status.capacity(self._size, session.chunk_bytes)
 
         self._begun = 0  # number of the last exchange that this rank began
@@ -252,6 +285,8 @@ class _Machine:
         self._held_up_at = [0.0] * self._size  # when it last said that it would send, if others were further
         self._left: dict[int, int] = {}  # ranks that have closed: the last exchange they finished
         self._told: tuple[int, RuntimeError] | None = None  # after which exchange others gave up, and why
+        self._telling_at = 0.0  # when it last said who is lost
+        self._attentive_since = 0.0
         self._blocked = False
         self._more = False
 
@@ -282,6 +317,8 @@ class _Machine:
             self._abandoned = True
             self.close()
             raise
+        if request.failure is not None:
+            raise request.failure
         if self.error is not None:
             raise self.error
 
@@ -289,7 +326,7 @@ class _Machine:
         self._closing = True
         if self._thread.is_alive():
             self._call()
-            self._thread.join(self._timeout_s + _SILENCE_S)
+            self._thread.join(self._limits.timeout_s + _SILENCE_S)
 
     def _call(self) -> None:
         with self._wake_lock:
@@ -302,11 +339,15 @@ class _Machine:
         wake = self._wake
         assert wake is not None
         try:
-            try:
-                self._loop(wake)
-            except RanksLostError as error:
-                self._give_up(error, error.ranks)
-                self._loop(wake)
+            while True:
+                try:
+                    self._loop(wake)
+                    return
+                except RanksLostError as error:
+                    if self.lost or len(error.ranks) > self._limits.tolerate or self._rank in error.ranks:
+                        self._give_up(error, error.ranks)
+                    else:
+                        self._go_on_without(error)
         except Exception as error:
             log.debug("the multicast transport failed", exc_info=True)
             failure = error if isinstance(error, RuntimeError) else RuntimeError(f"multicast failed: {error}")
@@ -325,6 +366,7 @@ class _Machine:
         poller.register(self._socket.fileno(), select.POLLIN)
         poller.register(wake, select.POLLIN)
         waits_for_room = False
+        before = time.monotonic()
         while True:
             if self._blocked != waits_for_room:
                 waits_for_room = self._blocked
@@ -335,6 +377,9 @@ class _Machine:
             delay = self._delay(time.monotonic())
             ready = poller.poll(None if delay is None else delay * 1000)
             now = time.monotonic()
+            if now - before > min(_SILENCE_S, self._limits.silence_s / 2):
+                self._attentive_since = now  # who was stopped cannot say that others were silent
+            before = now
             if any(descriptor == wake for descriptor, _ in ready):
                 os.eventfd_read(wake)
             self._blocked = self._more = False
@@ -378,6 +423,25 @@ class _Machine:
             self._receiving.pop(self._begun, None)
             request.done.set()
 
+    def _go_on_without(self, error: RanksLostError) -> None:
+        """The exchange at work fails; those to come are among the others, and numbered anew."""
+        self.lost = error.ranks
+        self._told = None
+        for number in list(self._sending):
+            self._forget(number)
+        for each in (self._receiving, self._answers, self._answered):
+            each.clear()
+        self._begun = self._finished = (1 + error.ranks[0]) * _VIEW
+        for _ in range(_GOODBYES):
+            self._tell_who_is_lost()
+        request, self._request = self._request, None
+        if request is not None:
+            request.failure = error
+            request.done.set()
+
+    def _tell_who_is_lost(self) -> None:
+        self._control(Kind.LOST, 0, self._finished, pack_ranks(self.lost))
+
     # ---- what comes in -----------------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
@@ -392,7 +456,11 @@ class _Machine:
                 continue
             counts.received_datagrams += 1
             self._heard_at[datagram.sender] = now
-            if datagram.kind is Kind.DATA:
+            if self._is_of_the_past(datagram):
+                if now - self._telling_at > _TELL_S:
+                    self._telling_at = now
+                    self._tell_who_is_lost()
+            elif datagram.kind is Kind.DATA:
                 self._take(datagram, now)
             elif datagram.kind is Kind.STATUS:
                 self._note(datagram, now)
@@ -400,7 +468,16 @@ class _Machine:
                 self._polled(datagram, now)
             elif datagram.kind is Kind.BYE:
                 self._see_off(datagram)
+            elif datagram.kind is Kind.LOST:
+                self._hear_who_is_lost(datagram)
         self._more = True
+
+    def _is_of_the_past(self, datagram: Datagram) -> bool:
+        """Whether its sender is lost, or does not know yet that another one is."""
+        if not self.lost:
+            return False
+        speaks = datagram.kind in (Kind.DATA, Kind.STATUS, Kind.POLL)
+        return datagram.sender in self.lost or (speaks and datagram.exchange // _VIEW < self._begun // _VIEW)
 
     def _take(self, datagram: Datagram, now: float) -> None:
         receiving = self._receiving_of(datagram.exchange)
@@ -421,7 +498,7 @@ class _Machine:
         return self._receiving.get(number)
 
     def _new_receiving(self, number: int) -> Receiving:
-        return Receiving(number, self._session.chunk_bytes, self._rank, self._size, self._early_bytes)
+        return Receiving(number, self._session.chunk_bytes, self._rank, self._size, self._limits.early_bytes)
 
     def _note(self, datagram: Datagram, now: float) -> None:
         peer, sending = datagram.sender, self._sending.get(datagram.exchange)
@@ -454,8 +531,7 @@ class _Machine:
             receiving.polled(datagram.sender, datagram.index, now)
             if number == self._begun and receiving.has_all_sent(datagram.sender):
                 self._held_up_at[datagram.sender] = now
-        if receiving is not None or number <= self._finished:
-            self._answer_by(number, now, _ANSWER_S)
+        self._answer_by(number, now, _ANSWER_S)  # also to those that go on without a rank before this one does
 
     def _see_off(self, datagram: Datagram) -> None:
         """A rank leaves after an exchange it has finished. If one is at fault, this rank fails when it gets there."""
@@ -465,11 +541,22 @@ class _Machine:
             return
         if self._rank in ranks:
             error = RuntimeError(
-                f"rank {datagram.sender} waited {self._timeout_s:g} s or less for this rank and gave up"
+                f"rank {datagram.sender} waited {self._limits.timeout_s:g} s or less for this rank and gave up"
             )
         else:
             error = RanksLostError(f"{_names(ranks)} lost, says rank {datagram.sender}", ranks)
         self._told = datagram.exchange, error
+
+    def _hear_who_is_lost(self, datagram: Datagram) -> None:
+        """Others go on without a rank: so has this one to, whichever exchange it is in."""
+        ranks = ranks_of(datagram.payload, self._size)
+        if not ranks or ranks == self.lost or self._told is not None:
+            return
+        if self._rank in ranks:
+            error = RanksLostError(f"rank {datagram.sender} and others have gone on without this rank", ranks)
+        else:
+            error = RanksLostError(f"{_names(ranks)} lost, says rank {datagram.sender}", ranks)
+        self._told = -1, error
 
     # ---- what goes out -----------------------------------------------------------------------------------------------
 
@@ -590,7 +677,7 @@ class _Machine:
             receiving = self._receiving[number] = self._new_receiving(number)
         self._begun = number
         self._sending[number] = sending = Sending(
-            number, request.outgoing, self._session.chunk_bytes, self._rank, self._size
+            number, request.outgoing, self._session.chunk_bytes, self._rank, self._size, self.lost
         )
         self._serials[number] = [0] * self._size
         self._window.begin(now)
@@ -640,19 +727,25 @@ class _Machine:
             awaited.update(held_up.waiting if held_up else sending.behind)
         gone = tuple(sorted(peer for peer in awaited if self._left.get(peer, self._begun) < self._begun))
         if gone:
-            raise RanksLostError(f"{_names(gone)} closed the transport before exchange {self._begun}", gone)
+            raise RanksLostError(f"{_names(gone)} closed the transport before exchange {self._begun % _VIEW}", gone)
         waited = {peer: now - max(self._began_at, self._news_at[peer]) for peer in awaited}
-        lost = tuple(
+        limits = self._limits
+        listened = max(self._began_at, self._attentive_since)
+        silent = tuple(peer for peer in sorted(awaited) if now - max(listened, self._heard_at[peer]) > limits.silence_s)
+        lost = silent or tuple(
             peer
             for peer in sorted(awaited)
-            if waited[peer] > self._timeout_s
+            if waited[peer] > limits.timeout_s
             # A rank whose window another one keeps shut is not at fault; in the end somebody has to be.
-            and (now - self._held_up_at[peer] > _SILENCE_S or waited[peer] > 2 * self._timeout_s)
+            and (now - self._held_up_at[peer] > _SILENCE_S or waited[peer] > 2 * limits.timeout_s)
         )
         if lost:
+            limit_s = limits.silence_s if silent else limits.timeout_s
             words = "; ".join(self._last_word(peer, now) for peer in lost)
             raise RanksLostError(
-                f"{_names(lost)} brought nothing for {self._timeout_s:g} s in exchange {self._begun}: {words}", lost
+                f"{_names(lost)} brought nothing for {limit_s:g} s in exchange {self._begun % _VIEW}: {words}"
+                + "; or this rank is the one that is cut off" * (len(lost) > 1),
+                lost,
             )
 
     def _last_word(self, peer: int, now: float) -> str:
@@ -669,7 +762,7 @@ class _Machine:
             return True
         if self._closing_at is None:
             self._closing_at = now
-        if now - self._closing_at > self._timeout_s:
+        if now - self._closing_at > self._limits.timeout_s:
             return True
         waiting = {peer for sending in self._sending.values() for peer in sending.waiting} - set(self._left)
         return all(now - max(self._closing_at, self._heard_at[peer]) > _SILENCE_S for peer in waiting)

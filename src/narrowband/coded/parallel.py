@@ -69,11 +69,19 @@ class CodedDataParallel(nn.Module):
             the same step, and widens it. ``auto``, the default with fewer bits: as far as the last step was in need of.
         process_group: the ranks; by default all.
         seed: of random numbers in the model (dropout).
+        tolerate: how many ranks may be lost while the others go on, 0 or 1. One takes ``redundancy`` 2 or more, and
+            multicast: when a rank dies or falls silent, the others exchange the step without it, and compute what it
+            would have, since all its blocks are on other ranks, too. They get the same bits as if nothing had happened.
+        patience: with ``tolerate``, after so many seconds without a sign of life a rank that is waited for is lost. A
+            rank that computes gives signs of life; that one is waited for as long as the process group would.
 
     Raises:
         ValueError: numbers that do not fit together, or ranks that differ in model or arguments.
         UnsupportedError: no process group, or a model that cannot be trained this way (BatchNorm, sparse or complex
-            gradients, several devices).
+            gradients, several devices), or a transport that cannot go on without a rank, but should.
+
+    Backward raises :class:`~narrowband.coded.RanksLostError` on all ranks where more are lost than ``tolerate`` says,
+    and on a rank that the others have gone on without.
 
     Example:
         >>> model = nb.CodedDataParallel(net, redundancy=2)
@@ -95,6 +103,8 @@ class CodedDataParallel(nn.Module):
         span: Span | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        tolerate: int = 0,
+        patience: float = 30.0,
     ) -> None:
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
@@ -107,11 +117,14 @@ class CodedDataParallel(nn.Module):
             "bits": bits,
             "span": span,
             "seed": seed,
+            "tolerate": tolerate,
+            "patience": patience,
         }
         _agree(arguments, module, cast("dist.ProcessGroup", users))
         device = _check(module)
         ranks = dist.get_process_group_ranks(users)
         self.assignment = Assignment(len(ranks), redundancy, group or 0)
+        _check_tolerance(tolerate, patience, redundancy, transport)
         self.module = module
         self._trained = [p for p in module.parameters() if p.requires_grad]
         named = module.named_modules()
@@ -127,7 +140,8 @@ class CodedDataParallel(nn.Module):
         timeout = _timeout_of(users, device)
         own = dist.new_group(ranks, backend=dist.get_backend(users), timeout=timeout, use_local_synchronization=True)
         self._rank = dist.get_rank(own)
-        self.transport = connect(transport, own, timeout) if isinstance(transport, str) else transport
+        limits: dict[str, Any] = {"tolerate": tolerate, "patience": patience} if tolerate else {}
+        self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport
         weakref.finalize(self, self.transport.close)
         numels = [p.numel() for p in self._trained]
         self._average = BlockAverage(
@@ -191,6 +205,11 @@ class CodedDataParallel(nn.Module):
             yield
         finally:
             self._syncs = before
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The rank that the others, and so this one, go on without; empty as long as all are there."""
+        return self.transport.lost
 
     def stats(self) -> CodedStats:
         """Bytes and seconds: in total, and of the last step."""
@@ -395,6 +414,22 @@ def _check(module: nn.Module) -> torch.device:
     if len(devices) > 1:
         raise UnsupportedError(f"the parameters are on several devices: {', '.join(sorted(map(str, devices)))}")
     return devices.pop()
+
+
+def _check_tolerance(tolerate: int, patience: float, redundancy: int, transport: str | Transport) -> None:
+    if tolerate not in (0, 1):
+        raise ValueError(f"tolerate={tolerate!r} is neither 0 nor 1")
+    if tolerate and redundancy < 2:
+        raise ValueError(
+            f"tolerate=1 takes redundancy=2 or more, not {redundancy}: what one rank alone computes is lost with it"
+        )
+    if not 0 < patience < math.inf:
+        raise ValueError(f"patience={patience!r} is no number of seconds above 0")
+    if not isinstance(transport, str) and transport.tolerate != tolerate:
+        raise UnsupportedError(
+            f"tolerate={tolerate}, but the transport, {transport.name}, has tolerate={transport.tolerate}; "
+            "Multicast(group, silence_s=..., tolerate=1) is one that goes on without a rank"
+        )
 
 
 def _no_batch_norm(name: str, child: nn.Module) -> str:

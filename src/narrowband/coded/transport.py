@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,22 @@ if TYPE_CHECKING:
     #: Half-open ranges of bytes, in ascending order, of each rank's buffer.
     Wanted = Sequence[Sequence[Range]]
 
-__all__ = ["TRANSPORTS", "Broadcast", "Transport", "connect"]
+__all__ = ["TRANSPORTS", "Broadcast", "RanksLostError", "Transport", "connect"]
 
 log = logging.getLogger(__name__)
 
 #: What users may choose.
 TRANSPORTS = ("auto", "broadcast", "multicast")
+
+
+class RanksLostError(RuntimeError):
+    """Ranks that are waited for did not answer, or have closed. ``ranks`` are those at fault: this rank itself, where
+    the others have gone on without it.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class Transport(ABC):
@@ -45,11 +55,19 @@ class Transport(ABC):
         name: as users choose it.
         multicast: whether what a rank sends leaves it once, however many ranks need it.
         device: where outgoing and incoming buffers have to live.
+        tolerate: how many ranks may be lost: an exchange that fails for want of them says so
+            (:class:`RanksLostError`), once on each of the others, and later ones go on without them.
+        lost: the ranks that were lost so far. Nothing may be wanted of them.
     """
 
     name: ClassVar[str]
     multicast: ClassVar[bool] = False
     device: torch.device = torch.device("cpu")
+    tolerate: int = 0
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        return ()
 
     @abstractmethod
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
@@ -66,7 +84,7 @@ class Transport(ABC):
 
         Raises:
             ValueError: buffers or ranges that cannot be meant.
-            RuntimeError: a rank did not answer in time; says which, where that is known.
+            RuntimeError: a rank did not answer in time; a :class:`RanksLostError`, where it is known which.
         """
 
     @abstractmethod
@@ -153,7 +171,14 @@ class Broadcast(Transport):
         return self._asked[key]
 
 
-def connect(name: str, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Transport:
+def connect(
+    name: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+    *,
+    tolerate: int = 0,
+    patience: float | None = None,
+) -> Transport:
     """A transport among the ranks of a process group that nothing else uses. All of them call it.
 
     ``auto`` is the one that sends least of those that reach all ranks: multicast, or broadcast where multicast does not
@@ -163,22 +188,31 @@ def connect(name: str, group: dist.ProcessGroup, timeout: timedelta | None = Non
         name: one of ``TRANSPORTS``.
         group: the ranks.
         timeout: of the group, which multicast keeps, too.
+        tolerate: how many ranks may be lost, 0 or 1. One takes multicast: a process group waits for its members.
+        patience: after so many seconds without a sign of life a rank is lost; None: after the time-out.
 
     Raises:
         ValueError: a name that does not exist.
-        UnsupportedError: ``multicast``, where it does not reach all ranks.
+        UnsupportedError: ``multicast``, where it does not reach all ranks; what cannot tolerate a loss, but should.
     """
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r} is none of {', '.join(TRANSPORTS)}")
-    if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2):
+    if name == "broadcast" and tolerate:
+        raise UnsupportedError(
+            f"tolerate={tolerate} takes transport='multicast': a process group cannot go on without one of its members"
+        )
+    if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2 and not tolerate):
         return Broadcast(group)
     from narrowband.coded.multicast import Multicast
 
+    limits: dict[str, Any] = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
     try:
-        return Multicast(group) if timeout is None else Multicast(group, timeout_s=timeout.total_seconds())
+        return Multicast(group, **limits, silence_s=patience, tolerate=tolerate)
     except UnsupportedError as error:
         if name == "multicast":
             raise
+        if tolerate:
+            raise UnsupportedError(f"tolerate={tolerate} takes multicast, and {error}") from error
         if dist.get_rank(group) == 0:
             log.warning("every packet is sent to each rank that needs it, by broadcast: %s", error)
         return Broadcast(group)
