@@ -35,7 +35,7 @@ from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 
 LIMIT_S = 240.0  # only what hangs takes this long
-PATIENCE_S = 5.0  # a busy machine may forget a living rank for some time
+PATIENCE_S = 4.0  # a busy machine may forget a living rank for some time
 
 SCHEMES = [(n, r, g) for n in range(3, 7) for r in range(2, n) for g in range(r, n + 1) if n % g == 0]
 
