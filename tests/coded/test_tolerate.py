@@ -136,7 +136,7 @@ def averages_in_steps(node, gradients, *, close=True):
     span=st.sampled_from([1.0, 1e-3, "auto"]),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_same(numbers, bits, span, data):
     a, numels, steps = Assignment(*numbers), [7, 12], 3
     options = {"bits": bits, "span": span, "segment_nbytes": 40}
