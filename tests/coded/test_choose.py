@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from math import comb
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import narrowband as nb
-from narrowband.coded import Assignment, Broadcast, predict
+from narrowband.coded import Assignment, Broadcast, choose, predict
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 
@@ -78,6 +79,12 @@ def test_it_says_when_an_all_reduce_would_be_better():
     assert "A plain all-reduce is faster: DistributedDataParallel would take 600.0 ms" in choice.verdict
 
 
+def test_it_says_when_one_rank_alone_would_be_better():
+    slow = {"communicate_s": 2.0, "all_reduce_s": 3.0, "multicast": True}
+    assert "by itself is faster: 400.0 ms, and nothing is sent." in predict(4, 64, compute_s=0.1, **slow).verdict
+    assert "by itself" not in predict(4, 64, compute_s=0.9, **slow).verdict
+
+
 def test_where_groups_do_not_divide_the_nodes_coding_is_chosen():
     choice = predict(5, 64, compute_s=0.01, communicate_s=5.0, all_reduce_s=9.0, multicast=True)
     assert (choice.redundancy, choice.group) == (4, 5)
@@ -130,3 +137,44 @@ def test_times_are_measured_and_all_ranks_choose_the_same():
     assert fast.compute_s >= 0.5
     assert fast.redundancy == 1
     assert [kind for kind, _ in wrong] == ["ValueError"] * 2
+
+
+class SlowMulticast(Slow):
+    """As if what is sent to all left its sender once, slowly."""
+
+    name = "slow multicast"
+    multicast = True
+
+
+class Behind(Broadcast):
+    """A process group behind a link on which a byte to each of the others takes a tenth of a microsecond, or three."""
+
+    per_byte = 1e-7
+
+    def exchange(self, outgoing, incoming, wanted):
+        super().exchange(outgoing, incoming, wanted)
+        time.sleep(3 * outgoing.numel() * Behind.per_byte)
+
+
+def by_what_is_faster(rank, world_size, per_byte):
+    def nothing():
+        pass
+
+    def slow_multicast(name, group):
+        assert name == "auto"
+        return SlowMulticast(group)
+
+    Behind.per_byte = per_byte
+    with patch.object(choose, "connect", slow_multicast), patch.object(choose, "Broadcast", Behind):
+        return nb.choose_redundancy(nn.Linear(100, 500), nothing, batch_size=16, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("per_byte", "best", "other"), [(1e-7, "broadcast", "slow multicast"), (3e-6, "slow multicast", "broadcast")]
+)
+def test_auto_takes_the_transport_that_is_measured_to_be_faster(per_byte, best, other):
+    choices = run_ranks(by_what_is_faster, 4, per_byte)
+    assert choices == [choices[0]] * 4
+    assert choices[0].transport == best
+    assert f" This is by {best}. By {other} the best, redundancy=" in choices[0].verdict
+    assert choices[0].seconds == choices[0].candidates[0].seconds

@@ -35,7 +35,7 @@ from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 
 LIMIT_S = 240.0  # only what hangs takes this long
-PATIENCE_S = 5.0  # a busy machine may forget a living rank for some time
+PATIENCE_S = 4.0  # a busy machine may forget a living rank for some time
 
 SCHEMES = [(n, r, g) for n in range(3, 7) for r in range(2, n) for g in range(r, n + 1) if n % g == 0]
 
@@ -136,7 +136,7 @@ def averages_in_steps(node, gradients, *, close=True):
     span=st.sampled_from([1.0, 1e-3, "auto"]),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_same(numbers, bits, span, data):
     a, numels, steps = Assignment(*numbers), [7, 12], 3
     options = {"bits": bits, "span": span, "segment_nbytes": 40}

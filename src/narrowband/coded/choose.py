@@ -13,7 +13,11 @@ That is another yardstick than the paper's. Equation 19 compares with nodes that
 itself, without multicast. Measured against nodes that add up first, coding over all n nodes saves something only at
 r = n − 1: with multicast it sends C(n−1, r)/r gradients per node, and plain data parallelism one. Groups, whose packets
 and sums are few, are therefore among the candidates, and with g = r nothing is left of coding but repetition: 1/r.
-Beside these stands the all-reduce of the process group, measured too.
+Beside these stands the all-reduce of the process group, measured too; and r = n, which sends nothing: every node
+computes the whole mini-batch, T(n) = n · T_compute, and might as well be alone.
+
+Which transport is best is measured, too. Multicast sends least; but on a fast link, or on a few nodes, what the process
+group has is faster, though each packet goes to each node that needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,7 +34,7 @@ import torch.distributed as dist
 
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
-from narrowband.coded.transport import Transport, connect
+from narrowband.coded.transport import Broadcast, Transport, connect
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -69,7 +74,8 @@ class Choice:
         communicate_s: the exchange of plain data parallelism by this transport, measured.
         all_reduce_s: an all-reduce of the gradients over the process group, measured.
         candidates: all that were looked at, the fastest first.
-        verdict: in words, with what a plain all-reduce would take.
+        verdict: in words, with what a plain all-reduce would take, and what another transport.
+        transport: the best of those that were measured.
     """
 
     redundancy: int
@@ -79,6 +85,12 @@ class Choice:
     all_reduce_s: float
     candidates: tuple[Candidate, ...]
     verdict: str
+    transport: str
+
+    @property
+    def seconds(self) -> float:
+        """A step of the best scheme, predicted."""
+        return next(c.seconds for c in self.candidates if (c.redundancy, c.group) == (self.redundancy, self.group))
 
 
 def predict(
@@ -128,8 +140,17 @@ def predict(
     best = candidates[0]
     if best.redundancy > 1 and best.seconds > (1 - WORTH_IT) * simple.seconds:
         best = simple
-    verdict = _verdict(best, simple, candidates, compute_s + all_reduce_s)
-    return Choice(best.redundancy, best.group, compute_s, communicate_s, all_reduce_s, tuple(candidates), verdict)
+    verdict = _verdict(best, simple, candidates, compute_s + all_reduce_s, nodes * compute_s)
+    return Choice(
+        best.redundancy,
+        best.group,
+        compute_s,
+        communicate_s,
+        all_reduce_s,
+        tuple(candidates),
+        verdict,
+        transport="multicast" if multicast else "broadcast",
+    )
 
 
 def choose_redundancy(
@@ -148,7 +169,8 @@ def choose_redundancy(
         model: not wrapped; how many parameters it has counts.
         compute: does forward and backward of one rank's share of a mini-batch, ``batch_size`` over the number of ranks.
         batch_size: samples of a mini-batch, over all ranks.
-        transport: as for :class:`~narrowband.CodedDataParallel`.
+        transport: as for :class:`~narrowband.CodedDataParallel`; ``auto`` measures broadcast, and multicast if it
+            reaches all ranks, and takes what is faster.
         bits: likewise.
         process_group: likewise.
         steps: how many are timed, after one that is not; the median of the slowest rank counts.
@@ -163,7 +185,7 @@ def choose_redundancy(
     Example:
         >>> choice = nb.choose_redundancy(net, lambda: loss(net(x), y).backward(), batch_size=256)
         >>> print(choice.verdict)
-        >>> model = nb.CodedDataParallel(net, choice.redundancy, group=choice.group)
+        >>> model = nb.CodedDataParallel(net, choice.redundancy, choice.transport, group=choice.group)
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
@@ -172,36 +194,59 @@ def choose_redundancy(
     users = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
     ranks = dist.get_process_group_ranks(users)
     own = dist.new_group(ranks, backend=dist.get_backend(users), use_local_synchronization=True)
-    way = connect(transport, own) if isinstance(transport, str) else transport
+    ways = [connect(transport, own) if isinstance(transport, str) else transport]
+    if transport == "auto" and ways[0].multicast:
+        ways.append(Broadcast(own))
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device if trained else torch.device("cpu")
     numels = [p.numel() for p in trained]
-    plain = BlockAverage(Assignment(len(ranks), 1, group=1), dist.get_rank(own), numels, way, device=device)
+    one_each, rank = Assignment(len(ranks), 1, group=1), dist.get_rank(own)
+    plains = [BlockAverage(one_each, rank, numels, way, device=device) for way in ways]
     whole = torch.zeros(sum(numels), device=device)
     try:
         seconds = torch.tensor(
             [
                 _median(compute, steps, device),
-                _median(lambda: plain.average(batch_size), steps, device),
                 _median(lambda: dist.all_reduce(whole, group=own), steps, device),
+                *(_median(partial(plain.average, batch_size), steps, device) for plain in plains),
             ],
             dtype=torch.float64,
             device=device,
         )
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=own)
     finally:
-        if way is not transport:
-            way.close()
-    compute_s, communicate_s, all_reduce_s = seconds.tolist()
-    return predict(
-        len(ranks),
-        batch_size,
-        compute_s=compute_s,
-        communicate_s=communicate_s,
-        all_reduce_s=all_reduce_s,
-        multicast=way.multicast,
-        bits=bits,
-    )
+        for way in ways:
+            if way is not transport:
+                way.close()
+    compute_s, all_reduce_s, *by_way = seconds.tolist()
+    choices = [
+        replace(
+            predict(
+                len(ranks),
+                batch_size,
+                compute_s=compute_s,
+                communicate_s=communicate_s,
+                all_reduce_s=all_reduce_s,
+                multicast=way.multicast,
+                bits=bits,
+            ),
+            transport=way.name,
+        )
+        for way, communicate_s in zip(ways, by_way, strict=True)
+    ]
+    return _best(choices)
+
+
+def _best(choices: list[Choice]) -> Choice:
+    """The fastest; its verdict says by what, where there was a choice."""
+    best, *others = sorted(choices, key=lambda c: c.seconds)
+    said = f" This is by {best.transport}." if others else ""
+    for other in others:
+        said += (
+            f" By {other.transport} the best, redundancy={other.redundancy}, group={other.group}, would take "
+            f"{1e3 * other.seconds:.1f} ms."
+        )
+    return replace(best, verdict=best.verdict + said)
 
 
 def _median(work: Callable[[], object], steps: int, device: torch.device) -> float:
@@ -215,7 +260,9 @@ def _median(work: Callable[[], object], steps: int, device: torch.device) -> flo
     return statistics.median(taken[1:])
 
 
-def _verdict(best: Candidate, simple: Candidate, candidates: list[Candidate], all_reduce_s: float) -> str:
+def _verdict(
+    best: Candidate, simple: Candidate, candidates: list[Candidate], all_reduce_s: float, alone_s: float
+) -> str:
     """In words: what wins, by how much, and what would be better than any of it."""
     others = [c for c in candidates if c.redundancy > 1]
     if best.redundancy == 1:
@@ -236,6 +283,9 @@ def _verdict(best: Candidate, simple: Candidate, candidates: list[Candidate], al
             f" A plain all-reduce is faster: DistributedDataParallel would take {1e3 * all_reduce_s:.1f} ms, or less, "
             "as it computes meanwhile."
         )
+    if alone_s < min(best.seconds, all_reduce_s):
+        said += f" One rank that computes the whole mini-batch by itself is faster: {1e3 * alone_s:.1f} ms,"
+        said += " and nothing is sent."
     return said
 
 
