@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from narrowband.coded import Assignment
-from narrowband.coded.average import BlockAverage
 from narrowband.lab import LabConfig, requirements
 from reproduce import cssgd
 from reproduce.cssgd import Options, claims, main, measure, rows_of, sheets
 from reproduce.cssgd_ranks import Problem, Row, equation_19, images_of, stated_bytes
+from tests.coded.simulation import averages_of
 from tests.reproduce.synthetic import write_all
 
 MISSING = requirements(LabConfig(nodes=1))
@@ -36,7 +36,7 @@ def test_equation_19_is_what_groups_exchange_over_what_nodes_send_without_coding
 @pytest.mark.parametrize(("n", "r"), CODED)
 def test_stated_bytes_are_those_that_the_library_hands_over_and_headers_of_datagrams(n, r):
     numel = 2_520
-    nbytes = BlockAverage(Assignment(n, r), 0, [numel], None).nbytes
+    nbytes = averages_of(Assignment(n, r), [numel])[1][0].nbytes
     datagrams = math.ceil(nbytes / (1500 - 20 - 8 - 32))
     assert stated_bytes(n, r, numel) == n * (nbytes + datagrams * (14 + 20 + 8 + 32))
 
