@@ -161,6 +161,124 @@ def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_
             assert exponent == undisturbed_exponent
 
 
+class Absent(Transport):
+    """A node's end of exchanges among threads, of which one is lost, and returns, as often as there are ``losses``.
+
+    A loss is the last exchange, since all were there, in which the node sends; whom that reaches, who miss it in the
+    next; whether the node has all of that exchange itself; and after how many more the others hear it asking.
+    """
+
+    name = "absent"
+    tolerate = 1
+    readmits = True
+
+    def __init__(self, shared, rank, nodes, absent, losses):
+        self._shared, self._rank, self._nodes, self._absent, self._losses = shared, rank, nodes, absent, losses
+        self._returns, self._gone, self._turn = 0, (), 0
+
+    @property
+    def lost(self):
+        return self._gone
+
+    @property
+    def returning(self):
+        return bool(self._gone) and self._turn > self._losses[self._returns][3]
+
+    def _lose(self, *, turn):
+        self._gone, self._turn = (() if self._rank == self._absent else (self._absent,)), turn
+        raise RanksLostError("lost", (self._absent,))
+
+    def exchange(self, outgoing, incoming, wanted):
+        check_exchange(outgoing, incoming, wanted, self._rank, self._nodes)
+        self._turn += 1
+        shared, view = self._shared, (self._returns, self._gone, self._turn)
+        last, reached, has_all, _ = self._losses[self._returns] if self._returns < len(self._losses) else (99,) * 4
+        at_end = not self._gone and self._turn > last
+        if at_end and self._rank == self._absent:
+            self._lose(turn=last + 1)
+        with shared["news"]:
+            here = shared["sent"].setdefault(view, {})
+            here[self._rank] = outgoing.clone()
+            shared["news"].notify_all()
+        misses = self._turn == last and self._rank not in reached and (self._rank != self._absent or not has_all)
+        if not self._gone and (at_end or misses):
+            self._lose(turn=0)
+        awaited = {k for k in range(self._nodes) if k != self._rank and k not in self._gone}
+        with shared["news"]:
+            assert shared["news"].wait_for(lambda: awaited <= shared["closed"] | set(here), 10), f"no meeting in {view}"
+            if missed := tuple(awaited - set(here)):
+                raise RanksLostError("closed", missed)
+        for k in awaited:
+            assert incoming[k].numel() == here[k].numel()
+            for start, stop in wanted[k]:
+                incoming[k][start:stop] = here[k][start:stop]
+        assert not any(wanted[k] for k in self._gone)
+
+    def _enter(self):
+        self._returns, self._gone, self._turn = self._returns + 1, (), 0
+
+    def readmit(self):
+        self._enter()
+        with self._shared["news"]:
+            self._shared["views"].add(self._returns)
+            self._shared["news"].notify_all()
+
+    def drop(self):
+        with self._shared["news"]:
+            self._shared["dropped"] = True
+            self._shared["news"].notify_all()
+
+    def rejoin(self):
+        shared = self._shared
+        with shared["news"]:
+            is_in = lambda: self._returns + 1 in shared["views"]  # noqa: E731
+            assert shared["news"].wait_for(lambda: is_in() or shared["dropped"] or shared["closed"], 10), "never let in"
+            if not is_in():
+                raise RanksLostError("dropped" if shared["dropped"] else "closed", (self._rank,))
+        self._enter()
+
+    def close(self):
+        with self._shared["news"]:
+            self._shared["closed"].add(self._rank)
+            self._shared["news"].notify_all()
+
+
+@given(
+    numbers=st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
+    bits=st.sampled_from([32, 16]),
+    span=st.sampled_from([1.0, 1e-3, "auto"]),
+    data=st.data(),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_node_that_returns_has_the_same_bits_wherever_it_was_lost(numbers, bits, span, data):
+    a, numels, steps = Assignment(*numbers), [7, 12], 6
+    options = {"bits": bits, "span": span, "segment_nbytes": 40}
+    gradients = [gradients_of(a, numels, seed, scale=0.1 / a.blocks) for seed in range(steps)]
+    _, undisturbed = averages_of(a, numels, **options)
+    expected = on_all(a.nodes, lambda rank: averages_in_steps(undisturbed[rank], gradients))[0]
+
+    absent = data.draw(st.integers(0, a.nodes - 1), "absent")
+    others = st.sets(st.sampled_from([rank for rank in range(a.nodes) if rank != absent]))
+    loss = st.tuples(st.integers(1, 30), others, st.booleans(), st.integers(0, 15))
+    losses = data.draw(st.lists(loss, min_size=1, max_size=3), "losses")
+    remember = data.draw(st.sampled_from([0, 1, 2, 16]), "remember")
+    shared = {"sent": {}, "closed": set(), "views": set(), "dropped": False, "news": threading.Condition()}
+    ends = [Absent(shared, rank, a.nodes, absent, losses) for rank in range(a.nodes)]
+    nodes = [BlockAverage(a, rank, numels, ends[rank], remember=remember, **options) for rank in range(a.nodes)]
+    results = on_all(a.nodes, lambda rank: averages_in_steps(nodes[rank], gradients))
+    for rank, result in enumerate(results):
+        if rank == absent and isinstance(result, RanksLostError):
+            assert shared["dropped"] or shared["closed"]
+            assert "restart all ranks from a checkpoint" in str(result)
+            continue
+        if isinstance(result, Exception):
+            raise result
+        for (average, exponent), (undisturbed_average, undisturbed_exponent) in zip(result, expected, strict=True):
+            assert torch.equal(average, undisturbed_average)
+            assert exponent == undisturbed_exponent
+    assert all(node._kept is None for node in nodes) or any(end.lost for end in ends)
+
+
 def test_checks_hold_when_a_rank_is_lost():
     a, numels = Assignment(4, 2), [16]
     for wrong, match in (

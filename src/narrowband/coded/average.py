@@ -33,7 +33,13 @@ with all, and so all have its sum. Then
 
 Either way the exchange after the meeting is the first of one step, s or s + 1, on all nodes, and so are all others.
 They add up the same whole numbers in another way (:class:`~narrowband.coded.coding.Around`), to the same bits, and
-check the same headers. Meetings are no longer needed: a second loss is an error on all nodes.
+check the same headers. A second loss is an error on all nodes.
+
+A node that was lost, but lives, may return. From the loss on the first of the others keeps the averages, up to a number
+of them; a step goes on ending with a meeting, in which that node says, too, whether the lost one is heard asking. If
+so, all meet once more, with it; the number that it brings is the first step whose average it lacks, and these averages
+follow. It takes them for its own in that many steps, without a gradient and without an exchange, while the others wait
+for it in the first step of all.
 """
 
 from __future__ import annotations
@@ -145,6 +151,23 @@ def header_nbytes(checksums: int) -> int:
     return _FIXED + 4 * checksums
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """What all nodes said: of how many steps they have the sum; and whether the one that is lost asks to be let in."""
+
+    steps: dict[int, int]
+    asks: bool
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The average of a step, and the exponent of the next one's unit."""
+
+    step: int
+    average: Tensor
+    exponent: int
+
+
 class BlockAverage:
     """The contributions of one node's blocks, and how they become the average.
 
@@ -158,6 +181,7 @@ class BlockAverage:
             with 32 bits, and ``auto`` with fewer.
         device: where gradients are.
         segment_nbytes: what a node sends at a time, at most.
+        remember: how many steps' averages are kept for a node that is lost, where the transport lets it back in.
 
     Raises:
         ValueError: bits or a span that do not exist.
@@ -174,6 +198,7 @@ class BlockAverage:
         span: Span | None = None,
         device: torch.device | None = None,
         segment_nbytes: int | None = None,
+        remember: int = 0,
     ) -> None:
         if bits not in DTYPES:
             raise ValueError(f"bits={bits} is none of {', '.join(map(str, DTYPES))}")
@@ -204,6 +229,11 @@ class BlockAverage:
             self._rounds.append(Inside(assignment, rank, dtype, stride))
         if assignment.groups > 1:
             self._rounds.append(Across(assignment, rank))
+        self._coded = self._rounds, self._segments
+        self._remember = remember if transport.readmits else 0
+        self._magnitude: float | None = None  # the largest contribution to the step's sum; None before that is here
+        self._kept: list[_Kept] | None = None  # for a lost node, from the step of the loss on
+        self._given: list[_Kept] = []  # to this node, for the steps that it missed
         self._sum = torch.empty(stride, dtype=torch.int32, device=self._device)
         self._pool: dict[int, Tensor] = {}
 
@@ -220,9 +250,15 @@ class BlockAverage:
         return packets + headers + MEETING_NBYTES * self._meets
 
     @property
+    def is_given(self) -> bool:
+        """Whether the others have given this node, which had been lost, the average of the step that it is in."""
+        return bool(self._given)
+
+    @property
     def _meets(self) -> bool:
-        """Whether steps end with a meeting: a loss would be tolerated."""
-        return len(self.transport.lost) < min(self.transport.tolerate, self.assignment.redundancy - 1)
+        """Whether steps end with a meeting: a loss would be tolerated, or what was lost may return."""
+        tolerates = len(self.transport.lost) < min(self.transport.tolerate, self.assignment.redundancy - 1)
+        return tolerates or self._remember > 0
 
     def add(self, row: int, gradients: Sequence[Tensor | None], weight: float) -> None:
         """Add ``weight`` times the gradients of all parameters to the contribution of this node's ``row``-th block."""
@@ -253,29 +289,54 @@ class BlockAverage:
             RanksLostError: more nodes are lost than the transport tolerates; or this one is, to the others.
         """
         self.last = CodedStepStats(steps=1)
-        exponent, has_sum = self.exponent, False
-        try:
-            magnitude = self._add_up(samples)
-            has_sum = True
-            if self._meets:
-                self._meet(has_sum=True)
-        except RanksLostError as error:
-            self._go_on_without(error)
-            if self._somebody_lacks_the_sum(has_sum=has_sum):
-                self.exponent = exponent
-                magnitude = self._add_up(samples)
-        began = time.perf_counter()
-        out = torch.empty(sum(self._numels), device=self._device)
-        if math.isfinite(magnitude):
-            kernels.fixed_dequantize(self._sum[: out.numel()], out, math.ldexp(1.0, self.exponent))
-            if self._follows and magnitude:
-                self.exponent = self._fit(magnitude * self._headroom)
+        if not self._given:
+            try:
+                out = self._take_part(samples)
+            except RanksLostError as error:
+                if self.rank not in error.ranks:
+                    raise
+                out = self._return_after(error)
         else:
-            out.fill_(math.nan)
-        self.last.decode_s += time.perf_counter() - began
+            out = self._next_given()
         self._empty = [True] * len(self._empty)
         self.step += 1
         self.total.add(self.last)
+        return out
+
+    def _take_part(self, samples: int) -> Tensor:
+        """The average, with all nodes that are there; and the lost one is let back in, if it asks."""
+        self._magnitude = None
+        exponent, asks = self.exponent, False
+        try:
+            self._magnitude = self._add_up(samples)
+            asks = self._meets and self._meet(self.step + 1).asks
+        except RanksLostError as error:
+            self._go_on_without(error)
+            if self._somebody_lacks_the_sum():
+                self.exponent, self._magnitude = exponent, None
+                self._magnitude = self._add_up(samples)
+                asks = self._meets and self._meet(self.step + 1).asks
+        out = self._finished()
+        if self._kept is not None:
+            self._kept.append(_Kept(self.step, out.to("cpu", copy=True), self.exponent))
+        if asks:
+            self._let_in()
+        elif self._kept is not None and len(self._kept) > self._remember:
+            self._drop()
+        return out
+
+    def _finished(self) -> Tensor:
+        """The average, of the sum that is there; and the unit of the next step."""
+        assert self._magnitude is not None
+        began = time.perf_counter()
+        out = torch.empty(sum(self._numels), device=self._device)
+        if math.isfinite(self._magnitude):
+            kernels.fixed_dequantize(self._sum[: out.numel()], out, math.ldexp(1.0, self.exponent))
+            if self._follows and self._magnitude:
+                self.exponent = self._fit(self._magnitude * self._headroom)
+        else:
+            out.fill_(math.nan)
+        self.last.decode_s += time.perf_counter() - began
         return out
 
     def _add_up(self, samples: int) -> float:
@@ -295,18 +356,20 @@ class BlockAverage:
 
     # ---- when a node is lost -----------------------------------------------------------------------------------------
 
-    def _somebody_lacks_the_sum(self, *, has_sum: bool) -> bool:
+    def _somebody_lacks_the_sum(self) -> bool:
+        has_sum = self._magnitude is not None
         try:
-            return self._meet(has_sum=has_sum) <= self.step
+            return min(self._meet(self.step + has_sum).steps.values()) <= self.step
         except RanksLostError:
             if has_sum:  # exact, whatever has become of the others; if they have not just finished, the next step fails
                 return False
             raise
 
-    def _meet(self, *, has_sum: bool) -> int:
-        """Wait for all nodes that are there. Each says of how many steps it has the sum; the least of these numbers."""
+    def _meet(self, steps: int) -> _Meeting:
+        """Wait for all nodes that are there, and say of how many steps this one has the sum."""
         began = time.perf_counter()
-        mine = torch.tensor([self.step + has_sum], device=self.transport.device)
+        asks = self._kept is not None and self.transport.returning
+        mine = torch.tensor([2 * steps + asks], device=self.transport.device)
         said = {node: torch.empty_like(mine) for node in range(self.assignment.nodes) if node != self.rank}
         nodes, all_of_it = range(self.assignment.nodes), [(0, MEETING_NBYTES)]
         there = [node for node in said if node not in self.transport.lost]
@@ -315,17 +378,11 @@ class BlockAverage:
         self.transport.exchange(mine.clone().view(torch.uint8), incoming, wanted)
         self.last.sent_bytes += MEETING_NBYTES
         self.last.exchange_s += time.perf_counter() - began
-        return min(int(each) for each in (mine, *(said[node] for node in there)))
+        numbers = {node: int(said[node]) for node in there} | {self.rank: int(mine)}
+        return _Meeting({node: number // 2 for node, number in numbers.items()}, any(n % 2 for n in numbers.values()))
 
     def _go_on_without(self, error: RanksLostError) -> None:
         """Add up without coding from now on, where the transport goes on without the node that is lost."""
-        if self.rank in error.ranks:
-            raise RanksLostError(
-                f"in step {self.step} the other ranks go on without this one, of which they heard nothing for too "
-                "long: what it computes has no part in their training any more. To have it back, restart all ranks "
-                f"from a checkpoint ({error})",
-                error.ranks,
-            ) from error
         if self.transport.lost != error.ranks or self.assignment.redundancy < 2 or isinstance(self._rounds[0], Around):
             raise error
         before = self.assignment.load(bits=8 * self._codes.element_size())
@@ -333,12 +390,110 @@ class BlockAverage:
         self._rounds, self._segments = [around], cut_whole(self._sum.numel(), **self._sizes)
         self._pool.clear()
         if self.rank == around.heard[0]:
+            if self._remember:
+                self._kept = self._kept or []
+            elif self.transport.readmits:
+                self.transport.drop()
+            returns = f"it may return within {self._remember} steps; or " if self._remember else ""
             log.warning(
                 "step %d: rank %d is lost (%s). The others compute all blocks of every mini-batch and go on, exactly. "
                 "A rank now sends 1 gradient of the model in a step, instead of %.3g, and no other loss is tolerated; "
-                "restart all ranks from a checkpoint when that suits",
-                self.step, error.ranks[0], error, before,
+                "%srestart all ranks from a checkpoint when that suits",
+                self.step, error.ranks[0], error, before, returns,
             )  # fmt: skip
+
+    # ---- when it returns ---------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        self._kept = None
+        self.transport.drop()
+        (lost,) = self.transport.lost
+        log.warning("step %d: rank %d was away for %d steps and cannot return", self.step, lost, self._remember)
+
+    def _let_in(self) -> None:
+        """All but the lost node: take it back, and give it the averages that it lacks."""
+        (lost,) = self.transport.lost
+        self.transport.readmit()
+        self._take_all()
+        try:
+            missed = range(self._meet(self.step + 1).steps[lost], self.step + 1)
+            if self._kept is not None:
+                log.warning(
+                    "step %d: rank %d is back. It is given the averages of the %d steps that it missed, and the others "
+                    "wait for it to apply them", self.step, lost, len(missed),
+                )  # fmt: skip
+            kept = {kept.step: kept for kept in self._kept or ()}
+            for step in missed:
+                self._hand_over(lost, None if self._kept is None else kept[step])
+            self._meet(self.step + 1)
+            self._kept = None
+        except RanksLostError as error:
+            if error.ranks != (lost,):
+                raise
+            self._go_on_without(error)
+            self._somebody_lacks_the_sum()  # not of this step; those in the next exchange it again
+
+    def _return_after(self, error: RanksLostError) -> Tensor:
+        """The lost node: wait until the others let it back in; the average of the step that it is in."""
+        log.warning("step %d: the other ranks go on without this one (%s)", self.step, error)
+        returned = False
+        while not returned:
+            self._ask_to_return()
+            self._take_all()
+            self._kept = None
+            try:
+                steps = self._meet(self.step + (self._magnitude is not None) + len(self._given)).steps
+                for step in range(steps[self.rank], max(steps.values())):
+                    self._given.append(_Kept(step, *self._hand_over(self.rank, None)))
+                self._meet(max(steps.values()))
+                returned = True
+            except RanksLostError as again:
+                if self.rank not in again.ranks:
+                    raise
+        return self._next_given() if self._magnitude is None else self._finished()
+
+    def _ask_to_return(self) -> None:
+        try:
+            if not self._remember:
+                raise RanksLostError("no rank is let back in", (self.rank,))
+            self.transport.rejoin()
+        except RanksLostError as error:
+            raise RanksLostError(
+                f"in step {self.step} the other ranks go on without this one, of which they heard nothing for too "
+                "long: what it computes has no part in their training any more. To have it back, restart all ranks "
+                f"from a checkpoint ({error})",
+                error.ranks,
+            ) from error
+
+    def _take_all(self) -> None:
+        self._rounds, self._segments = self._coded
+        self._pool.clear()
+
+    def _hand_over(self, taker: int, kept: _Kept | None) -> tuple[Tensor, int]:
+        """An average and its exponent, from the node that has kept it to the one that lacks it."""
+        giver = next(node for node in range(self.assignment.nodes) if node != taker)
+        numel = sum(self._numels)
+        numbers = torch.empty(numel + 1, dtype=torch.int32)
+        if kept is not None:
+            numbers[:numel], numbers[numel] = kept.average.view(torch.int32), kept.exponent
+        others = [node for node in range(self.assignment.nodes) if node != self.rank]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for part in cut_whole(numel + 1, **self._sizes):
+            piece = numbers[part.begin : part.begin + part.numel].view(torch.uint8)
+            places: list[Tensor | None] = [nothing if node in others else None for node in range(self.assignment.nodes)]
+            wanted: list[list[Range]] = [[] for _ in places]
+            if self.rank != giver:
+                places[giver] = piece
+            if self.rank == taker:
+                wanted[giver] = [(0, piece.numel())]
+            self.transport.exchange(piece if self.rank == giver else nothing, places, wanted)
+            self.last.sent_bytes += piece.numel() * (self.rank == giver)
+        return numbers[:numel].view(torch.float32).to(self._device), int(numbers[numel])
+
+    def _next_given(self) -> Tensor:
+        given = self._given.pop(0)
+        self.exponent = given.exponent
+        return given.average
 
     # ---- one exchange ------------------------------------------------------------------------------------------------
 

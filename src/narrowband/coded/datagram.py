@@ -20,7 +20,8 @@ kind        index                                          payload
 ``STATUS``  serial number; an older one is no news         how far the sender has got with each rank's buffer (`Status`)
 ``POLL``    how many chunks have been sent                 none; asks for a status
 ``BYE``     0                                              ranks at fault, 2 bytes each; none for an ordinary goodbye
-``LOST``    0                                              the rank that the others go on without, 2 bytes
+``LOST``    1 if it may not return any more, else 0        the rank that the others go on without, 2 bytes
+``RETURN``  0                                              none; the sender is the lost rank, and asks to be let back
 ==========  =============================================  ============================================================
 
 Integers are unsigned and big-endian.
@@ -72,6 +73,7 @@ class Kind(enum.IntEnum):
     POLL = 4
     BYE = 5
     LOST = 6
+    RETURN = 7
 
 
 _KINDS = {kind.value: kind for kind in Kind}

@@ -14,9 +14,13 @@ There is no maintained NORM (RFC 5740) for Python, so this is a protocol of its 
 - A rank that is waited for and brings nothing for ``timeout_s``, or gives no sign of life for ``silence_s``, is named
   in an error, on all ranks: who notices first tells the others.
 - With ``tolerate``, exchanges go on after that error, without the rank that was lost. They are numbered anew, from 2³²
-  times one more than its number on, so that what is said of earlier exchanges, or of those without another rank, is not
+  times the number of a *view* on, so that what is said of earlier exchanges, or of those without another rank, is not
   taken for theirs. Whoever still speaks of earlier ones is told who is lost: a rank that did not hear it, and the lost
   one, if it was only late. Nothing goes on before all but one are there, so two parts of a network never both go on.
+- With ``readmits``, the lost one stands aside when it is told (or when it hears nobody at all), and asks to be let back
+  in. Once the others have agreed on that, their next exchange is the first of a view with all ranks, and the first
+  datagram of it lets the waiting rank in. Of n ranks, view g·(n+1) has all of them, after g returns, and the k-th after
+  it is the same without rank k − 1.
 
 One thread does all of it. It begins with the first exchange and goes on when an exchange has returned, because others
 may still miss what this rank has sent. What it keeps for them is at most two buffers of earlier exchanges: a third
@@ -33,7 +37,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
@@ -81,6 +85,8 @@ _CHECK_S = 0.25
 _TELL_S = 0.05
 #: Exchanges among the same ranks are fewer.
 _VIEW = 1 << 32
+#: A lost rank asks so often to be let back, and is heard doing so for so long.
+_ASK_S, _ASKED_S = 0.05, 1.0
 
 
 @dataclass
@@ -140,6 +146,7 @@ class Multicast(Transport):
         silence_s: one that gives no sign of life for so long is lost, too. A rank that computes does give some. None:
             only ``timeout_s`` counts.
         tolerate: how many ranks may be lost and exchanges go on without them, 0 or 1.
+        readmits: whether one that was lost, and lives, may take part again.
         early_bytes: how much of an exchange that has not begun on this rank is kept.
         probe_s: how long ranks listen for each other when the transport is made.
 
@@ -166,6 +173,7 @@ class Multicast(Transport):
         timeout_s: float = 300.0,
         silence_s: float | None = None,
         tolerate: int = 0,
+        readmits: bool = False,
         early_bytes: int = 64 * 1024 * 1024,
         probe_s: float = 2.0,
     ) -> None:
@@ -185,8 +193,9 @@ class Multicast(Transport):
             raise UnsupportedError(f"of {dist.get_world_size(group)} ranks none can be lost and be known to be: use 3")
         session, opened = open_session(group, interface=interface, mtu=mtu, ttl=ttl, wait_s=probe_s)
         self._rank, self._size = session.rank, session.world_size
-        self.tolerate = tolerate
-        limits = _Limits(rate, timeout_s, float("inf") if silence_s is None else silence_s, tolerate, early_bytes)
+        self.tolerate, self.readmits = tolerate, bool(tolerate and readmits)
+        silence_s = float("inf") if silence_s is None else silence_s
+        limits = _Limits(rate, timeout_s, silence_s, tolerate, self.readmits, early_bytes)
         self._machine = machine = _Machine(session, opened, limits)
         # At the interpreter's exit, too: a thread that it catches inside native code takes the process down.
         self._end = weakref.finalize(self, machine.close)
@@ -199,7 +208,24 @@ class Multicast(Transport):
     @property
     def lost(self) -> tuple[int, ...]:
         """The rank that exchanges go on without."""
-        return self._machine.lost
+        return () if self._machine.readmitting else self._machine.lost
+
+    @property
+    def returning(self) -> bool:
+        """As :attr:`Transport.returning`."""
+        return bool(self.lost) and time.monotonic() - self._machine.asked_at < _ASKED_S
+
+    def readmit(self) -> None:
+        """As :meth:`Transport.readmit`."""
+        self._machine.readmitting = True
+
+    def drop(self) -> None:
+        """As :meth:`Transport.drop`."""
+        self._machine.dropped = True
+
+    def rejoin(self) -> None:
+        """As :meth:`Transport.rejoin`; it waits for ``timeout_s`` after the last sign of the others."""
+        self._machine.rejoin()
 
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
         """As :meth:`Transport.exchange`.
@@ -208,7 +234,8 @@ class Multicast(Transport):
             ValueError: buffers or ranges that cannot be meant.
             RanksLostError: a rank did not answer, or has closed. The transport is of no use after that, unless
                 ``lost`` has it: then all others get this error once, too, each in the exchange that it is in or in its
-                next, and the exchange after that is one without the lost rank.
+                next, and the exchange after that is one without the lost rank. One that names this rank itself leaves
+                :meth:`rejoin`, with ``readmits``.
             RuntimeError: buffers' sizes differ between ranks, or the network fails. The transport is of no use then.
         """
         check_exchange(outgoing, incoming, wanted, self._rank, self._size)
@@ -227,11 +254,13 @@ def _bytes_of(buffer: Tensor | None) -> memoryview:
 
 @dataclass
 class _Request:
-    """An exchange that the caller waits for."""
+    """An exchange that the caller waits for; or, without buffers, that the others let this rank back in."""
 
     outgoing: memoryview
     incoming: list[memoryview]
     wanted: Wanted
+    readmits: bool = False  # it is the first with all ranks
+    rejoins: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     failure: RanksLostError | None = None  # of this exchange, and not of those to come
 
@@ -244,6 +273,7 @@ class _Limits:
     timeout_s: float
     silence_s: float
     tolerate: int
+    readmits: bool
     early_bytes: int
 
 
@@ -258,6 +288,9 @@ class _Machine:
         self._wire = Wire(session.key, session.rank, session.world_size)
         self._limits = limits
         self.lost: tuple[int, ...] = ()
+        self.dropped = False  # the lost rank may not return any more
+        self.readmitting = False  # with the next exchange
+        self.asked_at = -_ASKED_S  # when the lost rank last asked to return
 
         on_link = HEADER_BYTES + IP_UDP_BYTES + _LINK_BYTES
         per_sender = -(-int((on_link + 4 * self._size) / _STATUS_SHARE) // session.chunk_bytes)
@@ -286,6 +319,12 @@ class _Machine:
         self._left: dict[int, int] = {}  # ranks that have closed: the last exchange they finished
         self._told: tuple[int, RuntimeError] | None = None  # after which exchange others gave up, and why
         self._telling_at = 0.0  # when it last said who is lost
+        self._returns = 0  # how often a rank was let back in
+        self._aside: RanksLostError | None = None  # the others go on without this rank, which may return
+        self._for_good = False  # it may not
+        self._rejoining: _Request | None = None  # the caller waits to be let back in
+        self._ask_at = 0.0
+        self._answered_at = 0.0  # when the others last said that they go on without this rank
         self._attentive_since = 0.0
         self._blocked = False
         self._more = False
@@ -303,11 +342,18 @@ class _Machine:
     # ---- the caller's side -------------------------------------------------------------------------------------------
 
     def exchange(self, outgoing: memoryview, incoming: list[memoryview], wanted: Wanted) -> None:
+        request = _Request(outgoing, incoming, wanted, self.readmitting)
+        self.readmitting = False
+        self._post(request)
+
+    def rejoin(self) -> None:
+        self._post(_Request(memoryview(b""), [], (), rejoins=True))
+
+    def _post(self, request: _Request) -> None:
         if self.error is not None:
             raise self.error
         if self._closing:
             raise RuntimeError("the multicast transport is closed")
-        request = _Request(outgoing, incoming, wanted)
         self._posted = request
         self._call()
         try:
@@ -344,7 +390,9 @@ class _Machine:
                     self._loop(wake)
                     return
                 except RanksLostError as error:
-                    if self.lost or len(error.ranks) > self._limits.tolerate or self._rank in error.ranks:
+                    if self._may_return_after(error):
+                        self._stand_aside(error)
+                    elif self.lost or len(error.ranks) > self._limits.tolerate or self._rank in error.ranks:
                         self._give_up(error, error.ranks)
                     else:
                         self._go_on_without(error)
@@ -357,7 +405,7 @@ class _Machine:
             with self._wake_lock:  # its number may be another file's from now on
                 os.close(wake)
                 self._wake = None
-            for request in (self._request, self._posted):
+            for request in (self._request, self._posted, self._rejoining):
                 if request is not None:
                     request.done.set()
 
@@ -390,6 +438,7 @@ class _Machine:
             self._answer(now)
             self._transmit(now)
             self._poll(now)
+            self._ask_to_return(now)
             self._conclude(now)
             if self._closing and self._may_leave(now):
                 for _ in range(_GOODBYES):
@@ -404,6 +453,8 @@ class _Machine:
         times += [each.check_at for each in self._receiving.values() if each.check_at is not None]
         if self._request is not None or self._closing:
             times.append(now + _CHECK_S)
+        if self._rejoining is not None:
+            times.append(self._ask_at)
         if self._request is not None and (delay := self._bucket.delay(now)):
             times.append(now + delay)
         if self._blocked:
@@ -422,25 +473,119 @@ class _Machine:
             self._forget(self._begun)
             self._receiving.pop(self._begun, None)
             request.done.set()
+        self._end_rejoining()
+
+    # ---- when a rank is lost, and returns ----------------------------------------------------------------------------
 
     def _go_on_without(self, error: RanksLostError) -> None:
         """The exchange at work fails; those to come are among the others, and numbered anew."""
-        self.lost = error.ranks
-        self._told = None
-        for number in list(self._sending):
-            self._forget(number)
-        for each in (self._receiving, self._answers, self._answered):
-            each.clear()
-        self._begun = self._finished = (1 + error.ranks[0]) * _VIEW
+        self._begin_anew(error.ranks)
+        self.dropped = not self._limits.readmits
         for _ in range(_GOODBYES):
             self._tell_who_is_lost()
+        self._fail(error)
+
+    def _begin_anew(self, lost: tuple[int, ...]) -> None:
+        self.lost, self._told = lost, None
+        for number in list(self._sending):
+            self._forget(number)
+        self._answers.clear()
+        self._answered.clear()
+        self._enter_view()
+
+    def _enter_view(self) -> None:
+        self._receiving.clear()
+        self._begun = self._finished = (self._returns * (self._size + 1) + sum(1 + rank for rank in self.lost)) * _VIEW
+
+    def _returns_before(self, number: int) -> int:
+        """How often a rank had been let back in, at the time of an exchange."""
+        return number // (_VIEW * (self._size + 1))
+
+    def _fail(self, error: RanksLostError) -> None:
+        """The exchange at work does, and not those to come."""
         request, self._request = self._request, None
         if request is not None:
             request.failure = error
             request.done.set()
 
     def _tell_who_is_lost(self) -> None:
-        self._control(Kind.LOST, 0, self._finished, pack_ranks(self.lost))
+        self._control(Kind.LOST, int(self.dropped), self._finished, pack_ranks(self.lost))
+
+    def _hear_who_is_lost(self, datagram: Datagram) -> None:
+        """Others go on without a rank: so has this one to, whichever exchange it is in."""
+        ranks = ranks_of(datagram.payload, self._size)
+        returns = self._returns_before(datagram.exchange)
+        if not ranks or returns < self._returns or self._told is not None:
+            return
+        if self._rank in ranks or returns > self._returns:
+            self._for_good = bool(datagram.index) or returns > self._returns
+            error = RanksLostError(f"rank {datagram.sender} and others have gone on without this rank", (self._rank,))
+        elif ranks == self.lost:
+            return
+        else:
+            error = RanksLostError(f"{_names(ranks)} lost, says rank {datagram.sender}", ranks)
+        self._told = -1, error
+
+    def _may_return_after(self, error: RanksLostError) -> bool:
+        """Whether it is this rank that is lost, and not for good: others say so, or it hears none of them."""
+        if not self._limits.readmits or self._for_good:
+            return False
+        others = set(range(self._size)) - {self._rank, *self.lost}
+        return self._rank in error.ranks or others <= set(error.ranks)
+
+    def _stand_aside(self, error: RanksLostError) -> None:
+        """The exchange at work fails, and so do others until this rank is let back in."""
+        cut_off = self._rank not in error.ranks
+        self._aside = RanksLostError(f"this rank is cut off: {error}", (self._rank,)) if cut_off else error
+        self._begin_anew(())
+        self._fail(self._aside)
+
+    def _ask_to_return(self, now: float) -> None:
+        if self._rejoining is None or now < self._ask_at:
+            return
+        if now - self._answered_at > self._limits.timeout_s:
+            self._end_outside(f"no other rank answered within {self._limits.timeout_s:g} s")
+        if self._left:
+            self._end_outside(f"{_names(tuple(sorted(self._left)))} closed the transport")
+        self._ask_at = now + _ASK_S
+        self._control(Kind.RETURN, 0, self._finished)
+
+    def _end_outside(self, why: str) -> NoReturn:
+        self._for_good = True
+        raise RanksLostError(f"the others go on without this rank: {why}", (self._rank,))
+
+    def _hear_from_outside(self, datagram: Datagram, now: float) -> None:
+        """The others let this rank back in with an exchange among all, and answer it until then."""
+        if datagram.kind is Kind.BYE:
+            self._left[datagram.sender] = datagram.exchange
+        elif datagram.kind is Kind.LOST and self._rank in (ranks_of(datagram.payload, self._size) or ()):
+            self._answered_at = now
+            self._returns = max(self._returns, self._returns_before(datagram.exchange))
+            if datagram.index and not self._for_good:
+                self._end_outside(f"it was away for too long, says rank {datagram.sender}")
+        elif self._rejoining is not None and self._is_of_next_view_of_all(datagram):
+            self._returns, self._aside = self._returns + 1, None
+            self._enter_view()
+            self._end_rejoining()
+
+    def _end_rejoining(self) -> None:
+        request, self._rejoining = self._rejoining, None
+        if request is not None:
+            request.done.set()
+
+    def _is_of_next_view_of_all(self, datagram: Datagram) -> bool:
+        speaks = datagram.kind in (Kind.DATA, Kind.STATUS, Kind.POLL)
+        return speaks and datagram.exchange // _VIEW == (self._returns + 1) * (self._size + 1)
+
+    def _hear_it_asks(self, datagram: Datagram, now: float) -> None:
+        """A rank is outside, and wants back in. Who did not know that it is outside has lost it now."""
+        if self._returns_before(datagram.exchange) < self._returns:
+            return
+        if datagram.sender in self.lost:
+            self.asked_at = now
+        elif self._told is None:
+            ranks = (datagram.sender,)
+            self._told = -1, RanksLostError(f"{_names(ranks)} lost: it says that it was cut off", ranks)
 
     # ---- what comes in -----------------------------------------------------------------------------------------------
 
@@ -456,6 +601,12 @@ class _Machine:
                 continue
             counts.received_datagrams += 1
             self._heard_at[datagram.sender] = now
+            if self._aside is not None:
+                self._hear_from_outside(datagram, now)
+                if self._aside is not None:
+                    continue
+            if datagram.kind is Kind.RETURN:
+                self._hear_it_asks(datagram, now)
             if self._is_of_the_past(datagram):
                 if now - self._telling_at > _TELL_S:
                     self._telling_at = now
@@ -546,17 +697,6 @@ class _Machine:
         else:
             error = RanksLostError(f"{_names(ranks)} lost, says rank {datagram.sender}", ranks)
         self._told = datagram.exchange, error
-
-    def _hear_who_is_lost(self, datagram: Datagram) -> None:
-        """Others go on without a rank: so has this one to, whichever exchange it is in."""
-        ranks = ranks_of(datagram.payload, self._size)
-        if not ranks or ranks == self.lost or self._told is not None:
-            return
-        if self._rank in ranks:
-            error = RanksLostError(f"rank {datagram.sender} and others have gone on without this rank", ranks)
-        else:
-            error = RanksLostError(f"{_names(ranks)} lost, says rank {datagram.sender}", ranks)
-        self._told = -1, error
 
     # ---- what goes out -----------------------------------------------------------------------------------------------
 
@@ -669,6 +809,16 @@ class _Machine:
         if self.error is not None:  # it was posted just when the error came
             request.done.set()
             return
+        if request.rejoins and self._aside is not None:
+            self._rejoining, self._answered_at = request, now
+            return
+        if request.rejoins or self._aside is not None:
+            request.failure = self._aside
+            request.done.set()
+            return
+        if request.readmits:
+            self.lost, self._returns = (), self._returns + 1
+            self._enter_view()
         self._request, self._began_at = request, now
         number = self._begun + 1
         receiving = self._receiving.get(number)

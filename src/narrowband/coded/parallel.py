@@ -74,6 +74,9 @@ class CodedDataParallel(nn.Module):
             would have, since all its blocks are on other ranks, too. They get the same bits as if nothing had happened.
         patience: with ``tolerate``, after so many seconds without a sign of life a rank that is waited for is lost. A
             rank that computes gives signs of life; that one is waited for as long as the process group would.
+        remember: with ``tolerate``, for so many steps a lost rank whose process lives may return: it is given the
+            averages that it missed and applies one after the other in its own training loop, with the same bits as all.
+            One of the others keeps them meanwhile, in 4 bytes per parameter and step of its host's memory. 0: never.
 
     Raises:
         ValueError: numbers that do not fit together, or ranks that differ in model or arguments.
@@ -81,7 +84,7 @@ class CodedDataParallel(nn.Module):
             gradients, several devices), or a transport that cannot go on without a rank, but should.
 
     Backward raises :class:`~narrowband.coded.RanksLostError` on all ranks where more are lost than ``tolerate`` says,
-    and on a rank that the others have gone on without.
+    and on a rank that the others have gone on without, once it cannot return.
 
     Example:
         >>> model = nb.CodedDataParallel(net, redundancy=2)
@@ -105,6 +108,7 @@ class CodedDataParallel(nn.Module):
         seed: int = 0,
         tolerate: int = 0,
         patience: float = 30.0,
+        remember: int = 16,
     ) -> None:
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
@@ -119,12 +123,13 @@ class CodedDataParallel(nn.Module):
             "seed": seed,
             "tolerate": tolerate,
             "patience": patience,
+            "remember": remember,
         }
         _agree(arguments, module, cast("dist.ProcessGroup", users))
         device = _check(module)
         ranks = dist.get_process_group_ranks(users)
         self.assignment = Assignment(len(ranks), redundancy, group or 0)
-        _check_tolerance(tolerate, patience, redundancy, transport)
+        _check_tolerance(tolerate, patience, remember, redundancy, transport)
         self.module = module
         self._trained = [p for p in module.parameters() if p.requires_grad]
         named = module.named_modules()
@@ -140,12 +145,21 @@ class CodedDataParallel(nn.Module):
         timeout = _timeout_of(users, device)
         own = dist.new_group(ranks, backend=dist.get_backend(users), timeout=timeout, use_local_synchronization=True)
         self._rank = dist.get_rank(own)
-        limits: dict[str, Any] = {"tolerate": tolerate, "patience": patience} if tolerate else {}
+        limits: dict[str, Any] = {}
+        if tolerate:
+            limits = {"tolerate": tolerate, "patience": patience, "readmits": remember > 0}
         self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport
         weakref.finalize(self, self.transport.close)
         numels = [p.numel() for p in self._trained]
         self._average = BlockAverage(
-            self.assignment, self._rank, numels, self.transport, bits=bits, span=span, device=device
+            self.assignment,
+            self._rank,
+            numels,
+            self.transport,
+            bits=bits,
+            span=span,
+            device=device,
+            remember=remember,
         )
         _warm_up(bits, device, own)
 
@@ -208,7 +222,7 @@ class CodedDataParallel(nn.Module):
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The rank that the others, and so this one, go on without; empty as long as all are there."""
+        """The rank that the others, and so this one, go on without; empty as long as, and as soon as, all are there."""
         return self.transport.lost
 
     def stats(self) -> CodedStats:
@@ -360,6 +374,8 @@ class _Run:
         model, blocks = self._model, self._blocks
         self._blocks = []
         weight = self._height * len(blocks) / self._samples
+        if model._average.is_given:  # this rank was lost: what these blocks contribute, others have computed
+            blocks = []
         for row, block in enumerate(blocks):
             first = row * self._height
             ends, starts = [], []
@@ -416,7 +432,9 @@ def _check(module: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def _check_tolerance(tolerate: int, patience: float, redundancy: int, transport: str | Transport) -> None:
+def _check_tolerance(
+    tolerate: int, patience: float, remember: int, redundancy: int, transport: str | Transport
+) -> None:
     if tolerate not in (0, 1):
         raise ValueError(f"tolerate={tolerate!r} is neither 0 nor 1")
     if tolerate and redundancy < 2:
@@ -425,6 +443,8 @@ def _check_tolerance(tolerate: int, patience: float, redundancy: int, transport:
         )
     if not 0 < patience < math.inf:
         raise ValueError(f"patience={patience!r} is no number of seconds above 0")
+    if remember < 0:
+        raise ValueError(f"remember={remember!r} is no number of steps")
     if not isinstance(transport, str) and transport.tolerate != tolerate:
         raise UnsupportedError(
             f"tolerate={tolerate}, but the transport, {transport.name}, has tolerate={transport.tolerate}; "

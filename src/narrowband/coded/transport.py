@@ -57,17 +57,42 @@ class Transport(ABC):
         device: where outgoing and incoming buffers have to live.
         tolerate: how many ranks may be lost: an exchange that fails for want of them says so
             (:class:`RanksLostError`), once on each of the others, and later ones go on without them.
-        lost: the ranks that were lost so far. Nothing may be wanted of them.
+        lost: the ranks that are lost. Nothing may be wanted of them.
+        readmits: whether a rank that was lost, and lives, may take part again: the others let it back in where it asks
+            (:attr:`returning`, :meth:`readmit`), and it waits for that (:meth:`rejoin`).
     """
 
     name: ClassVar[str]
     multicast: ClassVar[bool] = False
     device: torch.device = torch.device("cpu")
     tolerate: int = 0
+    readmits: bool = False
 
     @property
     def lost(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def returning(self) -> bool:
+        """Whether the lost rank is heard again, and asks to be let back."""
+        return False
+
+    def readmit(self) -> None:
+        """From the next exchange on the lost rank takes part again. All others call it between the same exchanges."""
+        raise UnsupportedError(f"the transport, {self.name}, lets no rank back in")
+
+    def drop(self) -> None:
+        """The lost rank cannot return any more, and is told so where it asks."""
+        raise UnsupportedError(f"the transport, {self.name}, lets no rank back in")
+
+    def rejoin(self) -> None:
+        """For a rank that the others go on without (an exchange has said so): ask to be let back, and wait for it. The
+        next exchange is then the first after :meth:`readmit` on the others.
+
+        Raises:
+            RanksLostError: they let this rank in no more, or none of them answers.
+        """
+        raise UnsupportedError(f"the transport, {self.name}, lets no rank back in")
 
     @abstractmethod
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
@@ -178,6 +203,7 @@ def connect(
     *,
     tolerate: int = 0,
     patience: float | None = None,
+    readmits: bool = False,
 ) -> Transport:
     """A transport among the ranks of a process group that nothing else uses. All of them call it.
 
@@ -190,6 +216,7 @@ def connect(
         timeout: of the group, which multicast keeps, too.
         tolerate: how many ranks may be lost, 0 or 1. One takes multicast: a process group waits for its members.
         patience: after so many seconds without a sign of life a rank is lost; None: after the time-out.
+        readmits: whether one that was lost may return.
 
     Raises:
         ValueError: a name that does not exist.
@@ -207,7 +234,7 @@ def connect(
 
     limits: dict[str, Any] = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
     try:
-        return Multicast(group, **limits, silence_s=patience, tolerate=tolerate)
+        return Multicast(group, **limits, silence_s=patience, tolerate=tolerate, readmits=readmits)
     except UnsupportedError as error:
         if name == "multicast":
             raise
