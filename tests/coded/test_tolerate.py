@@ -418,8 +418,14 @@ class KilledWhileSending(MulticastSocket):
         return super().send(header, payload)
 
 
-def live(pipe, rank, store, fates, naps):
-    """One rank's training. A fate is the step before which a rank is killed, or begins to be, after some datagrams."""
+class KilledOrCut(KilledWhileSending, Cut):
+    """Either, or neither."""
+
+
+def live(pipe, rank, store, fates, naps, cuts, remember):
+    """One rank's training. A fate is the step before which a rank is killed, or begins to be, after some datagrams; a
+    cut is one from which on it is cut off for some seconds.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def tell(message):
@@ -428,8 +434,8 @@ def live(pipe, rank, store, fates, naps):
     torch.set_num_threads(1)
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=limit)
-    with patch.object(probe, "MulticastSocket", KilledWhileSending):
-        model = nb.CodedDataParallel(mlp(dropout=0.2), 2, tolerate=1, patience=PATIENCE_S)
+    with patch.object(probe, "MulticastSocket", KilledOrCut):
+        model = nb.CodedDataParallel(mlp(dropout=0.2), 2, tolerate=1, patience=PATIENCE_S, remember=remember)
     dist.destroy_process_group()  # nothing of it is needed from here on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with capture() as messages:
@@ -437,6 +443,8 @@ def live(pipe, rank, store, fates, naps):
             for step in range(STEPS):
                 tell(step)
                 time.sleep(naps.get((rank, step), 0.0))
+                if (rank, step) in cuts:
+                    Cut.until = time.monotonic() + cuts[rank, step]
                 at, datagrams = fates.get(rank, (None, 0))
                 if at == step:
                     KilledWhileSending.left = datagrams
@@ -453,12 +461,12 @@ def live(pipe, rank, store, fates, naps):
 class Ranks:
     """Processes, one for each rank, that the test may kill, stop and continue."""
 
-    def __init__(self, store, fates, naps):
+    def __init__(self, *arguments):
         context = get_context("forkserver")
         self.processes, self._pipes = [], []
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
-            process = context.Process(target=live, args=(theirs, rank, store, fates, naps))
+            process = context.Process(target=live, args=(theirs, rank, *arguments))
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -485,8 +493,8 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def training(tmp_path, fates=(), naps=()) -> Iterator[Ranks]:
-    ranks = Ranks(str(tmp_path / "store"), dict(fates), dict(naps))
+def training(tmp_path, fates=(), naps=(), cuts=(), remember=16) -> Iterator[Ranks]:
+    ranks = Ranks(str(tmp_path / "store"), dict(fates), dict(naps), dict(cuts), remember)
     try:
         yield ranks
     finally:
@@ -534,16 +542,86 @@ def test_no_step_is_lost_with_a_rank_that_is_killed_at_any_time(tmp_path, expect
         assert_undisturbed(ranks.answers([0, 2, 3]), expected, 1)
 
 
-def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected):
-    with training(tmp_path) as ranks:
+@pytest.mark.parametrize("remember", [0, 1])
+def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, remember):
+    with training(tmp_path, naps={(0, STEPS - 1): 5.0}, remember=remember) as ranks:
         ranks.answers([2], until=lambda message: message == 3)
         ranks.signal(2, signal.SIGSTOP)
-        assert_undisturbed(ranks.answers([0, 1, 3]), expected, 2)
+        ranks.answers([0], until=lambda message: message == STEPS - 1)
         ranks.signal(2, signal.SIGCONT)
         ((kind, said, at_fault),) = ranks.answers([2])
         assert (kind, at_fault) == (RanksLostError, (2,))
         assert "the other ranks go on without this one" in said
         assert "restart all ranks from a checkpoint" in said
+        assert ("it was away for too long" in said) == (remember > 0)
+        answers = ranks.answers([0, 1, 3])
+        messages = [message for answer in answers for message in answer[-1]]
+        assert ["cannot return" in message for message in messages] == [False, True][: 1 + remember]
+        assert_undisturbed([(*answer[:-1], messages[:1] * (answer is answers[0])) for answer in answers], expected, 2)
+
+
+def assert_all_are_back(answers, expected, said):
+    parameters, keys = expected
+    for answer in answers:
+        assert isinstance(answer[0], torch.Tensor), answer
+        found, gone, steps, state, _ = answer
+        assert torch.equal(found, parameters)
+        assert (gone, steps, state) == ((), STEPS, keys)
+    messages = [message for answer in answers for message in answer[-1]]
+    for part, times in said.items():
+        assert sum(part in message for message in messages) == times, messages
+
+
+def test_ranks_that_were_stopped_return_and_end_with_the_same_bits(tmp_path, expected):
+    naps = {(1, 3): 1.0, (1, 6): 1.0}  # the others are still at it
+    with training(tmp_path, naps=naps) as ranks:
+        for lost, stopped, goes_on in (
+            (2, 1, 3),
+            (0, 5, 6),
+        ):  # rank 0 keeps what rank 2 missed, and then is lost itself
+            ranks.answers([lost], until=lambda message, step=stopped: message == step)
+            ranks.signal(lost, signal.SIGSTOP)
+            ranks.answers([1], until=lambda message, step=goes_on: message == step)
+            ranks.signal(lost, signal.SIGCONT)
+        said = {"rank 2 is lost": 1, "rank 2 is back": 1, "rank 0 is lost": 1, "rank 0 is back": 1, "this one": 2}
+        assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
+
+
+def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, expected):
+    cut_s = 2.5 * PATIENCE_S
+    with training(tmp_path, naps={(3, 5): cut_s}, cuts={(1, 2): cut_s}) as ranks:
+        said = {"rank 1 is lost": 1, "rank 1 is back": 1, "this one": 1, "cannot return": 0}
+        assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
+
+
+def cut_off_for_good(rank, world):
+    with patch.object(probe, "MulticastSocket", Cut):
+        multicast = Multicast(
+            dist.group.WORLD, timeout_s=2 * PATIENCE_S, silence_s=PATIENCE_S, tolerate=1, readmits=True, mtu=1500
+        )
+    incoming = places(rank, [8] * world)
+    wanted = everything(rank, [8] * world)
+    multicast.exchange(content(rank, 8, 0), incoming, wanted)
+    dist.barrier()
+    if rank == 1:
+        Cut.until = time.monotonic() + LIMIT_S
+    told = []
+    for attempt in (lambda: multicast.exchange(content(rank, 8, 1), incoming, wanted), multicast.rejoin):
+        if rank == 1:
+            with pytest.raises(RanksLostError) as caught:
+                attempt()
+            told.append((caught.value.ranks, str(caught.value)))
+    dist.barrier()
+    multicast.close()
+    return told
+
+
+def test_a_rank_that_nobody_answers_does_not_wait_for_ever():
+    told = run_ranks(cut_off_for_good, 3, timeout_s=LIMIT_S)
+    (ranks, said), (at_end, why) = told[1]
+    assert ranks == at_end == (1,)
+    assert "this rank is cut off" in said
+    assert "no other rank answered within 8 s" in why
 
 
 def test_two_ranks_that_are_killed_are_an_error_on_the_others(tmp_path):
@@ -565,6 +643,7 @@ def misuse(rank, world):
         refused(redundancy=1),
         refused(tolerate=2),
         refused(patience=0.0),
+        refused(remember=-1),
         refused(transport="broadcast"),
         refused(transport=nb.coded.Broadcast(dist.group.WORLD)),
         refused(redundancy=3),
@@ -581,6 +660,7 @@ def test_what_cannot_tolerate_a_loss_is_refused_alike_on_all_ranks():
         ("ValueError", "tolerate=1 takes redundancy=2 or more, not 1"),
         ("ValueError", "tolerate=2 is neither 0 nor 1"),
         ("ValueError", "patience=0.0"),
+        ("ValueError", "remember=-1"),
         ("UnsupportedError", "tolerate=1 takes transport='multicast'"),
         ("UnsupportedError", "the transport, broadcast, has tolerate=0"),
         ("ValueError", "redundancy=3 must be at least 1 and less than"),
