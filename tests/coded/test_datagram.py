@@ -83,7 +83,7 @@ def test_a_rank_does_not_read_its_own_and_nobody_has_a_rank_beyond_the_world():
 
 
 def test_another_format_and_an_unknown_kind_are_no_datagrams_though_their_code_is_right():
-    for form, kind in ((2, 2), (1, 0), (1, 7), (1, 255)):
+    for form, kind in ((2, 2), (1, 0), (1, 8), (1, 255)):
         fields = struct.pack("!BBHIQ", form, kind, 1, 0, 0)
         assert parse(fields + hashlib.blake2b(fields, key=KEY, digest_size=16).digest()) is None
 

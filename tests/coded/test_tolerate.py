@@ -249,7 +249,7 @@ class Absent(Transport):
     span=st.sampled_from([1.0, 1e-3, "auto"]),
     data=st.data(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_node_that_returns_has_the_same_bits_wherever_it_was_lost(numbers, bits, span, data):
     a, numels, steps = Assignment(*numbers), [7, 12], 6
     options = {"bits": bits, "span": span, "segment_nbytes": 40}
