@@ -170,7 +170,9 @@ _TABLES: dict[str, tuple[_Said, ...]] = {
     "link": (
         _Said(_GPT, None, 21.01, 3.05),
         _on_a_link("8 bits", "uniform:bits=8", "uniform:bits=8"),
+        _on_a_link("8 bits, gradients 4", "uniform:bits=8", "qsgd:bits=4"),
         _on_a_link("4 bits", "uniform:bits=4", "qsgd:bits=4"),
+        _on_a_link("AQ-SGD, 4 bits", "uniform:bits=4+aq-sgd:store=fp16", "qsgd:bits=4"),
         _on_a_link("top 10% from the start", _top(0.1), "topk:density=0.1,reuse=forward"),
     ),
 }
