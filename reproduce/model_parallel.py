@@ -263,12 +263,12 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
         *(
             _judged(
                 found,
-                f"a language model, {name} from the first step on: held-out loss is within {_LOSS_KEPT:.0%} of dense",
-                (name,),
+                f"a language model, {said.row.name}: held-out loss is within {_LOSS_KEPT:.0%} of dense",
+                (said.row.name,),
                 lambda dense, group: _loss(group) <= _loss(dense) * (1 + _LOSS_KEPT),
                 task="gpt",
             )
-            for name in ("8 bits", "4 bits")
+            for said in _TABLES["link"][1:]
         ),
     ]  # fmt: skip
 
