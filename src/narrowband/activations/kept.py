@@ -29,7 +29,7 @@ from narrowband.kernels import Rows
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["Arrangement", "Clock", "Estimates", "Exact", "Grouping", "Packed", "Payload", "ranges"]
+__all__ = ["Arena", "Arrangement", "Clock", "Estimates", "Exact", "Grouping", "Packed", "Payload", "ranges"]
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,41 @@ def _centred(step: Tensor, middle: int) -> Tensor:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
+class Arena:
+    """Memory for the codes of a pass: large pieces that hold nothing else, filled one after the other.
+
+    Codes live until backward, activations for a moment. Side by side in one heap, activations leave gaps between codes,
+    which the next activation does not fit into, and the process takes more and more memory from the system. A piece
+    goes back to the system with the last of the codes in it; backward needs them in the opposite order. On devices,
+    PyTorch's own allocator sees to that.
+
+    Example:
+        >>> arena, cpu = Arena(), torch.device("cpu")
+        >>> a, b = arena.take(100, cpu), arena.take(100, cpu)
+        >>> a.numel(), b.data_ptr() - a.data_ptr()
+        (100, 128)
+    """
+
+    #: Bytes of a piece: more than the 32 MiB up to which glibc may take it from its heap. What is never written to
+    #: takes no memory.
+    PIECE_NBYTES = 33 << 20
+    _ALIGNED = 64
+
+    def __init__(self) -> None:
+        self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory for so many bytes: uint8, flat."""
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if nbytes > self._piece.numel() - self._used:
+            self._piece, self._used = torch.empty(max(nbytes, self.PIECE_NBYTES), dtype=torch.uint8), 0
+        taken = torch.empty(0, dtype=torch.uint8)  # no view of the piece, of whose changes autograd would keep count
+        taken.set_(self._piece.untyped_storage(), self._used, (nbytes,), (1,))
+        self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
+        return taken
+
+
 class Payload:
     """The codes of a tensor, in the order of its memory. Every operator that saved it holds this one.
 
@@ -196,6 +231,7 @@ class Payload:
         beta: β.
         bits: of a code.
         dtype: of the tensor.
+        arena: where codes go.
         symmetric: whether a code in the middle stands for zero.
         stochastic: how codes are rounded.
         seed: of that.
@@ -211,6 +247,7 @@ class Payload:
         beta: Tensor,
         bits: Literal[8, 4, 2],
         dtype: torch.dtype,
+        arena: Arena,
         *,
         symmetric: bool,
         stochastic: bool,
@@ -224,7 +261,7 @@ class Payload:
         else:
             self.step = alpha / ((1 << bits) - 1)
             self.low = beta
-        self.codes = torch.empty(rows.nbytes(bits), dtype=torch.uint8, device=flat.device)
+        self.codes = arena.take(rows.nbytes(bits), flat.device)
         kernels.quantize_rows(flat, self.codes, rows, self.low, self.step, bits=bits, stochastic=stochastic, seed=seed)
 
     @property

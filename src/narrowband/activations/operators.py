@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
-from narrowband.activations.kept import Arrangement
+from narrowband.activations.kept import Arena, Arrangement
 from narrowband.activations.regions import unseen
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ class Watch(TorchFunctionMode):
 # ---- operators that keep one bit per element -------------------------------------------------------------------------
 
 
-def _bits_of(x: Tensor) -> Tensor:
+def _bits_of(x: Tensor, arena: Arena) -> Tensor:
     """One bit per element of a flat tensor: whether it is not at or below zero."""
-    mask = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+    mask = arena.take(-(-x.numel() // 8), x.device)
     kernels.mask_positive(x if x.dtype in (torch.float32, torch.bfloat16) else x.float(), mask)
     return mask
 
@@ -165,14 +165,16 @@ class _ReLU(torch.autograd.Function):
         else:
             y = torch.relu(x)
         ctx.arrangement = Arrangement.of(y)
-        ctx.mask = _bits_of(ctx.arrangement.flat(y))
-        at.keeps(plain=y, kept=ctx.mask.numel())
+        mask = _bits_of(ctx.arrangement.flat(y), at.arena)
+        at.keeps(mask, plain=y)
+        ctx.save_for_backward(mask)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        flat = _masked(ctx.arrangement.flat(gradient), ctx.mask, 1.0)
+        (mask,) = ctx.saved_tensors
+        flat = _masked(ctx.arrangement.flat(gradient), mask, 1.0)
         return ctx.arrangement.unflat(flat), None, None
 
 
@@ -192,16 +194,18 @@ class _Dropout(torch.autograd.Function):
                 y = x.copy_(y)
         if inplace:
             ctx.mark_dirty(x)
-        ctx.mask = _bits_of(ctx.arrangement.flat(noise))
+        mask = _bits_of(ctx.arrangement.flat(noise), at.arena)
         ctx.p = p
-        at.keeps(plain=plain, kept=ctx.mask.numel())
+        at.keeps(mask, plain=plain)
+        ctx.save_for_backward(mask)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         flat = ctx.arrangement.flat(gradient)
-        noise = _masked(torch.ones_like(flat), ctx.mask, 1.0)
+        (mask,) = ctx.saved_tensors
+        noise = _masked(torch.ones_like(flat), mask, 1.0)
         # As PyTorch does it on each, so that roundings, −0 and NaN are the same.
         if flat.device.type == "cpu":
             flat = noise.div_(1 - ctx.p).mul_(flat)

@@ -33,7 +33,7 @@ from torch.utils import checkpoint
 
 from narrowband.activations import operators, regions
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, obstacle
-from narrowband.activations.kept import Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
+from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
 from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.regions import (
@@ -155,6 +155,7 @@ class Pass:
         self.handle = handle
         self.policy = handle.policy
         self.saved = Saved()
+        self.arena = Arena()
         #: The operator at work, as far as the mode on functions sees it, and what it is given.
         self.operator: Known | None = None
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -268,14 +269,15 @@ class Pass:
             and torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks
         )
 
-    def keeps(self, *, plain: Tensor | int, kept: int) -> None:
-        """One of our operators keeps so many bytes; PyTorch's would keep a tensor, or so many of its own."""
+    def keeps(self, kept: Tensor, *, plain: Tensor | int) -> None:
+        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own."""
+        self._memory(kept).alive = True  # counted here, and kept as it is
         operator, module = self._place()
         if isinstance(plain, Tensor):
             memory = self._memory(plain)
             counted, memory.plain = memory.plain, True
             plain = 0 if counted else plain.untyped_storage().nbytes()
-        self.saved.add(operator.name, module, plain, kept)
+        self.saved.add(operator.name, module, plain, kept.numel())
         self.packed += 1
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ class Pass:
             return None  # inf and NaN are kept exactly, and what has no range in float32
         alpha, beta = ranges(low, high, policy, estimates, name)
         return Payload(
-            wide, rows, alpha, beta, bits, x.dtype,
+            wide, rows, alpha, beta, bits, x.dtype, self.arena,
             symmetric=policy.symmetric, stochastic=policy.rounding == "stochastic", seed=estimates.draw(),
         )  # fmt: skip
 
