@@ -34,6 +34,13 @@ def test_on_loopback_with_a_peer():
         assert row["share_of_allowed"] is None
 
 
+def test_a_schedule_changes_when_things_are_sent_and_not_what_is_learned():
+    first, second = (run(Config(rate="none", rows=ROWS[:2], schedule=name, **TINY)) for name in ("1F1B", "GPipe"))
+    for a, b in zip(first, second, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert (a["forward_nbytes"], a["backward_nbytes"]) == (b["forward_nbytes"], b["backward_nbytes"])
+
+
 @pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
 def test_the_kernel_counts_what_the_library_says_that_it_sent():
     rows = run(Config(rate="1gbit", rows=("none", "fp16"), **TINY | {"batch": 64}))
@@ -62,6 +69,7 @@ def test_the_parts_are_the_model():
         ({"nodes": 1}, "nodes=1 must be at least 2"),
         ({"epochs": 2}, "epochs=2 must be at least 3"),
         ({"rows": ()}, "nothing to measure"),
+        ({"schedule": "ZBV"}, "schedule='ZBV' is neither 1F1B nor GPipe"),
         ({"rows": ("none/topk:density=0.1,reuse=forward",)}, "use topk there"),
         ({"rate": "none", "delay": "5ms"}, "delay needs an emulated link"),
     ],

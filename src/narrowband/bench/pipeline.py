@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,8 @@ class Config:
         nodes: Number of stages, one to a rank.
         rate: Of every link in both directions: 100mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         rows: What to compress with: FORWARD/BACKWARD, or one spec for both.
+        schedule: Of PyTorch's pipeline engine: 1F1B waits for each send before it computes on; GPipe computes on, and
+            keeps the activations of all micro-batches.
         peers: Also measure PyTorch's own PipelineStage.
         epochs: Passes over the text; the first fills the buffers of aq-sgd, and the last two are compared.
         batches: Training steps in an epoch.
@@ -75,6 +77,7 @@ class Config:
         "topk:density=0.1,scope=sample/topk:density=0.1,reuse=forward",
         "uniform:bits=4+aq-sgd:store=fp16/qsgd:bits=4",
     )
+    schedule: Literal["1F1B", "GPipe"] = "1F1B"
     peers: bool = False
     epochs: int = 3
     batches: int = 4
@@ -89,6 +92,8 @@ class Config:
         for name, least in (("nodes", 2), ("epochs", 3), ("batches", 1), ("microbatches", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.schedule not in ("1F1B", "GPipe"):
+            raise ValueError(f"schedule={self.schedule!r} is neither 1F1B nor GPipe")
         if not self.rows and not self.peers:
             raise ValueError("nothing to measure: give rows, or ask for peers")
         for row in self.rows:
@@ -222,7 +227,8 @@ class _Row:
     """One row on one rank."""
 
     def __init__(self, name: str, config: Config, rank: int) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
 
         from narrowband.pipeline import CompressedStage
 
@@ -241,7 +247,8 @@ class _Row:
                 self._part, rank, config.nodes, place,
                 forward=forward, backward=backward, seed=config.seed, group=group,
             )  # fmt: skip
-        self._schedule = Schedule1F1B(self.stage, config.microbatches, loss_fn=_loss)
+        schedule: Any = get_schedule_class(config.schedule)
+        self._schedule = schedule(self.stage, config.microbatches, loss_fn=_loss)
         self.step_s: list[float] = []
         self.losses: list[float] = []
         self.link_bytes: list[int] = []
