@@ -130,6 +130,19 @@ def averages_in_steps(node, gradients, *, close=True):
     return found
 
 
+def undisturbed_steps(a, numels, steps, options):
+    """Gradients of some steps, and what a node has of them when none is lost."""
+    gradients = [gradients_of(a, numels, seed, scale=0.1 / a.blocks) for seed in range(steps)]
+    _, nodes = averages_of(a, numels, **options)
+    return gradients, on_all(a.nodes, lambda rank: averages_in_steps(nodes[rank], gradients))[0]
+
+
+def assert_same_steps(found, expected):
+    for (average, exponent), (expected_average, expected_exponent) in zip(found, expected, strict=True):
+        assert torch.equal(average, expected_average)
+        assert exponent == expected_exponent
+
+
 @given(
     numbers=st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
     bits=st.sampled_from([32, 16]),
@@ -138,11 +151,8 @@ def averages_in_steps(node, gradients, *, close=True):
 )
 @settings(max_examples=300, deadline=None)
 def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_same(numbers, bits, span, data):
-    a, numels, steps = Assignment(*numbers), [7, 12], 3
-    options = {"bits": bits, "span": span, "segment_nbytes": 40}
-    gradients = [gradients_of(a, numels, seed, scale=0.1 / a.blocks) for seed in range(steps)]
-    _, undisturbed = averages_of(a, numels, **options)
-    expected = on_all(a.nodes, lambda rank: averages_in_steps(undisturbed[rank], gradients))[0]
+    a, numels, options = Assignment(*numbers), [7, 12], {"bits": bits, "span": span, "segment_nbytes": 40}
+    gradients, expected = undisturbed_steps(a, numels, 3, options)
 
     mortal = data.draw(st.integers(0, a.nodes - 1), "mortal")
     last = data.draw(st.integers(1, 40), "last")
@@ -156,9 +166,7 @@ def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_
             continue
         if isinstance(result, Exception):
             raise result
-        for (average, exponent), (undisturbed_average, undisturbed_exponent) in zip(result, expected, strict=True):
-            assert torch.equal(average, undisturbed_average)
-            assert exponent == undisturbed_exponent
+        assert_same_steps(result, expected)
 
 
 class Absent(Transport):
@@ -251,11 +259,8 @@ class Absent(Transport):
 )
 @settings(max_examples=200, deadline=None)
 def test_a_node_that_returns_has_the_same_bits_wherever_it_was_lost(numbers, bits, span, data):
-    a, numels, steps = Assignment(*numbers), [7, 12], 6
-    options = {"bits": bits, "span": span, "segment_nbytes": 40}
-    gradients = [gradients_of(a, numels, seed, scale=0.1 / a.blocks) for seed in range(steps)]
-    _, undisturbed = averages_of(a, numels, **options)
-    expected = on_all(a.nodes, lambda rank: averages_in_steps(undisturbed[rank], gradients))[0]
+    a, numels, options = Assignment(*numbers), [7, 12], {"bits": bits, "span": span, "segment_nbytes": 40}
+    gradients, expected = undisturbed_steps(a, numels, 6, options)
 
     absent = data.draw(st.integers(0, a.nodes - 1), "absent")
     others = st.sets(st.sampled_from([rank for rank in range(a.nodes) if rank != absent]))
@@ -273,9 +278,7 @@ def test_a_node_that_returns_has_the_same_bits_wherever_it_was_lost(numbers, bit
             continue
         if isinstance(result, Exception):
             raise result
-        for (average, exponent), (undisturbed_average, undisturbed_exponent) in zip(result, expected, strict=True):
-            assert torch.equal(average, undisturbed_average)
-            assert exponent == undisturbed_exponent
+        assert_same_steps(result, expected)
     assert all(node._kept is None for node in nodes) or any(end.lost for end in ends)
 
 
