@@ -189,10 +189,9 @@ def _centred(step: Tensor, middle: int) -> Tensor:
 class Arena:
     """Memory for the codes of a pass: large pieces that hold nothing else, filled one after the other.
 
-    Codes live until backward, activations for a moment. Side by side in one heap, activations leave gaps between codes,
-    which the next activation does not fit into, and the process takes more and more memory from the system. A piece
-    goes back to the system with the last of the codes in it; backward needs them in the opposite order. On devices,
-    PyTorch's own allocator sees to that.
+    Codes live until backward, activations for a moment. Side by side in one heap, codes that are freed leave gaps
+    there, which stay with the process. A piece goes back to the system with the last of the codes in it, and backward
+    needs them in the opposite order. On devices, PyTorch's own allocator sees to that.
 
     Example:
         >>> arena, cpu = Arena(), torch.device("cpu")
