@@ -142,7 +142,8 @@ _SAID = {said.row.name: said for said in (_DENSE, _MESA, *(said for rows in _TAB
 _LEGEND = (
     "Score: mean ± standard deviation over seeds; without ± it is one seed's. Error: how far the gradient of a batch "
     "is from the exact one after training, as a share of its norm. Kept: of a step's activations, for backward; share: "
-    "of what dense keeps. Paper: accuracy of DeiT-Ti on ImageNet, and memory and speed in percent of its baseline's."
+    "of what dense keeps. Images/s: in training, two rows at a time, some of them beside other work: no measure of one "
+    "policy against another. Paper: accuracy of DeiT-Ti on ImageNet, and memory and speed in percent of its baseline's."
 )
 
 
