@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -194,6 +195,59 @@ def test_a_schedule_that_goes_back_in_another_order():
     assert losses == pytest.approx(expected, rel=1e-5)
     with pytest.raises(RankError, match="in one order"):
         run_ranks(on_ranks, 2, "LoopedBFS", spec, "qsgd:bits=4+ef21")
+
+
+def computing_while_messages_travel(rank, world_size, name):
+    """On the second of two ranks: how many messages had arrived, beside its own, when each micro-batch was computed."""
+    cut = parts(2)
+    stage = nb.CompressedStage(cut[rank], rank, 2, CPU, forward="qsgd:bits=4", backward="qsgd:bits=4")
+    schedule = schedule_of(name, [stage])
+    run_step(schedule, [stage], *batch(0))  # the first step finds shapes out
+    asked, found = [], []
+
+    def irecv(tensor, *args, **kwargs):
+        asked.append(tensor.fill_(255))
+        return receive(tensor, *args, **kwargs)
+
+    def waiting(module, args):
+        """Goes on when the messages of two more micro-batches are there."""
+        own = len(found)
+        expected = min(own + 3, MICROBATCHES)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not (
+            len(asked) >= expected and all(bool((tensor != 255).any()) for tensor in asked[:expected])
+        ):
+            time.sleep(0.001)
+        found.append(sum(bool((tensor != 255).any()) for tensor in asked) - own - 1)
+
+    receive = dist.irecv
+    if rank == 1:
+        cut[1].register_forward_pre_hook(waiting)
+        dist.irecv = dist.distributed_c10d.irecv = irecv
+    run_step(schedule, [stage], *batch(1))
+    dist.irecv = dist.distributed_c10d.irecv = receive
+    return found
+
+
+def test_messages_travel_while_a_stage_computes():
+    assert run_ranks(computing_while_messages_travel, 2, "GPipe")[1] == [2, 2, 1, 0]
+
+
+def posted(rank, world_size, name):
+    """How many messages are still to be sent or received when a step of training, and one of evaluation, has ended."""
+    cut = parts(world_size)
+    stage = nb.CompressedStage(cut[rank], rank, world_size, CPU, forward="qsgd:bits=4", backward="qsgd:bits=4")
+    schedule = schedule_of(name, [stage])
+    open_ends = []
+    for train in (True, False):
+        run_step(schedule, [stage], *batch(0), train)
+        open_ends.append(sum(map(len, (stage._arriving, *stage._leaving))))
+    return open_ends
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_a_step_ends_when_its_messages_have_arrived(name):
+    assert run_ranks(posted, 3, name) == [[0, 0]] * 3
 
 
 @pytest.mark.parametrize("counted", ["steps", "epochs"])  # a step is an epoch here

@@ -54,8 +54,7 @@ class Config:
         nodes: Number of stages, one to a rank.
         rate: Of every link in both directions: 100mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         rows: What to compress with: FORWARD/BACKWARD, or one spec for both.
-        schedule: Of PyTorch's pipeline engine: 1F1B waits for each send before it computes on; GPipe computes on, and
-            keeps the activations of all micro-batches.
+        schedule: Of PyTorch's pipeline engine: 1F1B, or GPipe, which keeps the activations of all micro-batches.
         peers: Also measure PyTorch's own PipelineStage.
         epochs: Passes over the text; the first fills the buffers of aq-sgd, and the last two are compared.
         batches: Training steps in an epoch.
@@ -73,6 +72,7 @@ class Config:
         "none",
         "fp16",
         "uniform:bits=8",
+        "uniform:bits=8/qsgd:bits=4",
         "uniform:bits=4/qsgd:bits=4",
         "topk:density=0.1,scope=sample/topk:density=0.1,reuse=forward",
         "uniform:bits=4+aq-sgd:store=fp16/qsgd:bits=4",

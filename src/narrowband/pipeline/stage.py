@@ -2,13 +2,19 @@
 
 :class:`CompressedStage` is a ``torch.distributed.pipelining.PipelineStage``; schedules (GPipe, 1F1B, interleaved, zero
 bubble) ask it for what to send and where to receive, and get payloads where there would have been tensors. Everything
-else is theirs: order, overlap, autograd, DDP around a stage's module.
+else is theirs: order, autograd, DDP around a stage's module.
+
+On the CPU the stage sends and receives by itself, and schedules are told that there is nothing to do. gloo moves a
+message when both ends have asked for it, and 1F1B asks for what it needs next and waits, for its own sends, too: links
+would idle while stages compute, and stages while links work. So a stage asks for the next messages before it needs
+them, and waits for its sends when the step ends. Each message has a tag of its own, so their order is free. On GPUs
+waiting holds up a stream and not the process, and schedules do it all.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,12 +36,28 @@ if TYPE_CHECKING:
 __all__ = ["CompressedStage"]
 
 
-class _Arriving(NamedTuple):
-    """A payload that is on its way, and where its tensor belongs."""
+#: Which way: with activations, or with their gradients.
+_FORWARD, _BACKWARD = 0, 1
 
-    channel: Channel
+#: How many micro-batches are asked for before they are needed: one to arrive while one is computed with, and one more
+#: for when a stage is late.
+_AHEAD = 2
+
+
+class _Arriving(NamedTuple):
+    """A message that is on its way, and where its tensor belongs.
+
+    Attributes:
+        channel: that unpacks it; None where a tensor travels as it is.
+        payload: where it arrives.
+        place: where its tensor belongs.
+        work: to wait for; None where the schedule does.
+    """
+
+    channel: Channel | None
     payload: Tensor
     place: Tensor
+    work: dist.Work | None
 
 
 class _Side:
@@ -155,7 +177,12 @@ class CompressedStage(PipelineStage):
         #: Those of this step's batch, and of its micro-batches.
         self._whole: Tensor | None = None
         self._parts: tuple[Tensor, ...] | None = None
-        self._arriving: dict[tuple[str, int], list[_Arriving]] = {}
+        #: By way and micro-batch: what is on its way; all that was asked for in this step.
+        self._arriving: dict[tuple[int, int], list[_Arriving]] = {}
+        self._asked: set[tuple[int, int]] = set()
+        #: By way: what was sent in this step and has not been waited for, a list for each micro-batch.
+        self._leaving: tuple[list[list[tuple[dist.Work, Tensor]]], ...] = ([], [])
+        self._backwards = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, from 0 on, where warm-up counts epochs. Call on all ranks."""
@@ -170,7 +197,7 @@ class CompressedStage(PipelineStage):
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         metas = self._stage_meta.outputs or ()
         numbers = [n for n, stages in self.act_send_info.items() for stage in stages if stage is not None]
-        return self._sending(ops, numbers, metas, self._behind, 0, fwd_chunk_id)
+        return self._send(self._packed(ops, numbers, metas, _FORWARD, fwd_chunk_id), _FORWARD, fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What to send of the gradients of a micro-batch's inputs."""
@@ -179,32 +206,38 @@ class CompressedStage(PipelineStage):
             return ops
         metas = [self._get_grad_send_meta(n) for n in range(len(self.grad_send_info or ()))]
         numbers = [n for n, stage in enumerate(self.grad_send_info or ()) if stage is not None and metas[n] is not None]
-        return self._sending(ops, numbers, metas, self._before, 1, bwd_chunk_id)
+        return self._send(self._packed(ops, numbers, metas, _BACKWARD, bwd_chunk_id), _BACKWARD, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Where to receive a micro-batch's activations."""
-        ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        return self._receiving(ops, self.args_recv_info[fwd_chunk_id], self._before, 0, fwd_chunk_id)
+        return self._receive(_FORWARD, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Where to receive the gradients of a micro-batch's outputs."""
-        ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        return self._receiving(ops, self.grad_recv_info[bwd_chunk_id], self._behind, 1, bwd_chunk_id) if ops else ops
+        return self._receive(_BACKWARD, bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch forward."""
-        self._unpack("forward", fwd_chunk_id)
+        self._unpack(_FORWARD, fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch backward."""
-        self._unpack("backward", bwd_chunk_id)
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._unpack(_BACKWARD, bwd_chunk_id)
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._backwards += 1
+        if self._backwards == self._microbatches:
+            self._see_off(_FORWARD)  # gradients came back: activations have long arrived
+        return result
 
     def clear_runtime_states(self) -> None:
         """A new step begins."""
         super().clear_runtime_states()
         self._arriving.clear()
+        self._asked.clear()
+        self._backwards = 0
+        for leaving in self._leaving:
+            leaving.clear()
         if not self._met:
             self._met = True
             self._meet()
@@ -233,16 +266,11 @@ class CompressedStage(PipelineStage):
 
     # ---- sending and receiving ---------------------------------------------------------------------------------------
 
-    def _sending(
-        self,
-        ops: list[dist.P2POp],
-        numbers: list[int],
-        metas: Sequence[Any],
-        side: _Side | None,
-        way: int,
-        microbatch: int,
+    def _packed(
+        self, ops: list[dist.P2POp], numbers: list[int], metas: Sequence[Any], way: int, microbatch: int
     ) -> list[dist.P2POp]:
         """The same operations with payloads."""
+        side = self._before if way else self._behind
         for op, number in zip(ops, numbers, strict=True):
             x, meta = op.tensor, metas[number]
             if x.shape != meta.shape or x.dtype != meta.dtype:
@@ -260,33 +288,81 @@ class CompressedStage(PipelineStage):
                 op.tensor = x.contiguous()
         return ops
 
-    def _receiving(
-        self, ops: list[dist.P2POp], infos: Sequence[Any], side: _Side | None, way: int, microbatch: int
-    ) -> list[dist.P2POp]:
-        """The same operations with room for payloads."""
+    def _send(self, ops: list[dist.P2POp], way: int, microbatch: int) -> list[dist.P2POp]:
+        """Send, and return what is left for the schedule to send."""
+        if not self._by_itself:
+            return ops
+        tag = self._tag(self.stage_index - way, way, microbatch)
+        leaving = self._leaving[way]
+        leaving.append([(_started(dist.isend, op, tag, group_dst=op.group_peer), op.tensor) for op in ops])
+        # Of a step in training, activations are seen off when the last gradient has come back.
+        if len(leaving) == self._microbatches and (way == _BACKWARD or not self.has_backward):
+            self._see_off(way)
+        return []
+
+    def _see_off(self, way: int) -> None:
+        """Wait until what was sent has arrived."""
+        for sent in self._leaving[way]:
+            for work, _ in sent:
+                work.wait()
+        self._leaving[way].clear()
+
+    def _receive(self, way: int, microbatch: int) -> list[dist.P2POp]:
+        """Begin to receive a micro-batch and those after it, and return what is left for the schedule to receive."""
+        if not self._by_itself:
+            return self._expect(way, microbatch)
+        side = self._behind if way else self._before
+        # How long a message of aq-sgd is depends on what those before it have brought.
+        ahead = 0 if side is None or side.pair(0)[way].by_sample else _AHEAD
+        for coming in range(microbatch, min(microbatch + ahead + 1, self._microbatches)):
+            if (way, coming) not in self._asked:
+                self._asked.add((way, coming))
+                self._expect(way, coming)
+        return []
+
+    def _expect(self, way: int, microbatch: int) -> list[dist.P2POp]:
+        """Make room for what a micro-batch brings; the operations that receive it."""
+        if way == _BACKWARD:
+            ops = super().get_bwd_recv_ops(microbatch)
+            infos, side = self.grad_recv_info[microbatch] if ops else (), self._behind
+        else:
+            ops, infos, side = super().get_fwd_recv_ops(microbatch), self.args_recv_info[microbatch], self._before
         numbers = [n for n, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
-        arriving = self._arriving.setdefault((("forward", "backward")[way], microbatch), [])
+        arriving = self._arriving[way, microbatch] = []
+        tag = self._tag(self.stage_index - 1 + way, way, microbatch)
         for op, number in zip(ops, numbers, strict=True):
-            place = op.tensor
-            if not self._compresses(place):
-                continue
-            assert side is not None
-            channel = side.pair(number)[way]
-            nbytes = channel.payload_nbytes(
-                tuple(place.shape), place.dtype, self._at(microbatch),
-                samples=self._samples(channel, microbatch), training=self.has_backward,
-            )  # fmt: skip
-            op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
-            arriving.append(_Arriving(channel, op.tensor, place))
+            place, channel = op.tensor, None
+            if self._compresses(place):
+                assert side is not None
+                channel = side.pair(number)[way]
+                nbytes = channel.payload_nbytes(
+                    tuple(place.shape), place.dtype, self._at(microbatch),
+                    samples=self._samples(channel, microbatch), training=self.has_backward,
+                )  # fmt: skip
+                op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
+            work = _started(dist.irecv, op, tag, group_src=op.group_peer) if self._by_itself else None
+            arriving.append(_Arriving(channel, op.tensor, place, work))
         return ops
 
-    def _unpack(self, way: str, microbatch: int) -> None:
+    def _unpack(self, way: int, microbatch: int) -> None:
         """What was received becomes tensors."""
-        for channel, payload, place in self._arriving.pop((way, microbatch), ()):
-            samples = self._samples(channel, microbatch)
-            channel.unpack(
-                payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
-            )  # fmt: skip
+        for channel, payload, place, work in self._arriving.pop((way, microbatch), ()):
+            if work is not None:
+                work.wait()
+            if channel is not None:
+                samples = self._samples(channel, microbatch)
+                channel.unpack(
+                    payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
+                )  # fmt: skip
+
+    @property
+    def _by_itself(self) -> bool:
+        """Whether this stage sends and receives, and not its schedule."""
+        return self.device.type == "cpu"
+
+    def _tag(self, boundary: int, way: int, microbatch: int) -> int:
+        """Of a message: no other one of a step has it. PyTorch's own have 0."""
+        return 1 + (2 * boundary + way) * self._microbatches + microbatch
 
     def _compresses(self, x: Tensor) -> bool:
         return compressible(x) and (self.has_backward or self._in_eval)
@@ -386,6 +462,13 @@ class CompressedStage(PipelineStage):
             if side is not None:
                 side.load_state_dict(state[name])
         self._step = state["step"]
+
+
+def _started(call: Callable[..., dist.Work | None], op: dist.P2POp, tag: int, **peer: int) -> dist.Work:
+    """An operation that goes on while others begin."""
+    work = call(op.tensor, group=op.group, tag=tag, **peer)
+    assert work is not None  # it would be of a rank that is not in the group
+    return work
 
 
 def _each(specs: Any, number: int, name: str) -> list[Any]:
