@@ -183,8 +183,6 @@ def test_running_statistics_see_a_batch_once():
     buffers = dict(model.named_buffers())
     assert all(same(buffer, buffers[name]) for name, buffer in ours.named_buffers())
     assert not same(by_hand.layer1.bn1.running_mean, model.layer1.bn1.running_mean)
-    for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
-        assert q.grad is not None, name
     model.eval()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     step(model, x, modules=modules)
@@ -263,7 +261,7 @@ def test_changing_an_input_in_place_is_an_error():
     model = Chain(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(32, 32)))
     with compress(model, modules={"parts.0": "checkpoint"}):
         y = model(torch.randn(20, 32))
-    with pytest.raises(RuntimeError, match="which checkpoint in parts.0 saved for backward, is at version"):
+    with pytest.raises(RuntimeError, match=r"which checkpoint in parts\.0 saved for backward, is at version"):
         y.sum().backward()
 
 
