@@ -41,6 +41,7 @@ OPERATORS: dict[str, str] = {
     "gelu": "GELU and SiLU",
     "relu": "ReLU: one bit per element, whatever the bits",
     "dropout": "dropout: one bit per element, whatever the bits",
+    "max_pool": "max pooling: over planes one byte per result, whatever the bits",
     "conv": "convolutions",
     "batch_norm": "batch normalization",
     "compiled": "what a graph of torch.compile saves, whatever its operators",

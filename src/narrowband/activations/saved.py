@@ -60,7 +60,9 @@ _GROUPS = 8
 _COMPILED_GROUP = 256
 
 #: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
-_SECOND = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "AvgPool", "Mkldnn")
+_SECOND = (
+    "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
+)  # fmt: skip
 #: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
 _OF_A_PARAMETER = tuple(
     f"{name}Backward0"
@@ -289,15 +291,15 @@ class Pass:
             and self._saves_here()
         )
 
-    def keeps(self, kept: Tensor, *, plain: Tensor | int) -> None:
-        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own."""
+    def keeps(self, kept: Tensor, *, plain: Tensor | int, and_bytes: int = 0) -> None:
+        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own, or both."""
         self._memory(kept).alive = True  # counted here, and kept as it is
         operator, module = self._place()
         if isinstance(plain, Tensor):
             memory = self._memory(plain)
             counted, memory.plain = memory.plain, True
             plain = 0 if counted else plain.untyped_storage().nbytes()
-        self.saved.add(operator.name, module, plain, kept.numel())
+        self.saved.add(operator.name, module, plain + and_bytes, kept.numel())
         self.packed += 1
 
     # ---- hooks -------------------------------------------------------------------------------------------------------

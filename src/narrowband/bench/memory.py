@@ -121,8 +121,8 @@ class Config:
             module and the tuple of its inputs.
         batch: Samples.
         bits: Of what is kept; a row each.
-        peers: Also bfloat16 autocast, full activation checkpointing, and combinations; and, where modules are called mlp,
-            what few bits are when those are computed again.
+        peers: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
+            computed again, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
         seed: Of parameters and data.
