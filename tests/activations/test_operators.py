@@ -1,4 +1,4 @@
-"""Which operator is at work, and those that keep one bit per element: forward and backward to the bit as PyTorch's."""
+"""Which operator is at work, and those that keep a bit or a byte per element: to the bit as PyTorch's."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_same_seed_goes_on_the_same():
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize("function", [F.relu, lambda x: F.dropout(x, 0.3)])
+@pytest.mark.parametrize("function", [F.relu, lambda x: F.dropout(x, 0.3), lambda x: F.max_pool2d(x[None], 2)])
 def test_differentiating_twice_is_an_error_that_says_so(function):
     model, handle = compressing(function)
     x = torch.randn(8, 8, requires_grad=True)
@@ -170,7 +170,7 @@ def test_differentiating_twice_is_an_error_that_says_so(function):
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
-    model, handle = compressing(function, operators={"relu": "off", "dropout": "off"})
+    model, handle = compressing(function, operators={"relu": "off", "dropout": "off", "max_pool": "off"})
     with handle:
         y = model(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -222,6 +222,104 @@ def test_a_function_that_was_replaced_is_called(monkeypatch):
     assert same(after, model(x, x, x, need_weights=False)[0])
     assert not same(after, before)
     assert saved.by_operator["attention"].kept < saved.by_operator["attention"].plain
+
+
+# ---- max pooling -----------------------------------------------------------------------------------------------------
+
+POOLS = {
+    "F.max_pool2d": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "stride of the kernel": lambda x: F.max_pool2d(x, 2),
+    "torch.max_pool2d": lambda x: torch.max_pool2d(x, (2, 3), (), (1, 1)),
+    "keyword": lambda x: F.max_pool2d(input=x, kernel_size=[3], padding=(1,), ceil_mode=True),
+    "module": nn.MaxPool2d(3, (1, 2), 1, ceil_mode=True),
+    "of one sample": lambda x: F.max_pool2d(x[0], 3, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pooling_is_that_of_pytorch_to_the_bit(name, dtype):
+    torch.manual_seed(1)
+    x = torch.cat([torch.randn(353), ODD]).to(dtype)[torch.randperm(360)].view(2, 3, 6, 10)
+    x[0, 1, 2, 3] = float("nan")
+    gradient = torch.randn_like(POOLS[name](x))
+    gradient.view(-1)[:7] = ODD
+    (y, grad, _), (ours, our_grad, saved) = both(POOLS[name], x, gradient)
+    assert same(ours, y)
+    assert same(our_grad, grad)
+    assert y.isnan().any()
+    kept = saved.by_operator["max_pool"]
+    assert kept.plain == x.nbytes + 8 * y.numel()
+    assert kept.kept == (y.numel() if dtype != torch.float64 else kept.plain)
+
+
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_input", LAYOUTS)
+def test_max_pooling_however_input_and_gradient_lie_in_memory(of_input, of_gradient):
+    torch.manual_seed(2)
+    x, gradient = LAYOUTS[of_input](torch.randn(3, 4, 5, 4)), LAYOUTS[of_gradient](torch.randn(3, 4, 5, 4))
+    if x.shape != gradient.shape:
+        gradient = gradient.contiguous().view(x.shape)
+    (y, grad, _), (ours, our_grad, saved) = both(lambda x: F.max_pool2d(x, 3, 1, 1), x, gradient)
+    assert same(ours, y)
+    assert ours.stride() == y.stride()
+    assert same(our_grad, grad)
+    assert our_grad.stride() == grad.stride()
+    assert saved.by_operator["max_pool"].kept == y.numel()
+
+
+@given(data=st.data(), last=st.booleans(), ceil_mode=st.booleans(), dtype=st.sampled_from(DTYPES[:3]))
+def test_max_pooling_of_any_windows(data, last, ceil_mode, dtype):
+    """Few values, so that many are equal; and windows in which nothing is above −inf."""
+    draw = data.draw
+    kernel = draw(st.tuples(st.integers(1, 17), st.integers(1, 17)))
+    padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
+    stride = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)) | st.none())
+    plane = tuple(draw(st.integers(max(1, k - 2 * p), 24)) for k, p in zip(kernel, padding, strict=True))
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, float("nan"), -float("inf"), float("inf")][: draw(st.integers(1, 7))])
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    values = values if draw(st.booleans()) else -values.abs() / 0
+    x = values[torch.randint(len(values), (2, 3, *plane))].to(dtype)
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+
+    def function(x):
+        return F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
+
+    gradient = torch.randn_like(function(x))
+    (y, grad, _), (ours, our_grad, saved) = both(function, x, gradient)
+    assert same(ours, y)
+    assert same(our_grad, grad)
+    fits = kernel[0] * kernel[1] <= 256
+    assert (saved.by_operator["max_pool"].kept == y.numel()) == fits
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.max_pool2d(x, 2, dilation=2),
+        lambda x: F.max_pool2d(x, 17, 1),
+        lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+        lambda x: F.max_pool1d(x[0], 2),
+        lambda x: F.max_pool3d(x, 2),
+    ],
+    ids=["dilation", "large windows", "indices", "lines", "volumes"],
+)
+def test_other_max_pooling_is_left_to_pytorch_and_has_the_name(function):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 20, 20)
+    (y, grad, _), (ours, our_grad, saved) = both(function, x, torch.randn_like(function(x)))
+    assert same(ours, y)
+    assert grad.count_nonzero() == our_grad.count_nonzero()
+    kept = saved.by_operator["max_pool"]
+    assert kept.plain >= x[0].nbytes + 8 * y.numel()
+    assert kept.kept >= kept.plain - 4 * x.numel() + x[0].numel()
+
+
+def test_an_error_of_max_pooling_is_that_of_pytorch():
+    model, handle = compressing(lambda x: F.max_pool2d(x, 2, padding=2))
+    with handle, pytest.raises(RuntimeError, match="pad should be at most half"):
+        model(torch.randn(2, 2, 8, 8, requires_grad=True))
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

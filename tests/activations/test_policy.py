@@ -10,14 +10,15 @@ from narrowband.activations import OPERATORS, ActivationPolicy
 
 bits = st.sampled_from([8, 4, 2, "off"])
 operators = st.sampled_from(sorted(OPERATORS))
+names = st.text(max_size=8).map(lambda name: name.replace(":", "."))
 policies = st.builds(
     ActivationPolicy,
     bits=bits,
     operators=st.dictionaries(operators, bits, max_size=3),
-    modules=st.dictionaries(
-        st.builds(str.__add__, st.text(max_size=8).map(lambda name: name.replace(":", ".")),
-                  operators.map(":{}".format) | st.just("")),
-        bits, max_size=3,
+    modules=st.builds(
+        dict.__or__,
+        st.dictionaries(names, bits | st.just("checkpoint"), max_size=3),
+        st.dictionaries(st.builds("{}:{}".format, names, operators), bits, max_size=3),
     ),
     min_numel=st.integers(1, 10**9),
     granularity=st.sampled_from(["group", "layer"]),
@@ -93,6 +94,43 @@ def test_layer_norms_keep_eight_bits_unless_named(options, expected):
     assert ActivationPolicy(**options).bits_for("layer_norm", "norm1") == expected
 
 
+def test_the_last_pattern_of_whole_modules_says_which_are_computed_again():
+    policy = ActivationPolicy(
+        bits=4,
+        modules={
+            "a": "checkpoint",
+            "a.b": 8,
+            "a.*": "checkpoint",
+            "a.c": "off",
+            "d": 2,
+            "d:gelu": 8,
+            "d*": "checkpoint",
+        },
+    )
+    assert [name for name in ("", "a", "a.b", "a.b.x", "a.c", "d", "e") if policy.checkpoints(name)] == [
+        "a", "a.b", "a.b.x", "d",
+    ]  # fmt: skip
+    assert not policy.is_off
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"modules": {"a": "checkpoint"}}, 8),
+        ({"bits": 4, "modules": {"a": "checkpoint"}}, 4),
+        ({"operators": {"checkpoint": "off"}, "modules": {"a": "checkpoint"}}, "off"),
+        ({"modules": {"*": 2, "a": "checkpoint"}}, 2),
+        ({"modules": {"a:checkpoint": 4, "a": "checkpoint"}}, 4),
+        ({"modules": {"a:gelu": 4, "a": "checkpoint"}}, 8),
+    ],
+    ids=str,
+)
+def test_inputs_of_what_is_computed_again_have_the_bits_of_their_operator(options, expected):
+    policy = ActivationPolicy(**options)
+    assert policy.checkpoints("a")
+    assert policy.bits_for("checkpoint", "a") == expected
+
+
 @given(policy=policies)
 def test_toml_says_all_of_a_policy(policy, tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "policy.toml"
@@ -116,7 +154,11 @@ def test_what_is_default_is_not_written():
         ({"bits": True}, r"bits=True: there are"),
         ({"bits": "Off"}, r"bits='Off': there are"),
         ({"operators": {"softmax": 16}}, r"softmax=16: there are"),
-        ({"modules": {"head": 1}}, r"head=1: there are"),
+        ({"modules": {"head": 1}}, r"head=1: there are 8, 4 and 2 bits, and \"off\", and for modules \"checkpoint\"$"),
+        ({"modules": {"head:softmax": 1}}, r"head:softmax=1: there are 8, 4 and 2 bits, and \"off\"$"),
+        ({"bits": "checkpoint"}, r"bits='checkpoint': only modules are computed again, as a whole"),
+        ({"operators": {"gelu": "checkpoint"}}, r"gelu='checkpoint': only modules"),
+        ({"modules": {"head:gelu": "checkpoint"}}, r"head:gelu='checkpoint': only modules are .* modules={\"blocks"),
         ({"operators": {"softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'\? There are: matmul, "),
         ({"operators": {"zzz": 8}}, r"unknown operator 'zzz'\. There are: matmul, "),
         ({"modules": {"head:softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'"),

@@ -12,6 +12,8 @@ from narrowband.activations import ActivationPolicy, Kept, Saved
 from narrowband.bench import memory
 
 MODEL = """
+from collections import OrderedDict
+
 import torch
 from torch import nn
 
@@ -27,6 +29,10 @@ class Block(nn.Module):
 
 def build(batch):
     return nn.Sequential(Block(), Block(), Block()), (torch.randn(batch, 32, WIDTH),)
+
+def halves(batch):
+    model, x = build(batch)
+    return nn.Sequential(*(nn.Sequential(OrderedDict(mlp=block)) for block in model)), x
 
 def bare(batch):
     return nn.Linear(64, 64), torch.randn(batch, 64)
@@ -111,6 +117,17 @@ def test_rows_tell_bytes_time_and_fidelity(model):
     assert rows["bf16"]["kept_bytes"] < plain
     assert all(row["step_s"] > 0 and row["compress_s"] >= 0 for row in rows.values())
     assert rows["8 bits"]["compress_s"] > 0
+
+
+def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
+    config = memory.Config(model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), peers=True, rounds=1)
+    rows = {row["name"]: row for row in memory.run(config)}
+    assert len(rows) == 11
+    assert memory.count(config) == 22
+    elements = 8 * 32 * 64
+    assert rows["8 bits, MLPs again"]["kept_bytes"] == 2 * elements  # the first input is the caller's
+    assert rows["4 bits, MLPs again"]["kept_bytes"] == elements
+    assert rows["8 bits, MLPs again"]["gradient_error"] < rows["4 bits, MLPs again"]["gradient_error"] < 0.3
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler, and there is no g++")

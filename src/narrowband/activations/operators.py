@@ -4,13 +4,15 @@ A hook on saved tensors is told the tensor and nothing else. So a mode on torch 
 the name a policy has for it, and where in a tensor its channels or heads are.
 
 ReLU's backward asks of an element whether it was above zero, and dropout's whether it was kept: one bit. Here they save
-that, where PyTorch's save the result, or the mask in the dtype of the input. Forward they compute the same bits.
+that, where PyTorch's save the result, or the mask in the dtype of the input. Max pooling's asks where in its window a
+maximum was: one byte, where PyTorch's saves a position in eight, and the input. Forward they compute the same bits.
 """
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -62,6 +64,10 @@ def _table() -> dict[Any, Known]:
         Known("dropout", "either"): [F.dropout, torch.dropout],
         Known("conv", "second"): [
             F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        ],
+        Known("max_pool", "either"): [
+            F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d,
+            F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices,
         ],
         Known("batch_norm", "second"): [F.batch_norm, torch.batch_norm, F.instance_norm],
     }  # fmt: skip
@@ -137,7 +143,7 @@ class Watch(TorchFunctionMode):
             at.operator, at.arguments = None, ((), {})
 
 
-# ---- operators that keep one bit per element -------------------------------------------------------------------------
+# ---- operators that keep a bit or a byte per element -----------------------------------------------------------------
 
 
 def _bits_of(x: Tensor, arena: Arena) -> Tensor:
@@ -214,6 +220,70 @@ class _Dropout(torch.autograd.Function):
         return ctx.arrangement.unflat(flat), None, None, None
 
 
+class _Windows(NamedTuple):
+    """Of max pooling over planes, without dilation.
+
+    Attributes:
+        shape: of the input, (…, H, W).
+        kernel: of a window, (rows, columns).
+        stride: of windows.
+        padding: before the first row and column.
+        ceil_mode: whether windows may begin inside and end outside.
+    """
+
+    shape: tuple[int, ...]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    ceil_mode: bool
+
+    def places(self, position: Tensor) -> Tensor:
+        """row · columns + column within its window, int32, of each position row · W + column in the input."""
+        position = position.int()
+        row = position.div(self.shape[-1], rounding_mode="trunc")
+        return position.add_(row, alpha=self.kernel[1] - self.shape[-1]).sub_(self._first(position, self.kernel[1]))
+
+    def positions(self, place: Tensor) -> Tensor:
+        """The inverse, int64."""
+        place = place.int()
+        row = place.div(self.kernel[1], rounding_mode="trunc")
+        place.add_(row, alpha=self.shape[-1] - self.kernel[1]).add_(self._first(place, self.shape[-1]))
+        return place.long()
+
+    def _first(self, like: Tensor, columns: int) -> Tensor:
+        """Where windows begin, (rows of windows, columns of windows), in rows of so many columns."""
+        row, column = (
+            torch.arange(like.shape[dim], dtype=torch.int32, device=like.device) * self.stride[dim] - self.padding[dim]
+            for dim in (-2, -1)
+        )
+        return row[:, None] * columns + column
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Pass, windows: _Windows) -> Tensor:
+        _, *how = windows
+        y, position = torch.ops.aten.max_pool2d_with_indices(x, *how[:-1], 1, how[-1])
+        ctx.windows, ctx.strides, ctx.arrangement = windows, x.stride(), Arrangement.of(position)
+        places = at.arena.take(y.numel(), y.device)
+        places.copy_(ctx.arrangement.flat(windows.places(position)))
+        at.keeps(places, plain=x, and_bytes=position.nbytes)
+        ctx.save_for_backward(places)
+        result: Tensor = y
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        windows: _Windows = ctx.windows
+        shape, *how = windows
+        position = windows.positions(ctx.arrangement.unflat(ctx.saved_tensors[0]))
+        # Of the input it looks at shape and order in memory, and not at values.
+        like = torch.empty_strided(shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
+        back = torch.ops.aten.max_pool2d_with_indices_backward
+        return back(gradient, like, *how[:-1], 1, how[-1], position), None, None
+
+
 def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     x, inplace = _bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
     if x is None or not at.replaces(x):
@@ -232,7 +302,32 @@ def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return _apply(_Dropout, x, at, p, inplace)
 
 
-_LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {"relu": _relu, "dropout": _dropout}
+def _max_pool(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    if func not in (F.max_pool2d, torch.max_pool2d):
+        return None
+    x, kernel, stride, padding, dilation, ceil_mode, return_indices = _bound(
+        args, kwargs, input=None, kernel_size=None, stride=None, padding=0, dilation=1, ceil_mode=False,
+        return_indices=False,
+    )  # fmt: skip
+    if x is None or kernel is None or return_indices or not at.replaces(x):
+        return None
+    kernel = _pair(kernel)
+    if math.prod(kernel) > 1 << 8 or _pair(dilation) != (1, 1):
+        return None  # places need more than a byte; or windows may lie wholly in the padding, and a place be none
+    windows = _Windows(tuple(x.shape), kernel, _pair(stride) if stride else kernel, _pair(padding), ceil_mode)
+    return _apply(_MaxPool, x, at, windows)
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    first, *others = (value,) if isinstance(value, int) else value
+    return first, others[0] if others else first
+
+
+_LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {
+    "relu": _relu,
+    "dropout": _dropout,
+    "max_pool": _max_pool,
+}
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

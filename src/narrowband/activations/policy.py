@@ -12,6 +12,7 @@ A policy is data. In TOML it reads::
     [modules]                       # patterns of module names; they win over operators, the last that matches wins
     "blocks.0.*" = "off"
     "blocks.*.attn:softmax" = 8     # one operator in these modules
+    "blocks.*.mlp" = "checkpoint"   # their inputs only; backward runs them again
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-__all__ = ["OPERATORS", "ActivationPolicy", "Bits"]
+__all__ = ["OPERATORS", "ActivationPolicy", "Bits", "ModuleBits"]
 
 Bits = Literal[8, 4, 2, "off"]
+#: Of a module; "checkpoint": of what it computes nothing is kept.
+ModuleBits = Literal[8, 4, 2, "off", "checkpoint"]
 
 #: Operators that a policy can name, and what they are.
 OPERATORS: dict[str, str] = {
@@ -38,10 +41,11 @@ OPERATORS: dict[str, str] = {
     "gelu": "GELU and SiLU",
     "relu": "ReLU: one bit per element, whatever the bits",
     "dropout": "dropout: one bit per element, whatever the bits",
+    "max_pool": "max pooling: over planes one byte per result, whatever the bits",
     "conv": "convolutions",
     "batch_norm": "batch normalization",
     "compiled": "what a graph of torch.compile saves, whatever its operators",
-    "checkpoint": "inputs of torch.utils.checkpoint, which are computed from again",
+    "checkpoint": "inputs of modules that are computed again, and of torch.utils.checkpoint",
     "other": "all other operators of PyTorch",
     "custom": "autograd functions of users and of other libraries",
 }
@@ -59,7 +63,10 @@ class ActivationPolicy:
             a later one has more bits.
         modules: pattern of module names (as in ``model.named_modules()``; ``*`` stands for anything) → bits. With
             ``:operator`` behind it, of that operator alone. The last pattern that matches decides. "custom" has to be
-            named here, too.
+            named here, too. "checkpoint": nothing that these modules compute is kept, nor what modules within them do;
+            backward runs them again from their inputs, as :func:`torch.utils.checkpoint.checkpoint` does. The inputs
+            are kept in the bits that the operator "checkpoint" has there. The model itself is a module, too: it is
+            named "", and "*" matches it.
         min_numel: smaller tensors are kept as they are.
         granularity: ``group``: a range per attention head, or per group of channels; ``layer``: one for all.
         heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
@@ -71,7 +78,8 @@ class ActivationPolicy:
         rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` errs less in a single element.
 
     Raises:
-        ValueError: an operator or a number of bits that does not exist, or a number out of its range.
+        ValueError: an operator or a number of bits that does not exist, a number out of its range, or "checkpoint" for
+            anything but modules.
 
     Example:
         >>> ActivationPolicy(bits=4, operators={"softmax": 8}, modules={"head": "off"}).bits_for(
@@ -84,7 +92,7 @@ class ActivationPolicy:
 
     bits: Bits = 8
     operators: Mapping[str, Bits] = field(default_factory=dict)
-    modules: Mapping[str, Bits] = field(default_factory=dict)
+    modules: Mapping[str, ModuleBits] = field(default_factory=dict)
     min_numel: int = 4096
     granularity: Literal["group", "layer"] = "group"
     heads: int | None = None
@@ -101,9 +109,9 @@ class ActivationPolicy:
             _, colon, operator = pattern.partition(":")
             if colon:
                 _known("operator", operator, OPERATORS)
-        for where, bits in (("bits", self.bits), *self.operators.items(), *self.modules.items()):
-            if type(bits) not in (int, str) or bits not in get_args(Bits):  # 8.0 == 8
-                raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"')
+            _check(pattern, self.modules[pattern], Bits if colon else ModuleBits)
+        for where, bits in (("bits", self.bits), *self.operators.items()):
+            _check(where, bits, Bits)
         for name in ("granularity", "statistics", "rounding"):
             choices = {"granularity": ("group", "layer"), "statistics": ("running", "sample")}.get(
                 name, ("stochastic", "nearest")
@@ -123,11 +131,19 @@ class ActivationPolicy:
         """Of what an operator saves in the module of that name."""
         usual: Bits = self.operators.get(operator, self._unnamed(operator))
         unnamed = operator == "custom" and usual == "off"  # then a pattern of modules alone does not mean it
-        for pattern in reversed(list(self.modules)):
+        for pattern, bits in reversed(list(self.modules.items())):
             name, _, only = pattern.partition(":")
-            if fnmatch.fnmatchcase(module, name) and (only == operator or (not only and not unnamed)):
-                return self.modules[pattern]
+            if bits == "checkpoint" or not fnmatch.fnmatchcase(module, name):
+                continue
+            if only == operator or (not only and not unnamed):
+                return bits
         return usual
+
+    def checkpoints(self, module: str) -> bool:
+        """Whether the module of that name is computed again."""
+        whole = (pattern for pattern in reversed(list(self.modules)) if ":" not in pattern)
+        last = next((pattern for pattern in whole if fnmatch.fnmatchcase(module, pattern)), None)
+        return last is not None and self.modules[last] == "checkpoint"
 
     def _unnamed(self, operator: str) -> Bits:
         """Of an operator that nothing names."""
@@ -147,7 +163,7 @@ class ActivationPolicy:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is compressed, whatever the model."""
+        """Whether everything is kept as PyTorch keeps it, whatever the model."""
         return {self.bits, *self.operators.values(), *self.modules.values()} == {"off"}
 
     # ---- as data -----------------------------------------------------------------------------------------------------
@@ -204,6 +220,18 @@ def _toml(value: Any) -> str:
             "\x7f", "\\u007f"
         )  # the one that TOML escapes and JSON not
     return str(value).lower()
+
+
+def _check(where: str, bits: Any, kind: Any) -> None:
+    if type(bits) in (int, str) and bits in get_args(kind):  # 8.0 == 8
+        return
+    if bits == "checkpoint":
+        raise ValueError(
+            f"{where}={bits!r}: only modules are computed again, as a whole, such as "
+            'modules={"blocks.*.mlp": "checkpoint"}'
+        )
+    modules = ', and for modules "checkpoint"' if kind is ModuleBits else ""
+    raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"{modules}')
 
 
 def _known(what: str, name: str, there: Iterable[str]) -> None:

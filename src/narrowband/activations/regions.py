@@ -1,13 +1,17 @@
-"""Calls of compiled modules: what watches a pass in Python steps aside, and graph modules take over.
+"""Calls of modules that take another way while a pass lasts: compiled ones, and those that backward computes again.
 
 Hooks on modules, the mode on functions and hooks on saved tensors are Python. Dynamo would see them, and compile them
 along, anew for every pass. So while a pass lasts, what ``torch.compile`` put into a module is wrapped: inside of it
 there is only what :mod:`.compiled` gives, and afterwards what the graphs keep is counted. Modules around the compiled
 ones, and between them, are compressed operator by operator as ever.
+
+What is computed again is left to torch.utils.checkpoint, which has its own hooks on saved tensors: inside of it nothing
+is quantized.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -18,11 +22,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch.overrides
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations.compiled import graph_bytes, is_compiled_itself
 
-__all__ = ["compiled_modules", "eager_modules", "graphs_behind", "rerouted", "unseen", "without_mode"]
+__all__ = ["compiled_modules", "computed_again", "eager_modules", "graphs_behind", "rerouted", "unseen", "without_mode"]
 
 _T = TypeVar("_T")
 
@@ -45,23 +51,23 @@ def eager_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class Router(Protocol):
-    """What a pass does with a call of a compiled module."""
+    """What a pass does with a call of a module."""
 
     def __call__(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
 
 class _Rerouted:
-    """A module of which what was compiled is wrapped, by so many passes."""
+    """A module of which what is called is wrapped, by so many passes."""
 
     def __init__(self, module: nn.Module, router: Callable[[], Router | None]) -> None:
         self.passes = 0
-        # Where Module.__call__ looks: Module.compile() leaves it in the one, the others put it into forward.
+        # Where Module.__call__ looks: Module.compile() leaves what it compiled in the one, all others in forward.
         self.attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
         self.own = vars(module).get(self.attribute)
         self.call = getattr(module, self.attribute)
         inside = weakref.ref(module)
 
-        @functools.wraps(self.call)  # with the marks of what is compiled
+        @functools.wraps(self.call)  # with the marks of what may be compiled
         def route(*args: Any, **kwargs: Any) -> Any:
             there, to = inside(), router()
             if there is None or to is None:
@@ -83,7 +89,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def rerouted(module: nn.Module, router: Callable[[], Router | None]) -> Iterator[None]:
-    """Calls of a compiled module go to the router of their thread, if it has one. Several passes may last at once."""
+    """Calls of a module go to the router of their thread, if it has one. Several passes may last at once."""
     with _lock:
         if module not in _rerouted:
             _rerouted[module] = _Rerouted(module, router)
@@ -97,6 +103,36 @@ def rerouted(module: nn.Module, router: Callable[[], Router | None]) -> Iterator
             if not there.passes:
                 del _rerouted[module]
                 there.restore(module)
+
+
+def computed_again(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call something of a module, keep its inputs, and call it again in backward.
+
+    Tensors are inputs wherever they are in the arguments; random numbers and autocast are the same the second time.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    ran = False
+
+    def run(*leaves: Any) -> Any:
+        nonlocal ran
+        args, kwargs = tree_unflatten(leaves, structure)
+        with _unchanged_statistics(module) if ran else contextlib.nullcontext():
+            ran = True
+            return call(*args, **kwargs)
+
+    return checkpoint(run, *leaves, use_reentrant=False)
+
+
+@contextmanager
+def _unchanged_statistics(module: nn.Module) -> Iterator[None]:
+    """Running statistics of normalization in a module that sees a batch again have it in them already."""
+    norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.training]
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)  # which is no change to those who keep it
 
 
 def unseen(function: Callable[..., _T]) -> Callable[..., _T]:

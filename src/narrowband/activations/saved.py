@@ -19,7 +19,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,12 +32,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from narrowband.activations import operators, regions
-from narrowband.activations.compiled import compiled_hooks, compiled_saving, obstacle
+from narrowband.activations.compiled import compiled_hooks, compiled_saving, is_compiled_itself, obstacle
 from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
 from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.regions import (
     compiled_modules,
+    computed_again,
     eager_modules,
     graphs_behind,
     rerouted,
@@ -59,7 +60,9 @@ _GROUPS = 8
 _COMPILED_GROUP = 256
 
 #: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
-_SECOND = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "AvgPool", "Mkldnn")
+_SECOND = (
+    "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
+)  # fmt: skip
 #: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
 _OF_A_PARAMETER = tuple(
     f"{name}Backward0"
@@ -205,7 +208,26 @@ class Pass:
                 memory = self._memory(x)
                 memory.alive = memory.plain = True
 
-    # ---- compiled modules --------------------------------------------------------------------------------------------
+    # ---- modules that take another way -------------------------------------------------------------------------------
+
+    @unseen
+    def routed(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a module that backward computes again, or of a compiled one, or of one that is both."""
+        # Of what is in a checkpoint already nothing is kept; and the second time it has to go the same way.
+        if module not in self.handle._again or not torch.is_grad_enabled() or not self._saves_here():
+            return _direct(module, call, *args, **kwargs)
+        if not self._modules:
+            self.begins(module, args, kwargs)
+        self.entering(module, args)
+        self.packed += 1
+        try:
+            return computed_again(module, functools.partial(_direct, module, call), args, kwargs)
+        finally:
+            self.leaving(module)
+
+    def _saves_here(self) -> bool:
+        """Whether what autograd saves comes to this pass: a checkpoint has hooks of its own."""
+        return bool(torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks)
 
     def compiled(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module of which torch.compile made graphs, and count what they keep."""
@@ -221,7 +243,8 @@ class Pass:
             with without_mode(_current.watch):
                 with self._saving_of_graphs():
                     outputs = call(*args, **kwargs)
-                for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)):
+                # In a checkpoint nothing of a graph stays, and to look at it would be to compute it again.
+                for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)) if self._saves_here() else ():
                     self._count_graph(tensors, plain, packed)
             return outputs
         finally:
@@ -230,8 +253,7 @@ class Pass:
 
     def _saving_of_graphs(self) -> contextlib.AbstractContextManager[None]:
         bits, policy = self._bits(), self.policy
-        # A checkpoint has hooks of its own, and what it runs again runs without ours.
-        if bits == "off" or torch._C._autograd._top_saved_tensors_default_hooks(True) != self.hooks:
+        if bits == "off" or not self._saves_here():
             return contextlib.nullcontext()
         hooks = compiled_hooks(
             bits,
@@ -266,18 +288,18 @@ class Pass:
             and x.numel() >= self.policy.min_numel
             and self._bits() != "off"
             # Not in a checkpoint: there, PyTorch compares what it saves now with what it saves when it computes again.
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks
+            and self._saves_here()
         )
 
-    def keeps(self, kept: Tensor, *, plain: Tensor | int) -> None:
-        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own."""
+    def keeps(self, kept: Tensor, *, plain: Tensor | int, and_bytes: int = 0) -> None:
+        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own, or both."""
         self._memory(kept).alive = True  # counted here, and kept as it is
         operator, module = self._place()
         if isinstance(plain, Tensor):
             memory = self._memory(plain)
             counted, memory.plain = memory.plain, True
             plain = 0 if counted else plain.untyped_storage().nbytes()
-        self.saved.add(operator.name, module, plain, kept.numel())
+        self.saved.add(operator.name, module, plain + and_bytes, kept.numel())
         self.packed += 1
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -557,8 +579,8 @@ class ActivationCompression(contextlib.ContextDecorator):
             {module: name.removesuffix("_orig_mod").removesuffix(".") for module, name in names.items()}
         )
         policy.check(self._names.values())
-        if any(compiled_modules(model)) and obstacle() is not None:
-            raise UnsupportedError(obstacle())
+        self._again = weakref.WeakSet(self._computed_again(model))
+        self._refuse()
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self.estimates.decay = policy.decay
         self._known_heads: dict[str, int | None] = {}
@@ -585,17 +607,15 @@ class ActivationCompression(contextlib.ContextDecorator):
 
     def _attach(self, at: Pass, stack: contextlib.ExitStack) -> None:
         """Let a pass know which module is at work."""
+        self._refuse()  # it may have been compiled since
         compiled = [module for _, module in compiled_modules(self.model)]
+        for module in {*compiled, *self._again}:
+            stack.enter_context(rerouted(module, _router))
         if not compiled:
             stack.callback(modules_of_torch.register_module_forward_pre_hook(at.entering).remove)
             stack.callback(modules_of_torch.register_module_forward_hook(at.leaving, always_call=True).remove)
             stack.callback(self.model.register_forward_pre_hook(at.begins, with_kwargs=True).remove)
             return
-        reason = obstacle()
-        if reason is not None:
-            raise UnsupportedError(reason)
-        for module in compiled:
-            stack.enter_context(rerouted(module, _router))
         for module in eager_modules(self.model):  # no hooks on all modules: Dynamo would compile them along
             if module is self.model:
                 stack.callback(module.register_forward_pre_hook(at.begins, with_kwargs=True).remove)
@@ -641,6 +661,29 @@ class ActivationCompression(contextlib.ContextDecorator):
 
     # ---- what a pass asks --------------------------------------------------------------------------------------------
 
+    def _computed_again(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Modules that backward computes again, the outermost ones."""
+        if self.policy.checkpoints(self._names[module]):
+            yield module
+            return
+        for child in module.children():
+            yield from self._computed_again(child)
+
+    def _refuse(self) -> None:
+        """Raise UnsupportedError for what cannot be done to this model."""
+        compiled = dict(compiled_modules(self.model))
+        reason = obstacle() if compiled else None
+        if reason is not None:
+            raise UnsupportedError(reason)
+        for whole in compiled.values():
+            for module in whole.modules():
+                if module is not whole and module in self._again:
+                    raise UnsupportedError(
+                        f"modules: {self._names[module]!r} is to be computed again and lies inside of "
+                        f"{self._names[whole] or 'the model'!r}, which is compiled: a graph has no modules. Name the "
+                        "compiled module, or compile the modules one by one"
+                    )
+
     def _heads(self, module: str) -> int | None:
         """Heads of the module of that name, or of the nearest around it that has any."""
         if self.policy.heads is not None:
@@ -665,7 +708,15 @@ def _seed() -> int:
 
 def _router() -> Callable[..., Any] | None:
     at: Pass | None = getattr(_current, "at", None)
-    return None if at is None else at.compiled
+    return None if at is None else at.routed
+
+
+def _direct(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a module, also when a checkpoint makes it, perhaps in another thread or after the pass."""
+    at: Pass | None = getattr(_current, "at", None)
+    if at is None or not is_compiled_itself(module):
+        return call(*args, **kwargs)
+    return at.compiled(module, call, args, kwargs)
 
 
 def _own_heads(module: nn.Module) -> int | None:

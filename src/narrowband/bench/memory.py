@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import functools
 import gc
 import importlib.util
@@ -120,7 +121,8 @@ class Config:
             module and the tuple of its inputs.
         batch: Samples.
         bits: Of what is kept; a row each.
-        peers: Also bfloat16 autocast, full activation checkpointing, and combinations.
+        peers: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
+            computed again, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
         seed: Of parameters and data.
@@ -145,6 +147,10 @@ class Config:
             subject(self.model, self.batch)
 
 
+#: What transformers call the half of a block that is not attention.
+_MLPS = "*.mlp"
+
+
 @dataclass(frozen=True)
 class _Kind:
     """One way to train."""
@@ -153,12 +159,15 @@ class _Kind:
     bits: int | None = None
     amp: bool = False
     again: bool = False  # checkpoints
+    mlps_again: bool = False
     compiled: bool = False
 
 
 def _kinds(config: Config) -> list[_Kind]:
     kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
     if config.peers:
+        if _has_mlps(config):
+            kinds += [_Kind(f"{bits} bits, MLPs again", bits, mlps_again=True) for bits in config.bits]
         kinds += [_Kind("checkpoint", again=True)]
         kinds += [_Kind(f"checkpoint, {bits} bits", bits, again=True) for bits in config.bits[:1]]
         kinds += [_Kind("bf16", amp=True), *(_Kind(f"bf16, {bits} bits", bits, amp=True) for bits in config.bits)]
@@ -167,6 +176,11 @@ def _kinds(config: Config) -> list[_Kind]:
         kinds += [_Kind("compiled", compiled=True)]
         kinds += [_Kind(f"compiled, {bits} bits", bits, compiled=True) for bits in config.bits]
     return kinds
+
+
+def _has_mlps(config: Config) -> bool:
+    model, _ = subject(config.model, config.batch)
+    return any(fnmatch.fnmatchcase(name, _MLPS) for name, _ in model.named_modules())
 
 
 def count(config: Config) -> int:
@@ -187,7 +201,10 @@ class _Row:
             _compute_again(self.model)
         if kind.compiled:
             self.model.compile()
-        policy = ActivationPolicy(bits="off" if kind.bits is None else kind.bits)  # type: ignore[arg-type]
+        policy = ActivationPolicy(
+            bits="off" if kind.bits is None else kind.bits,  # type: ignore[arg-type]
+            modules={_MLPS: "checkpoint"} if kind.mlps_again else {},
+        )
         self.context = compress_activations(self.model, policy=policy)
         self.steps: list[float] = []
         self.plain_steps: list[float] = []  # right before

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "MODELS", "Block", "GPTConfig", "Product", "ResNet18", "ViT"]
+__all__ = ["GPT", "MLP", "MODELS", "Block", "GPTConfig", "Product", "ResNet18", "ViT"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ class Product(nn.Module):
         return a @ b
 
 
+class MLP(nn.Module):
+    """``down(gelu(up(x)))`` as a module of its own, too; the layers are its caller's."""
+
+    def forward(self, x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
+        y: Tensor = down(F.gelu(up(x)))
+        return y
+
+
 class Block(nn.Module):
     """One pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
@@ -87,6 +95,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
+        self.mlp = MLP()
         if not fused:
             self.scores, self.mix = Product(), Product()
 
@@ -101,7 +110,7 @@ class Block(nn.Module):
                 s_BHLL = s_BHLL.masked_fill(torch.ones(L, L, dtype=torch.bool, device=s_BHLL.device).triu(1), -math.inf)
             a_BHLd = self.mix(F.softmax(s_BHLL, -1), v)
         x_BLD = x_BLD + self.proj(a_BHLd.transpose(1, 2).reshape(B, L, D))
-        h_BLD: Tensor = self.down(F.gelu(self.up(self.norm2(x_BLD))))
+        h_BLD: Tensor = self.mlp(self.norm2(x_BLD), self.up, self.down)
         return x_BLD + h_BLD
 
 
