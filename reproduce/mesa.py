@@ -288,7 +288,7 @@ _PICTURES: dict[str, Mapping[str, str]] = {
     },
     "figure-8": {
         "first layer's input": ".up:matmul:0",
-        "GELU's input": ":gelu:0",
+        "GELU's input": ".mlp:gelu:0",
         "second layer's input": ".down:matmul:0",
     },
 }
@@ -309,7 +309,7 @@ def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
         grid = figure.subplots(len(places), len(tensors), squeeze=False, sharex=True)
         for (block, part), line in zip(places, grid, strict=True):
             for axes, (title, name) in zip(line, tensors.items(), strict=True):
-                for group, values in enumerate(zip(*ranges[part][block + name], strict=True)):
+                for group, values in enumerate(zip(*_of(ranges[part], block, name), strict=True)):
                     axes.plot(ranges["steps"], values, label=f"group {group + 1}")
                 if part == "beta" and name.startswith(".down"):
                     axes.axhline(_GELU_MIN, color="black", linestyle=":", label="smallest GELU")
@@ -322,6 +322,11 @@ def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
         drawn.append(directory / f"{picture}.png")
         figure.savefig(drawn[-1], dpi=120)
     return drawn
+
+
+def _of(ranges: Mapping[str, Any], block: str, name: str) -> Any:
+    """Estimates by name. In the rows that are recorded, what feed-forward computes itself is in the block's name."""
+    return ranges.get(block + name) or ranges[block + name.replace(".mlp", "")]
 
 
 _IMAGES = "CIFAR-10, vision transformer"
