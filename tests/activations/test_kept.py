@@ -17,7 +17,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import narrowband as nb
 from narrowband import kernels
 from narrowband.activations import ActivationPolicy, Kept
-from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
+from narrowband.activations.kept import (
+    DRIFT,
+    Arena,
+    Arrangement,
+    Estimates,
+    Exact,
+    Grouping,
+    Packed,
+    Payload,
+    quantized,
+    ranges,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -88,6 +99,28 @@ def test_samples_that_lie_further_in_share_their_ranges():
     x = torch.zeros(5, 4, 6).transpose(0, 1)  # (B, N, C), and N is outermost
     assert Arrangement.of(x).rows(Grouping(2, 3), samples=4) == kernels.Rows(1, 20, 3, 2)
     assert Arrangement.of(x.contiguous()).rows(Grouping(2, 3), samples=4) == kernels.Rows(4, 5, 3, 2)
+
+
+@given(x=some_tensor(), data=st.data())
+def test_lines_are_the_order_of_memory_with_gaps_at_most_between_them(x, data):
+    dim = data.draw(st.integers(0, x.dim() - 1))
+    groups = data.draw(st.sampled_from([g for g in range(1, x.shape[dim] + 1) if x.shape[dim] % g == 0]))
+    arrangement = Arrangement.of(x)
+    rows = arrangement.rows(Grouping(dim, groups))
+    lines = arrangement.lines(x, rows)
+    assert torch.equal(lines.reshape(-1), arrangement.flat(x))
+    assert lines.is_contiguous() or (lines.shape == (rows.parts * rows.outer, rows.groups * rows.inner))
+    assert lines.is_contiguous() or lines.stride(1) == 1
+
+
+def test_queries_keys_and_values_of_one_product_are_read_where_they_are():
+    product = torch.randn(4, 7, 3, 2, 8)  # (B, N, 3, H, D)
+    for x in product.permute(2, 0, 3, 1, 4).unbind():  # (B, H, N, D)
+        arrangement = Arrangement.of(x)
+        for samples in (1, 4):
+            rows = arrangement.rows(Grouping(1, 2), samples=samples)
+            lines = arrangement.lines(x, rows)
+            assert (lines.data_ptr(), lines.shape, lines.stride()) == (x.data_ptr(), (28, 16), (48, 1))
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
@@ -161,6 +194,117 @@ def test_no_two_draws_of_many_threads_are_the_same():
     assert sorted(drawn) == list(range(1, 2001))
 
 
+def batches(scales, seed=0):
+    """Batches of (50, 3) whose groups, the columns, have these scales, and lie a bit off zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(50, 3, generator=generator) + torch.tensor([0.0, 1.0, -3.0])) * scale for scale in scales]
+
+
+def taken(x, estimates, policy=None):
+    """The codes of a batch."""
+    made = quantized(
+        x, kernels.Rows(1, 50, 3, 1), 8, x.dtype, Arena(), policy or ActivationPolicy(), estimates, "a"
+    )  # fmt: skip
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_ranges_are_those_before_the_batch_unless_it_moves_them_far(symmetric):
+    """Equations 6 and 7 in float64; an end that they move by more than the share DRIFT of the width is not let pass."""
+    estimates, policy = Estimates(), ActivationPolicy(symmetric=symmetric)
+    held, outcomes = None, []
+    for x in batches([1.0, 1.1, 1.0, 0.9, 4.0, 4.0, 0.1, 1.0, 1.0, 1.0, 1.3, 40.0, 0.0, 1.0]):
+        low, high = x.double().amin(0), x.double().amax(0)
+        learned = (high - low, low)
+        if held is not None:
+            learned = tuple(0.9 * a + 0.1 * b for a, b in zip(held, learned, strict=True))
+            ends = [(beta, alpha + beta) for alpha, beta in (held, learned)]
+            moved = torch.stack([abs(a - b) for a, b in zip(*ends, strict=True)]).amax(0) / learned[0]
+            assert ((moved / DRIFT - 1).abs() > 1e-3).all(), "too close for float32 to decide alike"
+            outcomes.append(bool((moved > DRIFT).any()))
+        alpha, beta = held if held is not None and not outcomes[-1] else learned
+        if symmetric:
+            top = torch.maximum(alpha + beta, -beta)
+            alpha, beta = 2 * top, -top
+        made = taken(x, estimates, policy)
+        exact = 1e-4 if symmetric else 2e-6  # steps are widened a little, so that zero has a code
+        torch.testing.assert_close(made.step.double(), alpha / (254 if symmetric else 255), rtol=exact, atol=0)
+        torch.testing.assert_close(made.low.double(), beta, rtol=exact, atol=0)
+        held = learned
+        torch.testing.assert_close(estimates.state_dict()["a"].double(), torch.stack(held), rtol=2e-6, atol=0)
+    assert {*outcomes} == {False, True}
+
+
+def test_while_ranges_grow_and_shrink_they_are_the_papers_within_a_share():
+    """Ends stay within DRIFT of the width of equations 6 and 7, and what exceeds them most loses 1/μ times as much."""
+    for growth in (1.5, 1.1, 0.9, 0.6):
+        estimates, held = Estimates(), None
+        for x in batches([growth**n for n in range(20)], seed=1):
+            made = taken(x, estimates)
+            low, high = x.double().amin(0), x.double().amax(0)
+            held = (low, high) if held is None else (0.9 * held[0] + 0.1 * low, 0.9 * held[1] + 0.1 * high)
+            begin, end = made.low.double(), made.low.double() + 255 * made.step.double()
+            allowed = DRIFT * (held[1] - held[0]) * (1 + 1e-4)
+            assert ((begin - held[0]).abs() <= allowed).all()
+            assert ((end - held[1]).abs() <= allowed).all()
+            found = made.decode().view(50, 3).double()
+            clipped = (x.double() - x.double().clamp(held[0], held[1])).abs().amax(0)
+            step = made.step.double() + 1e-5 * (held[1] - held[0])
+            assert ((found - x.double()).abs().amax(0) <= clipped / 0.9 + step).all()
+
+
+def test_a_batch_is_read_twice_only_where_it_moves_ranges_far():
+    passes = []
+
+    def counting(name):
+        kernel = getattr(kernels, name)
+        return patch.object(kernels, name, lambda *args, **options: passes.append(name) or kernel(*args, **options))
+
+    with counting("row_extremes"), counting("quantize_rows"), counting("quantize_rows_extremes"):
+        estimates, x = Estimates(), batches([1.0])[0]
+        for scale in (1.0, 1.1, 9.0):
+            taken(scale * x, estimates)
+        one, two = ["quantize_rows_extremes"], ["row_extremes", "quantize_rows"]
+        assert passes == [*two, *one, *one, "quantize_rows"]
+        passes.clear()
+        for _ in range(2):
+            taken(x, Estimates())  # nothing is known
+            taken(x, estimates, ActivationPolicy(statistics="sample"))
+        estimates.decay = 0.0
+        taken(x, estimates)
+        assert passes == two * 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_what_is_not_finite_has_no_codes_and_moves_no_range(bad):
+    estimates, rows = Estimates(), kernels.Rows(1, 50, 3, 1)
+    x = batches([1.0])[0]
+    for known in (False, True):
+        broken = x.clone()
+        broken[20, 1] = bad
+        before = estimates.state_dict()
+        assert quantized(broken, rows, 4, x.dtype, Arena(), ActivationPolicy(), estimates, "a") is None
+        assert estimates.state_dict().keys() == before.keys() == ({"a"} if known else set())
+        assert all(torch.equal(value, before[name]) for name, value in estimates.state_dict().items())
+        taken(x, estimates)
+
+
+def test_from_a_state_the_same_codes_follow():
+    scales = [1.0, 1.0, 5.0, 1.0, 1.0, 2.0]
+    estimates, codes = Estimates(seed=7), []
+    for at, x in enumerate(batches(scales)):
+        if at == 2:
+            state, draws = estimates.state_dict(), estimates.draws
+        codes.append(taken(x, estimates).codes)
+    resumed = Estimates(seed=7)
+    resumed.load_state_dict(state)
+    resumed.draws = draws
+    for x, expected in zip(batches(scales)[2:], codes[2:], strict=True):
+        assert torch.equal(taken(x, resumed).codes, expected)
+    assert torch.equal(resumed.state_dict()["a"], estimates.state_dict()["a"])
+
+
 # ---- where codes lie -------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
@@ -222,9 +366,9 @@ def payload(x, bits, grouping=None, *, samples=1, symmetric=False, stochastic=Tr
     low, high = kernels.row_extremes(flat, rows)
     policy = ActivationPolicy(symmetric=symmetric)
     alpha, beta = ranges(low, high, policy, Estimates(), "")
-    return Payload(
-        flat, rows, share * alpha, beta, bits, x.dtype, Arena(), symmetric=symmetric, stochastic=stochastic, seed=seed
-    ), arrangement
+    made = Payload(rows, bits, x.dtype, Arena().take(rows.nbytes(bits), CPU))
+    made.encode(flat, share * alpha, beta, symmetric=symmetric, stochastic=stochastic, seed=seed)
+    return made, arrangement
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -27,6 +27,8 @@ PUBLISHED = {
     "activation-extremes",
     "activation-quantize-8",
     "activation-quantize-4",
+    "activation-quantize-extremes-8",
+    "activation-quantize-extremes-4",
     "activation-dequantize-8",
     "activation-dequantize-4",
     "activation-mask",

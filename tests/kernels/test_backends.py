@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -267,6 +268,45 @@ def test_rows_of_activations(
         decoded.append(written(decode, shape, out_dtype))
     assert_same(packed[0], packed[1])
     assert_same(decoded[0], decoded[1])
+
+
+@given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
+       stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_rows_in_one_pass_and_with_gaps_between_lines(
+    rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, gap: int | None, any_bits: bool, seed: int
+) -> None:
+    """Codes and extremes are those of two passes over the same elements without gaps, on both backends."""
+    lines, width = rows.parts * rows.outer, rows.groups * rows.inner
+    x = plain = make_as(dtype, kind, rows.numel, seed % 2**32)
+    if gap is not None:
+        x = torch.full((lines, gap + width), math.nan, dtype=dtype)[:, gap:]  # nothing may be seen of what is between
+        x.copy_(plain.view(lines, width))
+    low, high = reference.row_extremes(plain, rows)
+    ranges = make("any-bits" if any_bits else "normal", 2 * low.numel(), 1 + seed % 1000).view(2, -1).unbind()
+    form: dict[str, Any] = {"bits": bits, "stochastic": stochastic, "seed": seed}
+    expected = torch.full((rows.nbytes(bits),), 5, dtype=torch.uint8)
+    reference.quantize_rows(plain, expected, rows, *ranges, **form)
+    for backend in (cpu, reference):
+        assert_same(backend.row_extremes(x, rows), (low, high))
+        for name in ("quantize_rows", "quantize_rows_extremes"):
+            seen: list[Any] = []
+
+            def encode(out: Tensor, backend: Any = backend, name: str = name, seen: list[Any] = seen) -> None:
+                seen.append(getattr(backend, name)(x, out, rows, *ranges, **form))
+
+            assert_same(written(encode, (rows.nbytes(bits),), torch.uint8), expected)
+            assert_same(seen[0], (low, high) if name == "quantize_rows_extremes" else None)
+
+
+@given(values=st.lists(st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 2.0, -2.0, 3e38, -3e38]), min_size=1, max_size=70))
+@lean
+def test_extremes_know_both_zeros_and_all_signs(values: list[float]) -> None:
+    x, rows = torch.tensor(values), kernels.Rows(1, 1, 1, len(values))
+    ordered = sorted(values, key=lambda value: (value, math.copysign(1, value)))
+    expected = torch.tensor([ordered[0]]), torch.tensor([ordered[-1]])
+    assert_same(cpu.row_extremes(x, rows), expected)
+    assert_same(reference.row_extremes(x, rows), expected)
 
 
 @given(rows=some_rows, dtype=dtypes, bits=st.sampled_from([2, 4, 8]), seed=st.integers(0, 2**32 - 1))
@@ -827,6 +867,10 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         step = (high - low) / (2**bits - 1)
         codes = torch.full((rows.nbytes(bits),), 0xAA, dtype=torch.uint8)
         backend.quantize_rows(y, codes, rows, low, step, bits=bits, stochastic=True, seed=seed)
+        gaps = torch.nn.functional.pad(y.view(-1, groups * inner), (0, 9))[:, : groups * inner]
+        again = torch.full_like(codes, 0xAA)
+        seen = backend.quantize_rows_extremes(gaps, again, rows, low, step, bits=bits, stochastic=True, seed=seed)
+        results += [*seen, again]
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
         backend.dequantize_rows(codes, decoded, rows, low, step, bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)

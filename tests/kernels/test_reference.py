@@ -880,6 +880,10 @@ def everything(x: torch.Tensor) -> list[torch.Tensor | bool]:
         step = (high - low) * (1 / (2**bits - 1))
         codes = torch.empty(rows.nbytes(bits), dtype=torch.uint8, device=x.device)
         reference.quantize_rows(y, codes, rows, low, step, bits=bits, stochastic=True, seed=9)
+        gaps = torch.nn.functional.pad(y.view(-1, rows.groups * rows.inner), (1, 8))[:, 1:-8]
+        again = torch.empty_like(codes)
+        seen = reference.quantize_rows_extremes(gaps, again, rows, low, step, bits=bits, stochastic=True, seed=9)
+        results += [*seen, again]
         out, applied = torch.empty_like(y), torch.empty_like(y)
         reference.dequantize_rows(codes, out, rows, low, step, bits=bits)
         mask = torch.empty(-(-y.numel() // 8), dtype=torch.uint8, device=x.device)

@@ -9,16 +9,23 @@ and a transposed view of what is kept already is known as such. One dimension is
 
 with the numbers of Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2. With running estimates there is one part, and
 all samples share its ranges; with statistics per sample each sample is a part.
+
+The paper takes a batch into the estimates and quantizes it then, which reads it twice. Here codes are made with the
+estimates of the batches before, and the same pass finds the batch's extremes. Where taking these in moves an end of a
+range by more than a small share of its width (``DRIFT``), the tensor is quantized anew, as the paper has it. So every
+range is the paper's within that share; and what exceeds it most does so by 1/μ times what it exceeds the paper's, since
+x − (μ·end + (1 − μ)·x) = μ·(x − end).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +36,18 @@ from narrowband.kernels import Rows
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["Arena", "Arrangement", "Clock", "Estimates", "Exact", "Grouping", "Packed", "Payload", "ranges"]
+__all__ = [
+    "Arena",
+    "Arrangement",
+    "Clock",
+    "Estimates",
+    "Exact",
+    "Grouping",
+    "Packed",
+    "Payload",
+    "quantized",
+    "ranges",
+]
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,17 @@ class Arrangement:
         """The elements in that order, contiguous; a view where there are no gaps."""
         return x.permute(self.order).reshape(-1).contiguous()  # of one row with gaps, reshape makes a view with gaps
 
+    def lines(self, x: Tensor, rows: Rows) -> Tensor:
+        """The elements in that order as kernels read them: flat, or with gaps between lines, (parts · outer,
+        groups · inner). A view, unless there are gaps elsewhere.
+        """
+        if not self.dense:
+            with contextlib.suppress(RuntimeError):  # strides that are not those of a matrix
+                lines = x.permute(self.order).view(rows.parts * rows.outer, rows.groups * rows.inner)
+                if lines.stride(1) == 1:
+                    return lines
+        return self.flat(x)
+
     def unflat(self, flat: Tensor) -> Tensor:
         """The inverse of :meth:`flat`."""
         back = [0] * len(self.order)
@@ -101,6 +130,8 @@ class Arrangement:
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
 
+#: The share of a range's width by which an end may differ from what equations 6 and 7 say.
+DRIFT = 0.02
 #: About half of all steps miss the middle by a bit.
 _TRIES = 64
 
@@ -108,6 +139,9 @@ _TRIES = 64
 class Estimates:
     """What a model has learned of its activations: running estimates of ranges, α and β by name, float32 (groups,)
     each; and how many random draws were made. Any thread may use them.
+
+    Codes of a batch are made with what :meth:`known` says of the batches before, if that is close enough to what
+    :meth:`observe` says then; see :func:`quantized`.
 
     Args:
         decay: μ.
@@ -126,6 +160,12 @@ class Estimates:
         with self._lock:
             self.draws += 1
             return self.seed << 32 | self.draws
+
+    def known(self, name: str, groups: int, device: torch.device) -> Tensor | None:
+        """What is estimated now, (2, groups): α, β. None where nothing is, and where every batch has its own range."""
+        with self._lock:
+            held = self._held.get(name)
+        return None if not self.decay or held is None or held.shape[1] != groups else held.to(device)
 
     def observe(self, name: str, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Take a batch's range in, and return what is estimated then. The first batch is taken as it is."""
@@ -163,10 +203,13 @@ def ranges(
     alpha, beta = high - low, low
     if policy.statistics == "running":
         alpha, beta = estimates.observe(name, alpha, beta)
-    if policy.symmetric:  # of the estimate, not in it: the same estimates serve any policy
-        beta = -torch.maximum(alpha + beta, -beta)
-        alpha = -2 * beta
-    return alpha, beta
+    return _symmetric(alpha, beta) if policy.symmetric else (alpha, beta)
+
+
+def _symmetric(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the estimate, not in it: the same estimates serve any policy."""
+    beta = -torch.maximum(alpha + beta, -beta)
+    return -2 * beta, beta
 
 
 def _centred(step: Tensor, middle: int) -> Tensor:
@@ -224,44 +267,51 @@ class Payload:
     """The codes of a tensor, in the order of its memory. Every operator that saved it holds this one.
 
     Args:
-        flat: the tensor's elements in that order, float32 or bfloat16.
-        rows: how they are cut.
-        alpha: α of every group of every part.
-        beta: β.
+        rows: how it is cut.
         bits: of a code.
         dtype: of the tensor.
-        arena: where codes go.
-        symmetric: whether a code in the middle stands for zero.
-        stochastic: how codes are rounded.
-        seed: of that.
+        codes: memory for them, of ``rows.nbytes(bits)``.
     """
 
     __slots__ = ("__weakref__", "bits", "codes", "dtype", "low", "rows", "step")
 
-    def __init__(
+    low: Tensor
+    step: Tensor
+
+    def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
+        self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
+
+    def encode(
         self,
-        flat: Tensor,
-        rows: Rows,
+        x: Tensor,
         alpha: Tensor,
         beta: Tensor,
-        bits: Literal[8, 4, 2],
-        dtype: torch.dtype,
-        arena: Arena,
         *,
         symmetric: bool,
         stochastic: bool,
         seed: int,
-    ) -> None:
-        self.rows, self.bits, self.dtype = rows, bits, dtype
+        watch: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Make codes.
+
+        Args:
+            x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
+            alpha: α of every group of every part.
+            beta: β.
+            symmetric: whether a code in the middle stands for zero.
+            stochastic: how codes are rounded.
+            seed: of that.
+            watch: whether to return the extremes of every group of every part, too.
+        """
         if symmetric:
-            middle = (1 << bits - 1) - 1
+            middle = (1 << self.bits - 1) - 1
             self.step = _centred(alpha / (2 * middle), middle)
             self.low = self.step * -middle
         else:
-            self.step = alpha / ((1 << bits) - 1)
+            self.step = alpha / ((1 << self.bits) - 1)
             self.low = beta
-        self.codes = arena.take(rows.nbytes(bits), flat.device)
-        kernels.quantize_rows(flat, self.codes, rows, self.low, self.step, bits=bits, stochastic=stochastic, seed=seed)
+        encode = kernels.quantize_rows_extremes if watch else kernels.quantize_rows
+        return encode(x, self.codes, self.rows, self.low, self.step, bits=self.bits, stochastic=stochastic, seed=seed)
 
     @property
     def nbytes(self) -> int:
@@ -275,6 +325,64 @@ class Payload:
         out = torch.empty(self.rows.numel, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
         kernels.dequantize_rows(self.codes, out, self.rows, self.low, self.step, bits=self.bits)
         return out if direct else out.to(self.dtype)
+
+
+def quantized(
+    x: Tensor,
+    rows: Rows,
+    bits: Literal[8, 4, 2],
+    dtype: torch.dtype,
+    arena: Arena,
+    policy: ActivationPolicy,
+    estimates: Estimates,
+    name: str,
+) -> Payload | None:
+    """Codes of a tensor, of whose range the estimates learn. None of one that is not finite, or has no range in
+    float32: nothing is learned of it, and it is to be kept exactly.
+
+    Args:
+        x: the tensor's elements in the order of memory, float32 or bfloat16; see :meth:`Arrangement.lines`.
+        rows: how they are cut.
+        bits: of a code.
+        dtype: of the tensor.
+        arena: where codes go.
+        policy: says which statistics, and how codes are rounded.
+        estimates: of the model.
+        name: of the tensor's estimate.
+    """
+    known = estimates.known(name, rows.groups, x.device) if policy.statistics == "running" else None
+    form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
+    if known is None:
+        low, high = kernels.row_extremes(x, rows)
+        if not bool(_has_range(low, high)):
+            return None
+        payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
+        payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
+        return payload
+    payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
+    used = _symmetric(*known.unbind()) if policy.symmetric else known.unbind()
+    seen = payload.encode(x, *used, seed=seed, watch=True, **form)
+    assert seen is not None
+    low, high = seen
+    learned = torch.lerp(torch.stack((high - low, low)), known, estimates.decay)
+    finite, drifted = torch.stack((_has_range(low, high), _drifted(known, learned))).tolist()
+    if not finite:
+        return None
+    alpha, beta = ranges(low, high, policy, estimates, name)
+    if drifted:
+        payload.encode(x, alpha, beta, seed=seed, **form)
+    return payload
+
+
+def _has_range(low: Tensor, high: Tensor) -> Tensor:
+    return torch.isfinite(2 * torch.maximum(high, -low)).all()
+
+
+def _drifted(known: Tensor, learned: Tensor) -> Tensor:
+    """Whether an end of a range has moved by more than is let pass."""
+    moved = learned - known  # of α and of β
+    far = torch.maximum(moved[1].abs(), (moved[0] + moved[1]).abs())
+    return (far > DRIFT * learned[0]).any()
 
 
 class Clock(Protocol):

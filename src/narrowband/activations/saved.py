@@ -33,7 +33,7 @@ from torch.utils import checkpoint
 
 from narrowband.activations import operators, regions
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, is_compiled_itself, obstacle
-from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
+from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, quantized
 from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.regions import (
@@ -46,7 +46,6 @@ from narrowband.activations.regions import (
     without_mode,
 )
 from narrowband.errors import UnsupportedError
-from narrowband.kernels import row_extremes
 
 __all__ = ["ActivationCompression", "Kept", "Saved", "compress_activations"]
 
@@ -370,16 +369,9 @@ class Pass:
         grouping = self._grouping(x, operator, module)
         samples = self._samples(x, grouping) if policy.statistics == "sample" else 1
         rows = arrangement.rows(grouping, samples=samples)
-        flat = arrangement.flat(x.detach())
-        wide = flat if x.dtype in (torch.float32, torch.bfloat16) else flat.float()
-        low, high = row_extremes(wide, rows)
-        if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
-            return None  # inf and NaN are kept exactly, and what has no range in float32
-        alpha, beta = ranges(low, high, policy, estimates, name)
-        return Payload(
-            wide, rows, alpha, beta, bits, x.dtype, self.arena,
-            symmetric=policy.symmetric, stochastic=policy.rounding == "stochastic", seed=estimates.draw(),
-        )  # fmt: skip
+        lines = arrangement.lines(x.detach(), rows)
+        wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
+        return quantized(wide, rows, bits, x.dtype, self.arena, policy, estimates, name)
 
     def _grouping(self, x: Tensor, operator: Known, module: str) -> Grouping:
         """Heads where there are any, or else groups of channels."""

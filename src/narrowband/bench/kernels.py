@@ -302,6 +302,18 @@ def _activation_quantize(bits: int) -> _Maker:
     return make
 
 
+def _activation_quantize_extremes(bits: int) -> _Maker:
+    def make(data: _Data, backend: Any) -> _Loop:
+        a = _Activation(data, backend, bits)
+        return _Loop(
+            lambda seed: backend.quantize_rows_extremes(
+                a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed
+            )
+        )
+
+    return make
+
+
 def _activation_dequantize(bits: int) -> _Maker:
     def make(data: _Data, backend: Any) -> _Loop:
         a = _Activation(data, backend, bits)
@@ -355,6 +367,8 @@ _LOOPS: dict[str, _Maker] = {
     "activation-extremes": _activation_extremes,
     "activation-quantize-8": _activation_quantize(8),
     "activation-quantize-4": _activation_quantize(4),
+    "activation-quantize-extremes-8": _activation_quantize_extremes(8),
+    "activation-quantize-extremes-4": _activation_quantize_extremes(4),
     "activation-dequantize-8": _activation_dequantize(8),
     "activation-dequantize-4": _activation_dequantize(4),
     "activation-mask": _activation_mask,

@@ -50,6 +50,9 @@ tensor), all in float32 without fused multiply-add::
 
 Sixteen bits make the sum of ``u`` and a whole number exact: what lies on a level stays there, whatever the seed.
 
+What is quantized, and looked at for extremes, may also have gaps: a matrix of (parts · outer, groups · inner) whose
+rows are contiguous, and any distance apart. Elements are counted without what is between them.
+
 Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes of its own: element j sits in byte
 ``j % stride`` at bit ``(j // stride)·bits``, and unused bits are zero. There is no header and no padding between rows.
 
@@ -122,6 +125,7 @@ __all__ = [
     "packed_nbytes",
     "quantize_groups",
     "quantize_rows",
+    "quantize_rows_extremes",
     "randomk_indices",
     "row_extremes",
     "sample_rank",
@@ -297,6 +301,17 @@ def quantize_rows(
     low + (2**bits − 1)·step, and what is outside is clamped. ``bits`` is 2, 4 or 8.
     """
     _backend(x).quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+
+
+def quantize_rows_extremes(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_rows` and :func:`row_extremes` in one pass over ``x``: the codes of the one, returning the other.
+
+    Where extremes are NaN, codes say nothing of what was not finite.
+    """
+    result = _backend(x).quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    return cast("tuple[Tensor, Tensor]", result)
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

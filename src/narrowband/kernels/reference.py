@@ -255,6 +255,7 @@ def _rows_of(x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     size, device = rows.parts * rows.groups, x.device
+    x = x.contiguous()
     if rows.numel == 0:
         return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
     least = torch.empty(rows.count, dtype=torch.int32, device=device)
@@ -269,7 +270,7 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
-    inverse = torch.where(step < TINY, 0.0, 1.0 / step)
+    x, inverse = x.contiguous(), torch.where(step < TINY, 0.0, 1.0 / step)
     stride = -(-rows.inner * bits // 8)
     for first, last, range_R in _runs(rows, x.device):
         value_RI = _rows_of(x, rows, first, last).float() - low[range_R, None]
@@ -281,6 +282,14 @@ def quantize_rows(
             value_RI.add_(0.5)
         codes_RI = value_RI.nan_to_num_(nan=0.0).floor_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
         out[first * stride : last * stride] = _pack(codes_RI, bits).view(-1)
+
+
+def quantize_rows_extremes(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    return row_extremes(x, rows)
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

@@ -11,6 +11,7 @@ from narrowband.kernels.cpu.activations import (
     dequantize_rows,
     mask_positive,
     quantize_rows,
+    quantize_rows_extremes,
     row_extremes,
 )
 from narrowband.kernels.cpu.compensation import (
@@ -65,6 +66,7 @@ __all__ = [
     "orthonormalize",
     "quantize_groups",
     "quantize_rows",
+    "quantize_rows_extremes",
     "randomk_indices",
     "row_extremes",
     "select_threshold",

@@ -48,6 +48,7 @@ TINY = 2.0**-126
 BF16_NAN = np.int16(0x7FC0)
 #: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
 _LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
+_NOTHING = np.empty(0, np.int32)
 
 
 # ---- both dtypes -----------------------------------------------------------------------------------------------------
@@ -72,6 +73,8 @@ def _value(x, i):
 def _(x, i):  # noqa: ARG001
     if x.dtype == types.int16:
         return lambda x, i: I32(I32(x[At(i)]) << I32(16)).view(np.float32)
+    if x.dtype == types.int32:
+        return lambda x, i: I32(x[At(i)]).view(np.float32)
     return lambda x, i: x[At(i)]
 
 
@@ -170,6 +173,19 @@ def _array(x: Tensor) -> Array:
     return x.view(-1).view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.view(-1).numpy()
 
 
+def _lines(x: Tensor, rows: Rows) -> tuple[Array, int]:
+    """The bits of x, flat, int32 or int16, and how far apart in them its lines begin: a line is a row of every group,
+    and behind it may be something else.
+    """
+    width = max(rows.groups * rows.inner, 1)
+    if x.is_contiguous():
+        flat, pitch = x.view(-1), width
+    else:
+        pitch = x.stride(0)
+        flat = x.as_strided(((x.shape[0] - 1) * pitch + width,), (1,))
+    return flat.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).numpy(), pitch
+
+
 def _form(rows: Rows) -> tuple[int, int, int]:
     """(elements of a row, groups, rows of a part); loops divide by the last two, even where there are no rows."""
     return rows.inner, max(rows.groups, 1), max(rows.outer * rows.groups, 1)
@@ -178,25 +194,35 @@ def _form(rows: Rows) -> tuple[int, int, int]:
 # ---- ranges ----------------------------------------------------------------------------------------------------------
 
 
+@inlined
+def _widen(x, begin, inner, low, high, at):
+    """Take a row into ordered extremes: integers that order as the floats do, which bits of negative floats themselves
+    do backwards.
+    """
+    least, most, far = _HIGHEST, _LOWEST, _LOWEST  # far: the bits of the negative float farthest from zero
+    for j in range(inner):
+        b = _bits(x, begin + j)
+        least = min(least, b)
+        most = max(most, b)
+        far = max(far, I32(b ^ _LOWEST))
+    far ^= _LOWEST
+    lower = I32(far ^ MAGNITUDE) if far < I32(0) else least
+    upper = I32(least ^ MAGNITUDE) if most < I32(0) else most
+    low[at] = min(low[at], lower)
+    high[at] = max(high[at], upper)
+
+
 @loop
-def _extremes_range(x, inner, groups, per_part, low, high, first, last):
+def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
     """Ordered extremes of rows [first, last), taken into those of their part and group."""
     part, inside = first // per_part, first % per_part
-    group = inside % groups
-    for r in range(first, last):
-        begin = r * inner
-        least, most = _HIGHEST, _LOWEST
-        for j in range(inner):
-            b = _bits(x, begin + j)
-            ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
-            least = min(least, ordered)
-            most = max(most, ordered)
-        at = At(part * groups + group)
-        low[at] = min(low[at], least)
-        high[at] = max(high[at], most)
+    group, line = first % groups, first // groups
+    for _ in range(first, last):
+        _widen(x, line * pitch + group * inner, inner, low, high, At(part * groups + group))
         group += 1
         if group == groups:
             group = 0
+            line += 1
         inside += 1
         if inside == per_part:
             inside = 0
@@ -204,17 +230,30 @@ def _extremes_range(x, inner, groups, per_part, low, high, first, last):
 
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    array, size = _array(x), rows.parts * rows.groups
-    array = array.view(np.int32) if array.dtype == np.float32 else array
+    arrays = *_lines(x, rows), *_form(rows)
 
     def work(first: int, last: int) -> tuple[Array, Array]:
-        low, high = np.full(size, _HIGHEST, np.int32), np.full(size, _LOWEST, np.int32)
-        _extremes_range(array, *_form(rows), low, high, first, last)
-        return low, high
+        found = _no_extremes(rows)
+        _extremes_range(*arrays, *found, first, last)
+        return found
 
-    found = spread(rows.count, x.numel(), work)
-    low = np.minimum.reduce([part[0] for part in found])
-    high = np.maximum.reduce([part[1] for part in found])
+    return _extremes_of(spread(_looked_at(rows), x.numel(), work))
+
+
+def _looked_at(rows: Rows) -> int:
+    """Rows that have elements."""
+    return rows.count if rows.inner else 0
+
+
+def _no_extremes(rows: Rows) -> tuple[Array, Array]:
+    size = rows.parts * rows.groups
+    return np.full(size, _HIGHEST, np.int32), np.full(size, _LOWEST, np.int32)
+
+
+def _extremes_of(found: list[tuple[Array, Array]]) -> tuple[Tensor, Tensor]:
+    """As floats, from what all threads found."""
+    low = np.minimum.reduce([low for low, _ in found])
+    high = np.maximum.reduce([high for _, high in found])
     broken = (high >= NON_FINITE) | (low < -NON_FINITE)
     low, high = (np.where(broken, np.nan, _floats(extreme)).astype(np.float32) for extreme in (low, high))
     return torch.from_numpy(low), torch.from_numpy(high)
@@ -235,48 +274,60 @@ def _code(x, low, inverse, shift, top):
     return I32(v if v < top else top)
 
 
-@inlined
-def _shift(i, fold, stochastic):
-    return F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(16))) * F32(2.0**-16)) if stochastic else F32(0.5)
+def _shift(i, fold):
+    """What is added to element i before it is rounded down; ½ where there is no seed."""
+
+
+@overload(_shift, inline="always")
+def _(i, fold):  # noqa: ARG001
+    if fold == types.none:
+        return lambda i, fold: F32(0.5)  # noqa: ARG005
+    return lambda i, fold: F32(F32(I32(mix(U32(U32(i) + fold)) >> U32(16))) * F32(2.0**-16))
 
 
 @loop
-def _quantize_range(x, inner, groups, per_part, lows, inverses, codes, width, stochastic, fold, first, last):
-    """Rows [first, last)."""
+def _quantize_range(x, pitch, inner, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last):
+    """Rows [first, last). Where there is room for them, ordered extremes are taken along: a row that was looked at is
+    in a cache when its codes are made.
+    """
+    watched = least.size > 0
     top = F32((1 << width) - 1)
     stride = (inner * width + 7) >> 3
     part, inside = first // per_part, first % per_part
-    group = inside % groups
+    group, line = first % groups, first // groups
     for r in range(first, last):
-        begin, to = r * inner, r * stride
+        begin, to = line * pitch + group * inner, r * stride
+        skipped = r * inner - begin  # random numbers count elements, not what is between lines
         at = At(part * groups + group)
         low, inverse = lows[at], inverses[at]
+        if watched:
+            _widen(x, begin, inner, least, most, at)
         if width == 8:
             for j in range(inner):
                 i = begin + j
-                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top))
+                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
         elif width == 4:
             half = inner - stride
             for j in range(half):
                 i = begin + j
                 k = i + stride
-                one = _code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top)
-                two = _code(_value(x, k), low, inverse, _shift(k, fold, stochastic), top)
+                one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
+                two = _code(_value(x, k), low, inverse, _shift(k + skipped, fold), top)
                 codes[At(to + j)] = U8(one | I32(two << I32(4)))
             for j in range(half, stride):
                 i = begin + j
-                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top))
+                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
         else:
             full = max(0, inner - 3 * stride)
             for j in range(full):
                 i = begin + j
-                word = _code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top)
+                word = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
                 i += stride
-                word |= I32(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top) << I32(2))
+                word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(2))
                 i += stride
-                word |= I32(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top) << I32(4))
+                word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(4))
                 i += stride
-                word |= I32(_code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top) << I32(6))
+                word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(6))
                 codes[At(to + j)] = U8(word)
             for j in range(full, stride):
                 word = I32(0)
@@ -284,12 +335,13 @@ def _quantize_range(x, inner, groups, per_part, lows, inverses, codes, width, st
                     k = p * stride + j
                     if k < inner:
                         i = begin + k
-                        one = _code(_value(x, i), low, inverse, _shift(i, fold, stochastic), top)
+                        one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
                         word |= I32(one << I32(2 * p))
                 codes[At(to + j)] = U8(word)
         group += 1
         if group == groups:
             group = 0
+            line += 1
         inside += 1
         if inside == per_part:
             inside = 0
@@ -327,13 +379,32 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
             part += 1
 
 
+def _arguments(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, stochastic: bool, seed: int
+) -> tuple[Any, ...]:
+    inverse = torch.where(step < TINY, 0.0, 1.0 / step)
+    arrays = *_lines(x, rows), *_form(rows), low.numpy(), inverse.numpy(), out.numpy()
+    return *arrays, bits, fold_seed(seed) if stochastic else None
+
+
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
-    inverse = torch.where(step < TINY, 0.0, 1.0 / step)
-    arrays = _array(x), *_form(rows), low.numpy(), inverse.numpy(), out.numpy()
-    form = bits, stochastic, fold_seed(seed)
-    spread(rows.count, x.numel(), lambda a, b: _quantize_range(*arrays, *form, a, b))
+    arguments = _arguments(x, out, rows, low, step, bits, stochastic, seed)
+    spread(rows.count, x.numel(), lambda a, b: _quantize_range(*arguments, _NOTHING, _NOTHING, a, b))
+
+
+def quantize_rows_extremes(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    arguments = _arguments(x, out, rows, low, step, bits, stochastic, seed)
+
+    def work(first: int, last: int) -> tuple[Array, Array]:
+        found = _no_extremes(rows)
+        _quantize_range(*arguments, *found, first, last)
+        return found
+
+    return _extremes_of(spread(_looked_at(rows), x.numel(), work))
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
