@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
+from narrowband.activations.derived import DERIVED, bound, derive_elementwise
 from narrowband.activations.kept import Arena, Arrangement
 from narrowband.activations.regions import unseen
 
@@ -132,7 +133,11 @@ class Watch(TorchFunctionMode):
                 replaced = lean(at, func, args, kwargs)
                 if replaced is not None:
                     return replaced
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            derived = DERIVED.get(func)
+            if derived is not None:
+                derived(at, result, args, kwargs)
+            return result
         finally:
             at.operator, at.arguments = None, ((), {})
 
@@ -215,17 +220,20 @@ class _Dropout(torch.autograd.Function):
 
 
 def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    x, inplace = _bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
+    x, inplace = bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
     if x is None or not at.replaces(x):
         return None
-    return _apply(_ReLU, x, at, inplace)
+    origin = at.origin(x)  # before it changes
+    y = _apply(_ReLU, x, at, inplace)
+    derive_elementwise(at, x, y, origin, torch.relu_)
+    return y
 
 
 def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func is F.dropout:
-        x, p, training, inplace = _bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
+        x, p, training, inplace = bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
     else:
-        x, p, training = _bound(args, kwargs, input=None, p=None, train=None)
+        x, p, training = bound(args, kwargs, input=None, p=None, train=None)
         inplace = False
     if x is None or not training or not 0 < p < 1 or not at.replaces(x):
         return None
@@ -238,11 +246,3 @@ _LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {"relu": _rel
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return made
-
-
-def _bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
-    """Arguments in the order of the parameters, with their defaults. Tensor methods call theirs ``self``."""
-    values = dict(zip(parameters, args, strict=False)) | kwargs
-    if "self" in values:
-        values["input"] = values.pop("self")
-    return [values.get(name, default) for name, default in parameters.items()]

@@ -69,6 +69,8 @@ class ActivationPolicy:
         decay: of running estimates, the paper's μ; 0 takes every batch's own range.
         symmetric: ranges are as wide below zero as above.
         rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` errs less in a single element.
+        derive: results of GELU, SiLU, ReLU, layer, RMS and batch normalization whose input is kept are computed from it
+            again in backward, where it has at least as many bits, instead of being kept. Not in the paper.
 
     Raises:
         ValueError: an operator or a number of bits that does not exist, or a number out of its range.
@@ -93,6 +95,7 @@ class ActivationPolicy:
     decay: float = 0.9
     symmetric: bool = False
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    derive: bool = True
 
     def __post_init__(self) -> None:
         for name in self.operators:
@@ -116,6 +119,8 @@ class ActivationPolicy:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+        if not isinstance(self.derive, bool):
+            raise ValueError(f"derive={self.derive!r} must be True or False")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be at least 0 and below 1: at 1 nothing would ever be learned")
 

@@ -1,0 +1,224 @@
+"""Results that are cheap to compute again, from an input that is kept anyway.
+
+GELU keeps its input, and the linear layer behind it keeps GELU's result; so do normalization and what follows it. Of
+such a pair the input is enough: what is kept of it is decoded in backward, and the result computed from that. After
+each call of such an operator the pass is told how its result comes about (:class:`Recipe`). When a result is to be
+saved, the recipe becomes a :class:`Derivation`, which takes the place of codes.
+
+A recipe holds what is kept of the input weakly: an operator's node does that, and a recipe makes nothing live longer.
+What else the operator was given, parameters and statistics, it copies, as they may change before backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowband.activations.kept import Arrangement, Exact, Source
+
+if TYPE_CHECKING:
+    from narrowband.activations.saved import Pass
+
+__all__ = ["DERIVED", "Derivation", "Origin", "Recipe", "bound", "cast_to", "derive_elementwise", "original"]
+
+#: From an input to a result, both flat in the order of memory. It may write to what it is given.
+Function = Callable[[Tensor], Tensor]
+
+
+class Original:
+    """A tensor that is kept as it is, as a source.
+
+    Args:
+        exact: it, without gaps in memory.
+    """
+
+    #: More than any codes have.
+    bits = 32
+
+    def __init__(self, exact: Exact) -> None:
+        self._exact = exact
+
+    def decode(self) -> Tensor:
+        """A copy, flat, in the order of memory."""
+        x = self._exact.restore()
+        return Arrangement.of(x).flat(x).clone()
+
+
+class Derivation:
+    """A result that is computed again.
+
+    Args:
+        function: from the input to the result.
+        source: of the input.
+        nbytes: of what the function holds.
+    """
+
+    __slots__ = ("__weakref__", "_function", "_nbytes", "_source", "bits")
+
+    def __init__(self, function: Function, source: Source, nbytes: int) -> None:
+        self._function, self._source, self._nbytes = function, source, nbytes
+        #: Those of the source.
+        self.bits = source.bits
+
+    def count(self) -> int:
+        """Bytes that it holds beside its source's, and the sources' own of this kind, where nobody has counted them."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes + (self._source.count() if isinstance(self._source, Derivation) else 0)
+
+    def decode(self) -> Tensor:
+        """Flat, in the order of memory."""
+        x = self._source.decode()
+        # As it was forward, wherever backward is called from: within a pass, under autocast, to differentiate twice.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+            return self._function(x)
+
+
+#: What is kept of a tensor, as long as anyone keeps it.
+Origin = Callable[[], "Source | None"]
+
+
+class Recipe:
+    """How a result can be computed again, while what is kept of the input is there.
+
+    Args:
+        function: from the input to the result.
+        origin: of the input.
+        nbytes: of what the function holds.
+    """
+
+    __slots__ = ("_function", "_made", "_nbytes", "_origin")
+
+    def __init__(self, function: Function, origin: Origin, nbytes: int = 0) -> None:
+        self._function, self._origin, self._nbytes = function, origin, nbytes
+        self._made: Callable[[], Derivation | None] = lambda: None
+
+    def derivation(self) -> Derivation | None:
+        """The same one for all who save the result; None where what is kept of the input is gone."""
+        made = self._made()
+        if made is None:
+            source = self._origin()
+            if source is None:
+                return None
+            made = Derivation(self._function, source, self._nbytes)
+            self._made = weakref.ref(made)
+        return made
+
+
+def cast_to(dtype: torch.dtype) -> Function:
+    """The function of autocast."""
+    return lambda flat: flat.to(dtype)
+
+
+def original(exact: weakref.ref[Exact]) -> Origin:
+    """The origin of a tensor that is kept as it is."""
+
+    def there() -> Original | None:
+        kept = exact()
+        return None if kept is None else Original(kept)
+
+    return there
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
+    """Arguments in the order of the parameters, with their defaults. Tensor methods call theirs ``self``."""
+    values = dict(zip(parameters, args, strict=False)) | kwargs
+    if "self" in values:
+        values["input"] = values.pop("self")
+    return [values.get(name, default) for name, default in parameters.items()]
+
+
+def derive_elementwise(at: Pass, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
+    """Note that each element of the result comes of the input's in the same place."""
+    if origin is not None and Arrangement.of(x) == Arrangement.of(y):
+        at.derive(y, Recipe(function, origin))
+
+
+def _gelu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, approximate = bound(args, kwargs, input=None, approximate="none")
+    gelu = torch.ops.aten.gelu_
+    derive_elementwise(at, x, y, at.origin(x), lambda flat: gelu(flat, approximate=approximate))
+
+
+def _silu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, inplace = bound(args, kwargs, input=None, inplace=False)
+    if not inplace:
+        derive_elementwise(at, x, y, at.origin(x), torch.ops.aten.silu_)
+
+
+def _derive_whole(at: Pass, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None) -> None:
+    """Note how the result comes of the input, both in their shapes."""
+    given, made = Arrangement.of(x), Arrangement.of(y)
+    if x.dtype == y.dtype:  # autocast may have cast the input first
+        nbytes = sum(tensor.nbytes for tensor in held if tensor is not None)
+        at.derive(y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, nbytes))
+
+
+def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, shape, weight, bias, eps, *_ = bound(
+        args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
+    )
+    origin = at.origin(x)
+    if origin is not None:
+        weight, bias = _copy(weight), _copy(bias)
+        _derive_whole(at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias)
+
+
+def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, shape, weight, eps = bound(args, kwargs, input=None, normalized_shape=None, weight=None, eps=None)
+    origin = at.origin(x)
+    if origin is not None:
+        weight = _copy(weight)
+        _derive_whole(at, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight)
+
+
+def _batch_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    """By the statistics that forward had, and nothing runs along: all of it is one scale and one shift per channel."""
+    x, mean, variance, weight, bias, training, _, eps = bound(
+        args, kwargs, input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False,
+        momentum=0.1, eps=1e-5,
+    )  # fmt: skip
+    origin = at.origin(x)
+    if origin is None:
+        return
+    with torch.no_grad():
+        if training:
+            # The node's own names: a batch's mean, and one over its deviation.
+            mean, scale = (getattr(y.grad_fn, f"_saved_result{place}", None) for place in (1, 2))
+            if mean is None or scale is None or scale.numel() != x.shape[1]:
+                return  # a kernel that keeps something else
+        else:
+            scale = (variance.float() + eps).rsqrt()
+        scale = scale.float() if weight is None else scale.float() * weight.float()
+        shift = mean.float() * -scale if bias is None else bias.float() - mean.float() * scale
+    one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+    channels = (-1, *[1] * (x.dim() - 2))
+
+    def function(x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return x.mul_(scale.view(channels)).add_(shift.view(channels))
+        return torch.batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0, False)  # rounds once
+
+    _derive_whole(at, x, y, origin, function, scale, shift)
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().clone()
+
+
+#: Operators of which results are computed again, and who notes how. ReLU's is with those that keep one bit.
+DERIVED: dict[Any, Callable[[Pass, Tensor, Any, Any], None]] = {
+    F.gelu: _gelu,
+    F.silu: _silu,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.batch_norm: _batch_norm,
+}
