@@ -12,7 +12,7 @@ What else the operator was given, parameters and statistics, it copies, as they 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from narrowband.activations.kept import Arrangement, Exact, Source
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["DERIVED", "Derivation", "Origin", "Recipe", "bound", "cast_to", "derive_elementwise", "original"]
+__all__ = ["DERIVED", "Derivation", "Normalization", "Origin", "Recipe", "bound", "cast_to", "derive_elementwise", "original"]
 
 #: From an input to a result, both flat in the order of memory. It may write to what it is given.
 Function = Callable[[Tensor], Tensor]
@@ -161,14 +161,62 @@ def _derive_whole(at: Pass, x: Tensor, y: Tensor, origin: Origin, function: Func
         at.derive(y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, nbytes))
 
 
-def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
-    x, shape, weight, bias, eps, *_ = bound(
-        args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
-    )
-    origin = at.origin(x)
-    if origin is not None:
-        weight, bias = _copy(weight), _copy(bias)
-        _derive_whole(at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias)
+class Normalization:
+    """A call of layer normalization, x → (x − mean) · rstd · weight + bias.
+
+    In a row of small numbers, the error of codes that all rows share is large beside the row, and normalization makes
+    it as large beside all others. So what is kept of the input is its normalized form n = (x − mean) · rstd, and both
+    the input and the result come of that, by the statistics that the operator's node keeps anyway.
+
+    Args:
+        shape: of the dimensions that are normalized.
+        weight: or None.
+        bias: or None.
+        eps: under the root.
+    """
+
+    def __init__(self, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        self._shape, self._weight, self._bias, self._eps = tuple(shape), weight, bias, eps
+        self._statistics: tuple[Tensor, Tensor] | None = None
+        #: Of what was kept of n in this call.
+        self.origin: Origin | None = None
+
+    def normalized(self, x: Tensor) -> Tensor | None:
+        """n, contiguous; None where the input does not come back of it."""
+        n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
+        self._statistics = mean, rstd
+        return n if bool((torch.isfinite(mean) & torch.isfinite(1 / rstd)).all()) else None
+
+    def input(self, x: Tensor) -> Function:
+        """From n to the input, flat."""
+        given, shape = Arrangement.of(x), x.shape
+
+        def function(flat: Tensor) -> Tensor:
+            assert self._statistics is not None
+            mean, rstd = self._statistics
+            return given.flat(_affine(flat.view(shape), 1 / rstd, mean))
+
+        return function
+
+    def derive(self, at: Pass, y: Tensor) -> None:
+        """Note how the result comes of n, with parameters as they are now."""
+        node: Any = y.grad_fn
+        if self.origin is None or not y.is_contiguous():
+            return
+        self._statistics = node._saved_result1, node._saved_result2  # the same numbers, which need not be there twice
+        weight, bias, shape = _copy(self._weight), _copy(self._bias), y.shape
+        self._weight = self._bias = None
+        nbytes = sum(tensor.nbytes for tensor in (weight, bias) if tensor is not None)
+        at.derive(y, Recipe(lambda flat: _affine(flat.view(shape), weight, bias).view(-1), self.origin, nbytes))
+
+
+def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
+    """x · factor + term, in place where it is rounded once all the same."""
+    if x.dtype == torch.float32:
+        x = x if factor is None else x.mul_(factor)
+        return x if term is None else x.add_(term)
+    wide = x.float() if factor is None else x.float().mul_(factor)
+    return (wide if term is None else wide.add_(term)).to(x.dtype)
 
 
 def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
@@ -217,8 +265,6 @@ def _copy(x: Tensor | None) -> Tensor | None:
 DERIVED: dict[Any, Callable[[Pass, Tensor, Any, Any], None]] = {
     F.gelu: _gelu,
     F.silu: _silu,
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.batch_norm: _batch_norm,
 }

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
-from narrowband.activations.derived import DERIVED, bound, derive_elementwise
+from narrowband.activations.derived import DERIVED, Normalization, bound, derive_elementwise
 from narrowband.activations.kept import Arena, Arrangement
 from narrowband.activations.regions import unseen
 
@@ -240,7 +240,27 @@ def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return _apply(_Dropout, x, at, p, inplace)
 
 
-_LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {"relu": _relu, "dropout": _dropout}
+def _layer_norm(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """PyTorch's own, of whose input something else is kept."""
+    if func not in (F.layer_norm, torch.layer_norm):
+        return None
+    x, *told = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
+    if not at.replaces(x) or not at.policy.derive:
+        return None
+    at.normalization = Normalization(*told)
+    try:
+        y: Tensor = func(*args, **kwargs)
+        at.normalization.derive(at, y)
+    finally:
+        at.normalization = None
+    return y
+
+
+_LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {
+    "relu": _relu,
+    "dropout": _dropout,
+    "layer_norm": _layer_norm,
+}
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

@@ -33,7 +33,7 @@ from torch.utils import checkpoint
 
 from narrowband.activations import operators, regions
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, obstacle
-from narrowband.activations.derived import Derivation, Origin, Recipe, cast_to, original
+from narrowband.activations.derived import Derivation, Normalization, Origin, Recipe, cast_to, original
 from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, ranges
 from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
@@ -161,6 +161,8 @@ class Pass:
         #: The operator at work, as far as the mode on functions sees it, and what it is given.
         self.operator: Known | None = None
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        #: The layer normalization at work.
+        self.normalization: Normalization | None = None
         self._modules: list[tuple[int, str]] = []
         self._memories: dict[int, _Memory] = {}
         self._counts: dict[tuple[str, str], int] = {}
@@ -406,11 +408,21 @@ class Pass:
         derivation = None if recipe is None else recipe.derivation()
         if derivation is not None and derivation.bits >= bits:
             return derivation, arrangement, derivation.count()
+        name = f"{module}:{operator.name}:{place}"
         with torch.no_grad():
-            made = self._quantized(x, arrangement, operator, f"{module}:{operator.name}:{place}", module, bits)
-        if made is not None:
+            if self.normalization is None:
+                made = self._quantized(x, arrangement, operator, name, module, bits)
+            else:
+                n = self.normalization.normalized(x)
+                made = None if n is None else self._quantized(n, Arrangement.of(n), operator, name, module, bits)
+        if made is None:
+            return None, arrangement, 0
+        if self.normalization is None:
             memory.payloads[key] = made
-        return made, arrangement, 0 if made is None else made.nbytes
+            return made, arrangement, made.nbytes
+        self.normalization.origin = weakref.ref(made)
+        recipe = memory.recipes[key] = Recipe(self.normalization.input(x), self.normalization.origin)
+        return recipe.derivation(), arrangement, made.nbytes
 
     def _quantized(
         self, x: Tensor, arrangement: Arrangement, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
