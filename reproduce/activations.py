@@ -25,7 +25,7 @@ _POINTS = 50
 
 
 def read_policy(told: str) -> nb.ActivationPolicy:
-    """A policy from JSON.
+    """A policy from JSON. The paper keeps what could be computed again, and so does a row that does not say otherwise.
 
     Raises:
         ValueError: it is none; says why.
@@ -36,7 +36,7 @@ def read_policy(told: str) -> nb.ActivationPolicy:
         raise ValueError(f"activations={told!r} is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f'activations={told!r} is no policy: expected fields of one, such as {{"bits": 4}}')
-    return nb.ActivationPolicy.from_dict(fields)
+    return nb.ActivationPolicy.from_dict({"derive": False} | fields)
 
 
 class Activations:

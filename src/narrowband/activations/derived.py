@@ -24,7 +24,17 @@ from narrowband.activations.kept import Arrangement, Exact, Source
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["DERIVED", "Derivation", "Normalization", "Origin", "Recipe", "bound", "cast_to", "derive_elementwise", "original"]
+__all__ = [
+    "DERIVED",
+    "Derivation",
+    "Normalization",
+    "Origin",
+    "Recipe",
+    "bound",
+    "cast_to",
+    "derive_elementwise",
+    "original",
+]
 
 #: From an input to a result, both flat in the order of memory. It may write to what it is given.
 Function = Callable[[Tensor], Tensor]
@@ -56,14 +66,13 @@ class Derivation:
         function: from the input to the result.
         source: of the input.
         nbytes: of what the function holds.
+        bits: as good as those of codes of the result itself.
     """
 
     __slots__ = ("__weakref__", "_function", "_nbytes", "_source", "bits")
 
-    def __init__(self, function: Function, source: Source, nbytes: int) -> None:
-        self._function, self._source, self._nbytes = function, source, nbytes
-        #: Those of the source.
-        self.bits = source.bits
+    def __init__(self, function: Function, source: Source, nbytes: int, bits: int) -> None:
+        self._function, self._source, self._nbytes, self.bits = function, source, nbytes, bits
 
     def count(self) -> int:
         """Bytes that it holds beside its source's, and the sources' own of this kind, where nobody has counted them."""
@@ -89,12 +98,14 @@ class Recipe:
         function: from the input to the result.
         origin: of the input.
         nbytes: of what the function holds.
+        by_row: whether it makes rows equally large, and so an error as large beside all of them as it is beside the
+            smallest: codes are then worth half of their bits.
     """
 
-    __slots__ = ("_function", "_made", "_nbytes", "_origin")
+    __slots__ = ("_by_row", "_function", "_made", "_nbytes", "_origin")
 
-    def __init__(self, function: Function, origin: Origin, nbytes: int = 0) -> None:
-        self._function, self._origin, self._nbytes = function, origin, nbytes
+    def __init__(self, function: Function, origin: Origin, nbytes: int = 0, *, by_row: bool = False) -> None:
+        self._function, self._origin, self._nbytes, self._by_row = function, origin, nbytes, by_row
         self._made: Callable[[], Derivation | None] = lambda: None
 
     def derivation(self) -> Derivation | None:
@@ -104,7 +115,8 @@ class Recipe:
             source = self._origin()
             if source is None:
                 return None
-            made = Derivation(self._function, source, self._nbytes)
+            bits = source.bits // 2 if self._by_row and source.bits != Original.bits else source.bits
+            made = Derivation(self._function, source, self._nbytes, bits)
             self._made = weakref.ref(made)
         return made
 
@@ -153,12 +165,13 @@ def _silu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
         derive_elementwise(at, x, y, at.origin(x), torch.ops.aten.silu_)
 
 
-def _derive_whole(at: Pass, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None) -> None:
+def _derive_whole(
+    at: Pass, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None, by_row: bool = False
+) -> None:
     """Note how the result comes of the input, both in their shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
     if x.dtype == y.dtype:  # autocast may have cast the input first
-        nbytes = sum(tensor.nbytes for tensor in held if tensor is not None)
-        at.derive(y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, nbytes))
+        at.derive(y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*held), by_row=by_row))
 
 
 class Normalization:
@@ -169,17 +182,25 @@ class Normalization:
     the input and the result come of that, by the statistics that the operator's node keeps anyway.
 
     Args:
+        x: the input.
         shape: of the dimensions that are normalized.
         weight: or None.
         bias: or None.
         eps: under the root.
     """
 
-    def __init__(self, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    def __init__(
+        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> None:
+        self._input = x.data_ptr(), x.shape, x.dtype  # not the input, which what is saved here would hold
         self._shape, self._weight, self._bias, self._eps = tuple(shape), weight, bias, eps
         self._statistics: tuple[Tensor, Tensor] | None = None
         #: Of what was kept of n in this call.
         self.origin: Origin | None = None
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is the input, and no parameter or statistic."""
+        return self._input == (x.data_ptr(), x.shape, x.dtype)
 
     def normalized(self, x: Tensor) -> Tensor | None:
         """n, contiguous; None where the input does not come back of it."""
@@ -198,16 +219,20 @@ class Normalization:
 
         return function
 
-    def derive(self, at: Pass, y: Tensor) -> None:
-        """Note how the result comes of n, with parameters as they are now."""
+    def derive(self, at: Pass, y: Tensor) -> bool:
+        """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
         node: Any = y.grad_fn
-        if self.origin is None or not y.is_contiguous():
-            return
-        self._statistics = node._saved_result1, node._saved_result2  # the same numbers, which need not be there twice
+        if self.origin is None or not y.is_contiguous() or y.dtype != self._input[-1]:
+            return False
+        if node.name() == "NativeLayerNormBackward0":  # the same numbers, which need not be there twice
+            self._statistics = node._saved_result1, node._saved_result2
         weight, bias, shape = _copy(self._weight), _copy(self._bias), y.shape
         self._weight = self._bias = None
-        nbytes = sum(tensor.nbytes for tensor in (weight, bias) if tensor is not None)
-        at.derive(y, Recipe(lambda flat: _affine(flat.view(shape), weight, bias).view(-1), self.origin, nbytes))
+        at.derive(
+            y,
+            Recipe(lambda flat: _affine(flat.view(shape), weight, bias).view(-1), self.origin, _nbytes(weight, bias)),
+        )
+        return True
 
 
 def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
@@ -219,12 +244,25 @@ def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
     return (wide if term is None else wide.add_(term)).to(x.dtype)
 
 
+def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    """Of the input itself, where that is what is kept."""
+    x, shape, weight, bias, eps = bound(
+        args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
+    )
+    origin = at.origin(x)
+    if origin is not None:
+        weight, bias = _copy(weight), _copy(bias)
+        _derive_whole(
+            at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True
+        )
+
+
 def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
     x, shape, weight, eps = bound(args, kwargs, input=None, normalized_shape=None, weight=None, eps=None)
     origin = at.origin(x)
     if origin is not None:
         weight = _copy(weight)
-        _derive_whole(at, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight)
+        _derive_whole(at, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight, by_row=True)
 
 
 def _batch_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
@@ -257,6 +295,10 @@ def _batch_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
     _derive_whole(at, x, y, origin, function, scale, shift)
 
 
+def _nbytes(*held: Tensor | None) -> int:
+    return sum(x.nbytes for x in held if x is not None)
+
+
 def _copy(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().clone()
 
@@ -265,6 +307,8 @@ def _copy(x: Tensor | None) -> Tensor | None:
 DERIVED: dict[Any, Callable[[Pass, Tensor, Any, Any], None]] = {
     F.gelu: _gelu,
     F.silu: _silu,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.batch_norm: _batch_norm,
 }

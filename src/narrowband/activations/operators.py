@@ -247,12 +247,14 @@ def _layer_norm(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     x, *told = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
     if not at.replaces(x) or not at.policy.derive:
         return None
-    at.normalization = Normalization(*told)
+    at.normalization = Normalization(x, *told)
     try:
         y: Tensor = func(*args, **kwargs)
-        at.normalization.derive(at, y)
+        normalization = at.normalization
     finally:
         at.normalization = None
+    if not normalization.derive(at, y):
+        DERIVED[func](at, y, args, kwargs)
     return y
 
 

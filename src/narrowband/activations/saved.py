@@ -130,8 +130,8 @@ class Saved:
 class _Memory:
     """One piece of memory that tensors of a pass lie in.
 
-    Whether it lives anyway, whether it was counted, what is kept of it, and how what was in it can be computed again. It
-    may be freed while the pass goes on, and its address used again.
+    Whether it lives anyway, whether it was counted, what is kept of it, and how what was in it can be computed again.
+    It may be freed while the pass goes on, and its address used again.
     """
 
     __slots__ = ("alive", "exact", "payloads", "plain", "recipes", "reference")
@@ -410,19 +410,18 @@ class Pass:
             return derivation, arrangement, derivation.count()
         name = f"{module}:{operator.name}:{place}"
         with torch.no_grad():
-            if self.normalization is None:
-                made = self._quantized(x, arrangement, operator, name, module, bits)
-            else:
+            if self.normalization is not None and self.normalization.takes(x):
                 n = self.normalization.normalized(x)
                 made = None if n is None else self._quantized(n, Arrangement.of(n), operator, name, module, bits)
-        if made is None:
-            return None, arrangement, 0
-        if self.normalization is None:
+                if made is None:
+                    return None, arrangement, 0
+                self.normalization.origin = weakref.ref(made)
+                recipe = memory.recipes[key] = Recipe(self.normalization.input(x), self.normalization.origin)
+                return recipe.derivation(), arrangement, made.nbytes
+            made = self._quantized(x, arrangement, operator, name, module, bits)
+        if made is not None:
             memory.payloads[key] = made
-            return made, arrangement, made.nbytes
-        self.normalization.origin = weakref.ref(made)
-        recipe = memory.recipes[key] = Recipe(self.normalization.input(x), self.normalization.origin)
-        return recipe.derivation(), arrangement, made.nbytes
+        return made, arrangement, 0 if made is None else made.nbytes
 
     def _quantized(
         self, x: Tensor, arrangement: Arrangement, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
@@ -463,7 +462,9 @@ class Pass:
             if x.dim() == 3 and heads is not None and x.shape[0] % heads == 0:  # (B·H, N, D)
                 return Grouping(0, heads, x.shape[0] // heads)
         dim = 1 if kind == "second" and x.dim() > 1 else x.dim() - 1
-        wanted = self.policy.groups or heads or self.handle._usual_groups
+        # Batch normalization makes channels equally large, and with them their errors: each has its own range.
+        each = x.shape[dim] if operator.name == "batch_norm" and self.policy.derive else None
+        wanted = self.policy.groups or each or heads or self.handle._usual_groups
         return Grouping(dim, _divisor(x.shape[dim], wanted))
 
     # ---- what is saved where -----------------------------------------------------------------------------------------
@@ -617,7 +618,7 @@ def compress_activations(
         ...     loss = model(torch.randn(32, 64)).square().mean()
         >>> loss.backward()
         >>> saved.bytes_plain, saved.bytes_kept, saved.ratio
-        (73728, 24576, 3.0)
+        (73728, 16384, 4.5)
     """
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
