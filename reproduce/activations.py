@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ _POINTS = 50
 
 
 def read_policy(told: str) -> nb.ActivationPolicy:
-    """A policy from JSON. The paper keeps what could be computed again, and so does a row that does not say otherwise.
+    """A policy from JSON.
 
     Raises:
         ValueError: it is none; says why.
@@ -36,14 +37,14 @@ def read_policy(told: str) -> nb.ActivationPolicy:
         raise ValueError(f"activations={told!r} is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f'activations={told!r} is no policy: expected fields of one, such as {{"bits": 4}}')
-    return nb.ActivationPolicy.from_dict({"derive": False} | fields)
+    return nb.ActivationPolicy.from_dict(fields)
 
 
 class Activations:
     """What backward keeps of a model's activations while it is trained.
 
     Args:
-        policy: what is kept in how many bits.
+        policy: what is kept in how many bits. As in the paper, what could be computed again is kept, too.
         model: whose activations.
         steps: of training.
         trace: whether ranges are noted on the way.
@@ -51,7 +52,7 @@ class Activations:
 
     def __init__(self, policy: nb.ActivationPolicy, model: nn.Module, steps: int, *, trace: bool) -> None:
         self._policy, self._model, self._trace = policy, model, trace
-        self._context = nb.compress_activations(model, policy=policy)
+        self._context = nb.compress_activations(model, policy=replace(policy, derive=False))
         self._saved: Saved | None = None
         self._points = {round(steps * point / _POINTS) for point in range(1, _POINTS + 1)}
         self._noted: list[tuple[int, dict[str, Tensor]]] = []

@@ -171,7 +171,9 @@ def _derive_whole(
     """Note how the result comes of the input, both in their shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
     if x.dtype == y.dtype:  # autocast may have cast the input first
-        at.derive(y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*held), by_row=by_row))
+        at.derive(
+            y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*held), by_row=by_row)
+        )
 
 
 class Normalization:
@@ -189,9 +191,7 @@ class Normalization:
         eps: under the root.
     """
 
-    def __init__(
-        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> None:
+    def __init__(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
         self._input = x.data_ptr(), x.shape, x.dtype  # not the input, which what is saved here would hold
         self._shape, self._weight, self._bias, self._eps = tuple(shape), weight, bias, eps
         self._statistics: tuple[Tensor, Tensor] | None = None
@@ -252,9 +252,7 @@ def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
     origin = at.origin(x)
     if origin is not None:
         weight, bias = _copy(weight), _copy(bias)
-        _derive_whole(
-            at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True
-        )
+        _derive_whole(at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True)
 
 
 def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
@@ -284,6 +282,8 @@ def _batch_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
             scale = (variance.float() + eps).rsqrt()
         scale = scale.float() if weight is None else scale.float() * weight.float()
         shift = mean.float() * -scale if bias is None else bias.float() - mean.float() * scale
+    if not bool(torch.isfinite(scale + shift).all()):
+        return  # there may be more to it then
     one, zero = torch.ones_like(scale), torch.zeros_like(scale)
     channels = (-1, *[1] * (x.dim() - 2))
 
