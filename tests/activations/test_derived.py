@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowband as nb
 from narrowband.activations.derived import Derivation
 from narrowband.activations.kept import Payload
-from tests.activations.models import MODELS, error, plain_step, same, step
+from tests.activations.models import error, plain_step, same, step
 
 
 def compress(model, **options):
@@ -75,7 +75,6 @@ OPERATORS = {
     "batch norm, silu": lambda: Between(nn.Sequential(uneven(nn.BatchNorm2d(8)), nn.SiLU()), conv),
     "layer norm, relu": lambda: Between(nn.Sequential(uneven(nn.LayerNorm(32)), nn.ReLU(inplace=True))),
 }
-#: Those of which another input is kept: SiLU keeps batch norm's result, which is computed again.
 EVERY = pytest.mark.parametrize("name", OPERATORS)
 
 
@@ -135,7 +134,7 @@ def test_a_result_takes_no_bytes_and_what_it_needs_besides_is_counted(name, cast
     assert found[True].bytes_plain == found[False].bytes_plain
     channels = model.x.shape[1] if model.x.dim() == 4 else model.x[0].numel() if "two" in name else 32
     extra = {"gelu": 0, "gelu, tanh": 0, "silu": 0, "layer norm, plain": 0}.get(name, 2 * 4 * channels)
-    less = model.x.numel() * (2 if name == "batch norm, silu" else 1)
+    less = model.x.numel() * (2 if name == "batch norm, silu" else 1)  # SiLU keeps batch norm's result
     assert found[False].bytes_kept - found[True].bytes_kept == less - extra
 
 
@@ -162,8 +161,26 @@ def test_without_it_a_result_is_kept_under_the_name_it_has_with_it():
         with handle:
             model(tokens())
         names[derive] = set(handle.state_dict()["estimates"])
-    both = {":gelu:0", ":matmul:2", "last:matmul:0"}
+    both = {":gelu:0", ":matmul:1", "last:matmul:0"}
     assert names == {True: both, False: both | {":matmul:0"}}
+
+
+def test_ranges_are_those_of_normalized_rows_and_of_each_channel():
+    for name, key, dims in (
+        ("layer norm", "function:layer_norm:0:normalized", (0, 1)),
+        ("batch norm", "function:batch_norm:0", (0, 2, 3)),
+    ):
+        model, x = made(name)
+        handle = compress(model, groups=None if name == "batch norm" else 32)
+        with handle:
+            model(x)
+        seen = model.x.detach()
+        seen = F.layer_norm(seen, (32,)) if name == "layer norm" else seen
+        low, high = seen.amin(dims), seen.amax(dims)
+        torch.testing.assert_close(handle.state_dict()["estimates"][key], torch.stack((high - low, low)))
+        with compress(model, derive=False):
+            model(x)
+        assert handle.state_dict()["estimates"].keys() >= {key, key.removesuffix(":normalized")}
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -414,7 +431,6 @@ def test_batch_norm_that_is_evaluated_uses_the_statistics_of_then():
     norm.running_mean.normal_()
     norm.running_var.uniform_(0.5, 2)
     model.eval()
-    exact = []
     with compress(model) as saved:
         y = model(x)
     exact = model.y.detach().clone()
@@ -453,7 +469,7 @@ def test_memory_that_is_used_again_is_not_taken_for_a_result():
             addresses.append(model.y.data_ptr())
             error_of.append((of_last(y).view(model.y.shape) - model.y).norm() / model.y.norm())
             del y, model.x, model.y
-            other = (torch.empty(10, 8, 32) + 7).requires_grad_()  # perhaps where the result was
+            other = torch.full((10, 8, 32), 7.0, requires_grad=True)  # perhaps where the result was
             z = model.last(other)
             addresses.append(other.data_ptr())
             torch.testing.assert_close(saved_by(behind(z, "Addmm"), "mat1").view(10, 8, 32), other)
@@ -580,7 +596,6 @@ def test_a_result_outlives_no_payload_of_its_input():
 @pytest.mark.parametrize("name", ["vit", "encoder", "resnet"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_models_keep_less_and_err_about_the_same(name, bits):
-    assert name in MODELS
     plain = plain_step(name)
     derived = step(name, {"bits": bits})
     kept = step(name, {"bits": bits, "derive": False})

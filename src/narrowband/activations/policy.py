@@ -70,7 +70,9 @@ class ActivationPolicy:
         symmetric: ranges are as wide below zero as above.
         rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` errs less in a single element.
         derive: results of GELU, SiLU, ReLU, layer, RMS and batch normalization whose input is kept are computed from it
-            again in backward, where it has at least as many bits, instead of being kept. Not in the paper.
+            again in backward, where it has at least as many bits, instead of being kept. Of layer normalization's
+            input the normalized form is kept then, and each channel of batch normalization's has a range of its own.
+            Not in the paper, which is ``derive=False``.
 
     Raises:
         ValueError: an operator or a number of bits that does not exist, or a number out of its range.

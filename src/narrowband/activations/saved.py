@@ -412,7 +412,9 @@ class Pass:
         with torch.no_grad():
             if self.normalization is not None and self.normalization.takes(x):
                 n = self.normalization.normalized(x)
-                made = None if n is None else self._quantized(n, Arrangement.of(n), operator, name, module, bits)
+                if n is None:
+                    return None, arrangement, 0
+                made = self._quantized(n, Arrangement.of(n), operator, f"{name}:normalized", module, bits)
                 if made is None:
                     return None, arrangement, 0
                 self.normalization.origin = weakref.ref(made)
@@ -707,7 +709,9 @@ class ActivationCompression(contextlib.ContextDecorator):
     def state_dict(self) -> dict[str, Any]:
         """Ranges by name, (2, groups) float32 each, α and β; the seed of random draws, and how many were made.
 
-        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2.
+        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2,
+        whether or not the first two are computed again instead. Of layer normalization's input in its normalized form
+        it is ``module:layer_norm:place:normalized``.
         """
         return {
             "estimates": self.estimates.state_dict(),
