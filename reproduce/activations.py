@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,7 @@ class Activations:
     """What backward keeps of a model's activations while it is trained.
 
     Args:
-        policy: what is kept in how many bits.
+        policy: what is kept in how many bits. As in the paper, what could be computed again is kept, too.
         model: whose activations.
         steps: of training.
         trace: whether ranges are noted on the way.
@@ -51,7 +52,7 @@ class Activations:
 
     def __init__(self, policy: nb.ActivationPolicy, model: nn.Module, steps: int, *, trace: bool) -> None:
         self._policy, self._model, self._trace = policy, model, trace
-        self._context = nb.compress_activations(model, policy=policy)
+        self._context = nb.compress_activations(model, policy=replace(policy, derive=False))
         self._saved: Saved | None = None
         self._points = {round(steps * point / _POINTS) for point in range(1, _POINTS + 1)}
         self._noted: list[tuple[int, dict[str, Tensor]]] = []

@@ -28,6 +28,7 @@ policies = st.builds(
     decay=st.floats(0, 1, exclude_max=True),
     symmetric=st.booleans(),
     rounding=st.sampled_from(["stochastic", "nearest"]),
+    derive=st.booleans(),
 )  # fmt: skip
 
 
@@ -172,6 +173,7 @@ def test_what_is_default_is_not_written():
         ({"groups": 2.0}, r"groups=2.0 must be a whole number"),
         ({"decay": 1.0}, r"decay=1.0 must be at least 0 and below 1"),
         ({"decay": float("nan")}, r"decay=nan must be"),
+        ({"derive": 1}, r"derive=1 must be True or False"),
     ],
     ids=str,
 )

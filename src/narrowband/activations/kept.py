@@ -45,6 +45,7 @@ __all__ = [
     "Grouping",
     "Packed",
     "Payload",
+    "Source",
     "quantized",
     "ranges",
 ]
@@ -391,6 +392,17 @@ class Clock(Protocol):
     seconds: float
 
 
+class Source(Protocol):
+    """Values of a tensor that can be had again: codes, or how to compute them."""
+
+    @property
+    def bits(self) -> int:
+        """How many of an element were kept."""
+
+    def decode(self) -> Tensor:
+        """Flat, in the order of memory, and the caller's own."""
+
+
 class _Watched:
     """Something saved, which must not have changed when it is used: as PyTorch itself sees to where there are no hooks.
 
@@ -423,6 +435,15 @@ class Exact(_Watched):
         self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed
         super().__init__(x, self._x, where)
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether all of its memory's values are those of another tensor there, of the same order."""
+        own = self._x
+        return (
+            (own.storage_offset(), own.dtype, own.numel()) == (x.storage_offset(), x.dtype, x.numel())
+            and self._version == x._version
+            and Arrangement.of(own).dense
+        )
+
     def restore(self) -> Tensor:
         """It."""
         self.check()
@@ -430,28 +451,28 @@ class Exact(_Watched):
 
 
 class Packed(_Watched):
-    """A tensor of which codes are kept.
+    """A tensor of which codes are kept, or how it is computed from those of another one.
 
     Args:
         x: it.
         arrangement: how it lies in memory.
-        payload: its codes.
+        source: its codes, or that.
         where: operator and module.
         clock: is told the seconds that restoring took.
     """
 
-    __slots__ = ("_arrangement", "_clock", "_payload")
+    __slots__ = ("_arrangement", "_clock", "_source")
 
-    def __init__(self, x: Tensor, arrangement: Arrangement, payload: Payload, where: str, clock: Clock) -> None:
+    def __init__(self, x: Tensor, arrangement: Arrangement, source: Source, where: str, clock: Clock) -> None:
         watch = x.detach()  # counts versions along with x
         watch.data = x.new_empty(0)  # and lets go of its memory
         super().__init__(x, watch, where)
-        self._arrangement, self._payload, self._clock = arrangement, payload, clock
+        self._arrangement, self._source, self._clock = arrangement, source, clock
 
     def restore(self) -> Tensor:
         """About what was saved: same shape, same order in memory."""
         begin = time.perf_counter()
         self.check()
-        restored = self._arrangement.unflat(self._payload.decode())
+        restored = self._arrangement.unflat(self._source.decode())
         self._clock.seconds += time.perf_counter() - begin
         return restored

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
+from narrowband.activations.derived import DERIVED, Normalization, bound, derive_elementwise
 from narrowband.activations.kept import Arena, Arrangement
 from narrowband.activations.regions import unseen
 
@@ -138,7 +139,11 @@ class Watch(TorchFunctionMode):
                 replaced = lean(at, func, args, kwargs)
                 if replaced is not None:
                     return replaced
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            derived = DERIVED.get(func)
+            if derived is not None:
+                derived(at, result, args, kwargs)
+            return result
         finally:
             at.operator, at.arguments = None, ((), {})
 
@@ -285,17 +290,20 @@ class _MaxPool(torch.autograd.Function):
 
 
 def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    x, inplace = _bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
+    x, inplace = bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
     if x is None or not at.replaces(x):
         return None
-    return _apply(_ReLU, x, at, inplace)
+    origin = at.origin(x)  # before it changes
+    y = _apply(_ReLU, x, at, inplace)
+    derive_elementwise(at, x, y, origin, torch.relu_)
+    return y
 
 
 def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func is F.dropout:
-        x, p, training, inplace = _bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
+        x, p, training, inplace = bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
     else:
-        x, p, training = _bound(args, kwargs, input=None, p=None, train=None)
+        x, p, training = bound(args, kwargs, input=None, p=None, train=None)
         inplace = False
     if x is None or not training or not 0 < p < 1 or not at.replaces(x):
         return None
@@ -305,7 +313,7 @@ def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
 def _max_pool(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func not in (F.max_pool2d, torch.max_pool2d):
         return None
-    x, kernel, stride, padding, dilation, ceil_mode, return_indices = _bound(
+    x, kernel, stride, padding, dilation, ceil_mode, return_indices = bound(
         args, kwargs, input=None, kernel_size=None, stride=None, padding=0, dilation=1, ceil_mode=False,
         return_indices=False,
     )  # fmt: skip
@@ -323,21 +331,32 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return first, others[0] if others else first
 
 
+def _layer_norm(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """PyTorch's own, of whose input something else is kept."""
+    if func not in (F.layer_norm, torch.layer_norm):
+        return None
+    x, *told = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
+    if not at.replaces(x) or not at.policy.derive:
+        return None
+    at.normalization = Normalization(x, *told)
+    try:
+        y: Tensor = func(*args, **kwargs)
+        normalization = at.normalization
+    finally:
+        at.normalization = None
+    if not normalization.derive(at, y):
+        DERIVED[func](at, y, args, kwargs)
+    return y
+
+
 _LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {
     "relu": _relu,
     "dropout": _dropout,
     "max_pool": _max_pool,
+    "layer_norm": _layer_norm,
 }
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return made
-
-
-def _bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
-    """Arguments in the order of the parameters, with their defaults. Tensor methods call theirs ``self``."""
-    values = dict(zip(parameters, args, strict=False)) | kwargs
-    if "self" in values:
-        values["input"] = values.pop("self")
-    return [values.get(name, default) for name, default in parameters.items()]

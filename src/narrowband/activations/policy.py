@@ -77,6 +77,10 @@ class ActivationPolicy:
             before it, which saves a pass, unless taking it in moves an end by more than 2 % of the width.
         symmetric: ranges are as wide below zero as above.
         rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` errs less in a single element.
+        derive: results of GELU, SiLU, ReLU, layer, RMS and batch normalization whose input is kept are computed from it
+            again in backward, where it has at least as many bits, instead of being kept. Of layer normalization's
+            input the normalized form is kept then, and each channel of batch normalization's has a range of its own.
+            Not in the paper, which is ``derive=False``.
 
     Raises:
         ValueError: an operator or a number of bits that does not exist, a number out of its range, or "checkpoint" for
@@ -102,6 +106,7 @@ class ActivationPolicy:
     decay: float = 0.9
     symmetric: bool = False
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    derive: bool = True
 
     def __post_init__(self) -> None:
         for name in self.operators:
@@ -125,6 +130,8 @@ class ActivationPolicy:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+        if not isinstance(self.derive, bool):
+            raise ValueError(f"derive={self.derive!r} must be True or False")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be at least 0 and below 1: at 1 nothing would ever be learned")
 

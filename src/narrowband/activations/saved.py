@@ -33,6 +33,7 @@ from torch.utils import checkpoint
 
 from narrowband.activations import operators, regions
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, is_compiled_itself, obstacle
+from narrowband.activations.derived import Derivation, Normalization, Origin, Recipe, cast_to, original
 from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, quantized
 from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
@@ -131,11 +132,11 @@ class Saved:
 class _Memory:
     """One piece of memory that tensors of a pass lie in.
 
-    Whether it lives anyway, whether it was counted, and what is kept of it. It may be freed while the pass goes on, and
-    its address used again.
+    Whether it lives anyway, whether it was counted, what is kept of it, and how what was in it can be computed again.
+    It may be freed while the pass goes on, and its address used again.
     """
 
-    __slots__ = ("alive", "exact", "payloads", "plain", "reference")
+    __slots__ = ("alive", "exact", "payloads", "plain", "recipes", "reference")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -143,6 +144,7 @@ class _Memory:
         self.plain = False
         self.exact: weakref.ref[Exact] | None = None
         self.payloads: weakref.WeakValueDictionary[tuple[Any, ...], Payload] = weakref.WeakValueDictionary()
+        self.recipes: dict[tuple[Any, ...], Recipe] = {}
 
     @property
     def is_kept(self) -> bool:
@@ -161,6 +163,8 @@ class Pass:
         #: The operator at work, as far as the mode on functions sees it, and what it is given.
         self.operator: Known | None = None
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        #: The layer normalization at work.
+        self.normalization: Normalization | None = None
         self._modules: list[tuple[int, str]] = []
         self._memories: dict[int, _Memory] = {}
         self._counts: dict[tuple[str, str], int] = {}
@@ -301,6 +305,69 @@ class Pass:
         self.saved.add(operator.name, module, plain + and_bytes, kept.numel())
         self.packed += 1
 
+    # ---- results that are computed again -----------------------------------------------------------------------------
+
+    def origin(self, x: Any) -> Origin | None:
+        """What is kept of an operator's input, so that its result can be computed again; None: nothing, or it shall
+        not be.
+        """
+        if (
+            not self.policy.derive
+            or not self._modules
+            or type(x) is not Tensor
+            or not _is_plain(x)
+            or x.numel() < self.policy.min_numel
+            or torch._C._autograd._top_saved_tensors_default_hooks(True) != self.hooks  # in a checkpoint
+        ):
+            return None
+        memory, arrangement = self._memory(x), Arrangement.of(x)
+        key = _key(x, arrangement)
+        exact = None if memory.exact is None else memory.exact()
+        if exact is not None and arrangement.dense and exact.holds(x):
+            return original(weakref.ref(exact))
+        payload = memory.payloads.get(key)
+        if payload is not None:
+            return weakref.ref(payload)
+        recipe = memory.recipes.get(key)
+        return None if recipe is None else recipe.derivation
+
+    def derive(self, y: Tensor, recipe: Recipe) -> None:
+        """An operator's result can be computed again."""
+        arrangement = Arrangement.of(y)
+        if type(y) is Tensor and y.requires_grad and arrangement.dense:
+            self._memory(y).recipes[_key(y, arrangement)] = recipe
+
+    def _recipe(self, x: Tensor, arrangement: Arrangement, memory: _Memory) -> Recipe | None:
+        """How a tensor that is saved can be computed again."""
+        key = _key(x, arrangement)
+        recipe = memory.recipes.get(key)
+        if recipe is None:
+            operand = self._operand_before_cast(x, arrangement)
+            if operand is not None:
+                there = Arrangement.of(operand)
+                before = self._memory(operand).recipes.get(_key(operand, there))
+                if before is not None:
+                    recipe = memory.recipes[key] = Recipe(cast_to(x.dtype), before.derivation)
+        return recipe
+
+    def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
+        """What the operator at work was given, of which autocast made this tensor, or the one that it is a view of."""
+        whole = x if x._base is None else x._base
+        node = whole.grad_fn
+        if (
+            node is None
+            or node.name() != "ToCopyBackward0"
+            or x._version != 0
+            or not arrangement.dense
+            or (x.numel(), x.storage_offset()) != (whole.numel(), whole.storage_offset())
+        ):
+            return None
+        before = node.next_functions[0]
+        for given in self._operands():
+            if (given.grad_fn, given.output_nr) == before and Arrangement.of(given) == Arrangement.of(whole):
+                return given
+        return None
+
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def pack(self, x: Tensor) -> Exact | Packed:
@@ -318,23 +385,25 @@ class Pass:
         plain = 0 if memory.plain else storage.nbytes()
         memory.plain = True
         begin = time.perf_counter()
-        payload, arrangement, fresh = self._payload(x, memory, operator, module)
-        if payload is None:
+        source, arrangement, nbytes = self._source(x, memory, operator, module)
+        if source is None:
             exact = Exact(x, where)
             self.saved.add(operator.name, module, plain, 0 if memory.is_kept else storage.nbytes())
             if not memory.is_kept:
                 memory.exact = weakref.ref(exact)
             return exact
-        self.saved.add(operator.name, module, plain, payload.nbytes if fresh else 0)
+        self.saved.add(operator.name, module, plain, nbytes)
         self.packed += 1
         clock = self.saved.by_operator[operator.name]
         clock.seconds += time.perf_counter() - begin
-        return Packed(x, arrangement, payload, where, clock)
+        return Packed(x, arrangement, source, where, clock)
 
-    def _payload(
+    def _source(
         self, x: Tensor, memory: _Memory, operator: Known, module: str
-    ) -> tuple[Payload | None, Arrangement, bool]:
-        """Codes of the tensor, how it lies in memory, and whether they are new; no codes: it is to be kept as it is."""
+    ) -> tuple[Payload | Derivation | None, Arrangement, int]:
+        """Codes of the tensor, or how it is computed again; how it lies in memory; and how many bytes are kept for it
+        that were not before. Neither codes nor a computation: it is to be kept as it is.
+        """
         arrangement = Arrangement.of(x)
         bits = self.policy.bits_for(operator.name, module)
         # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
@@ -351,16 +420,31 @@ class Pass:
             or self._is_statistic(x, operator)
             or self._is_copy_of_a_parameter(x)
         ):
-            return None, arrangement, False
-        key = (x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.dense else (x.shape, x.stride()))
+            return None, arrangement, 0
+        key = _key(x, arrangement)
         known = memory.payloads.get(key)
         if known is not None and known.bits >= bits:
-            return known, arrangement, False
+            return known, arrangement, 0
+        recipe = self._recipe(x, arrangement, memory)
+        derivation = None if recipe is None else recipe.derivation()
+        if derivation is not None and derivation.bits >= bits:
+            return derivation, arrangement, derivation.count()
+        name = f"{module}:{operator.name}:{place}"
         with torch.no_grad():
-            made = self._quantized(x, arrangement, operator, f"{module}:{operator.name}:{place}", module, bits)
+            if self.normalization is not None and self.normalization.takes(x):
+                n = self.normalization.normalized(x)
+                if n is None:
+                    return None, arrangement, 0
+                made = self._quantized(n, Arrangement.of(n), operator, f"{name}:normalized", module, bits)
+                if made is None:
+                    return None, arrangement, 0
+                self.normalization.origin = weakref.ref(made)
+                recipe = memory.recipes[key] = Recipe(self.normalization.input(x), self.normalization.origin)
+                return recipe.derivation(), arrangement, made.nbytes
+            made = self._quantized(x, arrangement, operator, name, module, bits)
         if made is not None:
             memory.payloads[key] = made
-        return made, arrangement, True
+        return made, arrangement, 0 if made is None else made.nbytes
 
     def _quantized(
         self, x: Tensor, arrangement: Arrangement, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
@@ -394,7 +478,9 @@ class Pass:
             if x.dim() == 3 and heads is not None and x.shape[0] % heads == 0:  # (B·H, N, D)
                 return Grouping(0, heads, x.shape[0] // heads)
         dim = 1 if kind == "second" and x.dim() > 1 else x.dim() - 1
-        wanted = self.policy.groups or heads or self.handle._usual_groups
+        # Batch normalization makes channels equally large, and with them their errors: each has its own range.
+        each = x.shape[dim] if operator.name == "batch_norm" and self.policy.derive else None
+        wanted = self.policy.groups or each or heads or self.handle._usual_groups
         return Grouping(dim, _divisor(x.shape[dim], wanted))
 
     # ---- what is saved where -----------------------------------------------------------------------------------------
@@ -480,6 +566,11 @@ def _is_expanded(x: Tensor) -> bool:
     )
 
 
+def _key(x: Tensor, arrangement: Arrangement) -> tuple[Any, ...]:
+    """Which values of its memory a tensor has, in whatever shape."""
+    return x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.dense else (x.shape, x.stride())
+
+
 def _of_a_parameter(x: Tensor) -> bool:
     """Whether the tensor is a parameter, or a view of one."""
     return isinstance(x if x._base is None else x._base, nn.Parameter)
@@ -543,7 +634,7 @@ def compress_activations(
         ...     loss = model(torch.randn(32, 64)).square().mean()
         >>> loss.backward()
         >>> saved.bytes_plain, saved.bytes_kept, saved.ratio
-        (73728, 24576, 3.0)
+        (73728, 16384, 4.5)
     """
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
@@ -630,7 +721,9 @@ class ActivationCompression(contextlib.ContextDecorator):
     def state_dict(self) -> dict[str, Any]:
         """Ranges by name, (2, groups) float32 each, α and β; the seed of random draws, and how many were made.
 
-        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2.
+        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2,
+        whether or not the first two are computed again instead. Of layer normalization's input in its normalized form
+        it is ``module:layer_norm:place:normalized``.
         """
         return {
             "estimates": self.estimates.state_dict(),

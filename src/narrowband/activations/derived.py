@@ -1,0 +1,314 @@
+"""Results that are cheap to compute again, from an input that is kept anyway.
+
+GELU keeps its input, and the linear layer behind it keeps GELU's result; so do normalization and what follows it. Of
+such a pair the input is enough: what is kept of it is decoded in backward, and the result computed from that. After
+each call of such an operator the pass is told how its result comes about (:class:`Recipe`). When a result is to be
+saved, the recipe becomes a :class:`Derivation`, which takes the place of codes.
+
+A recipe holds what is kept of the input weakly: an operator's node does that, and a recipe makes nothing live longer.
+What else the operator was given, parameters and statistics, it copies, as they may change before backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowband.activations.kept import Arrangement, Exact, Source
+
+if TYPE_CHECKING:
+    from narrowband.activations.saved import Pass
+
+__all__ = [
+    "DERIVED",
+    "Derivation",
+    "Normalization",
+    "Origin",
+    "Recipe",
+    "bound",
+    "cast_to",
+    "derive_elementwise",
+    "original",
+]
+
+#: From an input to a result, both flat in the order of memory. It may write to what it is given.
+Function = Callable[[Tensor], Tensor]
+
+
+class Original:
+    """A tensor that is kept as it is, as a source.
+
+    Args:
+        exact: it, without gaps in memory.
+    """
+
+    #: More than any codes have.
+    bits = 32
+
+    def __init__(self, exact: Exact) -> None:
+        self._exact = exact
+
+    def decode(self) -> Tensor:
+        """A copy, flat, in the order of memory."""
+        x = self._exact.restore()
+        return Arrangement.of(x).flat(x).clone()
+
+
+class Derivation:
+    """A result that is computed again.
+
+    Args:
+        function: from the input to the result.
+        source: of the input.
+        nbytes: of what the function holds.
+        bits: as good as those of codes of the result itself.
+    """
+
+    __slots__ = ("__weakref__", "_function", "_nbytes", "_source", "bits")
+
+    def __init__(self, function: Function, source: Source, nbytes: int, bits: int) -> None:
+        self._function, self._source, self._nbytes, self.bits = function, source, nbytes, bits
+
+    def count(self) -> int:
+        """Bytes that it holds beside its source's, and the sources' own of this kind, where nobody has counted them."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes + (self._source.count() if isinstance(self._source, Derivation) else 0)
+
+    def decode(self) -> Tensor:
+        """Flat, in the order of memory."""
+        x = self._source.decode()
+        # As it was forward, wherever backward is called from: within a pass, under autocast, to differentiate twice.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+            return self._function(x)
+
+
+#: What is kept of a tensor, as long as anyone keeps it.
+Origin = Callable[[], "Source | None"]
+
+
+class Recipe:
+    """How a result can be computed again, while what is kept of the input is there.
+
+    Args:
+        function: from the input to the result.
+        origin: of the input.
+        nbytes: of what the function holds.
+        by_row: whether it makes rows equally large, and so an error as large beside all of them as it is beside the
+            smallest: codes are then worth half of their bits.
+    """
+
+    __slots__ = ("_by_row", "_function", "_made", "_nbytes", "_origin")
+
+    def __init__(self, function: Function, origin: Origin, nbytes: int = 0, *, by_row: bool = False) -> None:
+        self._function, self._origin, self._nbytes, self._by_row = function, origin, nbytes, by_row
+        self._made: Callable[[], Derivation | None] = lambda: None
+
+    def derivation(self) -> Derivation | None:
+        """The same one for all who save the result; None where what is kept of the input is gone."""
+        made = self._made()
+        if made is None:
+            source = self._origin()
+            if source is None:
+                return None
+            bits = source.bits // 2 if self._by_row and source.bits != Original.bits else source.bits
+            made = Derivation(self._function, source, self._nbytes, bits)
+            self._made = weakref.ref(made)
+        return made
+
+
+def cast_to(dtype: torch.dtype) -> Function:
+    """The function of autocast."""
+    return lambda flat: flat.to(dtype)
+
+
+def original(exact: weakref.ref[Exact]) -> Origin:
+    """The origin of a tensor that is kept as it is."""
+
+    def there() -> Original | None:
+        kept = exact()
+        return None if kept is None else Original(kept)
+
+    return there
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
+    """Arguments in the order of the parameters, with their defaults. Tensor methods call theirs ``self``."""
+    values = dict(zip(parameters, args, strict=False)) | kwargs
+    if "self" in values:
+        values["input"] = values.pop("self")
+    return [values.get(name, default) for name, default in parameters.items()]
+
+
+def derive_elementwise(at: Pass, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
+    """Note that each element of the result comes of the input's in the same place."""
+    if origin is not None and Arrangement.of(x) == Arrangement.of(y):
+        at.derive(y, Recipe(function, origin))
+
+
+def _gelu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, approximate = bound(args, kwargs, input=None, approximate="none")
+    gelu = torch.ops.aten.gelu_
+    derive_elementwise(at, x, y, at.origin(x), lambda flat: gelu(flat, approximate=approximate))
+
+
+def _silu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, inplace = bound(args, kwargs, input=None, inplace=False)
+    if not inplace:
+        derive_elementwise(at, x, y, at.origin(x), torch.ops.aten.silu_)
+
+
+def _derive_whole(
+    at: Pass, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None, by_row: bool = False
+) -> None:
+    """Note how the result comes of the input, both in their shapes."""
+    given, made = Arrangement.of(x), Arrangement.of(y)
+    if x.dtype == y.dtype:  # autocast may have cast the input first
+        at.derive(
+            y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*held), by_row=by_row)
+        )
+
+
+class Normalization:
+    """A call of layer normalization, x → (x − mean) · rstd · weight + bias.
+
+    In a row of small numbers, the error of codes that all rows share is large beside the row, and normalization makes
+    it as large beside all others. So what is kept of the input is its normalized form n = (x − mean) · rstd, and both
+    the input and the result come of that, by the statistics that the operator's node keeps anyway.
+
+    Args:
+        x: the input.
+        shape: of the dimensions that are normalized.
+        weight: or None.
+        bias: or None.
+        eps: under the root.
+    """
+
+    def __init__(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        self._input = x.data_ptr(), x.shape, x.dtype  # not the input, which what is saved here would hold
+        self._shape, self._weight, self._bias, self._eps = tuple(shape), weight, bias, eps
+        self._statistics: tuple[Tensor, Tensor] | None = None
+        #: Of what was kept of n in this call.
+        self.origin: Origin | None = None
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is the input, and no parameter or statistic."""
+        return self._input == (x.data_ptr(), x.shape, x.dtype)
+
+    def normalized(self, x: Tensor) -> Tensor | None:
+        """n, contiguous; None where the input does not come back of it."""
+        n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
+        self._statistics = mean, rstd
+        return n if bool((torch.isfinite(mean) & torch.isfinite(1 / rstd)).all()) else None
+
+    def input(self, x: Tensor) -> Function:
+        """From n to the input, flat."""
+        given, shape = Arrangement.of(x), x.shape
+
+        def function(flat: Tensor) -> Tensor:
+            assert self._statistics is not None
+            mean, rstd = self._statistics
+            return given.flat(_affine(flat.view(shape), 1 / rstd, mean))
+
+        return function
+
+    def derive(self, at: Pass, y: Tensor) -> bool:
+        """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
+        node: Any = y.grad_fn
+        if self.origin is None or not y.is_contiguous() or y.dtype != self._input[-1]:
+            return False
+        if node.name() == "NativeLayerNormBackward0":  # the same numbers, which need not be there twice
+            self._statistics = node._saved_result1, node._saved_result2
+        weight, bias, shape = _copy(self._weight), _copy(self._bias), y.shape
+        self._weight = self._bias = None
+        at.derive(
+            y,
+            Recipe(lambda flat: _affine(flat.view(shape), weight, bias).view(-1), self.origin, _nbytes(weight, bias)),
+        )
+        return True
+
+
+def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
+    """x · factor + term, in place where it is rounded once all the same."""
+    if x.dtype == torch.float32:
+        x = x if factor is None else x.mul_(factor)
+        return x if term is None else x.add_(term)
+    wide = x.float() if factor is None else x.float().mul_(factor)
+    return (wide if term is None else wide.add_(term)).to(x.dtype)
+
+
+def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    """Of the input itself, where that is what is kept."""
+    x, shape, weight, bias, eps = bound(
+        args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
+    )
+    origin = at.origin(x)
+    if origin is not None:
+        weight, bias = _copy(weight), _copy(bias)
+        _derive_whole(at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True)
+
+
+def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    x, shape, weight, eps = bound(args, kwargs, input=None, normalized_shape=None, weight=None, eps=None)
+    origin = at.origin(x)
+    if origin is not None:
+        weight = _copy(weight)
+        _derive_whole(at, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight, by_row=True)
+
+
+def _batch_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+    """By the statistics that forward had, and nothing runs along: all of it is one scale and one shift per channel."""
+    x, mean, variance, weight, bias, training, _, eps = bound(
+        args, kwargs, input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False,
+        momentum=0.1, eps=1e-5,
+    )  # fmt: skip
+    origin = at.origin(x)
+    if origin is None:
+        return
+    with torch.no_grad():
+        if training:
+            # The node's own names: a batch's mean, and one over its deviation.
+            mean, scale = (getattr(y.grad_fn, f"_saved_result{place}", None) for place in (1, 2))
+            if mean is None or scale is None or scale.numel() != x.shape[1]:
+                return  # a kernel that keeps something else
+        else:
+            scale = (variance.float() + eps).rsqrt()
+        scale = scale.float() if weight is None else scale.float() * weight.float()
+        shift = mean.float() * -scale if bias is None else bias.float() - mean.float() * scale
+    if not bool(torch.isfinite(scale + shift).all()):
+        return  # there may be more to it then
+    one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+    channels = (-1, *[1] * (x.dim() - 2))
+
+    def function(x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return x.mul_(scale.view(channels)).add_(shift.view(channels))
+        return torch.batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0, False)  # rounds once
+
+    _derive_whole(at, x, y, origin, function, scale, shift)
+
+
+def _nbytes(*held: Tensor | None) -> int:
+    return sum(x.nbytes for x in held if x is not None)
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().clone()
+
+
+#: Operators of which results are computed again, and who notes how. ReLU's is with those that keep one bit.
+DERIVED: dict[Any, Callable[[Pass, Tensor, Any, Any], None]] = {
+    F.gelu: _gelu,
+    F.silu: _silu,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.batch_norm: _batch_norm,
+}
