@@ -166,11 +166,12 @@ class _Kind:
 def _kinds(config: Config) -> list[_Kind]:
     kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
     if config.peers:
-        if _has_mlps(config):
-            kinds += [_Kind(f"{bits} bits, MLPs again", bits, mlps_again=True) for bits in config.bits]
+        mlps = config.bits if _has_mlps(config) else ()
+        kinds += [_Kind(f"{bits} bits, MLPs again", bits, mlps_again=True) for bits in mlps]
         kinds += [_Kind("checkpoint", again=True)]
         kinds += [_Kind(f"checkpoint, {bits} bits", bits, again=True) for bits in config.bits[:1]]
         kinds += [_Kind("bf16", amp=True), *(_Kind(f"bf16, {bits} bits", bits, amp=True) for bits in config.bits)]
+        kinds += [_Kind(f"bf16, {bits} bits, MLPs again", bits, amp=True, mlps_again=True) for bits in mlps]
         kinds += [_Kind("bf16, checkpoint", amp=True, again=True)]
     if config.compiled:
         kinds += [_Kind("compiled", compiled=True)]
