@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,7 @@ _POINTS = 50
 
 
 def read_policy(told: str) -> nb.ActivationPolicy:
-    """A policy from JSON.
+    """A policy from JSON. As in the paper, what could be computed again is kept, unless it says ``derive``.
 
     Raises:
         ValueError: it is none; says why.
@@ -37,14 +36,14 @@ def read_policy(told: str) -> nb.ActivationPolicy:
         raise ValueError(f"activations={told!r} is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f'activations={told!r} is no policy: expected fields of one, such as {{"bits": 4}}')
-    return nb.ActivationPolicy.from_dict(fields)
+    return nb.ActivationPolicy.from_dict({"derive": False, **fields})
 
 
 class Activations:
     """What backward keeps of a model's activations while it is trained.
 
     Args:
-        policy: what is kept in how many bits. As in the paper, what could be computed again is kept, too.
+        policy: what is kept in how many bits.
         model: whose activations.
         steps: of training.
         trace: whether ranges are noted on the way.
@@ -52,7 +51,7 @@ class Activations:
 
     def __init__(self, policy: nb.ActivationPolicy, model: nn.Module, steps: int, *, trace: bool) -> None:
         self._policy, self._model, self._trace = policy, model, trace
-        self._context = nb.compress_activations(model, policy=replace(policy, derive=False))
+        self._context = nb.compress_activations(model, policy=policy)
         self._saved: Saved | None = None
         self._points = {round(steps * point / _POINTS) for point in range(1, _POINTS + 1)}
         self._noted: list[tuple[int, dict[str, Tensor]]] = []

@@ -122,8 +122,8 @@ def test_rows_tell_bytes_time_and_fidelity(model):
 def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
     config = memory.Config(model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), peers=True, rounds=1)
     rows = {row["name"]: row for row in memory.run(config)}
-    assert len(rows) == 11
-    assert memory.count(config) == 22
+    assert len(rows) == 13
+    assert memory.count(config) == 26
     elements = 8 * 32 * 64
     assert rows["8 bits, MLPs again"]["kept_bytes"] == 2 * elements  # the first input is the caller's
     assert rows["4 bits, MLPs again"]["kept_bytes"] == elements

@@ -2,7 +2,9 @@
 
 ``run`` compares ways to train in less memory. All rows live in one process and take turns, so that a machine that
 others use treats them alike; ``ratio_to_plain`` is the median over rounds of a row's step over the plain step right
-before it. A step is forward and backward. Two measures of memory stand beside each other:
+before it. A step is forward and backward. What is timed follows a step of the same kind, as in training; the peak is
+that of the step before, for which memory is given back to the system first. Two measures of memory stand beside each
+other:
 
 * ``kept_bytes``: what autograd keeps between forward and backward, every tensor's memory counted once, without
   parameters, buffers and inputs;
@@ -223,7 +225,13 @@ class _Row:
         torch.autograd.backward(_scalar(output))
         return saved
 
+    def settled(self) -> float:
+        """Seconds of a step after one of its kind, as in training."""
+        self.step()
+        return self.timed()
+
     def timed(self) -> float:
+        """Seconds of a step."""
         begin = time.perf_counter()
         self.step()
         if self.device != "cpu":
@@ -264,10 +272,11 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
     for turn in range(config.rounds):
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
             tell(row.kind.name)
-            before = plain.timed() if row is not plain else 0.0
+            before = plain.settled() if row is not plain else 0.0
             peak = _Peak(device)
-            taken = row.timed()
+            row.step()
             row.peaks += peak.taken()
+            taken = row.timed()  # not that step: for the peak's sake memory has gone back to the system before it
             row.steps.append(taken)
             row.plain_steps.append(before or taken)
     return [_told(row, saved, error, rows, counts) for row, saved, error in zip(rows, counts, errors, strict=True)]
