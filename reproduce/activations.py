@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -73,8 +74,11 @@ class Activations:
     def report(self, task: Task) -> dict[str, Any]:
         """What :func:`reproduce.training.train` says of a row with activations in few bits."""
         saved = self._saved or Saved()
+        told = {"bits": self._policy.bits} | replace(self._policy, derive=True).to_dict()
+        if self._policy.derive:  # as in rows: where it is not said, it is not done
+            told["derive"] = True
         found = {
-            "spec": json.dumps({"bits": self._policy.bits} | self._policy.to_dict()),
+            "spec": json.dumps(told),
             "plain_bytes": saved.bytes_plain,
             "kept_bytes": saved.bytes_kept,
             "by_operator": {name: [kept.plain, kept.kept] for name, kept in saved.by_operator.items()},
