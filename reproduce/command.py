@@ -254,7 +254,8 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
             "seeds": sorted({row.seed for row in rows}),
             "groups": [asdict(group) for group in found],
             "claims": [asdict(claim) for claim in claims],
-            "rows": results,
+            # How ranges went is long, and in the rows' own files.
+            "rows": [{key: value for key, value in row.items() if key != "ranges"} for row in results],
         },
     )
     if experiment.draw is not None and can_plot():

@@ -159,6 +159,7 @@ def test_a_whole_quick_run(folder, tmp_path, capsys):
     assert main(EXPERIMENT, arguments) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [group["name"] for group in summary["groups"]] == ["dense", "mesa"]
+    assert all("ranges" not in row for row in summary["rows"])  # which are long, and in the rows' files
     page = (tmp_path / "page.md").read_text()
     assert page.count("| --- |") == 1
     assert '- mesa: `{"bits": 8}`' in page

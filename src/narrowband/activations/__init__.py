@@ -5,8 +5,8 @@
 :mod:`.saved`          the context around a forward pass, and its report
 :mod:`.kept`           one tensor: its order in memory, its groups, their ranges, its codes
 :mod:`.derived`        results that are computed again from what is kept of an input
-:mod:`.operators`      which operator is at work, and operators that keep one bit per element
-:mod:`.regions`        calls of compiled modules, in which Python has no say
+:mod:`.operators`      which operator is at work, and operators that keep a bit or a byte per element
+:mod:`.regions`        calls of compiled modules, and of those that are computed again
 :mod:`.compiled`       what a compiled graph packs, as graphs
 =====================  ===============================================================================
 

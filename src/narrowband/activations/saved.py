@@ -317,7 +317,7 @@ class Pass:
             or type(x) is not Tensor
             or not _is_plain(x)
             or x.numel() < self.policy.min_numel
-            or torch._C._autograd._top_saved_tensors_default_hooks(True) != self.hooks  # in a checkpoint
+            or not self._saves_here()
         ):
             return None
         memory, arrangement = self._memory(x), Arrangement.of(x)

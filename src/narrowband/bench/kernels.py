@@ -290,26 +290,11 @@ def _activation_extremes(data: _Data, backend: Any) -> _Loop:
     return _Loop(lambda _: backend.row_extremes(a.x, a.rows))
 
 
-def _activation_quantize(bits: int) -> _Maker:
+def _activation_quantize(bits: int, *, watch: bool = False) -> _Maker:
     def make(data: _Data, backend: Any) -> _Loop:
         a = _Activation(data, backend, bits)
-        return _Loop(
-            lambda seed: backend.quantize_rows(
-                a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed
-            )
-        )
-
-    return make
-
-
-def _activation_quantize_extremes(bits: int) -> _Maker:
-    def make(data: _Data, backend: Any) -> _Loop:
-        a = _Activation(data, backend, bits)
-        return _Loop(
-            lambda seed: backend.quantize_rows_extremes(
-                a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed
-            )
-        )
+        quantize = backend.quantize_rows_extremes if watch else backend.quantize_rows
+        return _Loop(lambda seed: quantize(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed))
 
     return make
 
@@ -367,8 +352,8 @@ _LOOPS: dict[str, _Maker] = {
     "activation-extremes": _activation_extremes,
     "activation-quantize-8": _activation_quantize(8),
     "activation-quantize-4": _activation_quantize(4),
-    "activation-quantize-extremes-8": _activation_quantize_extremes(8),
-    "activation-quantize-extremes-4": _activation_quantize_extremes(4),
+    "activation-quantize-extremes-8": _activation_quantize(8, watch=True),
+    "activation-quantize-extremes-4": _activation_quantize(4, watch=True),
     "activation-dequantize-8": _activation_dequantize(8),
     "activation-dequantize-4": _activation_dequantize(4),
     "activation-mask": _activation_mask,
