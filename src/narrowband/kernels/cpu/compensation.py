@@ -25,8 +25,6 @@ from narrowband.kernels.cpu.loops import (
     max_magnitude,
     neighbours,
     splat,
-    spread,
-    threads_for,
 )
 from narrowband.kernels.cpu.selection import (
     BLOCK,
@@ -45,6 +43,7 @@ from narrowband.kernels.cpu.selection import (
     threshold_of_runs,
 )
 from narrowband.kernels.cpu.sparse import write_elias_fano
+from narrowband.kernels.cpu.threads import spread, threads_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from narrowband.kernels.cpu.loops import F32, I32, MAGNITUDE, U32, At, loop, spread
+from narrowband.kernels.cpu.loops import F32, I32, MAGNITUDE, U32, At, loop
+from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

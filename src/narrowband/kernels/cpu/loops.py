@@ -1,28 +1,20 @@
-"""What the loops on CPU are made of: how they are compiled, spread over threads, and told random numbers.
+"""What the loops on CPU are made of: how they are compiled, what they are written in, and their random numbers.
 
-Every loop is compiled without threads of its own and releases the GIL; :func:`spread` cuts the work into one contiguous
-range per thread and runs the ranges on a small thread pool. That is what makes the kernels safe where Numba's own
-threading layers are not: several Python threads may call at once, and a forked child simply builds a new pool. The
-thread count is ``torch.get_num_threads()``, and results do not depend on it.
+Every loop is compiled without threads of its own and releases the GIL; :mod:`.threads` spreads it.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit
 from numba.extending import intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-R = TypeVar("R")
 
 F32, I32, U8, U32 = np.float32, np.int32, np.uint8, np.uint32
 #: An index known not to be negative: Numba then leaves out the wrap-around, and the loop vectorizes.
@@ -36,45 +28,8 @@ NON_FINITE = np.int32(0x7F800000)
 LANES = 16
 #: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
 PAGE = 4096
-#: Work below this many elements stays on the calling thread: handing it over costs about 30 µs.
-MIN_ELEMENTS_PER_THREAD = 1 << 16
 
 _HERE = Path(__file__).parent
-
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-
-
-def _forget_pool() -> None:
-    global _pool, _pool_size
-    _pool, _pool_size = None, 0
-
-
-os.register_at_fork(after_in_child=_forget_pool)
-
-
-def threads_for(elements: int) -> int:
-    """How many threads this much work is worth."""
-    return max(1, min(torch.get_num_threads(), elements // MIN_ELEMENTS_PER_THREAD))
-
-
-def spread(units: int, elements: int, work: Callable[[int, int], R]) -> list[R]:
-    """``work(start, stop)`` over [0, units), one contiguous range per thread; the results in order.
-
-    ``elements`` is how much the units amount to, and decides how many threads are worth waking.
-    """
-    global _pool, _pool_size  # noqa: PLW0603
-    threads = min(threads_for(elements), units)
-    if threads <= 1:
-        return [work(0, units)]
-    pool = _pool
-    if pool is None or _pool_size < threads:
-        # A pool that another thread still uses finishes its work and is then collected.
-        pool = _pool = ThreadPoolExecutor(threads, thread_name_prefix="narrowband-kernel")
-        _pool_size = threads
-    cuts = [units * t // threads for t in range(threads + 1)]
-    rest = [pool.submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
-    return [work(cuts[0], cuts[1])] + [future.result() for future in rest]
 
 
 def loop(function: Callable[..., Any]) -> Any:

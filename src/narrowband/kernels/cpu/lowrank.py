@@ -13,18 +13,8 @@ from llvmlite import ir
 from numba import types
 
 from narrowband.kernels import DEPENDENT
-from narrowband.kernels.cpu.loops import (
-    F32,
-    I32,
-    LANES,
-    At,
-    inlined,
-    instruction,
-    loop,
-    max_magnitude,
-    neighbours,
-    spread,
-)
+from narrowband.kernels.cpu.loops import F32, I32, LANES, At, inlined, instruction, loop, max_magnitude, neighbours
+from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,6 @@ from narrowband.kernels.cpu.loops import (
     neighbours,
     prefetch,
     splat,
-    spread,
 )
 from narrowband.kernels.cpu.selection import (
     BLOCK,
@@ -36,6 +35,7 @@ from narrowband.kernels.cpu.selection import (
     reaching,
     room_for,
 )
+from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
     import numpy.typing as npt

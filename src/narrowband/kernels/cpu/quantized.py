@@ -30,8 +30,8 @@ from narrowband.kernels.cpu.loops import (
     neighbours,
     prefetch,
     splat,
-    spread,
 )
+from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -31,8 +31,8 @@ from narrowband.kernels.cpu.loops import (
     mix,
     neighbours,
     splat,
-    spread,
 )
+from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

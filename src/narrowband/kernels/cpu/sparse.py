@@ -12,8 +12,9 @@ from numba import types
 
 from narrowband.errors import PayloadError
 from narrowband.kernels import elias_fano_low_bits
-from narrowband.kernels.cpu.loops import F32, I32, U8, At, inlined, instruction, loop, spread, threads_for
+from narrowband.kernels.cpu.loops import F32, I32, U8, At, inlined, instruction, loop
 from narrowband.kernels.cpu.selection import lowest
+from narrowband.kernels.cpu.threads import spread, threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
