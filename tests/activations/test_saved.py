@@ -588,20 +588,65 @@ def test_small_tensors_stay_exact():
     assert differ == {("AddmmBackward0", "_saved_mat1")}
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("conv", [False, True])
-def test_autocasts_copies_of_parameters_stay_exact(conv, frozen):
+def cast_layers(conv, frozen):
     torch.manual_seed(0)
     layer = (lambda: nn.Conv2d(8, 8, 3, padding=1)) if conv else (lambda: nn.Linear(32, 32))
     first, last = layer(), layer()
     last.requires_grad_(not frozen)
-    x = torch.randn(2, 8, 6, 6) if conv else torch.randn(32, 32)  # as many elements as the weight has
     model = nn.Sequential(first, nn.GELU(), last, nn.GELU(), layer())
+    if conv == "channels last":
+        model = model.to(memory_format=torch.channels_last)
+    return model, torch.randn(2, 8, 6, 6) if conv else torch.randn(32, 32)  # as many elements as the weight has
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("conv", [False, True, "channels last"])
+def test_autocasts_copies_of_parameters_come_back_exactly(conv, frozen):
+    model, x = cast_layers(conv, frozen)
     differ, rest = inexact(model, x, autocast=True)
     weight = ("ConvolutionBackward0", "_saved_weight") if conv else ("AddmmBackward0", "_saved_mat2")
     assert weight in rest
     assert weight not in differ
     assert ("GeluBackward0", "_saved_self") in differ
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("conv", [False, True, "channels last"])
+def test_autocasts_copies_of_parameters_are_cast_again_instead_of_kept(conv, frozen):
+    model, x = cast_layers(conv, frozen)
+    with compress(model, min_numel=1) as saved, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    name, weights = ("conv", 8 * 8 * 9) if conv else ("matmul", 32 * 32)
+    assert saved.by_operator[name].plain >= 2 * (2 * x.numel() + 2 * weights)
+    assert saved.by_operator[name].kept == x.numel()  # codes of the first layer's input; others' comes of GELU's
+
+
+LAID_OUT = {
+    "transposed": lambda w, x: x @ w.t().to(torch.bfloat16),
+    "in another order": lambda w, x: x @ w.t().to(torch.bfloat16, memory_format=torch.contiguous_format),
+    "a part": lambda w, x: x[:, :16] @ w.as_strided((16, 32), (32, 1)).to(torch.bfloat16),
+    "a part of the copy": lambda w, x: x[:, :16] @ w.to(torch.bfloat16).as_strided((16, 32), (32, 1), 512),
+    "twice": lambda w, x: (x @ w.to(torch.bfloat16)) @ w.to(torch.bfloat16).t(),
+}
+
+
+@pytest.mark.parametrize("how", LAID_OUT)
+def test_copies_of_parameters_in_another_order_or_of_a_part_come_back_exactly(how):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    model.forward = lambda x: LAID_OUT[how](model.weight, x)
+    _, rest = inexact(model, torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True))
+    assert ("MmBackward0", "_saved_mat2") in rest
+
+
+def test_a_parameter_that_is_cast_again_must_not_change_before():
+    model = linears(32, 32, 32)
+    with compress(model, min_numel=1), torch.autocast("cpu", torch.bfloat16):
+        y = model(torch.randn(20, 32))
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: float32 \[32, 32\], which matmul in 1"):
+        y.sum().backward()
 
 
 def test_an_input_that_autocast_copies_is_no_parameter():

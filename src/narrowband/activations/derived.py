@@ -29,6 +29,7 @@ __all__ = [
     "Derivation",
     "Normalization",
     "Origin",
+    "Original",
     "Recipe",
     "bound",
     "cast_to",
@@ -41,22 +42,23 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Original:
-    """A tensor that is kept as it is, as a source.
+    """A tensor that is kept as it is, or lives anyway, as a source.
 
     Args:
         exact: it, without gaps in memory.
+        dtype: what its values are wanted in; its own if not given.
     """
 
     #: More than any codes have.
     bits = 32
 
-    def __init__(self, exact: Exact) -> None:
-        self._exact = exact
+    def __init__(self, exact: Exact, dtype: torch.dtype | None = None) -> None:
+        self._exact, self._dtype = exact, dtype
 
     def decode(self) -> Tensor:
         """A copy, flat, in the order of memory."""
         x = self._exact.restore()
-        return Arrangement.of(x).flat(x).clone()
+        return Arrangement.of(x).flat(x).to(self._dtype or x.dtype, copy=True)
 
 
 class Derivation:

@@ -33,8 +33,18 @@ from torch.utils import checkpoint
 
 from narrowband.activations import operators, regions
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, is_compiled_itself, obstacle
-from narrowband.activations.derived import Derivation, Normalization, Origin, Recipe, cast_to, original
-from narrowband.activations.kept import Arena, Arrangement, Estimates, Exact, Grouping, Packed, Payload, quantized
+from narrowband.activations.derived import Normalization, Origin, Original, Recipe, cast_to, original
+from narrowband.activations.kept import (
+    Arena,
+    Arrangement,
+    Estimates,
+    Exact,
+    Grouping,
+    Packed,
+    Payload,
+    Source,
+    quantized,
+)
 from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.regions import (
@@ -352,7 +362,7 @@ class Pass:
 
     def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
         """What the operator at work was given, of which autocast made this tensor, or the one that it is a view of."""
-        whole = x if x._base is None else x._base
+        whole = _whole(x)
         node = whole.grad_fn
         if (
             node is None
@@ -373,7 +383,7 @@ class Pass:
     def pack(self, x: Tensor) -> Exact | Packed:
         """What to keep of a tensor that autograd saves."""
         operator, module = self._place()
-        where = f"{operator.name} in {module or 'the model'}"
+        where = _where(operator, module)
         if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x):
             return Exact(x, where)
         storage = x.untyped_storage()
@@ -400,10 +410,11 @@ class Pass:
 
     def _source(
         self, x: Tensor, memory: _Memory, operator: Known, module: str
-    ) -> tuple[Payload | Derivation | None, Arrangement, int]:
+    ) -> tuple[Source | None, Arrangement, int]:
         """Codes of the tensor, or how it is computed again; how it lies in memory; and how many bytes are kept for it
         that were not before. Neither codes nor a computation: it is to be kept as it is.
         """
+        where = _where(operator, module)
         arrangement = Arrangement.of(x)
         bits = self.policy.bits_for(operator.name, module)
         # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
@@ -418,9 +429,12 @@ class Pass:
             or _is_expanded(x)
             or memory.is_kept
             or self._is_statistic(x, operator)
-            or self._is_copy_of_a_parameter(x)
         ):
             return None, arrangement, 0
+        parameter = self._parameter_before_cast(x)
+        if parameter is not None:  # which lives anyway, and can be cast again
+            cast = Original(Exact(parameter, where), x.dtype) if _is_cast_of(x, arrangement, parameter) else None
+            return cast, arrangement, 0
         key = _key(x, arrangement)
         known = memory.payloads.get(key)
         if known is not None and known.bits >= bits:
@@ -524,19 +538,25 @@ class Pass:
             return per_row or (x.shape[-1] == 1 and x.dim() == given.dim())
         return x.numel() < given.numel()
 
-    def _is_copy_of_a_parameter(self, x: Tensor) -> bool:
-        """Whether the tensor is a parameter in another dtype, as autocast makes them."""
+    def _parameter_before_cast(self, x: Tensor) -> Tensor | None:
+        """The parameter of which autocast made this tensor, or the one that it is a view of."""
         node = x.grad_fn
         while node is not None and node.name() in _OF_A_PARAMETER:
             node = node.next_functions[0][0]
         if node is not None:
-            return isinstance(getattr(node, "variable", None), nn.Parameter)
+            parameter = getattr(node, "variable", None)
+            return parameter if isinstance(parameter, nn.Parameter) else None
         if x.requires_grad:
-            return False
+            return None
         # Of one that is frozen nothing says where it comes from.
-        whole = x if x._base is None else x._base
+        whole = _whole(x)
         those = (given.detach() for given in self._operands() if _of_a_parameter(given) and given.dtype != x.dtype)
-        return any(whole.shape == given.shape and torch.equal(whole, given.to(x.dtype)) for given in those)
+        same = (given for given in those if whole.shape == given.shape and torch.equal(whole, given.to(x.dtype)))
+        return next(same, None)
+
+
+def _where(operator: Known, module: str) -> str:
+    return f"{operator.name} in {module or 'the model'}"
 
 
 @unseen
@@ -573,7 +593,27 @@ def _key(x: Tensor, arrangement: Arrangement) -> tuple[Any, ...]:
 
 def _of_a_parameter(x: Tensor) -> bool:
     """Whether the tensor is a parameter, or a view of one."""
-    return isinstance(x if x._base is None else x._base, nn.Parameter)
+    return isinstance(_whole(x), nn.Parameter)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """What the tensor is a view of, or itself."""
+    return x if x._base is None else x._base
+
+
+def _is_cast_of(x: Tensor, arrangement: Arrangement, parameter: Tensor) -> bool:
+    """Whether a tensor's memory has the parameter's values in their order, in another dtype."""
+    whole = _whole(x)
+    node = whole.grad_fn  # None of what is frozen, and has been compared
+    direct = node is None or getattr(node.next_functions[0][0], "variable", None) is parameter
+    return (
+        direct
+        and x._version == 0
+        and arrangement.dense
+        and (x.numel(), x.storage_offset()) == (whole.numel(), whole.storage_offset())
+        and (whole.shape, whole.stride()) == (parameter.shape, parameter.stride())
+        and Arrangement.of(parameter).dense
+    )
 
 
 def _divisor(size: int, wanted: int) -> int:
