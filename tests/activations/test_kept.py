@@ -144,8 +144,8 @@ def test_estimates_are_equations_6_and_7(decay):
 
 def test_estimates_that_are_grouped_in_another_way_begin_anew():
     estimates = Estimates()
-    estimates.observe("a", torch.ones(2), torch.zeros(2))
-    alpha, beta = estimates.observe("a", torch.full((3,), 5.0), torch.full((3,), -1.0))
+    estimates.observe("a", torch.zeros(2), torch.ones(2))
+    alpha, beta = estimates.observe("a", torch.full((3,), -1.0), torch.full((3,), 4.0))
     assert alpha.tolist() == [5, 5, 5]
     assert beta.tolist() == [-1, -1, -1]
 
@@ -170,10 +170,10 @@ def test_symmetric_ranges_are_made_of_estimates_that_serve_any_policy(low, high,
 
 def test_a_state_is_taken_as_it_was_given_and_what_is_none_is_refused():
     estimates, other = Estimates(), Estimates()
-    estimates.observe("a", torch.rand(4), torch.rand(4))
+    estimates.observe("a", torch.rand(4) - 1, torch.rand(4))
     other.load_state_dict(estimates.state_dict())
     given = other.state_dict()["a"].clone()
-    estimates.observe("a", torch.rand(4), torch.rand(4))
+    estimates.observe("a", torch.rand(4) - 1, torch.rand(4))
     assert torch.equal(other.state_dict()["a"], given)
     with pytest.raises(ValueError, match=r"a: a range is \(2, groups\), and this is \(3, 4\)"):
         other.load_state_dict({"a": torch.zeros(3, 4)})

@@ -270,6 +270,43 @@ def test_rows_of_activations(
     assert_same(decoded[0], decoded[1])
 
 
+@given(
+    groups=st.integers(0, 20),
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 2),
+    decay=st.sampled_from([0.0, 0.5, 0.9]),
+    seed=seeds,
+)
+@settings(max_examples=300, deadline=None)
+def test_learning_ranges(groups: int, kinds: tuple[str, str], decay: float, seed: int) -> None:
+    low, *others = (make(kind, 2 * groups, seed % 2**32).view(2, groups) for kind in kinds)
+    low, high = torch.minimum(*low), torch.maximum(*low)
+    known = others[0].abs()
+    expected, whole, far = reference.learn_ranges(known, low, high, decay)
+    learned, finite, moved = cpu.learn_ranges(known, low, high, decay)
+    assert finite == whole == bool(torch.isfinite(2 * torch.maximum(high, -low)).all())
+    if finite and bool(torch.isfinite(known).all()):
+        assert_same(learned, expected)
+        assert moved == far or (math.isnan(moved) and math.isnan(far))
+        wide = known.double() * decay + torch.stack((high.double() - low.double(), low.double())) * (1 - decay)
+        scale = (known.abs() + torch.stack((high.abs() + low.abs(), low.abs()))).double() * 2.0**-22 + 2.0**-148
+        assert bool(((learned.double() - wide).abs() <= scale).all())
+
+
+def test_how_far_an_end_has_moved() -> None:
+    known = torch.tensor([[4.0, 2.0, 0.0], [-2.0, 0.0, 1.0]])  # from −2 to 2, 0 to 2, 1 to 1
+    for backend in (cpu, reference):
+        for low, high, share in (
+            ([-2.0, 0, 1], [2.0, 2, 1], 0.0),
+            ([-2.0, 0, 1], [2.0, 4, 1], 1 / 3),  # 0 to 3
+            ([-6.0, 0, 1], [2.0, 2, 1], 2 / 6),  # −4 to 2
+            ([-2.0, 0, 3], [2.0, 2, 3], math.inf),  # 2 to 2
+        ):
+            _, finite, moved = backend.learn_ranges(known, torch.tensor(low), torch.tensor(high), 0.5)
+            assert finite
+            assert moved == pytest.approx(share)
+        assert not backend.learn_ranges(known, torch.zeros(3), torch.tensor([1.0, math.nan, 2.0]), 0.5)[1]
+
+
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
 @settings(max_examples=400, deadline=None)

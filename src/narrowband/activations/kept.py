@@ -168,16 +168,24 @@ class Estimates:
             held = self._held.get(name)
         return None if not self.decay or held is None or held.shape[1] != groups else held.to(device)
 
-    def observe(self, name: str, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a batch's range in, and return what is estimated then. The first batch is taken as it is."""
+    def observe(self, name: str, low: Tensor, high: Tensor) -> Tensor:
+        """Take a batch's extremes in, and return what is estimated then. The first batch is taken as it is."""
         with self._lock:
             held = self._held.get(name)
-            if held is None or held.shape[1] != alpha.numel():  # or it is grouped in another way now
-                held = torch.stack((alpha, beta))
+            if held is None or held.shape[1] != low.numel():  # or it is grouped in another way now
+                learned = torch.stack((high - low, low))
             else:
-                held = torch.lerp(torch.stack((alpha, beta)), held.to(alpha.device), self.decay)
-            self._held[name] = held
-        return held[0], held[1]
+                learned, _, _ = kernels.learn_ranges(held.to(low.device), low, high, self.decay)
+            self._held[name] = learned
+        return learned
+
+    def replace(self, name: str, known: Tensor, learned: Tensor) -> bool:
+        """Let an estimate take another's place; False where that one is no longer there."""
+        with self._lock:
+            there = self._held.get(name) is known
+            if there:
+                self._held[name] = learned
+        return there
 
     def state_dict(self) -> dict[str, Tensor]:
         """Name → (2, groups) float32: α, then β."""
@@ -201,14 +209,15 @@ def ranges(
     low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
 ) -> tuple[Tensor, Tensor]:
     """α and β for a tensor with these extremes."""
-    alpha, beta = high - low, low
-    if policy.statistics == "running":
-        alpha, beta = estimates.observe(name, alpha, beta)
-    return _symmetric(alpha, beta) if policy.symmetric else (alpha, beta)
+    running = policy.statistics == "running"
+    return _shaped(estimates.observe(name, low, high) if running else torch.stack((high - low, low)), policy)
 
 
-def _symmetric(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the estimate, not in it: the same estimates serve any policy."""
+def _shaped(estimate: Tensor, policy: ActivationPolicy) -> tuple[Tensor, Tensor]:
+    """α and β as the policy wants them. The same estimates serve any policy."""
+    alpha, beta = estimate.unbind()
+    if not policy.symmetric:
+        return alpha, beta
     beta = -torch.maximum(alpha + beta, -beta)
     return -2 * beta, beta
 
@@ -355,35 +364,22 @@ def quantized(
     form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
     if known is None:
         low, high = kernels.row_extremes(x, rows)
-        if not bool(_has_range(low, high)):
+        if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
             return None
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    used = _symmetric(*known.unbind()) if policy.symmetric else known.unbind()
-    seen = payload.encode(x, *used, seed=seed, watch=True, **form)
+    seen = payload.encode(x, *_shaped(known, policy), seed=seed, watch=True, **form)
     assert seen is not None
-    low, high = seen
-    learned = torch.lerp(torch.stack((high - low, low)), known, estimates.decay)
-    finite, drifted = torch.stack((_has_range(low, high), _drifted(known, learned))).tolist()
+    learned, finite, moved = kernels.learn_ranges(known, *seen, estimates.decay)
     if not finite:
         return None
-    alpha, beta = ranges(low, high, policy, estimates, name)
-    if drifted:
-        payload.encode(x, alpha, beta, seed=seed, **form)
+    if not estimates.replace(name, known, learned):  # another thread took a batch in meanwhile, or it is on a device
+        learned = estimates.observe(name, *seen)
+    if moved > DRIFT:
+        payload.encode(x, *_shaped(learned, policy), seed=seed, **form)
     return payload
-
-
-def _has_range(low: Tensor, high: Tensor) -> Tensor:
-    return torch.isfinite(2 * torch.maximum(high, -low)).all()
-
-
-def _drifted(known: Tensor, learned: Tensor) -> Tensor:
-    """Whether an end of a range has moved by more than is let pass."""
-    moved = learned - known  # of α and of β
-    far = torch.maximum(moved[1].abs(), (moved[0] + moved[1]).abs())
-    return (far > DRIFT * learned[0]).any()
 
 
 class Clock(Protocol):
@@ -411,17 +407,18 @@ class _Watched:
         where: operator and module, for the error.
     """
 
-    __slots__ = ("_form", "_version", "_watch", "_where")
+    __slots__ = ("_dtype", "_shape", "_version", "_watch", "_where")
 
     def __init__(self, x: Tensor, watch: Tensor, where: str) -> None:
         self._watch, self._version, self._where = watch, x._version, where
-        self._form = f"{x.dtype}".removeprefix("torch.") + f" {list(x.shape)}"
+        self._dtype, self._shape = x.dtype, x.shape
 
     def check(self) -> None:
         if self._watch._version != self._version:
+            form = f"{self._dtype}".removeprefix("torch.") + f" {list(self._shape)}"
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self._form}, which {self._where} saved for backward, is at version {self._watch._version}; "
+                f"{form}, which {self._where} saved for backward, is at version {self._watch._version}; "
                 f"expected version {self._version} instead"
             )
 

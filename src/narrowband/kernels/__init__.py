@@ -53,6 +53,14 @@ Sixteen bits make the sum of ``u`` and a whole number exact: what lies on a leve
 What is quantized, and looked at for extremes, may also have gaps: a matrix of (parts · outer, groups · inner) whose
 rows are contiguous, and any distance apart. Elements are counted without what is between them.
 
+**Estimates** of such ranges are (2, groups): α = high − low and β = low. Taking the extremes of a batch in is, in
+float32 without fused multiply-add, with μ and 1 − μ rounded to it::
+
+    α ← μ·α + (1 − μ)·(high − low)          β ← μ·β + (1 − μ)·low
+
+An end, β or β + α, then has moved by a share of the range's new width: |Δβ| / α or |Δβ + Δα| / α, the larger one; 0
+where nothing has moved.
+
 Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes of its own: element j sits in byte
 ``j % stride`` at bit ``(j // stride)·bits``, and unused bits are zero. There is no header and no padding between rows.
 
@@ -312,6 +320,16 @@ def quantize_rows_extremes(
     """
     result = _backend(x).quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
     return cast("tuple[Tensor, Tensor]", result)
+
+
+def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    """Take the extremes of a batch (float32, groups) into estimates of their ranges (float32, (2, groups)).
+
+    Returns:
+        The new estimates; whether all extremes are finite, and have a range in float32 on both sides of zero; and the
+        largest share of its width by which an end has moved, which says nothing where they are not.
+    """
+    return cast("tuple[Tensor, bool, float]", _backend(known).learn_ranges(known, low, high, decay))
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

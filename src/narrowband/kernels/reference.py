@@ -292,6 +292,17 @@ def quantize_rows_extremes(
     return row_extremes(x, rows)
 
 
+def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    learned = known * decay + torch.stack((high - low, low)) * (1 - decay)
+    width, beta = learned - known
+    moved = torch.maximum(beta.abs(), (beta + width).abs())
+    share = torch.where(moved == 0, 0.0, moved / learned[0])
+    whole = torch.isfinite(2 * torch.maximum(high, -low)).all()
+    largest = share.amax() if share.numel() else whole.new_zeros((), dtype=torch.float32)
+    finite, far = torch.stack((whole.float(), largest)).tolist()
+    return learned, bool(finite), far
+
+
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
     stride = -(-rows.inner * bits // 8)
     for first, last, range_R in _runs(rows, out.device):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from narrowband.kernels.cpu.activations import (
     apply_mask,
     dequantize_rows,
+    learn_ranges,
     mask_positive,
     quantize_rows,
     quantize_rows_extremes,
@@ -60,6 +61,7 @@ __all__ = [
     "fixed_sum",
     "forget",
     "group_minmax",
+    "learn_ranges",
     "low_rank_product",
     "mask_positive",
     "momentum_topk",

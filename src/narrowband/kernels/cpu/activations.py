@@ -43,9 +43,10 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
-TINY = 2.0**-126
+TINY = np.float32(2.0**-126)
 #: The NaN that bfloat16 outputs hold: rounding the bits of another could carry into its sign.
 BF16_NAN = np.int16(0x7FC0)
+NAN = np.int32(0x7FC00000)
 #: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
 _LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 _NOTHING = np.empty(0, np.int32)
@@ -252,16 +253,47 @@ def _no_extremes(rows: Rows) -> tuple[Array, Array]:
 
 def _extremes_of(found: list[tuple[Array, Array]]) -> tuple[Tensor, Tensor]:
     """As floats, from what all threads found."""
-    low = np.minimum.reduce([low for low, _ in found])
-    high = np.maximum.reduce([high for _, high in found])
-    broken = (high >= NON_FINITE) | (low < -NON_FINITE)
-    low, high = (np.where(broken, np.nan, _floats(extreme)).astype(np.float32) for extreme in (low, high))
-    return torch.from_numpy(low), torch.from_numpy(high)
+    (low, high), *others = found
+    for lower, higher in others:
+        np.minimum(low, lower, out=low)
+        np.maximum(high, higher, out=high)
+    _floats(low, high)
+    return torch.from_numpy(low.view(np.float32)), torch.from_numpy(high.view(np.float32))
 
 
-def _floats(ordered: Array) -> Array:
-    bits: Array = ordered ^ ((ordered >> 31) & MAGNITUDE)
-    return bits.view(np.float32)
+@loop
+def _floats(low, high):
+    """Ordered extremes become bits of floats, in place: NaN where one is not finite."""
+    for j in range(low.size):
+        i = At(j)
+        if high[i] >= NON_FINITE or low[i] < -NON_FINITE:
+            low[i] = high[i] = NAN
+        else:
+            low[i] ^= I32(low[i] >> I32(31)) & MAGNITUDE
+            high[i] ^= I32(high[i] >> I32(31)) & MAGNITUDE
+
+
+@loop
+def _learn(known, low, high, decay, rest, learned):
+    """Whether all extremes are finite, and the largest share of its width by which an end has moved."""
+    finite, largest = True, F32(0)
+    for g in range(low.size):
+        i = At(g)
+        finite &= np.isfinite(F32(F32(2) * max(high[i], F32(-low[i]))))
+        alpha = F32(F32(known[0, i] * decay) + F32(F32(high[i] - low[i]) * rest))
+        beta = F32(F32(known[1, i] * decay) + F32(low[i] * rest))
+        learned[0, i], learned[1, i] = alpha, beta
+        by = F32(beta - known[1, i])
+        moved = max(abs(by), abs(F32(by + F32(alpha - known[0, i]))))
+        if moved > F32(0):
+            largest = max(largest, F32(moved / alpha))
+    return finite, largest
+
+
+def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    learned = np.empty((2, low.numel()), np.float32)
+    finite, moved = _learn(known.numpy(), low.numpy(), high.numpy(), F32(decay), F32(1 - decay), learned)
+    return torch.from_numpy(learned), bool(finite), float(moved)
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------
@@ -379,11 +411,19 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
             part += 1
 
 
+@loop
+def _inverses(steps):
+    inverses = np.empty(steps.size, np.float32)
+    for j in range(steps.size):
+        step = steps[At(j)]
+        inverses[At(j)] = F32(0) if step < TINY else F32(F32(1) / step)
+    return inverses
+
+
 def _arguments(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, stochastic: bool, seed: int
 ) -> tuple[Any, ...]:
-    inverse = torch.where(step < TINY, 0.0, 1.0 / step)
-    arrays = *_lines(x, rows), *_form(rows), low.numpy(), inverse.numpy(), out.numpy()
+    arrays = *_lines(x, rows), *_form(rows), low.numpy(), _inverses(step.numpy()), out.numpy()
     return *arrays, bits, fold_seed(seed) if stochastic else None
 
 
