@@ -33,6 +33,8 @@ PUBLISHED = {
     "activation-dequantize-4",
     "activation-mask",
     "activation-apply-mask",
+    "activation-pool-places",
+    "activation-pool-positions",
 }
 
 

@@ -379,6 +379,39 @@ def test_masks(n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, see
     assert_same(applied[0], applied[1])
 
 
+@given(data=st.data(), last=st.booleans(), ceil_mode=st.booleans(), samples=st.sampled_from([None, 0, 1, 2]),
+       channels=st.sampled_from([1, 3, 17]))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_places_of_maxima(data: Any, last: bool, ceil_mode: bool, samples: int | None, channels: int) -> None:
+    """The positions of PyTorch's max pooling, of one sample or several, in planes or with channels last."""
+    kernel = data.draw(st.tuples(st.integers(1, 16), st.integers(1, 16)) | st.sampled_from([(256, 1), (1, 256)]))
+    padding = tuple(data.draw(st.integers(0, k // 2)) for k in kernel)
+    stride = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    plane = tuple(data.draw(st.integers(max(1, k - 2 * p), k + 40)) for k, p in zip(kernel, padding, strict=True))
+    shape = (channels, *plane) if samples is None else (samples, channels, *plane)
+    x = make("few-levels", math.prod(shape), data.draw(st.integers(0, 2**32 - 1))).view(shape)
+    _, position = torch.nn.functional.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode, return_indices=True)
+    rows, columns = position.shape[-2:]
+    if last:
+        position = position.movedim(-3, -1).contiguous()
+    inner = channels if last else 1
+    outer = position.numel() // (rows * columns * inner)
+    windows = kernels.Windows(outer, rows, columns, inner, plane[1], kernel[1], stride, padding)
+    assert windows.numel == position.numel()
+    places = []
+    for backend in (cpu, reference):
+
+        def forward(out: Tensor, backend: Any = backend) -> None:
+            backend.pool_places(position, out, windows)
+
+        def back(out: Tensor, backend: Any = backend) -> None:
+            backend.pool_positions(places[-1], out, windows)
+
+        places.append(written(forward, position.shape, torch.uint8))
+        assert_same(written(back, position.shape, torch.int64), position)
+    assert_same(places[0], places[1])
+
+
 @pytest.mark.parametrize("offset", [1, 2, 4])
 @pytest.mark.parametrize(("scale", "bits"), [("minmax", 4), ("absmax", 7), ("mean", 1)])
 def test_a_payload_may_start_at_any_address(scale: str, bits: int, offset: int) -> None:
@@ -914,7 +947,13 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         backend.mask_positive(y, mask)
         backend.apply_mask(mask, y, applied, 1 / 0.9)
         results += [low, high, codes, decoded, mask, applied]
-    return results
+    planes = x[: x.numel() // 600 * 600].view(-1, 20, 30)
+    _, position = torch.nn.functional.max_pool2d(planes, 3, (2, 1), 1, return_indices=True)
+    windows = kernels.Windows(planes.shape[0], *position.shape[1:], 1, 30, 3, (2, 1), (1, 1))
+    places, again = torch.empty(position.shape, dtype=torch.uint8), torch.empty_like(position)
+    backend.pool_places(position, places, windows)
+    backend.pool_positions(places, again, windows)
+    return [*results, places, again]
 
 
 def test_a_million_elements_on_any_number_of_threads() -> None:

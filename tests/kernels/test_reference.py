@@ -643,6 +643,36 @@ def test_bfloat16_is_rounded_to_nearest_even(bits: list[int]) -> None:
         np.testing.assert_array_equal(out.double().numpy(), expected)
 
 
+@given(outer=st.integers(0, 3), rows=st.integers(1, 4), columns=st.integers(1, 9), inner=st.integers(1, 3),
+       spare=st.integers(1, 40), kernel=st.sampled_from([(1, 1), (3, 3), (2, 5), (16, 16), (256, 1), (1, 256)]),
+       stride=st.tuples(st.integers(1, 5), st.integers(1, 5)), padding=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+       seed=st.integers(0, 2**32 - 1))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_places_are_where_in_the_window_a_position_is(
+    outer: int, rows: int, columns: int, inner: int, spare: int, kernel: tuple[int, int], stride: tuple[int, int],
+    padding: tuple[int, int], seed: int,
+) -> None:  # fmt: skip
+    """Any element of each window that is in the plane."""
+    padding = padding[0] % kernel[0], padding[1] % kernel[1]  # each window has one
+    width = max(0, (columns - 1) * stride[1] - padding[1]) + spare
+    rng = np.random.default_rng(seed)
+    positions, places = [], []
+    for _, r, c, _ in np.ndindex(outer, rows, columns, inner):
+        top, left = r * stride[0] - padding[0], c * stride[1] - padding[1]
+        inside = range(max(0, -left), min(kernel[1], width - left))
+        down, right = int(rng.integers(max(0, -top), kernel[0])), int(rng.choice(inside))
+        positions.append((top + down) * width + left + right)
+        places.append(down * kernel[1] + right)
+    windows = kernels.Windows(outer, rows, columns, inner, width, kernel[1], stride, padding)
+    position, place = torch.tensor(positions, dtype=torch.int64), torch.tensor(places, dtype=torch.uint8)
+    for backend in (reference, kernels):
+        found, again = torch.full_like(place, 0xAA), torch.full_like(position, -1)
+        backend.pool_places(position, found, windows)
+        backend.pool_positions(place, again, windows)
+        assert torch.equal(found, place)
+        assert torch.equal(again, position)
+
+
 @given(rows=some_rows, bits=st.sampled_from([2, 4, 8]))
 @lean
 def test_sizes_of_rows_are_those_of_the_format(rows: kernels.Rows, bits: int) -> None:
@@ -890,6 +920,13 @@ def everything(x: torch.Tensor) -> list[torch.Tensor | bool]:
         reference.mask_positive(y, mask)
         reference.apply_mask(mask, y, applied, 0.7)
         results += [low, high, codes, out.float(), mask, applied.float()]
+    planes = x[:1800].view(2, 3, 15, 20)
+    _, position = torch.nn.functional.max_pool2d(planes, 3, 2, 1, return_indices=True)
+    windows = kernels.Windows(6, 8, 10, 1, 20, 3, (2, 2), (1, 1))
+    places, again = torch.empty_like(position, dtype=torch.uint8), torch.empty_like(position)
+    reference.pool_places(position, places, windows)
+    reference.pool_positions(places, again, windows)
+    results += [places, again]
     codes, total = (
         torch.empty(n, dtype=torch.int16, device=x.device),
         torch.zeros(n // 2, dtype=torch.int32).to(x.device),

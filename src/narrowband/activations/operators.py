@@ -225,53 +225,38 @@ class _Dropout(torch.autograd.Function):
         return ctx.arrangement.unflat(flat), None, None, None
 
 
-class _Windows(NamedTuple):
-    """Of max pooling over planes, without dilation.
+class _Pooling(NamedTuple):
+    """Max pooling over planes, without dilation.
 
     Attributes:
-        shape: of the input, (…, H, W).
         kernel: of a window, (rows, columns).
         stride: of windows.
         padding: before the first row and column.
         ceil_mode: whether windows may begin inside and end outside.
     """
 
-    shape: tuple[int, ...]
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
     ceil_mode: bool
 
-    def places(self, position: Tensor) -> Tensor:
-        """row · columns + column within its window, int32, of each position row · W + column in the input."""
-        position = position.int()
-        row = position.div(self.shape[-1], rounding_mode="trunc")
-        return position.add_(row, alpha=self.kernel[1] - self.shape[-1]).sub_(self._first(position, self.kernel[1]))
-
-    def positions(self, place: Tensor) -> Tensor:
-        """The inverse, int64."""
-        place = place.int()
-        row = place.div(self.kernel[1], rounding_mode="trunc")
-        place.add_(row, alpha=self.shape[-1] - self.kernel[1]).add_(self._first(place, self.shape[-1]))
-        return place.long()
-
-    def _first(self, like: Tensor, columns: int) -> Tensor:
-        """Where windows begin, (rows of windows, columns of windows), in rows of so many columns."""
-        row, column = (
-            torch.arange(like.shape[dim], dtype=torch.int32, device=like.device) * self.stride[dim] - self.padding[dim]
-            for dim in (-2, -1)
-        )
-        return row[:, None] * columns + column
+    def windows(self, results: Arrangement, width: int) -> kernels.Windows:
+        """Where windows of results that lie in memory like this begin, in planes of so many columns."""
+        row = results.order.index(len(results.order) - 2)  # behind it are columns, and channels where they are last
+        outer, inner = math.prod(results.sizes[:row]), math.prod(results.sizes[row + 2 :])
+        rows, columns = results.sizes[row : row + 2]
+        return kernels.Windows(outer, rows, columns, inner, width, self.kernel[1], self.stride, self.padding)
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Pass, windows: _Windows) -> Tensor:
-        _, *how = windows
-        y, position = torch.ops.aten.max_pool2d_with_indices(x, *how[:-1], 1, how[-1])
-        ctx.windows, ctx.strides, ctx.arrangement = windows, x.stride(), Arrangement.of(position)
+    def forward(ctx: Any, x: Tensor, at: Pass, pooling: _Pooling) -> Tensor:
+        kernel, stride, padding, ceil_mode = ctx.pooling = pooling
+        y, position = torch.ops.aten.max_pool2d_with_indices(x, kernel, stride, padding, 1, ceil_mode)
+        ctx.shape, ctx.strides, ctx.arrangement = x.shape, x.stride(), Arrangement.of(position)
+        ctx.windows = pooling.windows(ctx.arrangement, x.shape[-1])
         places = at.arena.take(y.numel(), y.device)
-        places.copy_(ctx.arrangement.flat(windows.places(position)))
+        kernels.pool_places(ctx.arrangement.flat(position), places, ctx.windows)
         at.keeps(places, plain=x, and_bytes=position.nbytes)
         ctx.save_for_backward(places)
         result: Tensor = y
@@ -280,13 +265,15 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        windows: _Windows = ctx.windows
-        shape, *how = windows
-        position = windows.positions(ctx.arrangement.unflat(ctx.saved_tensors[0]))
+        kernel, stride, padding, ceil_mode = ctx.pooling
+        (places,) = ctx.saved_tensors
+        position = torch.empty(places.shape, dtype=torch.int64, device=places.device)
+        kernels.pool_positions(places, position, ctx.windows)
         # Of the input it looks at shape and order in memory, and not at values.
-        like = torch.empty_strided(shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
+        like = torch.empty_strided(ctx.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
         back = torch.ops.aten.max_pool2d_with_indices_backward
-        return back(gradient, like, *how[:-1], 1, how[-1], position), None, None
+        position = ctx.arrangement.unflat(position)
+        return back(gradient, like, kernel, stride, padding, 1, ceil_mode, position), None, None
 
 
 def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -322,8 +309,8 @@ def _max_pool(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     kernel = _pair(kernel)
     if math.prod(kernel) > 1 << 8 or _pair(dilation) != (1, 1):
         return None  # places need more than a byte; or windows may lie wholly in the padding, and a place be none
-    windows = _Windows(tuple(x.shape), kernel, _pair(stride) if stride else kernel, _pair(padding), ceil_mode)
-    return _apply(_MaxPool, x, at, windows)
+    pooling = _Pooling(kernel, _pair(stride) if stride else kernel, _pair(padding), ceil_mode)
+    return _apply(_MaxPool, x, at, pooling)
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from narrowband import kernels
@@ -38,6 +39,8 @@ _TALL = (32, 4096)
 _SAMPLE = 1_000_000
 #: Heads, and features of one, of the saved activations.
 _HEADS = (3, 64)
+#: Rows and columns of the planes that are pooled: few rows, so that a small tensor has some planes, too.
+_PLANE = (8, 112)
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,29 @@ def _activation_apply_mask(data: _Data, backend: Any) -> _Loop:
     return _Loop(lambda _: backend.apply_mask(mask, data.x, data.y, 1.25))
 
 
+class _Pooled:
+    """The tensor as planes, pooled as a ResNet does it: a result for four elements."""
+
+    def __init__(self, data: _Data) -> None:
+        rows, columns = _PLANE
+        planes = data.numel // (rows * columns)
+        x = data.x[: planes * rows * columns].view(planes, rows, columns)
+        _, self.position = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+        self.windows = kernels.Windows(planes, rows // 2, columns // 2, 1, columns, 3, (2, 2), (1, 1))
+        self.places = torch.empty(self.windows.numel, dtype=torch.uint8)
+
+
+def _activation_places(data: _Data, backend: Any) -> _Loop:
+    a = _Pooled(data)
+    return _Loop(lambda _: backend.pool_places(a.position, a.places, a.windows))
+
+
+def _activation_positions(data: _Data, backend: Any) -> _Loop:
+    a = _Pooled(data)
+    backend.pool_places(a.position, a.places, a.windows)
+    return _Loop(lambda _: backend.pool_positions(a.places, a.position, a.windows))
+
+
 _LOOPS: dict[str, _Maker] = {
     "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
     "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
@@ -358,6 +384,8 @@ _LOOPS: dict[str, _Maker] = {
     "activation-dequantize-4": _activation_dequantize(4),
     "activation-mask": _activation_mask,
     "activation-apply-mask": _activation_apply_mask,
+    "activation-pool-places": _activation_places,
+    "activation-pool-positions": _activation_positions,
 }
 
 

@@ -67,6 +67,13 @@ Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes o
 **Masks** of n elements have one bit per element, in ``stride = ceil(n / 8)`` bytes: element i sits in byte
 ``i % stride`` at bit ``i // stride``; unused bits are zero.
 
+**Places of maxima.** PyTorch's max pooling says of each result which element of its plane it was: the ``position``
+row · W + column, int64. Its window begins at row r₀ and column c₀, which padding may make negative, and what is kept
+is where in the window it was, one byte (see :class:`Windows`)::
+
+    place    = (row − r₀) · kernel + (column − c₀)
+    position = (r₀ + place // kernel) · W + c₀ + place % kernel
+
 **Fixed point** of ``unit``, a power of two in [2**-126, 2**126], in int32, int16 or int8 codes of at most ``limit``::
 
     code     = clamp(rint(x / unit), −limit, limit)                     (rint: to nearest, ties to even; limit for NaN)
@@ -102,6 +109,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Rows",
     "Scale",
+    "Windows",
     "all_finite",
     "all_zero",
     "apply_mask",
@@ -131,6 +139,8 @@ __all__ = [
     "momentum_topk",
     "orthonormalize",
     "packed_nbytes",
+    "pool_places",
+    "pool_positions",
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_extremes",
@@ -351,6 +361,55 @@ def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> Non
     ``x`` and ``out`` (float32 or bfloat16, each) may be the same tensor; the product is taken in float32.
     """
     _backend(mask).apply_mask(mask, x, out, factor)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the windows of max pooling over planes begin: its results are, in memory order, those of a tensor of shape
+    (outer, rows, columns, inner), and the window of (…, r, c, …) begins at row r · stride[0] − padding[0] and column
+    c · stride[1] − padding[1] of the input's plane.
+
+    Attributes:
+        outer: Planes, or samples where channels are the last in memory.
+        rows: Rows of results.
+        columns: Results of a row.
+        inner: One, or channels where these are the last in memory.
+        width: Columns of the input's plane, W.
+        kernel: Columns of a window; with its rows, windows have at most 256 elements.
+        stride: Of windows, (rows, columns).
+        padding: Before the first row and column.
+
+    Example:
+        The pooling of a ResNet, of 56 × 56 results from planes of 112 × 112:
+
+        >>> windows = Windows(32 * 64, 56, 56, 1, width=112, kernel=3, stride=(2, 2), padding=(1, 1))
+        >>> windows.numel
+        6422528
+    """
+
+    outer: int
+    rows: int
+    columns: int
+    inner: int
+    width: int
+    kernel: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        """Number of results."""
+        return self.outer * self.rows * self.columns * self.inner
+
+
+def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
+    """Where in its window each maximum is: ``out`` (uint8, as many) from positions in planes (int64)."""
+    _backend(position).pool_places(position, out, windows)
+
+
+def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
+    """The inverse of :func:`pool_places`: ``out`` is int64."""
+    _backend(places).pool_positions(places, out, windows)
 
 
 # ---- fixed point -----------------------------------------------------------------------------------------------------

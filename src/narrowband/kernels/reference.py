@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.kernels import Rows, Scale
+    from narrowband.kernels import Rows, Scale, Windows
 
 #: Elements per temporary: large enough to keep a GPU busy, 32 MiB as int64.
 CHUNK = 1 << 22
@@ -331,6 +331,32 @@ def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> Non
     for bit, bytes_, elements in _planes(x, mask.numel()):
         kept = (mask[bytes_] >> bit) & 1 != 0
         out.view(-1)[elements] = torch.where(kept, x.view(-1)[elements].float() * factor, 0.0).to(out.dtype)
+
+
+def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
+    position = position.int().view(_shape_of(windows))
+    row = position.div(windows.width, rounding_mode="floor")
+    position.add_(row, alpha=windows.kernel - windows.width).sub_(_begins(windows, windows.kernel, position.device))
+    out.view(position.shape).copy_(position)
+
+
+def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
+    place = places.int().view(_shape_of(windows))
+    row = place.div(windows.kernel, rounding_mode="floor")
+    place.add_(row, alpha=windows.width - windows.kernel).add_(_begins(windows, windows.width, place.device))
+    out.view(place.shape).copy_(place)
+
+
+def _shape_of(windows: Windows) -> tuple[int, int, int, int]:
+    return windows.outer, windows.rows, windows.columns, windows.inner
+
+
+def _begins(windows: Windows, columns: int, device: torch.device) -> Tensor:
+    """Where windows begin, in rows of so many columns: int32, (rows, columns, 1)."""
+    (down, across), (above, before) = windows.stride, windows.padding
+    row = torch.arange(windows.rows, dtype=torch.int32, device=device) * down - above
+    column = torch.arange(windows.columns, dtype=torch.int32, device=device) * across - before
+    return (row[:, None] * columns + column)[:, :, None]
 
 
 # ---- fixed point -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Quantization with a range that many rows share, and masks of one bit, on CPU.
+"""Quantization with a range that many rows share, masks of one bit, and places of maxima, on CPU.
 
 float32 and bfloat16 are read and written as they are: bfloat16 is the upper half of a float32.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from narrowband.kernels import Rows
+    from narrowband.kernels import Rows, Windows
 
     Array = npt.NDArray[Any]
 
@@ -490,3 +490,48 @@ def mask_positive(x: Tensor, out: Tensor) -> None:
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
     arrays = mask.numpy(), _array(x), _array(out), F32(factor)
     spread(mask.numel(), x.numel(), lambda a, b: _apply_mask_range(*arrays, a, b))
+
+
+# ---- places of maxima ------------------------------------------------------------------------------------------------
+
+
+@loop
+def _places_range(position, rows, stride, padding, width, kernel, starts, out, first, last):
+    """Lines [first, last), a row of results each: ``starts`` is where the windows of its elements begin."""
+    inverse = 1.0 / width
+    turn = I32(kernel - width)
+    for line in range(first, last):
+        begin, top = line * starts.size, (line % rows * stride - padding) * width
+        for j in range(starts.size):
+            p = I32(position[At(begin + j)] - top)
+            down = I32((np.float64(p) + 0.5) * inverse)  # p // width: exact, since p is below 2**31
+            out[At(begin + j)] = U8(I32(I32(down * turn) + p) - starts[At(j)])
+
+
+@loop
+def _positions_range(places, rows, stride, padding, width, kernel, starts, out, first, last):
+    """The inverse of ``_places_range``."""
+    inverse = I32((1 << 16) // kernel + 1)
+    turn = I32(width - kernel)
+    for line in range(first, last):
+        begin, top = line * starts.size, (line % rows * stride - padding) * width
+        for j in range(starts.size):
+            place = I32(places[At(begin + j)])
+            down = I32(I32(place * inverse) >> I32(16))  # place // kernel: exact, since both are at most 256
+            out[At(begin + j)] = top + np.int64(I32(I32(down * turn) + place) + starts[At(j)])
+
+
+def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
+    arrays = position.view(-1).numpy(), *_layout(windows), out.view(-1).numpy()
+    spread(windows.outer * windows.rows, out.numel(), lambda a, b: _places_range(*arrays, a, b))
+
+
+def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
+    arrays = places.view(-1).numpy(), *_layout(windows), out.view(-1).numpy()
+    spread(windows.outer * windows.rows, out.numel(), lambda a, b: _positions_range(*arrays, a, b))
+
+
+def _layout(windows: Windows) -> tuple[Any, ...]:
+    (down, across), (above, before) = windows.stride, windows.padding
+    starts = np.arange(windows.columns, dtype=np.int32) * np.int32(across) - np.int32(before)
+    return windows.rows, down, above, windows.width, windows.kernel, np.repeat(starts, windows.inner)
