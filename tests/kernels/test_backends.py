@@ -213,10 +213,14 @@ def test_dequantize_groups_of_any_bytes(
     assert_same(got, expected)
 
 
-#: Rows shorter and longer than a vector, and of any remainder at any number of bits; none, and empty ones.
+#: Rows shorter and longer than a vector, and of any remainder at any number of bits; none, and empty ones; and lines of
+#: rows of one element.
 some_rows = st.builds(
     kernels.Rows, parts=st.sampled_from([1, 2, 3]), outer=st.sampled_from([0, 1, 2, 7]), groups=st.sampled_from([1, 3]),
     inner=st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 1000])),
+) | st.builds(
+    kernels.Rows, parts=st.sampled_from([1, 2, 3]), outer=st.sampled_from([0, 1, 2, 7]), groups=st.integers(1, 140),
+    inner=st.just(1),
 )  # fmt: skip
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -930,7 +934,10 @@ def everything(seed: int, n: int = MILLION) -> list[Any]:
 def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
     """What the loops of saved activations make of x: ranges end within threads' shares."""
     results = []
-    for dtype, bits, groups, inner in ((torch.float32, 8, 3, 64), (torch.bfloat16, 4, 3, 65), (torch.float32, 2, 1, 7)):
+    for dtype, bits, groups, inner in (
+        (torch.float32, 8, 3, 64), (torch.bfloat16, 4, 3, 65), (torch.float32, 2, 1, 7),
+        (torch.float32, 4, 70, 1), (torch.bfloat16, 8, 129, 1),
+    ):  # fmt: skip
         rows = kernels.Rows(5, x.numel() // (5 * groups * inner), groups, inner)
         y = x[: rows.numel].to(dtype)
         low, high = backend.row_extremes(y, rows)

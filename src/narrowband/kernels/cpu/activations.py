@@ -213,9 +213,33 @@ def _widen(x, begin, inner, low, high, at):
     high[at] = max(high[at], upper)
 
 
+@inlined
+def _widen_each(x, begin, count, low, high, at):
+    """Take neighbours into ordered extremes, each into its own."""
+    for j in range(count):
+        b = _bits(x, begin + j)
+        ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
+        low[At(at + j)] = min(low[At(at + j)], ordered)
+        high[At(at + j)] = max(high[At(at + j)], ordered)
+
+
+@loop
+def _extremes_singles(x, pitch, groups, per_part, low, high, first, last):
+    """``_extremes_range`` of rows of one element: neighbours in a line are taken into neighbouring ranges."""
+    r = first
+    while r < last:
+        group = r % groups
+        count = min(groups - group, last - r)  # as many as are left of the line
+        _widen_each(x, r // groups * pitch + group, count, low, high, r // per_part * groups + group)
+        r += count
+
+
 @loop
 def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
     """Ordered extremes of rows [first, last), taken into those of their part and group."""
+    if inner == 1:
+        _extremes_singles(x, pitch, groups, per_part, low, high, first, last)
+        return
     part, inside = first // per_part, first % per_part
     group, line = first % groups, first // groups
     for _ in range(first, last):
@@ -318,10 +342,30 @@ def _(i, fold):  # noqa: ARG001
 
 
 @loop
+def _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last):
+    """``_quantize_range`` of rows of one element: neighbours in a line have neighbouring ranges."""
+    top = F32((1 << width) - 1)
+    r = first
+    while r < last:
+        group = r % groups
+        count = min(groups - group, last - r)  # as many as are left of the line
+        begin, at = r // groups * pitch + group, r // per_part * groups + group
+        if least.size > 0:
+            _widen_each(x, begin, count, least, most, at)
+        for j in range(count):
+            code = _code(_value(x, begin + j), lows[At(at + j)], inverses[At(at + j)], _shift(r + j, fold), top)
+            codes[At(r + j)] = U8(code)
+        r += count
+
+
+@loop
 def _quantize_range(x, pitch, inner, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last):
     """Rows [first, last). Where there is room for them, ordered extremes are taken along: a row that was looked at is
     in a cache when its codes are made.
     """
+    if inner == 1:
+        _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last)
+        return
     watched = least.size > 0
     top = F32((1 << width) - 1)
     stride = (inner * width + 7) >> 3
@@ -381,8 +425,26 @@ def _quantize_range(x, pitch, inner, groups, per_part, lows, inverses, codes, wi
 
 
 @loop
+def _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first, last):
+    """``_dequantize_range`` of rows of one element."""
+    mask = I32((1 << width) - 1)
+    r = first
+    while r < last:
+        group = r % groups
+        count = min(groups - group, last - r)  # as many as are left of the line
+        at = r // per_part * groups + group
+        for j in range(count):
+            code = I32(codes[At(r + j)]) & mask
+            _put(out, r + j, F32(lows[At(at + j)] + F32(F32(code) * steps[At(at + j)])))
+        r += count
+
+
+@loop
 def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, first, last):
     """Rows [first, last), one set of bits after the other: those of neighbours are in neighbouring bytes."""
+    if inner == 1:
+        _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first, last)
+        return
     mask = I32((1 << width) - 1)
     stride = (inner * width + 7) >> 3
     part, inside = first // per_part, first % per_part
