@@ -1144,6 +1144,10 @@ def test_a_pass_in_which_nothing_was_compressed_warns(options, warns, caplog):
         model(torch.randn(20, 16))
     assert any("nothing was compressed" in record.message for record in caplog.records) == warns
     caplog.clear()
+    with caplog.at_level(logging.WARNING), compress(model, **options):
+        model(torch.randn(20, 16))
+    assert not caplog.records  # it was said, of this model
+    model = linears(16, 32, 8)
     with caplog.at_level(logging.WARNING), compress(model, **options), torch.no_grad():
         model(torch.randn(20, 16))
     assert not caplog.records  # nothing was saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
 
 
 def test_rows_tell_bytes_time_and_fidelity(model):
-    config = memory.Config(model=model, batch=8, bits=(8, 4), peers=True, rounds=2)
+    config = memory.Config(model=model, batch=8, bits=(8, 4), peers=True, rounds=2, peaks=False)
     events = []
     rows = {row["name"]: row for row in memory.run(config, events.append)}
     assert len(events) == memory.count(config)
@@ -117,10 +118,28 @@ def test_rows_tell_bytes_time_and_fidelity(model):
     assert rows["bf16"]["kept_bytes"] < plain
     assert all(row["step_s"] > 0 and row["compress_s"] >= 0 for row in rows.values())
     assert rows["8 bits"]["compress_s"] > 0
+    assert {row["peak_bytes"] for row in rows.values()} == {None}  # not asked for
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody tells a process's peak")
+def test_the_peak_is_that_of_a_process_in_which_nothing_else_ran(model):
+    """So it does not matter what this one holds."""
+    config = memory.Config(model=model, batch=512, rounds=1, bits=(8,))
+    held = torch.ones(1 << 26)
+    events = []
+    rows = {row["name"]: row for row in memory.run(config, events.append)}
+    assert len(events) == memory.count(config) == 6
+    kept = rows["plain"]["kept_bytes"]
+    assert kept < rows["plain"]["peak_bytes"] < 3 * kept
+    assert rows["plain"]["peak_ratio"] == 1
+    assert rows["8 bits"]["peak_ratio"] == rows["plain"]["peak_bytes"] / rows["8 bits"]["peak_bytes"]
+    del held
 
 
 def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
-    config = memory.Config(model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), peers=True, rounds=1)
+    config = memory.Config(
+        model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), peers=True, rounds=1, peaks=False
+    )
     rows = {row["name"]: row for row in memory.run(config)}
     assert len(rows) == 13
     assert memory.count(config) == 26
@@ -134,7 +153,10 @@ def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
 @pytest.mark.filterwarnings("ignore")  # Inductor's, about what PyTorch has deprecated
 def test_compiled_rows_tell_what_graphs_keep(model):
     torch._dynamo.reset()
-    rows = {row["name"]: row for row in memory.run(memory.Config(model=model, batch=8, compiled=True, rounds=1))}
+    rows = {
+        row["name"]: row
+        for row in memory.run(memory.Config(model=model, batch=8, compiled=True, rounds=1, peaks=False))
+    }
     plain, eight, four = (rows[f"compiled{bits}"]["kept_bytes"] for bits in ("", ", 8 bits", ", 4 bits"))
     assert four < eight < plain / 3
     assert rows["compiled"]["gradient_error"] < 1e-5

@@ -642,6 +642,9 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 _current = threading.local()
 
+#: Models of which nothing was compressed, and that was said.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 #: The estimates of a model live as long as it does, so that every step may make its context anew.
 _estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
 
@@ -751,7 +754,9 @@ class ActivationCompression(contextlib.ContextDecorator):
         stack: contextlib.ExitStack = _current.stack
         _current.at = _current.stack = _current.watch = None
         stack.close()
-        if error[0] is None and at.saved.bytes_plain and not at.packed and not self.policy.is_off:
+        nothing = error[0] is None and at.saved.bytes_plain and not at.packed and not self.policy.is_off
+        if nothing and self.model not in _told:  # once, not in every step
+            _told.add(self.model)
             log.warning(
                 "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
                 "min_numel=%d elements, or was saved outside of the model",

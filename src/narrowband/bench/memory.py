@@ -2,14 +2,14 @@
 
 ``run`` compares ways to train in less memory. All rows live in one process and take turns, so that a machine that
 others use treats them alike; ``ratio_to_plain`` is the median over rounds of a row's step over the plain step right
-before it. A step is forward and backward. What is timed follows a step of the same kind, as in training; the peak is
-that of the step before, for which memory is given back to the system first. Two measures of memory stand beside each
-other:
+before it. A step is forward and backward, and what is timed follows a step of the same kind, as in training. Two
+measures of memory stand beside each other:
 
 * ``kept_bytes``: what autograd keeps between forward and backward, every tensor's memory counted once, without
   parameters, buffers and inputs;
-* ``peak_bytes``: how far a step takes the process above what it holds before it: the resident set on CPU, the
-  allocator's peak on CUDA. It has in it what forward and backward need for a moment.
+* ``peak_bytes``: how far training takes memory above what is held before its first step, gradients and all that is
+  needed for a moment included: on CPU the resident set, of a process in which nothing else ever ran, since what malloc
+  makes of freed memory depends on all that came before; on CUDA the allocator's peak.
 
 ``survey`` says what each operator and module of one model keeps, and ``fit`` finds the policy that keeps it within a
 budget and costs least.
@@ -18,15 +18,16 @@ budget and costs least.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fnmatch
 import functools
 import gc
 import importlib.util
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ class Config:
             computed again, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
+        peaks: Also peaks of memory; on CPU each row then trains in a process of its own, too.
         seed: Of parameters and data.
     """
 
@@ -136,6 +138,7 @@ class Config:
     peers: bool = False
     compiled: bool = False
     rounds: int = 5
+    peaks: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -188,7 +191,7 @@ def _has_mlps(config: Config) -> bool:
 
 def count(config: Config) -> int:
     """How many events a run has."""
-    return len(_kinds(config)) * (1 + config.rounds)
+    return len(_kinds(config)) * (1 + config.rounds + config.peaks)
 
 
 class _Row:
@@ -211,7 +214,6 @@ class _Row:
         self.context = compress_activations(self.model, policy=policy)
         self.steps: list[float] = []
         self.plain_steps: list[float] = []  # right before
-        self.peaks: list[int] = []
 
     def step(self, *, counted: bool = False) -> Saved | None:
         """Forward and backward; what was saved, if it is counted or compressed."""
@@ -243,9 +245,9 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
     """Measure all rows.
 
     Rows hold ``name``, ``step_s``, ``ratio_to_plain``, ``kept_bytes`` and ``kept_ratio`` (plain over kept),
-    ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell), ``compress_s`` (seconds of a step that
-    packing and unpacking take) and ``gradient_error``: the norm of the difference from the plain row's gradients over
-    the norm of these; rows of other arithmetic (bf16) are compared with bf16.
+    ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell, or nobody asked), ``compress_s`` (seconds of
+    a step that packing and unpacking take) and ``gradient_error``: the norm of the difference from the plain row's
+    gradients over the norm of these; rows of other arithmetic (bf16) are compared with bf16.
 
     Args:
         on_event: called with the name of the row at work.
@@ -273,23 +275,26 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
             tell(row.kind.name)
             before = plain.settled() if row is not plain else 0.0
-            peak = _Peak(device)
-            row.step()
-            row.peaks += peak.taken()
-            taken = row.timed()  # not that step: for the peak's sake memory has gone back to the system before it
+            taken = row.settled()
             row.steps.append(taken)
             row.plain_steps.append(before or taken)
-    return [_told(row, saved, error, rows, counts) for row, saved, error in zip(rows, counts, errors, strict=True)]
+    peaks: list[int | None] = []
+    for row in rows:
+        if config.peaks:
+            tell(row.kind.name)
+        peaks.append(_peak(row, config) if config.peaks else None)
+    return [_told(*those, counts[0], peaks[0]) for those in zip(rows, counts, errors, peaks, strict=True)]
 
 
-def _told(row: _Row, saved: Saved, error: float | None, rows: list[_Row], counts: list[Saved]) -> dict[str, Any]:
-    peak, plain_peak = (min(r.peaks) if r.peaks else None for r in (row, rows[0]))
+def _told(
+    row: _Row, saved: Saved, error: float | None, peak: int | None, plain: Saved, plain_peak: int | None
+) -> dict[str, Any]:
     return {
         "name": row.kind.name,
         "step_s": statistics.median(row.steps),
         "ratio_to_plain": statistics.median(a / b for a, b in zip(row.steps, row.plain_steps, strict=True)),
         "kept_bytes": saved.bytes_kept,
-        "kept_ratio": Kept(counts[0].bytes_plain, saved.bytes_kept).ratio,
+        "kept_ratio": Kept(plain.bytes_plain, saved.bytes_kept).ratio,
         "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain,
         "peak_bytes": peak,
         "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
@@ -324,30 +329,46 @@ def _compute_again(model: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-class _Peak:
-    """How far memory goes above what is held now."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
+def _peak(row: _Row, config: Config) -> int | None:
+    """Bytes; None where nobody tells."""
+    if row.device != "cpu":
+        row.model.zero_grad()
         gc.collect()
-        if device != "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before: int | None = torch.cuda.memory_allocated()
-            return
-        self._before = None
-        if sys.platform.startswith("linux"):
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would count as held
-                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-                self._before = _status("VmRSS")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        row.step()
+        row.step()
+        return torch.cuda.max_memory_allocated() - before
+    if not sys.platform.startswith("linux"):
+        return None
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        return alone.submit(_peak_alone, row.kind, config, torch.get_num_threads()).result()
 
-    def taken(self) -> list[int]:
-        """Bytes; empty where nobody tells."""
-        if self._before is None:
-            return []
-        peak = torch.cuda.max_memory_allocated() if self._device != "cpu" else _status("VmHWM")
-        return [peak - self._before]
+
+def _peak_alone(kind: _Kind, config: Config, threads: int) -> int | None:
+    """Of the third step, in a process that has done nothing else."""
+    torch.set_num_threads(threads)
+    _load(kind)
+    row = _Row(kind, config, "cpu")
+    try:
+        before = _status("VmRSS")
+        row.step()
+        row.step()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        row.step()
+        return _status("VmHWM") - before
+    except OSError:
+        return None
+
+
+def _load(kind: _Kind) -> None:
+    """Have all libraries loaded that a step needs."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    context = compress_activations(model, kind.bits or 8, min_numel=1)
+    with context, torch.autocast("cpu", torch.bfloat16, enabled=kind.amp):
+        output = model(torch.randn(8, 8))
+    torch.autograd.backward(_scalar(output))
 
 
 def _status(name: str) -> int:
