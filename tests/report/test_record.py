@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 
-from narrowband.report.record import commit, machine, provenance, versions, write_json
+from narrowband.report.record import commit, environment, machine, provenance, versions, write_json
 
 
 def test_a_result_says_where_it_comes_from():
@@ -40,3 +40,13 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
         write_json(target, {"rows": [float("nan")]})
     assert json.loads(target.read_text()) == {"rows": [1]}
     assert [path.name for path in target.parent.iterdir()] == ["result.json"]
+
+
+def test_what_decides_about_memory_and_threads_is_recorded_without_where_it_lies(monkeypatch):
+    for name in ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment() == {}
+    monkeypatch.setenv("LD_PRELOAD", "/opt/lib/libjemalloc.so.2:/else/where.so")
+    monkeypatch.setenv("MALLOC_CONF", "narenas:1")
+    assert environment() == {"LD_PRELOAD": "libjemalloc.so.2 where.so", "MALLOC_CONF": "narenas:1"}
+    assert provenance()["environment"] == environment()

@@ -62,6 +62,10 @@ def commit() -> str | None:
     return said.stdout.strip() or None
 
 
+#: Variables of the environment that a measurement may depend on.
+_DECIDES = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+
+
 def provenance(seed: int | None = None, command: list[str] | None = None) -> dict[str, Any]:
     """The fields that stand beside the rows of every result file.
 
@@ -78,7 +82,16 @@ def provenance(seed: int | None = None, command: list[str] | None = None) -> dic
         "seed": seed,
         "machine": machine(),
         "versions": versions(),
+        "environment": environment(),
     }
+
+
+def environment() -> dict[str, str]:
+    """What of the environment decides how memory is handed out and threads run, as far as it is set."""
+    found = {name: os.environ[name] for name in _DECIDES if os.environ.get(name)}
+    if "LD_PRELOAD" in found:  # names of libraries, not where they lie here
+        found["LD_PRELOAD"] = " ".join(Path(path).name for path in found["LD_PRELOAD"].replace(":", " ").split())
+    return found
 
 
 def write_json(path: Path, content: Any) -> None:
