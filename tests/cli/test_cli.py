@@ -258,3 +258,21 @@ def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):
     assert [row["codec"] for row in summary["rows"]] == ["none", "fp16", "qsgd:bits=4"]
     assert summary.keys() >= {"rows", "verdict", "machine", "versions", "seed", "commit", "command"}
     assert Path(tmp_path / "loss.png").exists() or "matplotlib" in done.stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody says what a process has loaded")
+@pytest.mark.parametrize(
+    ("mapped", "libc", "said"),
+    [
+        ("7f00-7f01 r-xp /usr/lib/libjemalloc.so.2", "glibc", "jemalloc: memory that forward frees is used again"),
+        ("7f00-7f01 r-xp /usr/lib/libc.so.6", "glibc", "glibc's malloc, with which compress_activations"),
+        ("7f00-7f01 r-xp /usr/lib/libc.so", "", None),
+    ],
+)
+def test_doctor_says_which_allocator_hands_out_memory(mapped, libc, said, monkeypatch):
+    from narrowband.cli import doctor
+
+    monkeypatch.setattr(doctor.Path, "read_text", lambda _: mapped)
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: (libc, ""))
+    details = [finding.detail for finding in doctor._allocator()]
+    assert [detail.startswith(said) for detail in details] == ([True] if said else [])

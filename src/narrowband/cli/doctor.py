@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class Doctor:
         from narrowband.report.record import machine, versions
 
         table = Table(box=None, show_header=False, padding=(0, 1))
-        for finding in (*_backends(), *_packages(), *_links()):
+        for finding in (*_backends(), *_packages(), *_allocator(), *_links()):
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
         about = machine()
@@ -89,6 +91,23 @@ def _packages() -> Iterator[_Finding]:
             yield _Finding(name, False, f"needed for {purpose}: {remedy}")
         else:
             yield _Finding(name, True, importlib.metadata.version(name))
+
+
+def _allocator() -> Iterator[_Finding]:
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if name in mapped), None)
+    if found is not None:
+        yield _Finding("allocator", True, f"{found}: memory that forward frees is used again")
+    elif platform.libc_ver()[0] == "glibc":
+        yield _Finding(
+            "allocator",
+            False,
+            "glibc's malloc, with which compress_activations hardly lowers a process's peak on CPU; "
+            "docs/how-to/activations.md says how to use jemalloc",
+        )
 
 
 def _links() -> Iterator[_Finding]:
