@@ -134,6 +134,7 @@ __all__ = [
     "forget",
     "fuses",
     "group_minmax",
+    "learn_ranges",
     "low_rank_product",
     "mask_positive",
     "momentum_topk",
