@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,9 @@ def test_each_range_has_a_thread_of_its_own_and_little_work_none() -> None:
     assert spread(THREADS, ENOUGH // THREADS, whose) == [threading.get_native_id()]
 
 
-def test_pytorchs_own_threads_do_the_work() -> None:
+def test_pytorchs_own_threads_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no others are made: there would be more threads than cores."""
+    monkeypatch.setattr(threads, "_pool", None)  # with threads of earlier tests
     if threads._openmp() is None:
         pytest.skip("PyTorch's operators do not run on OpenMP's threads here")
     before = torch.get_num_threads()
@@ -87,6 +89,7 @@ def test_ctrl_c_is_raised_when_all_threads_are_done() -> None:
     def work(start: int, _stop: int) -> None:
         if start == 0:
             signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)  # it is raised long before the others are done
         done.append(start)
 
     with pytest.raises(KeyboardInterrupt):
