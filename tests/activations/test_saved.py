@@ -639,6 +639,14 @@ def test_copies_of_parameters_in_another_order_or_of_a_part_come_back_exactly(ho
     assert ("MmBackward0", "_saved_mat2") in rest
 
 
+def test_a_copy_of_a_parameter_in_another_memory_format_comes_back_exactly():
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 8, 3)
+    model.forward = lambda x: F.conv2d(x, model.weight.to(torch.bfloat16, memory_format=torch.channels_last))
+    _, rest = inexact(model, torch.randn(2, 8, 6, 6, dtype=torch.bfloat16, requires_grad=True))
+    assert ("ConvolutionBackward0", "_saved_weight") in rest
+
+
 def test_a_parameter_that_is_cast_again_must_not_change_before():
     model = linears(32, 32, 32)
     with compress(model, min_numel=1), torch.autocast("cpu", torch.bfloat16):
