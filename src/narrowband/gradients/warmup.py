@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from narrowband import kernels
+from narrowband.adapt import LGreCo
 from narrowband.codecs import TopK
 from narrowband.collectives import Item, LowRankReduce, Peers
 from narrowband.feedback import DGC, Feedback, PowerSGD
@@ -56,16 +57,8 @@ def _use_all(kinds: Sequence[Compression], policy: Policy | None, device: torch.
         for side in _SIDES[: 1 if kind in seen else None]:  # of one kind, numbers may choose other loops, sizes do not
             use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device), chosen)
         seen.add(kind)
-    if policy is not None:
-        _decide_once(device)
-
-
-def _decide_once(device: torch.device) -> None:
-    """What policies need beside the encodings that they compare."""
-    x = torch.arange(64 * 64, dtype=torch.float32, device=device)
-    kernels.select_topk(x, 64)
-    kernels.orthonormalize(x.view(1, 64, 64)[:, :2].contiguous())
-    kernels.cheapest_within(torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32), 1)
+    if isinstance(policy, LGreCo):
+        kernels.cheapest_within(torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32), 1)
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:
