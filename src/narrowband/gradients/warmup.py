@@ -12,18 +12,18 @@ from narrowband import kernels
 from narrowband.adapt import LGreCo
 from narrowband.codecs import TopK
 from narrowband.collectives import Item, LowRankReduce, Peers
-from narrowband.feedback import DGC, Feedback, PowerSGD
+from narrowband.feedback import DGC, Feedback, PowerSGD, compression
 from narrowband.kernels.compiling import announced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
     from narrowband.adapt import Policy
     from narrowband.feedback import Compression
 
-__all__ = ["use_once", "warm_up"]
+__all__ = ["use_all", "use_once", "warm_up"]
 
 #: The sides of the square matrices that stand for a model's: small tensors take one thread and large ones several, and
 #: sparse codecs look at a sample where that is much smaller than the tensor.
@@ -46,19 +46,20 @@ def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.d
     for turn in (True, False):
         if turn == first:
             with announced(usual, say=peers.rank == 0):
-                _use_all(kinds, policy, device)
+                use_all(kinds, device)
+                if isinstance(policy, LGreCo):
+                    kernels.cheapest_within(*(torch.ones(1, 1, dtype=kind) for kind in (torch.float64, torch.int32)), 1)
         dist.barrier(peers.group)
 
 
-def _use_all(kinds: Sequence[Compression], policy: Policy | None, device: torch.device) -> None:
+def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
+    """:func:`use_once` of what each of these specs needs."""
     seen: set[tuple[type, type]] = set()
-    for chosen in {str(chosen): chosen for chosen in kinds}.values():
+    for chosen in {str(spec): compression(spec) for spec in specs}.values():
         kind = type(chosen.codec), type(chosen.feedback)
         for side in _SIDES[: 1 if kind in seen else None]:  # of one kind, numbers may choose other loops, sizes do not
             use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device), chosen)
         seen.add(kind)
-    if isinstance(policy, LGreCo):
-        kernels.cheapest_within(torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32), 1)
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:
