@@ -57,7 +57,8 @@ class _Announcement:
             self._write(f"\r{self._text} {self._done()}\n" if sys.stderr.isatty() else f" {self._done()}\n")
 
     def _done(self) -> str:
-        return f"{self._loops} done, {time.monotonic() - self._since:.0f} s"
+        done = f"{self._loops} done" if self._loops else "another process did"
+        return f"{done}, {time.monotonic() - self._since:.0f} s"
 
     def _write(self, text: str) -> None:
         if self._say:
