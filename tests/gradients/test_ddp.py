@@ -593,5 +593,5 @@ print(asked[before:], before > 0)
 def test_no_step_waits_for_a_compiler(tmp_path, spec, threads):
     """Set-up loads or compiles every loop that a step needs, so that ranks do not do it all at once in the first."""
     command = [sys.executable, "-c", WARM, spec, str(tmp_path / "store"), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout == "[] True\n", done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.modules import batchnorm, pooling
@@ -13,6 +13,8 @@ from narrowband.kernels import Rows, Windows
 from narrowband.kernels.compiling import announced
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from narrowband.activations.policy import ActivationPolicy
@@ -48,7 +50,9 @@ def warm_up(model: nn.Module, policy: ActivationPolicy) -> None:
     _done[model].add(what)
 
 
-def _use_once(model: nn.Module, policy: ActivationPolicy, bits: list[int], dtypes: list[torch.dtype]) -> None:
+def _use_once(
+    model: nn.Module, policy: ActivationPolicy, bits: Sequence[Literal[8, 4, 2]], dtypes: Sequence[torch.dtype]
+) -> None:
     shapes = [Rows(1, 8, 2, 16)]
     if any(isinstance(module, batchnorm._BatchNorm) for module in model.modules()):
         shapes.append(Rows(1, 8, 32, 1))  # a range for every channel

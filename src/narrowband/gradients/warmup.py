@@ -48,7 +48,8 @@ def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.d
             with announced(usual, say=peers.rank == 0):
                 use_all(kinds, device)
                 if isinstance(policy, LGreCo):
-                    kernels.cheapest_within(*(torch.ones(1, 1, dtype=kind) for kind in (torch.float64, torch.int32)), 1)
+                    cost, weight = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32)
+                    kernels.cheapest_within(cost, weight, 1)
         dist.barrier(peers.group)
 
 

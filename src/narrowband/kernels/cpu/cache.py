@@ -49,7 +49,7 @@ def keep(dispatcher: Any) -> Any:
     return dispatcher
 
 
-class LoopCache(NullCache):  # type: ignore[misc]  # Numba has no types
+class LoopCache(NullCache):
     """What Numba asks for compiled code of one loop, and gives it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -116,8 +116,9 @@ def folder() -> Path | None:
 
 
 def _parents() -> Iterator[Path]:
-    if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR
-        yield Path(numba.config.CACHE_DIR) / "narrowband"
+    chosen = getattr(numba.config, "CACHE_DIR", "")  # NUMBA_CACHE_DIR
+    if chosen:
+        yield Path(chosen) / "narrowband"
     caches = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # no home at all
         yield (Path(caches) if Path(caches).is_absolute() else Path.home() / ".cache") / "narrowband"

@@ -33,11 +33,12 @@ PAGE = 4096
 #: Of every loop. Nobody calls one through a C function pointer, and the wrapper for that takes time to compile.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
 _FAST_SUMS = {"reassoc", "contract", "nsz"}
+_compiled: Any = njit  # its types know a part of its options
 
 
 def loop(function: Callable[..., Any]) -> Any:
     """A loop that Python may call, and other loops, too. These compile it once more as a part of their own."""
-    return keep(njit(function, **_OPTIONS))
+    return keep(_compiled(function, **_OPTIONS))
 
 
 def variant(function: Callable[..., Any], *constants: object) -> Any:
@@ -51,7 +52,7 @@ def variant(function: Callable[..., Any], *constants: object) -> Any:
 
 def part(function: Callable[..., Any]) -> Any:
     """A part of several loops that is compiled by itself, once in a process, and then linked into them."""
-    return njit(function, no_cpython_wrapper=True, **_OPTIONS)
+    return _compiled(function, no_cpython_wrapper=True, **_OPTIONS)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -60,7 +61,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     A call costs about 30 ns, the counting of references to the arrays it is given; that is what a block of 64 elements
     takes altogether. It is also what compiles fastest where a loop has one place for it.
     """
-    return njit(function, inline="always", **_OPTIONS)
+    return _compiled(function, inline="always", **_OPTIONS)
 
 
 def instruction(function: Callable[..., Any]) -> Any:
@@ -70,7 +71,7 @@ def instruction(function: Callable[..., Any]) -> Any:
 
 def float_sum(function: Callable[..., Any]) -> Any:
     """A part whose sums may be reordered, so that they vectorize."""
-    return njit(function, no_cpython_wrapper=True, fastmath=_FAST_SUMS, **_OPTIONS)
+    return _compiled(function, no_cpython_wrapper=True, fastmath=_FAST_SUMS, **_OPTIONS)
 
 
 @instruction

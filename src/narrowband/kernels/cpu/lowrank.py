@@ -180,8 +180,8 @@ def compensate_project(
     nothing = np.empty((0, 0), np.float32)
     said_p, said_q = (nothing, nothing) if said is None else (said[0].numpy(), said[1].numpy())
     values = owed.view(-1).numpy()
-    form = x.view(n, m).numpy(), values.reshape(n, m), values, values.view(np.int32), said_p, said_q
-    form = *form, tall, tall.reshape(-1), p.numpy()
+    owes = values.reshape(n, m), values, values.view(np.int32)
+    form = x.view(n, m).numpy(), *owes, said_p, said_q, tall, tall.reshape(-1), p.numpy()
 
     def work(first: int, last: int) -> Any:
         return _project_range(*form, np.zeros(m, np.float32), np.empty(TILE * LANES, np.float32), first, last)

@@ -360,8 +360,9 @@ def quantize_groups(
     values = x.numpy()
     centre = (1 << (bits - 1)) - 1
     offset = 0.0 if scale == "minmax" else float(centre)
-    form = packed_nbytes(group, bits, group), np.array(plane_widths(bits)), F32(centre)
-    form = *form, F32(offset if stochastic else offset + 0.5), F32((1 << bits) - 1 if scale == "minmax" else 2 * centre)
+    shift = offset if stochastic else offset + 0.5
+    top = (1 << bits) - 1 if scale == "minmax" else 2 * centre
+    form = packed_nbytes(group, bits, group), np.array(plane_widths(bits)), F32(centre), F32(shift), F32(top)
     arguments = values, values.view(np.int32), lows, steps, codes, group, *form, fold_seed(seed)
     quantize = _quantizer({4: "nibbles", 8: "bytes"}.get(bits, "planes"), scale, stochastic)
 
