@@ -56,6 +56,7 @@ from narrowband.activations.regions import (
     unseen,
     without_mode,
 )
+from narrowband.activations.warmup import warm_up
 from narrowband.errors import UnsupportedError
 
 __all__ = ["ActivationCompression", "Kept", "Saved", "compress_activations"]
@@ -712,6 +713,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         self._known_heads: dict[str, int | None] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self._usual_groups = max(set(own), key=own.count) if own else _GROUPS
+        warm_up(model, policy)
 
     @unseen
     def __enter__(self) -> Saved:
@@ -720,6 +722,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                 "compress_activations is entered inside of another one in the same thread: only one can decide what a "
                 "tensor is kept in. Give the outer one a policy for both models"
             )
+        warm_up(self.model, self.policy)  # autocast may be on by now
         at = Pass(self, self.model)
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:

@@ -24,6 +24,14 @@ _PACKAGES = {
 }
 
 
+#: One of every kind; numbers make no difference, but for bits.
+_SPECS = (
+    "none", "fp16", "qsgd:bits=4", "qsgd:bits=8", "qsgd:bits=2", "uniform:bits=4", "uniform:bits=8", "sign+ef",
+    "topk:density=0.01+ef", "topk:density=0.04,values=int8+ef-mixed", "randomk:density=0.01+ef", "qsgd:bits=4+ef21",
+    "lowrank:rank=4+ef", "dgc:density=0.001", "powersgd:rank=4",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Finding:
     """One line: a name, whether it is there, and more about it."""
@@ -39,9 +47,15 @@ class Doctor:
 
     Whether links can be emulated is tried, not guessed: one rank's namespaces are made and removed again.
 
+    Args:
+        compile: compile the loops on CPU now, for all usual specs, so that no program waits for that later.
+
     Examples:
       narrowband doctor
+      narrowband doctor --compile
     """
+
+    compile: bool = False
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.markup import escape
@@ -57,7 +71,25 @@ class Doctor:
         console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
         console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
         console.print(table)
+        if self.compile:
+            _compile()
         return 0
+
+
+def _compile() -> None:
+    import torch
+    from torch import nn
+
+    from narrowband import ActivationPolicy
+    from narrowband.activations import warmup as activations
+    from narrowband.gradients import warmup as gradients
+    from narrowband.kernels.compiling import announced
+
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.MaxPool2d(2), nn.Linear(1, 1, dtype=torch.bfloat16))
+    with announced("all usual specs", say=True):
+        gradients.use_all(_SPECS, torch.device("cpu"))
+        for bits in (8, 4, 2):
+            activations.warm_up(model, ActivationPolicy(bits=bits))
 
 
 def _backends() -> Iterator[_Finding]:
