@@ -19,6 +19,7 @@ from narrowband import kernels
 from narrowband.activations import ActivationPolicy, Kept
 from narrowband.activations.kept import (
     DRIFT,
+    JUMP,
     Arena,
     Arrangement,
     Estimates,
@@ -211,12 +212,14 @@ def taken(x, estimates, policy=None):
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_ranges_are_those_before_the_batch_unless_it_moves_them_far(symmetric):
-    """Equations 6 and 7 in float64; an end that they move by more than the share DRIFT of the width is not let pass."""
+    """Equations 6 and 7 in float64; an end that they move by more than the share DRIFT of the width is not let pass. A
+    batch that is more than JUMP times as wide is not clipped.
+    """
     estimates, policy = Estimates(), ActivationPolicy(symmetric=symmetric)
-    held, outcomes = None, []
+    held, outcomes, jumps = None, [], []
     for x in batches([1.0, 1.1, 1.0, 0.9, 4.0, 4.0, 0.1, 1.0, 1.0, 1.0, 1.3, 40.0, 0.0, 1.0]):
         low, high = x.double().amin(0), x.double().amax(0)
-        learned = (high - low, low)
+        learned = own = (high - low, low)
         if held is not None:
             learned = tuple(0.9 * a + 0.1 * b for a, b in zip(held, learned, strict=True))
             ends = [(beta, alpha + beta) for alpha, beta in (held, learned)]
@@ -224,6 +227,9 @@ def test_ranges_are_those_before_the_batch_unless_it_moves_them_far(symmetric):
             assert ((moved / DRIFT - 1).abs() > 1e-3).all(), "too close for float32 to decide alike"
             outcomes.append(bool((moved > DRIFT).any()))
         alpha, beta = held if held is not None and not outcomes[-1] else learned
+        if held is not None and outcomes[-1]:
+            jumps.append(own[0] > JUMP * held[0])
+            alpha, beta = (torch.where(jumps[-1], a, b) for a, b in zip(own, learned, strict=True))
         if symmetric:
             top = torch.maximum(alpha + beta, -beta)
             alpha, beta = 2 * top, -top
@@ -234,6 +240,7 @@ def test_ranges_are_those_before_the_batch_unless_it_moves_them_far(symmetric):
         held = learned
         torch.testing.assert_close(estimates.state_dict()["a"].double(), torch.stack(held), rtol=2e-6, atol=0)
     assert {*outcomes} == {False, True}
+    assert torch.stack(jumps).any(1).sum() == 1
 
 
 def test_while_ranges_grow_and_shrink_they_are_the_papers_within_a_share():

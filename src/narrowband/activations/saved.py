@@ -40,12 +40,13 @@ from narrowband.activations.kept import (
     Estimates,
     Exact,
     Grouping,
+    Outliers,
     Packed,
     Payload,
     Source,
     quantized,
 )
-from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
+from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch, differentiates_forward
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.regions import (
     compiled_modules,
@@ -92,11 +93,14 @@ class Kept:
         plain: without compression: of every saved tensor's memory, once.
         kept: with it.
         seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it.
+        outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
+            outlier is in them; see :class:`~narrowband.activations.kept.Bulk`.
     """
 
     plain: int = 0
     kept: int = 0
     seconds: float = 0.0
+    outliers: int = 0
 
     @property
     def ratio(self) -> float:
@@ -131,12 +135,18 @@ class Saved:
         """How many times less is kept."""
         return Kept(self.bytes_plain, self.bytes_kept).ratio
 
-    def add(self, operator: str, module: str, plain: int, kept: int) -> None:
-        """Count bytes."""
+    @property
+    def outliers(self) -> int:
+        """Tensors that are kept as they are because inf, NaN or an outlier is in them."""
+        return sum(kept.outliers for kept in self.by_operator.values())
+
+    def add(self, operator: str, module: str, plain: int, kept: int, outliers: int = 0) -> None:
+        """Count bytes, and tensors with outliers."""
         for table, name in ((self.by_operator, operator), (self.by_module, module)):
             entry = table.setdefault(name, Kept())
             entry.plain += plain
             entry.kept += kept
+            entry.outliers += outliers
 
 
 class _Memory:
@@ -180,6 +190,8 @@ class Pass:
         self._counts: dict[tuple[str, str], int] = {}
         self._live((*model.parameters(), *model.buffers()))
         self.packed = 0
+        #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
+        self.extreme = False
         #: On saved tensors. A graph holds them, and a model may hold a graph: so they do not hold the model.
         self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
 
@@ -384,7 +396,7 @@ class Pass:
         """What to keep of a tensor that autograd saves."""
         operator, module = self._place()
         where = _where(operator, module)
-        if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x):
+        if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x) or differentiates_forward():
             return Exact(x, where)
         storage = x.untyped_storage()
         memory = self._memory(x)
@@ -422,6 +434,7 @@ class Pass:
         place = self._counts[module, operator.name] = self._counts.get((module, operator.name), -1) + 1
         if (
             bits == "off"
+            or self.extreme
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._modules
             or not _is_plain(x)
@@ -447,29 +460,36 @@ class Pass:
         with torch.no_grad():
             if self.normalization is not None and self.normalization.takes(x):
                 n = self.normalization.normalized(x)
-                if n is None:
-                    return None, arrangement, 0
-                made = self._quantized(n, Arrangement.of(n), operator, f"{name}:normalized", module, bits)
+                made = self._quantized(n, operator, f"{name}:normalized", module, bits)
                 if made is None:
                     return None, arrangement, 0
                 self.normalization.origin = weakref.ref(made)
                 recipe = memory.recipes[key] = Recipe(self.normalization.input(x), self.normalization.origin)
                 return recipe.derivation(), arrangement, made.nbytes
-            made = self._quantized(x, arrangement, operator, name, module, bits)
-        if made is not None:
-            memory.payloads[key] = made
-        return made, arrangement, 0 if made is None else made.nbytes
+            made = self._quantized(x, operator, name, module, bits)
+        if made is None:
+            return None, arrangement, 0
+        memory.payloads[key] = made
+        return made, arrangement, made.nbytes
 
     def _quantized(
-        self, x: Tensor, arrangement: Arrangement, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
+        self, x: Tensor | None, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
     ) -> Payload | None:
-        policy, estimates = self.policy, self.handle.estimates
-        grouping = self._grouping(x, operator, module)
-        samples = self._samples(x, grouping) if policy.statistics == "sample" else 1
-        rows = arrangement.rows(grouping, samples=samples)
-        lines = arrangement.lines(x.detach(), rows)
-        wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
-        return quantized(wide, rows, bits, x.dtype, self.arena, policy, estimates, name)
+        """Codes of a tensor; None, which is counted, where there are outliers, or no tensor that has codes."""
+        made: Payload | Outliers = Outliers(extreme=True)
+        if x is not None:
+            policy, estimates = self.policy, self.handle.estimates
+            arrangement, grouping = Arrangement.of(x), self._grouping(x, operator, module)
+            samples = self._samples(x, grouping) if policy.statistics == "sample" else 1
+            rows = arrangement.rows(grouping, samples=samples)
+            lines = arrangement.lines(x.detach(), rows)
+            wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
+            made = quantized(wide, rows, bits, x.dtype, self.arena, policy, estimates, name)
+        if isinstance(made, Payload):
+            return made
+        self.extreme |= made.extreme
+        self.saved.add(operator.name, module, 0, 0, outliers=1)
+        return None
 
     def _grouping(self, x: Tensor, operator: Known, module: str) -> Grouping:
         """Heads where there are any, or else groups of channels."""
@@ -576,7 +596,7 @@ def _is_strided(x: Tensor) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return _is_strided(x) and floating and x.dim() > 0 and not x.is_neg()
+    return _is_strided(x) and floating and x.dim() > 0 and not x.is_neg() and not x.is_inference()
 
 
 def _is_expanded(x: Tensor) -> bool:
@@ -754,8 +774,8 @@ class ActivationCompression(contextlib.ContextDecorator):
         stack: contextlib.ExitStack = _current.stack
         _current.at = _current.stack = _current.watch = None
         stack.close()
-        nothing = error[0] is None and at.saved.bytes_plain and not at.packed and not self.policy.is_off
-        if nothing and self.model not in _told:  # once, not in every step
+        nothing = error[0] is None and at.saved.bytes_plain and not at.packed and not at.saved.outliers
+        if nothing and not self.policy.is_off and self.model not in _told:  # once, not in every step
             _told.add(self.model)
             log.warning(
                 "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
