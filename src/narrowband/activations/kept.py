@@ -212,8 +212,14 @@ class Estimates:
             ValueError: something else was given.
         """
         for name, value in state.items():
-            if value.dim() != 2 or value.shape[0] != 2:
-                raise ValueError(f"{name}: a range is (2, groups), and this is {tuple(value.shape)}")
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}: a range is a tensor, (2, groups), and this is a {type(value).__name__}")
+            if value.dim() != 2 or value.shape[0] != 2 or not value.is_floating_point():
+                raise ValueError(
+                    f"{name}: a range is (2, groups) of floats, and this is {tuple(value.shape)} of {value.dtype}"
+                )
+            if not bool(torch.isfinite(value).all()) or bool((value[0] < 0).any()):
+                raise ValueError(f"{name}: widths and lower ends of ranges are finite, and widths at least 0")
         with self._lock:
             self._held = {name: value.detach().to(torch.float32, copy=True) for name, value in state.items()}
 
