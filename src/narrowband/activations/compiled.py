@@ -221,10 +221,8 @@ def _unpack(packed: Any, *, bits: int, group: int) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     dtype, order, sizes, _, codes, *ranges = packed
-    if dtype == torch.bool:
-        rows = _unpacked(codes, 1, group)
-    else:
-        rows = _decode(_unpacked(codes, bits, group), *ranges)
+    one_bit = dtype == torch.bool
+    rows = _unpacked(codes, 1, group) if one_bit else _decode(_unpacked(codes, bits, group), *ranges)
     numel = functools.reduce(operator.mul, sizes, 1)
     back = sorted(range(len(order)), key=order.__getitem__)
     restored: Tensor = rows.reshape(-1)[:numel].to(dtype).view(sizes).permute(back)
@@ -378,16 +376,17 @@ def _groups(flat: Tensor, group: int) -> Tensor:
 
 #: What stands for a number above zero of which only the sign is kept: the smallest one of float16.
 _ABOVE_ZERO = 2.0**-24
-#: The share of a group whose elements round to zero, from which on zero has a code of its own.
-_NEAR_ZERO = 7 / 8
+#: What share of a group has to lie within what share of a step of zero, so that zero has a code of its own. In 2 bits
+#: steps are so large that ordinary elements do.
+_SHARE, _NEAR_ZERO, _NEAR_ZERO_OF_2_BITS = 1 / 4, 1 / 8, 1 / 32
 
 
 def _encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (G, M · bits / 8) uint8, low and step (G, 1) float32.
 
     Where an outlier widens a group, its step is large beside the other elements, and rounding them up or down to one of
-    two levels, neither of which is near zero, would drown all else. So where nearly all of a group lies within half a
-    step of zero, levels are moved and widened a little such that one of them is zero. Where signs are kept, another
+    two levels, neither of which is near zero, would drown all else. So where a good part of a group lies much closer to
+    zero than a step, levels are moved and widened a little such that one of them is zero. Where signs are kept, another
     one there stands for whatever is above zero and rounds to it. In place of low is then the code of zero, and step is
     negative.
     """
@@ -396,9 +395,10 @@ def _encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[
     low, high = x_GM.amin(1, keepdim=True), x_GM.amax(1, keepdim=True)
     # Of a constant group any code is that constant. Where step is inf or NaN all codes are 0, and 0 · inf is NaN.
     step = (high - low) / top
-    small = (x_GM.abs() < 0.5 * step).to(torch.float32).mean(1, keepdim=True)
-    zeroed = (small >= _NEAR_ZERO) & torch.isfinite(step)
-    zero = (-low / step).round()
+    near = (_NEAR_ZERO_OF_2_BITS if bits == 2 else _NEAR_ZERO) * step
+    small = (x_GM.abs() < near).to(torch.float32).mean(1, keepdim=True)
+    zeroed = (small >= _SHARE) & torch.isfinite(step)
+    zero = (-low / step * (levels / top)).round()
     zero = torch.minimum(torch.maximum(zero, (low < 0).float()), levels - (high > 0).float())
     above = torch.where(levels > zero, high / (levels - zero), 0.0)
     below = torch.where(zero > 0, -low / zero, 0.0)
@@ -465,4 +465,4 @@ def _noise(x_GM: Tensor) -> Tensor:
     h = (h ^ h >> 16) * 0x7FEB352D & _UINT32
     h = (h ^ h >> 15) * (0x846CA68B - (1 << 32)) & _UINT32  # the same modulo 2³², and the product stays inside 64 bits
     h = h ^ h >> 16
-    return (h >> 8).float() * 2.0**-24
+    return (h >> 16).float() * 2.0**-16  # so few bits that a code below 2⁸ does not round up with it to the next

@@ -361,12 +361,13 @@ class Bulk:
 
     A range is *dwarfing* where no more than one row in 16 (:data:`FEW`) has an element as large as a 128th
     (:data:`REACH`) of its width: all elements of all other rows lie within two steps of 8 bits on either side of zero,
-    and codes, of however many bits, say next to nothing of them. The same for columns. Rows are what
-    :class:`~narrowband.kernels.Rows` cuts, in pieces of at most 512 neighbours, and columns the elements that have one
-    place in them: tokens and channels of a linear layer's input. Rows and columns of zeros do not count.
+    and codes, of however many bits, say next to nothing of them. Rows are what :class:`~narrowband.kernels.Rows` cuts,
+    in pieces of at most 512 neighbours. The same for columns, the elements that have one place in rows, and a 512th:
+    tokens and channels of a linear layer's input, of which it is usual that some channels are 100 times as large as the
+    others. Rows and columns of zeros do not count.
 
-    Both numbers are ratios. They leave alone what is heavy-tailed as a whole, such as channels that are 100 times as
-    large as the others, and softmax, of which every row has something large.
+    All these numbers are ratios. They leave alone what is heavy-tailed as a whole, and softmax, of which every row has
+    something large.
 
     Args:
         x: the tensor's elements in the order of memory; see :meth:`Arrangement.lines`.
@@ -381,10 +382,11 @@ class Bulk:
         True
     """
 
-    REACH = 128
+    #: Of rows, and of columns.
+    REACH = 128, 512
     FEW = 16
-    #: A width of so many times what all but a few reach is extreme.
-    EXTREME = 1024
+    #: A range that is dwarfing by so many times more is extreme.
+    EXTREME = 8
     #: Neighbours in a piece of a row, at most, and in rows of less that are put together.
     _LONG, _SHORT = 512, 16
     #: In longer rows a column is no channel any more: pixels, products of queries and keys.
@@ -404,15 +406,14 @@ class Bulk:
         if outer >= self.FEW and 1 < inner <= self._CHANNELS:
             self._largest.append(_largest(x, Rows(parts, outer, groups * inner, 1)).view(parts, groups, inner))
 
-    def is_dwarfed_by(self, width: Tensor, reach: float = REACH) -> bool:
+    def is_dwarfed_by(self, width: Tensor) -> bool:
         """Whether one of these widths dwarfs its range's rows, or columns.
 
         Args:
             width: of the range of every group of every part, float32.
-            reach: how many times as large as what all but a few reach it is then.
         """
         found = torch.zeros((), dtype=torch.bool, device=width.device)
-        for largest_PGN in self._largest:
+        for largest_PGN, reach in zip(self._largest, self.REACH, strict=False):
             reaching = (largest_PGN >= (width / reach).view(*largest_PGN.shape[:2], 1)).sum(-1)
             there = (largest_PGN > 0).sum(-1)
             found = found | ((reaching <= (there + self.FEW - 1) // self.FEW) & (reaching < there)).any()
@@ -420,7 +421,7 @@ class Bulk:
 
     def outliers(self, width: Tensor) -> Outliers | None:
         """What is wrong with ranges of these widths, if anything."""
-        return Outliers(extreme=self.is_dwarfed_by(width, self.EXTREME)) if self.is_dwarfed_by(width) else None
+        return Outliers(extreme=self.is_dwarfed_by(width / self.EXTREME)) if self.is_dwarfed_by(width) else None
 
 
 @dataclass(frozen=True)

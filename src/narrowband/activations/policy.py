@@ -135,7 +135,7 @@ class ActivationPolicy:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if not isinstance(self.derive, bool):
             raise ValueError(f"derive={self.derive!r} must be True or False")
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 <= self.decay < 1:
+        if type(self.decay) not in (int, float) or not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1: at 1 nothing would ever be learned")
 
     def bits_for(self, operator: str, module: str) -> Bits:

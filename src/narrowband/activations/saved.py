@@ -818,7 +818,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             "draws": self.estimates.draws,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Go on from what :meth:`state_dict` gave.
 
         Raises:
@@ -921,8 +921,8 @@ def _refusal(error: object) -> UnsupportedError | None:
         return None
     return UnsupportedError(
         "torch.func.grad, vjp, jacrev and hessian cannot be used together with compress_activations: PyTorch allows no "
-        "hooks on saved tensors in them, and by these activations are compressed. Use torch.autograd.grad, or leave the "
-        "context for these calls. torch.func.jvp, jacfwd and vmap work inside"
+        "hooks on saved tensors in them, and by these activations are compressed. Use torch.autograd.grad, or leave "
+        "the context for these calls. torch.func.jvp, jacfwd and vmap work inside"
     )
 
 
