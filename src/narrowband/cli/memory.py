@@ -77,6 +77,8 @@ class Memory:
                 status.update(f"a step in {bits} bits")
                 surveys[f"{bits} bits"] = measure(ActivationPolicy(bits=bits))
         console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
+        for note in _notes(surveys):
+            console.print(note, style="dim", markup=False, highlight=False)
         console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
         found = None
         if self.budget is not None:
@@ -130,6 +132,26 @@ class Memory:
         if found is not None:
             told["fit"] = {"policy": found.policy.to_dict(), "reached": found.reached, **_told(found.saved)}
         write_json(self.json, provenance(0) | told)
+
+
+def _notes(surveys: dict[str, Saved]) -> list[str]:
+    """What the table of operators needs to be understood."""
+    first = (
+        "Each operator is counted what it is the first to keep: what another one keeps already, or what backward "
+        "computes again from that, costs nothing more."
+    )
+    notes = [first]
+    if any("layer_norm" in saved.by_operator for saved in surveys.values()):
+        notes.append(
+            'Layer norms have 8 bits in the column of 4, too, unless the policy names them (operators={"layer_norm": '
+            "4}). So where 8 bits of another operator serve a layer norm as well, 4 bits do not: it keeps codes of its "
+            "own then, and more than in the column of 8."
+        )
+    outliers = {name: saved.outliers for name, saved in surveys.items() if saved.outliers}
+    if outliers:
+        told = ", ".join(f"{count} with {name}" for name, count in outliers.items())
+        notes.append(f"Tensors that are kept as they are, since inf, NaN or outliers are in them: {told}.")
+    return notes
 
 
 def _told(saved: Saved) -> dict[str, Any]:
