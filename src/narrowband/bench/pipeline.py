@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowband.bench.models import GPT, GPTConfig
-from narrowband.bench.ranks import Loopback, Worker, run_ranks, transmitted
+from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks, transmitted
 from narrowband.bench.text import standard_library
 from narrowband.lab import LabConfig
 from narrowband.lab.config import parse_rate
@@ -92,6 +92,7 @@ class Config:
         for name, least in (("nodes", 2), ("epochs", 3), ("batches", 1), ("microbatches", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_seed(self.seed)
         if self.schedule not in ("1F1B", "GPipe"):
             raise ValueError(f"schedule={self.schedule!r} is neither 1F1B nor GPipe")
         if not self.rows and not self.peers:
