@@ -177,6 +177,8 @@ def test_bench_adapt_writes_what_other_programs_read(narrow, tmp_path):
         assert row["times_fewer"] > 1
         assert row["error_of_reference"] <= 1 + 1e-9
         assert row["nbytes"] < row["reference_nbytes"]
+        assert 0 < row["relative_error"] < 1
+        assert 0 < row["reference_relative_error"] < 1
     for own, mixed in zip(rows[:4], rows[4:-1], strict=True):
         assert mixed["nbytes"] <= own["nbytes"]  # at the same error
         assert len(mixed["families"]) > 1 or mixed["nbytes"] == own["nbytes"]
@@ -197,6 +199,7 @@ def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):
     for row in rows:
         assert row.keys() >= {
             "codec", "rate", "nodes", "step_s", "ratio_to_compute", "sent_bytes_per_step", "link_bytes_per_step",
+            "relative_error",
         }  # fmt: skip
 
 

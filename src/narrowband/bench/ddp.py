@@ -218,7 +218,7 @@ def _check(spec: str, model: str) -> None:
     """Refuse what is no spec and no plan for the model, before a rank starts."""
     chosen = _chosen(spec)
     if isinstance(chosen, Plan):
-        with torch.device("meta"):
+        with torch.random.fork_rng(devices=[]):  # parameters are drawn, and thrown away
             shapes = {name: tuple(p.shape) for name, p in GPT(MODELS[model]).named_parameters()}
         try:
             # Which of the small layers are compressed is the handle's business; here, those that the plan names.

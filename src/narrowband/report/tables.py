@@ -87,7 +87,7 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['tokens_per_s']:,.0f}",
             format_or_dash("{:.2f}".format, row["times_none"]),
             format_or_dash("{:.3f}".format, row["loss"]),
-            format_or_dash(lambda ratio: f"{ratio - 1:+.1%}", row["loss_ratio"]),
+            format_or_dash(_change, row["loss_ratio"]),
             "\n".join(format_or_dash(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
             format_or_dash("{:.0%}".format, row["share_of_allowed"]),
         )
@@ -194,7 +194,7 @@ def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
             _error(row.get("relative_error")),
             format_seconds(row["step_s"]),
             format_loss(row["heldout_loss"]),
-            NOTHING if None in (row["heldout_loss"], dense) else f"{row['heldout_loss'] / dense - 1:+.1%}",
+            format_or_dash(_change, row["heldout_loss"] and dense and row["heldout_loss"] / dense),
         )
     return table
 
@@ -226,6 +226,10 @@ def lab_table(report: LabReport) -> Table:
             f"{rank.received_packets:,}",
         )
     return table
+
+
+def _change(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}"
 
 
 def _error(value: float | None) -> str:
