@@ -277,3 +277,17 @@ def test_doctor_finds_the_project_that_has_our_name_on_pypi(narrow, tmp_path, mo
     said = " ".join(out.split())
     assert "no import narrowband the distribution 'namesake-of-nobody' 0.2.1 is installed: another project" in said
     assert "pip uninstall namesake-of-nobody torch-narrowband; pip install torch-narrowband" in said
+
+
+def test_the_demo_tells_one_rank_that_it_sends_nothing(narrow, tmp_path):
+    words = "demo --nodes 1 --model gpt-tiny --steps 2 --codecs qsgd:bits=4 --out"
+    code, out, err = narrow(*words.split(), str(tmp_path))
+    assert (code, err) == (0, "")
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
+    assert "One rank sends nothing: what follows shows what codecs cost, and not what they save." in said
+    assert "One rank sends nothing, so there is nothing to compress" in said
+    assert "Estimated step" not in said
+    assert "nan" not in said
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["estimates"] == []
+    assert [row["times_less_traffic"] for row in summary["rows"]] == [None] * 3

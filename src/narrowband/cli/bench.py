@@ -113,7 +113,7 @@ class BenchPipeline:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.tables import pipeline_table
+        from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
         check_output(self.json)
         with Progress(console=console, transient=True) as progress:
@@ -124,6 +124,7 @@ class BenchPipeline:
 
             rows = pipeline.run(self.config, show)
         console.print(pipeline_table(rows))
+        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         _record(console, self.json, asdict(self.config), rows)
         return DONE
 

@@ -78,7 +78,7 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = _table(
         f"{first['nodes']} stages, {place}, activations of {format_bytes(first['activation_nbytes'])}, arithmetic of a "
         f"step {format_seconds(first['compute_s'])}",
-        *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "allowed"),
+        *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "error", "allowed"),
     )
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for row in rows:
@@ -89,6 +89,7 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
             format_or_dash("{:.3f}".format, row["loss"]),
             format_or_dash(_change, row["loss_ratio"]),
             "\n".join(format_or_dash(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
+            "\n".join(_error(row.get(f"{way}_relative_error")) for way in ("forward", "backward")),
             format_or_dash("{:.0%}".format, row["share_of_allowed"]),
         )
     return table
