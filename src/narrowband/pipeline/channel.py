@@ -87,8 +87,12 @@ class ChannelStats:
         """The sum, and the mean of the relative errors that are known."""
         several = list(several)
         known = [stats.relative_error for stats in several if stats.relative_error is not None]
-        counts = (sum(getattr(stats, name) for stats in several) for name in ("messages", "raw_bytes", "sent_bytes"))
-        return cls(*counts, relative_error=sum(known) / len(known) if known else None)
+        return cls(
+            messages=sum(stats.messages for stats in several),
+            raw_bytes=sum(stats.raw_bytes for stats in several),
+            sent_bytes=sum(stats.sent_bytes for stats in several),
+            relative_error=sum(known) / len(known) if known else None,
+        )
 
 
 class Channel:
