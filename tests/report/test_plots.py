@@ -17,6 +17,9 @@ def test_a_picture_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     plots.loss_curves(ROWS, tmp_path / "new" / "loss.png")
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    plots.loss_curves(
+        [row | {"sent_bytes_per_step": 0.0} for row in ROWS], tmp_path / "one-rank.png"
+    )  # warns of nothing
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):

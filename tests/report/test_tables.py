@@ -54,6 +54,7 @@ def test_what_was_recorded_can_be_drawn_with_and_without_newer_fields(record, ta
         for row in rows:
             name = row.get("name") or row.get("codec") or row["loop"]
             assert name.partition("/")[0] in text
+        assert "…" not in drawn(table(rows), width=80)  # names are folded before a number is cut
 
 
 def test_relative_errors_stand_beside_the_bytes():

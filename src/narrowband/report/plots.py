@@ -38,7 +38,8 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
         over_steps.plot(steps, losses, marker=".", label=row["codec"])
         over_bytes.plot([step * row["sent_bytes_per_step"] / 1e6 for step in steps], losses, marker=".")
     over_steps.set(xlabel="steps", ylabel="held-out loss (nats per byte)")
-    over_bytes.set(xlabel="MB sent per rank", xscale="log")
+    sent = any(row["sent_bytes_per_step"] for row in rows)  # one rank sends nothing
+    over_bytes.set(xlabel="MB sent per rank", xscale="log" if sent else "linear")
     for axes in (over_steps, over_bytes):
         axes.grid(alpha=0.3)
     over_steps.legend()

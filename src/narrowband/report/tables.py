@@ -40,10 +40,15 @@ RELATIVE_ERROR = (
 
 
 def _table(title: str, *columns: str) -> Table:
-    """The first column holds names, the others numbers."""
+    """The first column holds names, which are folded where there is no room, the others numbers."""
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
-        table.add_column(column, justify="right" if position else "left", no_wrap=True)
+        table.add_column(
+            column,
+            justify="right" if position else "left",
+            no_wrap=position > 0,
+            overflow="ellipsis" if position else "fold",
+        )
     return table
 
 
@@ -80,7 +85,6 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
         f"step {format_seconds(first['compute_s'])}",
         *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "error", "allowed"),
     )
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for row in rows:
         table.add_row(
             escape(row["name"].replace("/", "\n")),
