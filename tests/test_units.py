@@ -45,7 +45,10 @@ def test_what_is_no_number_is_a_dash(form, value):
 
 
 def test_what_was_not_measured_is_a_dash():
-    assert [format_or_dash("{:.1f}".format, value) for value in (2.0, None, math.nan)] == ["2.0", NOTHING, NOTHING]
+    assert [format_or_dash("{:.1f}".format, value) for value in (2.0, None, math.nan, math.inf)] == [
+        "2.0",
+        *[NOTHING] * 3,
+    ]
 
 
 def test_a_loss_that_is_no_number_has_diverged():

@@ -15,7 +15,7 @@ NOTHING = "–"
 
 def format_or_dash(form: Callable[[float], str], value: float | None) -> str:
     """``form(value)``, or a dash where there is no such number: ``format_or_dash("{:.2f}".format, None) == "–"``."""
-    return NOTHING if value is None or math.isnan(value) else form(value)
+    return NOTHING if value is None or not math.isfinite(value) else form(value)
 
 
 def format_loss(loss: float | None, digits: int = 3) -> str:

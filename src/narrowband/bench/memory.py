@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from narrowband.activations import ActivationPolicy, Kept, Saved, compress_activations
+from narrowband.activations import ActivationPolicy, Saved, compress_activations
 from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
 from narrowband.bench.ranks import check_seed
 
@@ -363,8 +363,8 @@ def _told(
         "step_s": statistics.median(row.steps),
         "ratio_to_plain": statistics.median(a / b for a, b in zip(row.steps, row.plain_steps, strict=True)),
         "kept_bytes": saved.bytes_kept,
-        "kept_ratio": Kept(plain.bytes_plain, saved.bytes_kept).ratio,
-        "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain,
+        "kept_ratio": plain.bytes_plain / saved.bytes_kept if saved.bytes_kept else None,
+        "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain if saved.bytes_plain else 0.0,
         "peak_bytes": peak,
         "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
         "compress_s": sum(kept.seconds for kept in saved.by_operator.values()),

@@ -100,21 +100,18 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of ``bench adapt``."""
+    """The rows of ``bench adapt``: two lines in a cell are those of the column's head."""
     table = _table(
         "Plans at the error of a reference for all layers; a decision as a share of an epoch",
-        *("reference", "uniform", "error", "plan", "error", "× less", "tables", "solve", "epoch"),
+        *("reference", "uniform\nplan", "error", "× less", "tables\nsolve", "epoch"),
     )
     for row in rows:
         table.add_row(
             escape(row["name"]),
-            format_or_dash(format_bytes, row.get("reference_nbytes")),
-            _error(row.get("reference_relative_error")),
-            format_or_dash(format_bytes, row.get("nbytes")),
-            _error(row.get("relative_error")),
+            "\n".join(format_or_dash(format_bytes, row.get(key)) for key in ("reference_nbytes", "nbytes")),
+            "\n".join(_error(row.get(key)) for key in ("reference_relative_error", "relative_error")),
             format_or_dash("{:.2f}".format, row.get("times_fewer")),
-            format_or_dash(format_seconds, row.get("table_s")),
-            format_seconds(row["solve_s"]),
+            "\n".join(format_or_dash(format_seconds, row.get(key)) for key in ("table_s", "solve_s")),
             format_or_dash("{:.2%}".format, row.get("share_of_epoch")),
         )
     return table
@@ -157,7 +154,7 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         table.add_row(
             escape(row["name"]),
             format_bytes(row["kept_bytes"]),
-            f"{row['kept_ratio']:.2f}",
+            format_or_dash("{:.2f}".format, row["kept_ratio"]),
             format_or_dash(format_bytes, row["peak_bytes"]),
             format_or_dash("{:.2f}".format, row["peak_ratio"]),
             format_seconds(row["step_s"]),
