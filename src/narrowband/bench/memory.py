@@ -106,21 +106,15 @@ def subject(name: str, batch: int) -> Subject:
 
 
 def tried(name: str, batch: int) -> Subject:
-    """:func:`subject`, whose forward was run once to see that it takes its inputs.
+    """:func:`subject`, whose forward was run once to see that it takes its inputs; backward keeps nothing of that.
 
     Raises:
-        ValueError: as :func:`subject` does, or forward raises an error, or what it returns needs no gradients.
+        ValueError: as :func:`subject` does, or forward raises an error.
     """
     model, inputs = subject(name, batch)
-    if name in _SUBJECTS:
-        return model, inputs
-    with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"):
-        output = model(*inputs)
-    if not _with_gradients(output):
-        raise ValueError(
-            f"{name}: the model returned {type(output).__name__} with nothing in it that needs gradients, so backward "
-            "keeps nothing; return a tensor that depends on parameters with requires_grad"
-        )
+    if name not in _SUBJECTS:
+        with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
+            model(*inputs)
     return model, inputs
 
 
@@ -322,7 +316,8 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
     """
     tell = on_event or (lambda _: None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tried(config.model, config.batch)
+    if config.model not in _SUBJECTS:
+        tried(config.model, config.batch)
     rows = [_Row(kind, config, device) for kind in _kinds(config)]
     counts: list[Saved] = []
     errors: list[float | None] = []
@@ -379,14 +374,13 @@ def _moved(x: Any, device: str) -> Any:
 
 def _scalar(output: Any) -> Tensor:
     """Something to go backward from, of whatever a model returns."""
-    found = _with_gradients(output)
+    found = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
-        raise ValueError(f"the model returned {type(output).__name__} without a tensor that needs gradients")
+        raise ValueError(
+            f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "
+            "nothing; return a tensor that depends on parameters with requires_grad"
+        )
     return found[0].float().square().mean()
-
-
-def _with_gradients(output: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _share(difference: Tensor, reference: Tensor) -> float | None:

@@ -28,7 +28,7 @@ class Demo:
     first, then each codec, from the same parameters, on the same batches. At the end stand a table, estimates for
     slow and fast links, a verdict in plain words, and, in runs/demo, summary.json and a picture of the loss curves.
     Bytes and losses hardly depend on the machine. How many times as fast does, and the verdict says what it rests on.
-    Nothing is downloaded; no rights are needed. It takes two to four minutes on two cores.
+    Nothing is downloaded; no rights are needed.
 
     Examples:
       narrowband demo
