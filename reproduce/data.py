@@ -226,7 +226,12 @@ def _column(file: Path, name: str) -> list[Any]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UnsupportedError(f"reading {file.name} needs pyarrow: {pip_install('reproduce')}") from error
-    table: pa.Table = pq.read_table(file)
+    try:
+        table: pa.Table = pq.read_table(file)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{file} is no parquet file, or a part of one; delete it, or put the whole one there"
+        ) from error
     if name not in table.column_names:
         raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected one named {name!r}")
     column: list[Any] = table.column(name).to_pylist()

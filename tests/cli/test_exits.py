@@ -173,6 +173,7 @@ def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line
         ("dgc", "--seeds -1", "seed=-1"),
         ("dgc", "--markdown folder", "folder is a folder"),
         ("dgc", "--output file", "give another place"),
+        ("dgc", "--quick --data-dir torn", "train.parquet is no parquet file, or a part of one"),
         ("dgc", "--quick --data-dir nowhere", "there is no nowhere/cifar10/train.parquet; pass --data-dir"),
         ("cssgd", "--slow 0", "rate '0' cannot be read"),
         ("fidelity", "--quick --data-dir file", "there is no file/"),
@@ -187,9 +188,14 @@ def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, w
 
     from reproduce import command
 
+    (given / "torn" / "cifar10").mkdir(parents=True, exist_ok=True)
+    for name in ("train", "test"):
+        (given / "torn" / "cifar10" / f"{name}.parquet").write_text("PAR1 and no more")
     (given / "sensitive").mkdir(exist_ok=True)
     (given / "sensitive" / "summary.json").write_text('{"config": ')
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(given / "cache"))
+    monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
     run = import_module(f"reproduce.{module}")
     try:
         code = command.main(run.EXPERIMENT, words.split()) if module == "dgc" else run.main(words.split())
