@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -10,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from narrowband.bench.ranks import RankError
-from narrowband.errors import UnsupportedError
+from narrowband.bench.ranks import check_seed
+from narrowband.cli.exits import CONVENTION, DONE, check_folder, check_output, finish
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
-from narrowband.units import format_seconds
+from narrowband.units import format_loss, format_seconds
 from reproduce.report import PER_TASK, Claim, Group, Layout, groups, markdown, table
 from reproduce.training import Row, recorded, run
 
@@ -114,7 +115,7 @@ class Options:
     output: Path | None = None
     """Directory of the results; reproduce/results/<module> when left out."""
     resume: bool = True
-    """Take rows that an earlier run finished."""
+    """Take rows that an earlier run finished; --no-resume trains them again."""
     recorded: bool = False
     """Train nothing: tables and claims of the rows that are finished."""
     quick: bool = False
@@ -142,9 +143,13 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
         if r.row.task in (options.tasks or (r.row.task,))
         and (r.row.name in options.rows if options.rows else options.long or options.recorded or not r.long)
     ]
+    if options.nodes is not None and options.nodes < 1:
+        raise ValueError(f"nodes={options.nodes} must be at least 1")
     seeds = experiment.seeds if options.seeds is None else options.seeds
     if not seeds:
         raise ValueError("no seed: give at least one, as in --seeds 0")
+    for seed in (*seeds, *options.ablation_seeds):
+        check_seed(seed)
     if options.quick:
         return [_quick(row) for row in _once(replace(r.row, seed=seeds[0]) for r in recipes)[:_QUICK_ROWS]]
     rows = []
@@ -193,7 +198,7 @@ def command_line(
     *,
     stopped: str,
 ) -> int:
-    """Read a command line, work, and return an exit code; what goes wrong is said in one line.
+    """Read a command line, work, and return an exit code, as :mod:`narrowband.cli.exits` says.
 
     Args:
         module: the last part of the module's name.
@@ -206,23 +211,23 @@ def command_line(
     from rich.console import Console
 
     words = list(sys.argv[1:] if argv is None else argv)
-    console, errors = Console(), Console(stderr=True)
-    given = tyro.cli(options, args=words, prog=f"python -m reproduce.{module}")
-    try:
+    console, errors = (Console(stderr=stderr, emoji=False) for stderr in (False, True))
+
+    def run() -> int:
+        about = f"{inspect.cleandoc(options.__doc__ or '')}\n\n{CONVENTION}"
+        given = tyro.cli(options, args=words, prog=f"python -m reproduce.{module}", description=about)
+        check_output(getattr(given, "markdown", None))
+        check_folder(getattr(given, "output", None))
         work(given, ["python", "-m", f"reproduce.{module}", *words], console)
-    except KeyboardInterrupt:
-        errors.print(f"Stopped. {stopped}", style="yellow", highlight=False)
-        return 130
-    except (ValueError, UnsupportedError, RankError, OSError, ImportError) as error:
-        errors.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, (ValueError, UnsupportedError)) else 1
-    return 0
+        return DONE
+
+    return finish(run, errors, stopped=stopped)
 
 
 def _run(experiment: Experiment, options: Options, command: list[str], console: Console) -> None:
     output = options.output or Path(__file__).parent / "results" / experiment.module
     rows = chosen(experiment, options)
-    nodes = options.nodes or experiment.nodes
+    nodes = experiment.nodes if options.nodes is None else options.nodes
     if options.recorded:
         rows = recorded(rows, output, nodes=nodes, data_dir=options.data_dir)
         if not rows:
@@ -328,12 +333,14 @@ class _Show:
                 self._starting = None
             if number not in self._bars:
                 self._bars[number] = self._progress.add_task(label, total=event["of"], said="")
-            self._progress.update(self._bars[number], completed=event["step"], said=f"loss {event['loss']:.2f}")
+            self._progress.update(
+                self._bars[number], completed=event["step"], said=f"loss {format_loss(event['loss'], 2)}"
+            )
         elif event["event"] == "row":
             if number in self._bars:
                 self._progress.remove_task(self._bars.pop(number))
             result = event["result"]
-            score = "diverged" if result["score"] is None else f"{result['score']:.2f}"
+            score = format_loss(result["score"], 2)
             self._progress.console.print(
                 f"{label}: {score} ({result['metric']}), {format_seconds(result['wall_s'])}",
                 markup=False,

@@ -34,7 +34,6 @@ Differences from the paper:
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,7 @@ from narrowband.bench.ranks import run_ranks
 from narrowband.coded import Assignment
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements
-from narrowband.report.record import commit, provenance, write_json
+from narrowband.report.record import commit, provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce.command import command_line, say
 from reproduce.cssgd_ranks import Row, equation_19, images_of
@@ -147,7 +146,7 @@ class Options:
     output: Path | None = None
     """Directory of the results; reproduce/results/cssgd when left out."""
     resume: bool = True
-    """Take rows that an earlier run finished."""
+    """Take rows that an earlier run finished; --no-resume measures them again."""
     recorded: bool = False
     """Measure nothing: tables and claims of the rows that are finished."""
     quick: bool = False
@@ -263,7 +262,7 @@ def measure(
     results: dict[int, dict[str, Any]] = {}
     for number, place in enumerate(places):
         if resume and place.exists():
-            results[number] = json.loads(place.read_text())
+            results[number] = read_json(place, ("kind", "task", "name"))
             on_event({"event": "row", "row": number, "result": results[number]})
 
     def note(event: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 import narrowband as nb
 from narrowband.activations import Saved
 from narrowband.report.record import provenance, write_json
-from narrowband.units import format_bytes
+from narrowband.units import format_bytes, format_loss
 from reproduce.activations import gradient
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.report import Claim, Column, Layout, markdown
@@ -335,7 +335,7 @@ def measure(
                 *(_shares(each, norms, places) for each in squares),
             )
         )
-    trained = f"{sum(sizes):,} parameters, after {setting.steps} steps of {setting.batch} (loss {loss:.2f})"
+    trained = f"{sum(sizes):,} parameters, after {setting.steps} steps of {setting.batch} (loss {format_loss(loss, 2)})"
     return trained, rows
 
 
@@ -378,7 +378,7 @@ def _train(
         optimizer.step()
         warm_up.step()
         losses.append(float(loss.detach()))
-        tell(said=f"training, loss {losses[-1]:.2f}")
+        tell(said=f"training, loss {format_loss(losses[-1], 2)}")
     optimizer.zero_grad()
     last = losses[-max(1, setting.steps // 10) :]
     return sum(last) / len(last)

@@ -16,7 +16,6 @@ of CIFAR-10: uniform top-k is five points behind dense at 5 %, and six at 1 %.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import narrowband as nb
+from narrowband.report.record import read_json
 from narrowband.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
 from reproduce.report import COLUMNS, DENSE, NOTHING, Claim, Group, Layout, named
@@ -154,7 +154,7 @@ def _their_share(group: Group) -> str:
 def _on_link(group: Group) -> str:
     """What :mod:`reproduce.lgreco_links` recorded."""
     path = Path(__file__).parent / "results" / "lgreco" / LINKS
-    told = json.loads(path.read_text()) if path.exists() else {}
+    told = read_json(path, ("rate", "rows")) if path.exists() else {}
     rows = told["rows"] if told.get("rate") == "100mbit" else []  # as the legend says
     found = next((row["step_s"] for row in rows if (row["task"], row["name"]) == (group.task, group.name)), None)
     return NOTHING if found is None else format_seconds(found)

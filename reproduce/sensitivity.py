@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import narrowband as nb
 from narrowband.adapt import ErrorTable, correlation, error_table, loss_table
 from narrowband.adapt.lgreco import solve
-from narrowband.report.record import provenance, write_json
+from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce.command import command_line, show
 from reproduce.report import Claim, Column, Layout, markdown
@@ -88,7 +88,7 @@ class Options:
     output: Path | None = None
     """Directory of the results; reproduce/results/sensitivity when left out."""
     resume: bool = True
-    """Take families that an earlier run with the same options finished."""
+    """Take families that an earlier run with the same options finished; --no-resume measures them again."""
     quick: bool = False
     """One checkpoint, two steps, four layers, little data: to see in seconds that everything works."""
     markdown: Path | None = None
@@ -346,7 +346,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     config = json.loads(json.dumps(config))
     there: list[dict[str, Any]] = []
     if options.resume and written.exists():
-        earlier = json.loads(written.read_text())
+        earlier = read_json(written, ("config", "rows"))
         if earlier["config"] == config:
             there = earlier["rows"]
     with Progress(console=console, transient=True) as progress:

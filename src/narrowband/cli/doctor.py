@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from narrowband.cli.exits import DONE
+from narrowband.errors import DISTRIBUTION, pip_install
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -16,11 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Doctor"]
 
+#: What PyPI has under the name of our package.
+_NAMESAKE = "narrowband"
+
 #: Package → (what goes without it, how to get it).
 _PACKAGES = {
     "numba": ("fast loops on CPU", "pip install numba, or NARROWBAND_KERNELS=reference to do without"),
     "pyroute2": ("narrowband lab and narrowband bench ddp behind links", "pip install pyroute2"),
-    "matplotlib": ("pictures", "pip install 'narrowband[plots]'"),
+    "matplotlib": ("pictures", pip_install("plots")),
 }
 
 
@@ -64,7 +70,7 @@ class Doctor:
         from narrowband.report.record import machine, versions
 
         table = Table(box=None, show_header=False, padding=(0, 1))
-        for finding in (*_backends(), *_packages(), *_allocator(), *_links()):
+        for finding in (*_namesake(), *_backends(), *_packages(), *_allocator(), *_links()):
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
         about = machine()
@@ -73,7 +79,21 @@ class Doctor:
         console.print(table)
         if self.compile:
             _compile()
-        return 0
+        return DONE
+
+
+def _namesake() -> Iterator[_Finding]:
+    """Another project's distribution is called as this one's package is, and brings a package of the same name."""
+    try:
+        version = importlib.metadata.version(_NAMESAKE)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    yield _Finding(
+        "import narrowband",
+        False,
+        f"the distribution {_NAMESAKE!r} {version} is installed: another project (for NB-IoT modems), with files in "
+        f"the same folder as ours. Run: pip uninstall {_NAMESAKE} {DISTRIBUTION}; pip install {DISTRIBUTION}",
+    )
 
 
 def _compile() -> None:
