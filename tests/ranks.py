@@ -95,8 +95,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` gloo processes; their results in rank order.
 
-    ``timeout_s`` bounds the whole call and every collective in it. ``group=False`` leaves it to ``fn`` to make a process
-    group. See the top of this file for the rest.
+    ``timeout_s`` bounds the whole call and every collective in it. With ``group=False`` no process group is there:
+    ``fn`` makes its own. See the top of this file for the rest.
     """
     task = pickle.dumps((fn, args))
     if not fresh:
@@ -262,9 +262,7 @@ def _listen(pipe: Connection, messages: queue.SimpleQueue[bytes]) -> None:
         os._exit(0)
 
 
-def _work(
-    rank: int, world_size: int, store: str, timeout_s: float, group: bool, task: bytes
-) -> tuple[bool, Any]:
+def _work(rank: int, world_size: int, store: str, timeout_s: float, group: bool, task: bytes) -> tuple[bool, Any]:
     """``(True, pickled result)``, or ``(False, traceback)``."""
     try:
         torch.set_num_threads(1)

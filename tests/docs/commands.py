@@ -10,12 +10,12 @@ import runpy
 import shlex
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import tomllib
 import tyro
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
@@ -33,7 +33,9 @@ __all__ = ["CommandError", "Line", "check", "inline", "lines", "run_quick"]
 #: Commands of narrowband that take a second or two, and need nothing but the files of their page.
 QUICK = ("doctor", "codecs", "memory", "adapt")
 
-_INLINE = re.compile(r"`((?:\.venv/bin/|\$ )?(?:narrowband|python -m reproduce\.\w+|make|pip install|torchrun)(?: [^`]+)?)`")
+_INLINE = re.compile(
+    r"`((?:\.venv/bin/|\$ )?(?:narrowband|python -m reproduce\.\w+|make|pip install|torchrun)(?: [^`]+)?)`"
+)
 _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=.*")
 
 

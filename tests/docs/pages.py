@@ -2,7 +2,7 @@
 
 A page's ``python`` blocks share one namespace, that of a script called ``train.py``. A block with another title, as in
 ```` ```python title="model.py" ````, is a file of that name in the folder, which the script may import or read. A block
-that stands indented, in a collapsible ``??? example``, is the page's *script*: what a reader has before the page's lines.
+that stands indented, in a collapsible ``??? example``, is the page's *script*: what a reader has before its lines.
 
 HTML comments in a page say what its text says in words. Each stands on a line of its own, ahead of a block:
 
@@ -11,8 +11,8 @@ HTML comments in a page say what its text says in words. Each stands on a line o
     Files of earlier runs are there. A page without this comment is one run of 2 ranks.
 ``<!-- not run: reason -->``
     The next block is only compiled. There should be almost none.
-README.md and docs/index.md show lines without the script around them; readme.py, beside this file, stands for it. There a
-block that wraps the model begins a run.
+README.md and docs/index.md show lines without the script around them; readme.py, beside this file, stands for it. There
+a block that wraps the model begins a run.
 
 In a block, ``# prints 42`` behind a statement says what rank 0 prints there.
 """
@@ -123,7 +123,12 @@ def read(path: Path) -> Page:
         title = _TITLE.search(fence["rest"])
         text = textwrap.dedent("\n".join(body)) + "\n"
         block = Block(
-            fence["language"], text, number + 1, title[1] if title else "", script=bool(fence["indent"]), not_run=not_run
+            fence["language"],
+            text,
+            number + 1,
+            title[1] if title else "",
+            script=bool(fence["indent"]),
+            not_run=not_run,
         )
         not_run = ""
         blocks.append(block)
@@ -132,9 +137,7 @@ def read(path: Path) -> Page:
         if block.runs:
             runs[-1][1].append(block)
     scripts = [block for block in blocks if block.runs and block.script]
-    runs = [
-        (ranks, [*(s for s in scripts if s.line < own[0].line), *(b for b in own)]) for ranks, own in runs if own
-    ]
+    runs = [(ranks, [*(s for s in scripts if s.line < own[0].line), *(b for b in own)]) for ranks, own in runs if own]
     return Page(path, blocks, runs, before)
 
 
@@ -153,7 +156,9 @@ def run(page: Page, folder: Path, *, timeout_s: float = 240.0) -> None:
     before = [(str(_README), 1, _README.read_text())] if page.before else []
     for ranks, blocks in page.runs:
         sources = [*before, *((str(page.path), block.line, block.text) for block in blocks)]
-        printed = run_ranks(_run_sources, ranks, str(folder), _free_port(), sources, timeout_s=timeout_s, group=False)[0]
+        printed = run_ranks(_run_sources, ranks, str(folder), _free_port(), sources, timeout_s=timeout_s, group=False)[
+            0
+        ]
         for block in blocks:
             for line in block.text.splitlines():
                 expected = _PRINTS.fullmatch(line)

@@ -51,7 +51,12 @@ def test_the_commands_of_a_page_are_understood_by_what_they_call(page, tmp_path)
 
 
 def test_every_block_is_in_a_language_that_is_checked():
-    others = [f"{page.name}:{b.line} {b.language!r}" for page in PAGES for b in page.blocks if b.language not in pages.LANGUAGES]
+    others = [
+        f"{page.name}:{b.line} {b.language!r}"
+        for page in PAGES
+        for b in page.blocks
+        if b.language not in pages.LANGUAGES
+    ]
     assert others == []
 
 
