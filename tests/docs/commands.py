@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CommandError", "Line", "check", "inline", "lines", "run_quick"]
 
+#: What pip knows the library by.
+DISTRIBUTION = "torch-narrowband"
 #: Commands of narrowband that take a second or two, and need nothing but the files of their page.
 QUICK = ("doctor", "codecs", "memory", "adapt")
 
@@ -201,10 +203,10 @@ def _check_pip(words: Sequence[str]) -> None:
     for word in words[1:]:
         if word.startswith("-"):
             continue
-        wanted = Requirement(word.replace(".", project["name"], 1) if word.startswith(".") else word)
-        if wanted.name == project["name"]:
+        wanted = Requirement(word.replace(".", DISTRIBUTION, 1) if word.startswith(".") else word)
+        if wanted.name == DISTRIBUTION:
             unknown = wanted.extras - set(project["optional-dependencies"])
             if unknown:
-                raise CommandError(f"{project['name']} has no extra {', '.join(sorted(unknown))}")
+                raise CommandError(f"{DISTRIBUTION} has no extra {', '.join(sorted(unknown))}")
         elif wanted.name == "narrowband":
-            raise CommandError(f"that is another project's library; this one is {project['name']}")
+            raise CommandError(f"that is another project's library; this one is {DISTRIBUTION}")
