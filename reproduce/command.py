@@ -14,7 +14,7 @@ from narrowband.bench.ranks import RankError
 from narrowband.errors import UnsupportedError
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
-from narrowband.report.units import format_seconds
+from narrowband.units import format_seconds
 from reproduce.report import PER_TASK, Claim, Group, Layout, groups, markdown, table
 from reproduce.training import Row, recorded, run
 

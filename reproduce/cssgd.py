@@ -47,7 +47,7 @@ from narrowband.coded import Assignment
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements
 from narrowband.report.record import commit, provenance, write_json
-from narrowband.report.units import format_bytes, format_seconds
+from narrowband.units import format_bytes, format_seconds
 from reproduce.command import command_line, say
 from reproduce.cssgd_ranks import Row, equation_19, images_of
 from reproduce.report import NOTHING, Claim, closing

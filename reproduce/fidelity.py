@@ -48,7 +48,7 @@ from torch import Tensor, nn
 import narrowband as nb
 from narrowband.activations import Saved
 from narrowband.report.record import provenance, write_json
-from narrowband.report.units import format_bytes
+from narrowband.units import format_bytes
 from reproduce.activations import gradient
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.report import Claim, Column, Layout, markdown

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import narrowband as nb
-from narrowband.report.units import format_seconds
+from narrowband.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
 from reproduce.report import COLUMNS, DENSE, NOTHING, Claim, Group, Layout, named
 from reproduce.training import Row

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband.report.record import provenance, write_json
-from narrowband.report.units import format_seconds
+from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.lgreco import EXPERIMENT, LINKS
 from reproduce.training import Row, recorded, run

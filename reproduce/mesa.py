@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowband.report.units import format_bytes
+from narrowband.units import format_bytes
 from reproduce.command import Experiment, Recipe, main
 from reproduce.report import DENSE, Claim, Column, Group, Layout, as_good_as, judged
 from reproduce.training import Row

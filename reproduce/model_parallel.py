@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowband.report.units import format_seconds
+from narrowband.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
 from reproduce.report import DENSE, Claim, Column, Group, Layout, as_good_as, judged
 from reproduce.training import Row

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from narrowband.report.units import format_bytes, format_seconds
+from narrowband.units import format_bytes, format_seconds
 
 __all__ = [
     "COLUMNS",

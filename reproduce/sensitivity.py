@@ -37,7 +37,7 @@ import narrowband as nb
 from narrowband.adapt import ErrorTable, correlation, error_table, loss_table
 from narrowband.adapt.lgreco import solve
 from narrowband.report.record import provenance, write_json
-from narrowband.report.units import format_bytes, format_seconds
+from narrowband.units import format_bytes, format_seconds
 from reproduce.command import command_line, show
 from reproduce.report import Claim, Column, Layout, markdown
 from reproduce.tasks import Task, load

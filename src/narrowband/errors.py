@@ -1,8 +1,12 @@
-"""The library's own exceptions. Arguments raise ValueError or TypeError; these two say what those cannot."""
+"""The library's own exceptions. Arguments raise ValueError or TypeError; these say what those cannot."""
 
 from __future__ import annotations
 
-__all__ = ["PayloadError", "UnsupportedError"]
+__all__ = ["DisagreementError", "PayloadError", "UnsupportedError"]
+
+
+class DisagreementError(ValueError):
+    """Ranks were given, or told, different things. Raised on all of them, before anything was exchanged."""
 
 
 class PayloadError(ValueError):

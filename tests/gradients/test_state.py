@@ -144,6 +144,128 @@ def test_states_that_do_not_belong_here_are_refused_and_change_nothing():
         assert torch.equal(parameters, answers[0][2])
 
 
+#: What is done to a good state, and words of the sentence that refuses it.
+BROKEN = {
+    "a key is missing": (lambda state: state.pop("step"), "the state lacks 'step'"),
+    "another version": (lambda state: state.update(version=1), "the state has version 1, and version 2 is read here"),
+    "the state of a model": (
+        lambda state: (state.clear(), state.update(weight=torch.zeros(3))),
+        "not the state of a model",
+    ),
+    "step is a word": (lambda state: state.update(step="x"), "the state has x for 'step', and a number of steps"),
+    "step is true": (lambda state: state.update(step=True), "for 'step'"),
+    "step is negative": (lambda state: state.update(step=-1), "for 'step'"),
+    "scale is NaN": (lambda state: state.update(loss_scale=float("nan")), "for 'loss_scale'"),
+    "spec of nothing": (lambda state: state.update(spec="topkk"), "a spec that does not exist here"),
+    "layers are a list": (lambda state: state.update(layers=["0.weight"]), "for 'layers'"),
+    "unknown layer": (lambda state: state.update(layers={"9.weight": "topk:density=0.1"}), "9.weight"),
+    "NaN": (lambda state: state["owed"]["0.weight"].fill_(float("nan")), "inf or NaN for '0.weight'"),
+    "inf": (lambda state: state["owed"]["0.weight"][3:4].fill_(float("inf")), "inf or NaN for '0.weight'"),
+    "int64": (
+        lambda state: state["owed"].update({"0.weight": torch.zeros(960, dtype=torch.int64)}),
+        "int64 for '0.weight', and float32 is expected",
+    ),
+    "float64": (
+        lambda state: state["owed"].update({"0.weight": state["owed"]["0.weight"].double()}),
+        "float64 for '0.weight', and float32 is expected",
+    ),
+    "a list of numbers": (lambda state: state["owed"].update({"0.weight": [0.0] * 960}), "list for '0.weight'"),
+    "residuals of another": (
+        lambda state: state.update(others={"powersgd": {"owed/0.weight": torch.zeros(960)}}),
+        "residuals of powersgd, and no layer here has that feedback",
+    ),
+    "a broken plan": (lambda state: state.update(chooser={"plan": "{"}), "this plan is not JSON"),
+}
+
+
+def load_broken_states(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    train(model, rank, range(2))
+    good = copy.deepcopy(handle.state_dict())
+    train(model, rank, range(2, 3))
+    before, errors = owed(handle), {}
+    for name, (breaking, _) in BROKEN.items():
+        state = copy.deepcopy(good)
+        breaking(state)
+        errors[name] = refusal(lambda state=state: handle.load_state_dict(state))
+    for name, what in (("no state", 7), ("a word", "state.pt"), ("numbers", [1, 2])):
+        errors[name] = refusal(lambda what=what: handle.load_state_dict(what))
+    unchanged = same(owed(handle), before) and handle.step == 3
+    train(model, rank, range(3, 4))  # and it goes on
+    return errors, unchanged, flat(model)
+
+
+def test_loading_is_a_transaction_what_is_broken_is_refused_before_anything_changes():
+    answers = run_ranks(load_broken_states, 2)
+    for errors, unchanged, parameters in answers:
+        assert {error and error[0] for error in errors.values()} <= {"ValueError", "TypeError"}, errors
+        for name, (_, words) in BROKEN.items():
+            assert words in errors[name][1], (name, errors[name][1])
+        assert unchanged
+        assert torch.equal(parameters, answers[0][2])
+
+
+def one_rank_of_two_refuses_a_torn_list(rank, world_size, states):
+    """Rank 0 alone: so nothing may be asked of rank 1."""
+    model, handle = start("topk:density=0.05+ef")
+    error = refusal(lambda: handle.load_state_dict(states)) if rank == 0 else None
+    train(model, rank, range(1))
+    return error, handle.step
+
+
+def moments(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    found = []
+    for step in range(3):
+        train(model, rank, range(step, step + 1))
+        found.append(copy.deepcopy(handle.state_dict()))
+    return found
+
+
+def test_a_list_of_states_of_different_steps_is_refused_without_communication():
+    (first, _, _), (_, _, third) = run_ranks(moments, 2)
+    (error, step), (_, other) = run_ranks(one_rank_of_two_refuses_a_torn_list, 2, [first, third])
+    assert error[0] == "ValueError"
+    assert "step (1 on rank(s) 0; 3 on rank(s) 1)" in error[1]
+    assert (step, other) == (1, 1)
+
+
+def from_the_list_of_all(rank, world_size, saved):
+    answers = []
+    for spec, collective in RUNS:
+        model, handle = start(spec, collective)
+        optimizer = sgd(model, momentum=0.9)
+        parameters, optimizer_state, _ = saved[rank][len(answers)]
+        model.module.load_state_dict(parameters)
+        optimizer.load_state_dict(optimizer_state)
+        handle.load_state_dict([of_rank[len(answers)][2] for of_rank in reversed(saved)])
+        train(model, rank, range(3, 6), optimizer)
+        answers.append(flat(model))
+    return answers
+
+
+def test_from_the_list_of_as_many_ranks_each_takes_its_own_and_goes_on_to_the_bit():
+    whole = run_ranks(first_half_and_whole, 3, RUNS)
+    saved = [[save for _, save in of_rank] for of_rank in whole]
+    for rank, resumed in enumerate(run_ranks(from_the_list_of_all, 3, saved)):
+        for index, run in enumerate(RUNS):
+            assert torch.equal(resumed[index], whole[rank][index][0]), run
+
+
+def paused_when_saved(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    train(model, rank, range(1))
+    handle.pause()
+    state = copy.deepcopy(handle.state_dict())
+    _, other = start("topk:density=0.05+ef")
+    other.load_state_dict(state)
+    return other.paused
+
+
+def test_a_pause_is_part_of_the_state():
+    assert run_ranks(paused_when_saved, 2) == [True, True]
+
+
 def inside_backward(rank, world_size, layer):
     model = wrap(mlp(), cap=TINY)
     handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)

@@ -100,7 +100,7 @@ class Memory:
         return together
 
     def _say(self, console: Console, found: memory.Fit) -> None:
-        from narrowband.report.units import format_bytes
+        from narrowband.units import format_bytes
 
         kept = format_bytes(found.saved.bytes_kept)
         if not found.reached:

@@ -357,6 +357,9 @@ class AQSGD(State):
         """Key → the state of its :class:`~narrowband.feedback.SampleStore`."""
         return {key: store.state_dict() for key, store in self._stores.items()}
 
+    def check_state(self, state: Mapping[str, object]) -> None:
+        """Stores check their rows when they load them."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold what the state holds, and nothing else.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-
     from narrowband.codecs import Codec, Shape
 
-__all__ = ["Feedback", "Norms", "State"]
+__all__ = ["Feedback", "Norms", "State", "check_saved"]
 
 
 class Norms(NamedTuple):
@@ -57,6 +58,16 @@ class State(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+    def check_state(self, state: Mapping[str, object]) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this state: finite float32 tensors."""
+        for key, value in state.items():
+            check_saved(self.name, key, value)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the state takes."""
+        return sum(value.nbytes for value in self.state_dict().values())
 
     @staticmethod
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -126,3 +137,20 @@ class Feedback(State):
         Args:
             x: flat; the mean over senders of what was decoded. Where :attr:`incremental`, float32.
         """
+
+
+def check_saved(owner: str, key: str, value: object, *, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
+    """Raise ValueError unless what was saved under ``key`` is a finite tensor of one of these dtypes."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{owner}: the state holds {type(value).__name__} for {key!r}, where a tensor belongs")
+    if value.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{owner}: the state holds {str(value.dtype).removeprefix('torch.')} for {key!r}, and {expected} is "
+            "expected; pass it as state_dict() returned it"
+        )
+    if not bool(value.isfinite().all()):
+        raise ValueError(
+            f"{owner}: the state holds inf or NaN for {key!r}, which would make every later step non-finite; load an "
+            "earlier state"
+        )

@@ -34,7 +34,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.codecs import Identity, TopK, format_term
 from narrowband.codecs.base import check_keys, dims, squared_norm
-from narrowband.feedback.base import Feedback, Norms
+from narrowband.feedback.base import Feedback, Norms, check_saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +45,9 @@ __all__ = ["DGC"]
 
 #: Warm-up begins by sending a quarter, and every later stretch sends a quarter of the one before (section 3.3).
 WARM_UP = 0.25
+
+#: What the velocity of a parameter that travels uncompressed may be kept in: the dtype of its gradient.
+_DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(eq=False)
@@ -353,19 +356,28 @@ class DGC(Feedback):
         return {f"{room}/{key}": state for room, states in rooms.items() for key, state in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.check_state(state)
         rooms: dict[str, dict[str, Tensor]] = {"now": {}, "before": {}, "dense": {}}
         for name, value in state.items():
+            room, _, key = name.partition("/")
+            dtype = value.dtype if room == "dense" else torch.float32
+            rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._now, self._before, self._dense = rooms["now"], rooms["before"], rooms["dense"]
+        self._hints.clear()
+
+    def check_state(self, state: Mapping[str, object]) -> None:
+        keys: dict[str, set[str]] = {"now": set(), "before": set(), "dense": set()}
+        for name, value in state.items():
             room, slash, key = name.partition("/")
-            if not slash or room not in rooms:
+            if not slash or room not in keys:
                 raise ValueError(
                     f"dgc keeps two sums and a velocity, and the state holds {name!r}: it was saved with another spec"
                 )
-            dtype = value.dtype if room == "dense" else torch.float32
-            rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
-        if rooms["now"].keys() != rooms["before"].keys():
-            raise ValueError("dgc: the state lacks one of the two sums of some parameters")
-        self._now, self._before, self._dense = rooms["now"], rooms["before"], rooms["dense"]
-        self._hints.clear()
+            check_saved(self.name, name, value, dtypes=_DENSE_DTYPES if room == "dense" else (torch.float32,))
+            keys[room].add(key)
+        odd = sorted(keys["now"] ^ keys["before"])
+        if odd:
+            raise ValueError(f"dgc: the state lacks one of the two sums of {', '.join(odd)}")
 
     def __str__(self) -> str:
         return format_term(self)

@@ -19,7 +19,7 @@ from narrowband import kernels
 from narrowband.codecs import LowRank, format_term
 from narrowband.codecs.base import check_keys
 from narrowband.codecs.lowrank import factors, start
-from narrowband.feedback.base import State
+from narrowband.feedback.base import State, check_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -183,19 +183,11 @@ class PowerSGD(State):
         return owed | {f"factor/{key}": q for key, q in self._factors.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        rooms = {name: name.partition("/") for name in state}
-        for name, (room, slash, _) in rooms.items():
-            if not slash or room not in ("owed", "factor"):
-                raise ValueError(
-                    f"powersgd keeps what is owed and factors, and the state holds {name!r}: it was saved with "
-                    "another spec"
-                )
-        if not self.ef and any(room == "owed" for room, _, _ in rooms.values()):
-            raise ValueError("the state owes something, and powersgd with ef=false could not send it")
+        self.check_state(state)
         self.scale(0.0)
         self._factors = {}
         for name, value in state.items():
-            room, _, key = rooms[name]
+            room, _, key = name.partition("/")
             values = value.detach().to(torch.float32)
             if room == "factor":
                 self._factors[key] = values.clone(memory_format=torch.contiguous_format)
@@ -204,6 +196,24 @@ class PowerSGD(State):
                 place[at].view(-1).copy_(values.reshape(-1))
             else:
                 self._places[key] = (values.reshape(1, -1).clone(), 0)
+
+    def check_state(self, state: Mapping[str, object]) -> None:
+        for name, value in state.items():
+            room, slash, _ = name.partition("/")
+            if not slash or room not in ("owed", "factor"):
+                raise ValueError(
+                    f"powersgd keeps residuals and factors, and the state holds {name!r}: it was saved with another "
+                    "spec"
+                )
+            if room == "owed" and not self.ef:
+                raise ValueError("the state holds residuals, and powersgd with ef=false could not send them")
+            check_saved(self.name, name, value)
+
+    @property
+    def nbytes(self) -> int:
+        rooms = {id(room): room.nbytes for room, _ in self._places.values()}
+        said = sum(p.nbytes + q.nbytes for p, q in self._said.values())
+        return sum(rooms.values()) + sum(q.nbytes for q in self._factors.values()) + said
 
     def __str__(self) -> str:
         return format_term(self)

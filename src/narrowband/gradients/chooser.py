@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from narrowband import kernels
 from narrowband.adapt import Plan
+from narrowband.feedback.base import check_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,11 +84,15 @@ class Chooser:
                 self._sums[known.name] = torch.zeros_like(part)
             self._sums[known.name].add_(part, alpha=weight)
 
-    def decide(self, step: int) -> bool:
-        """Decide anew, if it is time; whether anything changed. A collective."""
+    def is_due(self, step: int) -> bool:
+        """Whether :meth:`decide` is to be called before this step."""
         policy = self.policy
-        if policy is None or not self._looked or step < policy.warmup or (step - policy.warmup) % policy.every:
+        if policy is None or not self._looked or step < policy.warmup:
             return False
+        return (step - policy.warmup) % policy.every == 0
+
+    def decide(self, step: int) -> bool:
+        """Decide anew; whether anything changed. A collective, to be called where it :meth:`is_due`."""
         text = self._decided(step) if self._peers.rank == 0 else b""
         text = _broadcast(text, self._peers, self._device)
         self._looked = False
@@ -128,6 +134,24 @@ class Chooser:
             "looked": self._looked,
             "sums": dict(self._sums),
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this state; nothing changes."""
+        try:
+            if state.get("plan") is not None:
+                Plan.from_json(state["plan"])
+            for name, value in state.get("sums", {}).items():
+                check_saved("the policy", name, value)
+                if name not in self._layers.shapes:
+                    raise ValueError(f"the state holds a sum of gradients of {name!r}, which is no layer here")
+            if self.policy is not None:
+                before = copy.deepcopy(self.policy.state_dict())
+                try:
+                    self.policy.load_state_dict(state.get("policy", {}))
+                finally:
+                    self.policy.load_state_dict(before)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the policy is not one: {error!r}") from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken. The layers are another's business."""

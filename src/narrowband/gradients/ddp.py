@@ -10,49 +10,59 @@ the bucket to the engine's thread and returns a future, for which DDP waits at t
   ahead of the last bucket's payload;
 * with ``dgc`` momentum lives here and not in the optimizer: what travels uncompressed gets the same momentum, after its
   average, and so do steps in which nothing is compressed;
+* before anything of a step is sent, ranks make sure that they are about to do the same
+  (:mod:`~narrowband.gradients.agreement`);
 * a step is one transaction: feedback changes its state only when every bucket of the step turned out finite on every
   rank, and with feedback no average is written before that is known. With ``gather`` it is known early: the dense
   all-reduce carries one element more, NaN where a rank encoded something not finite, so that averages are written
   while the last payload is on the wire. Without feedback each is written when it arrives.
+
+An error in an exchange must not leave DDP in the middle of its backward. So its buckets are filled with NaN, DDP ends
+its work, and then the error itself is raised from ``backward()``.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, for type checkers
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowband import kernels
 from narrowband.adapt import Plan, Policy
 from narrowband.codecs import Codec, Identity
-from narrowband.collectives import COLLECTIVES, Engine, Item, LowRankReduce, Peers, Worker
-from narrowband.collectives.exchange import all_gather_single, check
+from narrowband.collectives import COLLECTIVES, Engine, Item, Loan, LowRankReduce, Peers, Worker, borrow
+from narrowband.collectives.exchange import check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import DGC, Compression, Feedback, PowerSGD
+from narrowband.gradients.agreement import Agreement
 from narrowband.gradients.chooser import Chooser
+from narrowband.gradients.hook import hook_of
 from narrowband.gradients.layers import Layers, for_gradients
 from narrowband.gradients.optim import check_momentum
+from narrowband.gradients.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
 from narrowband.gradients.stats import Stats, StepStats
-from narrowband.gradients.step import Step
+from narrowband.gradients.step import Step, fill_with_nan
+from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch._C._distributed_c10d import GradBucket
 
     from narrowband.collectives.exchange import Collective
     from narrowband.feedback import Method
+    from narrowband.gradients.agreement import Facts
+    from narrowband.gradients.hook import Hook
 
 __all__ = ["GradientCompression", "compress_gradients"]
 
@@ -62,9 +72,14 @@ log = logging.getLogger(__name__)
 #: codecs look at a sample where that is much smaller than the tensor.
 _WARM_UP_SIDES = (64, 256, 1024)
 
-#: Models that have a handle; a second one would send every gradient twice.
-_handles: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[GradientCompression]] = (
-    weakref.WeakKeyDictionary()
+#: What the error says that ranks raise which do not agree on a step.
+_ADVICE = (
+    "Call pause, resume, set_epoch, set_layers, load_state_dict and remove on all ranks, between the same two steps, "
+    "with the same arguments; then go on from a checkpoint of all ranks"
+)
+_LOAD_ADVICE = (
+    "Call load_state_dict on all ranks, between the same two steps, with states that were saved together. Nothing has "
+    "changed on any rank"
 )
 
 
@@ -109,23 +124,20 @@ def compress_gradients(
         :meth:`~GradientCompression.state_dict` …
 
     Raises:
-        TypeError: not a DistributedDataParallel model.
+        TypeError: not a DistributedDataParallel model; says what to do with what it is.
         ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
             disagree.
         UnsupportedError: the model already has a hook, or does what no hook can follow; or a spec that is not for
             gradients (``aq-sgd``).
 
     Example:
-        >>> model = DistributedDataParallel(net)
+        >>> model = DistributedDataParallel(model)
         >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
         >>> loss(model(x)).backward()  # averages arrive compressed
         >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
     """
     if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(
-            f"compress_gradients takes a DistributedDataParallel model, not {type(ddp_model).__name__}; "
-            "wrap it first: DistributedDataParallel(model)"
-        )
+        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {_what_it_is(ddp_model)}")
     policy, plan = spec if isinstance(spec, Policy) else None, spec if isinstance(spec, Plan) else None
     if policy is not None:
         chosen, start_step = for_gradients(policy.start), max(start_step, policy.warmup)
@@ -150,16 +162,19 @@ def compress_gradients(
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
     _check_model(ddp_model)
-    _check_momentum(ddp_model, chosen, optimizer)
+    hook = hook_of(ddp_model)
+    group = process_group or ddp_model.process_group
+    _check_momentum(ddp_model, chosen, optimizer, warn=dist.get_rank(group) == 0)
     follows = isinstance(chosen.feedback, DGC) and chosen.feedback.accumulate == "steps"
     if follows and optimizer is None:
         raise ValueError(f"{chosen} accumulates steps, gradients times the learning rate: pass optimizer=…")
     return GradientCompression(
         ddp_model,
         chosen,
+        hook=hook,
         min_numel=min_numel,
         start_step=start_step,
-        group=process_group or ddp_model.process_group,
+        group=group,
         seed=seed,
         collective=collective,
         grad_scaler=grad_scaler,
@@ -170,15 +185,48 @@ def compress_gradients(
     )
 
 
-def _check_model(model: DistributedDataParallel) -> None:
-    if model in _handles:
-        raise UnsupportedError(
-            "this model's gradients are compressed already; keep the first handle, or wrap the module in a new "
-            "DistributedDataParallel to start over"
+def _what_it_is(model: object) -> str:
+    """What was given in place of a DDP model, and what to do."""
+    inside = getattr(model, "_orig_mod", None)
+    if isinstance(inside, DistributedDataParallel):
+        return (
+            "the torch.compile wrapper of one. Pass the model inside, compress_gradients(model._orig_mod, …), and go "
+            "on calling the compiled one; or compile first: DistributedDataParallel(torch.compile(model))"
         )
-    if model._comm_hooks:  # there is no public way to ask
-        name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
-        raise UnsupportedError(f"this model has a communication hook already ({name}); DDP allows one")
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"} and "ReplicateModule" not in kinds:
+        return (
+            f"an FSDP model ({type(model).__name__}). FSDP reduces gradients into shards by itself, and has no "
+            "communication hook. If the model fits on one device, wrap it in DistributedDataParallel instead of "
+            "sharding it; compress_activations can make room"
+        )
+    if "ReplicateModule" in kinds or _is_replicated(model):
+        return (
+            "a model of replicate(), which averages by itself and has no communication hook of its own. Leave "
+            "replicate() out, and write: model = DistributedDataParallel(model)"
+        )
+    if isinstance(model, torch.nn.DataParallel):
+        return (
+            "DataParallel, which is one process. Start one process per device with torchrun, and write: "
+            "model = DistributedDataParallel(model)"
+        )
+    if isinstance(model, torch.nn.Module):
+        return f"{type(model).__name__}; wrap it first: model = DistributedDataParallel(model)"
+    return f"{model.__name__}, a class" if isinstance(model, type) else type(model).__name__
+
+
+def _is_replicated(model: object) -> bool:
+    """Whether the composable replicate() of older versions was applied."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed._composable.replicate import replicate
+
+        return replicate.state(model) is not None
+    return False
+
+
+def _check_model(model: DistributedDataParallel) -> None:
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         raise UnsupportedError(
             "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
@@ -187,14 +235,14 @@ def _check_model(model: DistributedDataParallel) -> None:
 
 
 def _check_momentum(
-    model: DistributedDataParallel, chosen: Compression, optimizer: torch.optim.Optimizer | None
+    model: DistributedDataParallel, chosen: Compression, optimizer: torch.optim.Optimizer | None, *, warn: bool
 ) -> None:
     method = chosen.feedback
     if not isinstance(method, DGC):
         return
     if optimizer is not None:
         check_momentum(optimizer, method, model.parameters())
-    elif method.momentum:
+    elif method.momentum and warn:
         log.warning(
             "dgc applies momentum=%s before the wire, and the optimizer must not apply it again; pass optimizer=… to "
             "have that checked",
@@ -208,13 +256,14 @@ def _check_momentum(
 
 
 class GradientCompression:
-    """The handle of :func:`compress_gradients`."""
+    """The handle of :func:`compress_gradients`. ``repr(handle)`` says what it does and what it has saved."""
 
     def __init__(
         self,
         model: DistributedDataParallel,
         chosen: Compression,
         *,
+        hook: Hook,
         min_numel: int,
         start_step: int,
         group: dist.ProcessGroup,
@@ -234,6 +283,7 @@ class GradientCompression:
         self._grad_scaler = grad_scaler
         self._loss_scale: float | None = None
         self._paused = False
+        self._removed = False
         self._epoch: int | None = None
         self._step = 0
         self._buckets: list[list[str]] = []
@@ -241,34 +291,61 @@ class GradientCompression:
         self._current: Step | None = None  # the step whose buckets are coming in
         self._open_step: Step | None = None  # the step that the engine works on
         self._said_sparse = False
+        self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
 
-        size = len(dist.get_process_group_ranks(group))
-        self.layers = Layers(model, chosen, min_numel=min_numel, small=small, collective=collective, size=size)
+        ranks = dist.get_process_group_ranks(group)
+        self.layers = Layers(
+            model,
+            chosen,
+            min_numel=min_numel,
+            small=small,
+            collective=collective,
+            size=len(ranks),
+            rank=dist.get_rank(group),
+        )
         device = next(iter(self.layers.parameters)).device if self.layers.parameters else torch.device("cpu")
         # A group of our own: DDP's other collectives (buffers, unused parameters) come from other threads, and must
         # not slip between ours.
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(
-            ranks, backend=dist.get_backend(group), timeout=_timeout_of(group, device), use_local_synchronization=True
-        )
-        self._peers = Peers(own, dist.get_rank(own), len(ranks))
+        self._loan = borrow(group, device)
+        self._peers = Peers(self._loan.group, dist.get_rank(self._loan.group), len(ranks))
+        self._agreement = Agreement(self._peers, device)
         self.layers.warn_if_more()
         self._chooser = Chooser(policy, self.layers, self._peers)
         if plan is not None:
             self._chooser.follow(plan)
         kinds = self._kinds()
         self._find_pairs()
-        self._agree(min_numel, device)
+        self._agree(min_numel)
         self._warm_up(device, kinds)
 
         myself = weakref.ref(self)
         self._engine = Engine(device, lambda error: _failed(myself, error))
-        weakref.finalize(self, self._engine.close)
-        model.register_comm_hook(self, _hook)
-        _handles[model] = myself
+        self._close = weakref.finalize(self, _close, self._engine, self._loan)
+        hook.attach(self)
+
+    def __repr__(self) -> str:
+        total, shapes = self.stats().total, self.layers.shapes
+        numel = sum(p.numel() for p in self.layers.parameters)
+        compressed = sum(p.numel() for p, known in self.layers.parameters.items() if known.compressed)
+        said = [
+            f"{str(self.compression)!r}",
+            f"{self.size} rank{'s' if self.size != 1 else ''}",
+            f"{len(shapes)} layers with {format_count(compressed)} of {format_count(numel)} parameters",
+            f"residuals of {format_bytes(self.residual_nbytes)}",
+        ]
+        if self._removed:
+            said.append("removed")
+        elif self._paused:
+            said.append("paused")
+        if total.steps:
+            said.append(f"{total.steps} steps of {format_bytes(total.sent_bytes / total.steps)}")
+            said.append(f"{total.ratio:.3g} times less than uncompressed")
+        if total.relative_error is not None:
+            said.append(f"relative error {total.relative_error:.2g}")
+        return f"GradientCompression({', '.join(said)})"
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
@@ -277,10 +354,56 @@ class GradientCompression:
         with self._lock:
             return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
 
+    def log_dict(self, prefix: str = "") -> dict[str, float]:
+        """What a logger plots, as numbers by name: of the last step, and ``total_…`` since the start.
+
+        Args:
+            prefix: before every name, such as ``"compression/"``.
+
+        Returns:
+            ``ratio`` (times less than uncompressed), ``sent_bytes`` and ``raw_bytes`` (of this rank),
+            ``waiting_seconds`` (between the end of backward's own work and the last average), ``relative_error`` (the
+            latest; not there before it was measured), ``residual_bytes``, ``total_ratio``, ``total_sent_bytes`` and
+            ``total_skipped_steps``.
+
+        Example:
+            >>> for name, value in handle.log_dict("compression/").items():
+            ...     writer.add_scalar(name, value, step)
+        """
+        stats = self.stats()
+        last, total = stats.last, stats.total
+        values = {
+            "ratio": last.ratio,
+            "sent_bytes": last.sent_bytes,
+            "raw_bytes": last.raw_bytes,
+            "waiting_seconds": last.waiting_s,
+            "relative_error": total.relative_error,
+            "residual_bytes": self.residual_nbytes,
+            "total_ratio": total.ratio,
+            "total_sent_bytes": total.sent_bytes,
+            "total_skipped_steps": total.skipped,
+        }
+        return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes of this rank's memory that feedback takes: residuals, velocities, factors. 0 before the first step."""
+        return self.layers.residual_nbytes
+
     @property
     def step(self) -> int:
         """How many steps have been averaged."""
         return self._step
+
+    @property
+    def size(self) -> int:
+        """How many ranks average."""
+        return self._peers.size
+
+    @property
+    def paused(self) -> bool:
+        """Whether steps are averaged uncompressed, see :meth:`pause`."""
+        return self._paused
 
     def pause(self) -> None:
         """Average uncompressed from the next step on; what feedback owes stays until :meth:`resume`. Call on all
@@ -291,6 +414,37 @@ class GradientCompression:
     def resume(self) -> None:
         """Compress again from the next step on. Call on all ranks."""
         self._paused = False
+
+    def remove(self) -> None:
+        """Take compression off: the model averages as plain DDP does, to the bit. Call on all ranks, between steps.
+
+        Residuals are dropped, so save :meth:`state_dict` before if you may want to go on. The process group, threads
+        and memory of the handle are given back. :meth:`stats` remains, and
+        :func:`~narrowband.compress_gradients` may be called for the model again. When the model and the handle are
+        garbage, the same happens by itself. (The group is kept for the next handle among the same ranks.)
+
+        Raises:
+            RuntimeError: called inside backward.
+            DisagreementError: some rank does something else.
+        """
+        if self._removed:
+            return
+        if self._open_step is None or not self._open_step.abandoned:
+            self._check_between_steps("remove")
+        if self._engine.error is None:
+            try:
+                self._agreement.now({"call": "remove"}, _ADVICE)
+            except RuntimeError as error:  # a rank that has gone already is no reason to stay
+                self._loan.broken = True
+                log.warning("remove: other ranks could not be asked: %s", error)
+        self._removed = True
+        hook = self._hook()
+        if hook is not None:
+            hook.detach()
+        self._close()
+        if self._peers.pairs is not None:
+            self._peers.pairs.close()
+        self.layers.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Tell a warm-up that counts epochs which one begins, from 0 on, as a DistributedSampler is told. Call on all
@@ -351,10 +505,11 @@ class GradientCompression:
         """
         self._check_between_steps("state_dict")
         return {
-            "version": 1,
+            "version": VERSION,
             "spec": str(self.compression),
             "step": self._step,
             "epoch": self._epoch,
+            "paused": self._paused,
             "layers": self.layers.own_specs(),
             "seed": self._seed,
             "loss_scale": self._loss_scale,
@@ -366,56 +521,93 @@ class GradientCompression:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Go on where :meth:`state_dict` was taken. Call on all ranks.
+
+        A transaction: states are checked on every rank, and ranks compare what they are about to load, before anything
+        changes. If any rank cannot load its state, or ranks have states of different steps, all of them raise.
 
         Args:
-            state: this rank's own state; or, when the number of ranks has changed, a list with the states of all the
-                ranks there were. What they owed to the average is then shared evenly among the ranks there are, its
-                sum kept. (With ``ef21`` every rank starts with what all ranks had in common.)
+            state: this rank's own state, or a list with the states of all ranks there were. If there are as many ranks
+                now, each takes its own from the list. After a change of their number, what they owed to the average is
+                shared evenly among the ranks there are, its sum kept. (With ``ef21`` every rank starts with what all
+                ranks had in common.)
 
         Raises:
-            ValueError: the state of another rank, another number of ranks or another model, or residuals without a
-                feedback to hold them.
+            ValueError: the state of another rank, number of ranks or model, one that lacks something or holds what
+                cannot be, states of different moments, or residuals without a feedback to hold them.
+            RuntimeError: called inside backward, or after an exchange broke off.
         """
         self._check_between_steps("load_state_dict")
-        states: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
-        if not states:
-            raise ValueError("the list of states is empty; pass this rank's own state, or the states of all ranks")
-        first = states[0]
-        if isinstance(state, Mapping):
-            here, there = (self._peers.rank, self._peers.size), (first["rank"], first["world_size"])
-            if here != there:
-                raise ValueError(
-                    f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
-                    "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
-                )
-            owed = _kept(first)
-        else:
-            owed = self.layers.merged([_kept(one) for one in _all_of_them(states)], first["spec"])
-        self.layers.load(first["layers"], owed, first["spec"])
-        self._chooser.load_state_dict(first.get("chooser", {}))
+        if self._engine.error is not None:
+            raise RuntimeError(
+                f"load_state_dict: the exchange stopped at an earlier step ({self._engine.error}); start all ranks "
+                "again, and load the state there"
+            ) from self._engine.error
+        # A list is the same on all ranks; what is wrong within it each finds out by itself.
+        states = None if isinstance(state, Mapping) else states_of_all_ranks(list(state))
+        error: ValueError | None = None
+        facts: Facts = {"call": "load_state_dict"}
+        try:
+            mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
+            facts = {**facts, "problem": "none", **facts_of(mine)}
+        except ValueError as problem:
+            error = problem
+            facts = {**facts, "problem": str(problem)}
+        try:
+            self._agreement.now(facts, _LOAD_ADVICE)
+        except ValueError as disagreement:
+            raise (error or disagreement) from (disagreement if error is not None else None)
+        if error is not None:
+            raise error
+        self.layers.load(mine["layers"], residuals)
+        self._chooser.load_state_dict(mine["chooser"])
         self._find_pairs()
-        self._step, self._epoch = first["step"], first["epoch"]
-        self._seed = first["seed"]
-        self._loss_scale = first["loss_scale"]
+        self._step, self._epoch = mine["step"], mine["epoch"]
+        self._paused = mine["paused"]
+        self._seed = mine["seed"]
+        self._loss_scale = mine["loss_scale"]
         self._total, self._last = StepStats(), StepStats()
+
+    def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        """The state of this rank, and its residuals, if both can be loaded."""
+        mine = check_state(state)
+        here, there = (self._peers.rank, self._peers.size), (mine["rank"], mine["world_size"])
+        if here != there:
+            raise ValueError(
+                f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
+                "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
+            )
+        residuals = kept(mine)
+        self.layers.check_load(mine["layers"], residuals, mine["spec"])
+        self._chooser.check_state(mine["chooser"])
+        return mine, residuals
+
+    def _loadable_of_all(
+        self, states: Sequence[Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        """The same from the states of all ranks: this rank's own, if there are as many as there were."""
+        if len(states) == self._peers.size:
+            return self._loadable(states[self._peers.rank])
+        for state in states:
+            self.layers.check_load(state["layers"], kept(state), state["spec"])
+        self._chooser.check_state(states[0]["chooser"])
+        return states[0], self.layers.merged([kept(state) for state in states], states[0]["spec"])
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
-    def _agree(self, min_numel: int, device: torch.device) -> None:
+    def _agree(self, min_numel: int) -> None:
         """Ranks that were set up differently would hang, or decode nonsense; find out now."""
-        what: list[Any] = [min_numel, self._start_step, self._seed, self._collective]
-        what.append("with a scaler" if self._grad_scaler is not None else "no scaler")
-        what += [self._chooser.identity(), *self.layers.identity()]
-        mine = torch.frombuffer(bytearray(hashlib.sha256(repr(what).encode()).digest()), dtype=torch.uint8).to(device)
-        all_of_them = torch.empty(self._peers.size, mine.numel(), dtype=torch.uint8, device=device)
-        all_gather_single(all_of_them.view(-1), mine, group=self._peers.group)
-        others = [r for r in range(self._peers.size) if not torch.equal(all_of_them[r], mine)]
-        if others:
-            raise ValueError(
-                f"ranks disagree: rank {self._peers.rank} compresses with {what[:-1]}, and rank(s) {others} differ in "
-                "that or in the model's parameters"
-            )
+        facts = {
+            "call": "compress_gradients",
+            "min_numel": str(min_numel),
+            "start_step": str(self._start_step),
+            "seed": str(self._seed),
+            "collective": self._collective,
+            "grad_scaler": "none" if self._grad_scaler is None else "given",
+            "policy": repr(self._chooser.identity()),
+            **self.layers.identity(),
+        }
+        self._agreement.now(facts, "Call compress_gradients with the same arguments for the same model on all ranks")
 
     def _warm_up(self, device: torch.device, kinds: Sequence[Compression]) -> None:
         """Compile the loops now, on one rank first, so that the others find them in the cache."""
@@ -441,27 +633,15 @@ class GradientCompression:
     # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        devices = [bucket.buffer().device] if bucket.buffer().device.type == "cuda" else None
+        buffer, last = bucket.buffer(), bucket.is_last()
+        devices = [buffer.device] if buffer.device.type == "cuda" else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         step = self._current
         if step is None and self._engine.error is not None:
-            # Through the future: an exception here would leave DDP in the middle of its backward.
-            future.set_exception(RuntimeError(f"gradient exchange stopped at an earlier step: {self._engine.error}"))  # type: ignore[arg-type]
-            return future
+            return self._refused(buffer, future, last=last)
         if step is None:
-            model = self._model()
-            if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
-                raise UnsupportedError(
-                    "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, "
-                    "which compressed averages do not know; use join(divide_by_initial_world_size=True), the default"
-                )
-            compressing = not self._paused and self._step >= self._start_step
-            codec = self.compression.codec_at(max(0, self._step - self._start_step), self._epoch)
-            step = Step(self, codec if compressing else Identity(), compressing=compressing)
-            self._current = self._open_step = step
-        buffer = bucket.buffer()
+            step = self._current = self._open_step = self._new_step()
         parameters = bucket.parameters()
-        last = bucket.is_last()
         known = [self.layers.parameters[p] for p in parameters]
         self._coming.append([p.name for p in known if p.compressed])
         if last:
@@ -469,17 +649,59 @@ class GradientCompression:
             # The next call belongs to the next step, even if this one is still on the wire.
             step.closed_at = time.perf_counter()
             self._current = None
-        step.futures.append(future)
-        self._engine.post(lambda: step.add(buffer, parameters, future, last=last))
+        step.results.append((future, buffer))
+        self._engine.post(lambda: step.add(buffer, parameters, last=last))
         return future
 
-    def _begin_step(self) -> None:
-        """Before anything of a step is sent: the unit of its gradients, and what layers have from here on."""
+    def _new_step(self) -> Step:
+        model = self._model()
+        if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
+            raise UnsupportedError(
+                "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, "
+                "which compressed averages do not know; use join(divide_by_initial_world_size=True), the default"
+            )
+        compressing = not self._paused and self._step >= self._start_step
+        codec = self.compression.codec_at(max(0, self._step - self._start_step), self._epoch)
+        step = Step(self, codec if compressing else Identity(), compressing=compressing)
+        step.raises = _at_the_end_of_backward(step.raise_error)
+        step.facts = {
+            "call": "backward",
+            "step": str(self._step),
+            "compression": "paused" if self._paused else str(step.codec),
+            "epoch": str(self._epoch),
+            "seed": str(self._seed),
+            "spec of layer": self.layers.own_specs(),
+        }
+        return step
+
+    def _refused(
+        self, buffer: Tensor, future: torch.futures.Future[Tensor], *, last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """What DDP gets in steps after one in which the exchange stopped."""
+        cause = self._engine.error
+
+        def stopped() -> None:
+            raise RuntimeError(f"gradient exchange stopped at an earlier step: {cause}") from cause
+
+        if last and not _at_the_end_of_backward(stopped):
+            stopped()  # outside of a backward there is nothing to leave half-done
+        fill_with_nan(buffer)
+        future.set_result(buffer)
+        return future
+
+    def _begin_step(self, step: Step) -> None:
+        """Before anything of a step is sent: the unit of its gradients, whether ranks agree, and what layers have."""
         self._scale_changed()
         if self._optimizer is not None:
             self.layers.follow(self._optimizer)
-        if not self._paused and self._step >= self._start_step and self._chooser.decide(self._step):
-            self._find_pairs()
+        facts = {**step.facts, "loss scale": str(self._loss_scale)}
+        if step.compressing and self._chooser.is_due(self._step):
+            self._agreement.now(facts, _ADVICE)
+            if self._chooser.decide(self._step):
+                self._find_pairs()
+        else:
+            step.agree(self._agreement.job(facts, _ADVICE))
+        step.account_agreement(self._agreement.nbytes)
 
     def _look(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
         """Let what decides see a bucket."""
@@ -512,6 +734,8 @@ class GradientCompression:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _check_between_steps(self, what: str) -> None:
+        if self._removed:
+            raise RuntimeError(f"{what}: this handle was removed; call compress_gradients for a new one")
         if self._open_step is not None and not self._open_step.abandoned:
             raise RuntimeError(
                 f"{what} was called inside backward, where what is owed is half-way; call it between steps"
@@ -521,22 +745,6 @@ class GradientCompression:
                 f"{what}: the exchange broke off while a step was being written, so part of what was owed is sent and "
                 "part is not; go on from the last checkpoint"
             )
-
-
-def _all_of_them(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """In the order of their ranks, if each is there once."""
-    size = states[0]["world_size"]
-    if sorted(s["rank"] for s in states) != list(range(size)):
-        raise ValueError(
-            f"the states were saved by {size} ranks, but these are of ranks {[s['rank'] for s in states]}; "
-            "pass all, once"
-        )
-    return sorted(states, key=lambda s: int(s["rank"]))
-
-
-def _kept(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """What a rank kept, by the names of :attr:`Layers.states`."""
-    return {"": state["owed"], **state.get("others", {})}
 
 
 def _use_once(x: Tensor, chosen: Compression) -> None:
@@ -566,12 +774,19 @@ def _use_once(x: Tensor, chosen: Compression) -> None:
     codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])
 
 
-def _hook(handle: GradientCompression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return handle._on_bucket(bucket)
+def _at_the_end_of_backward(what: Callable[[], None]) -> bool:
+    """Call ``what`` when the backward that runs here has ended, after DDP has ended its part; False outside of one.
 
-
-# DDP compares annotations with these very types; postponed evaluation would leave strings.
-_hook.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
+    What it raises, ``backward()`` raises.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    try:
+        # DDP queues its own callback when the last bucket is with the hook. A callback that is queued by a callback is
+        # called after all that were queued in backward.
+        queue(lambda: queue(what))
+    except RuntimeError:  # a rank that has run out of data calls hooks without a backward
+        return False
+    return True
 
 
 def _failed(handle: weakref.ref[GradientCompression], error: BaseException) -> None:
@@ -580,10 +795,8 @@ def _failed(handle: weakref.ref[GradientCompression], error: BaseException) -> N
         alive._open_step.abandon(error)
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Our group waits as long as the user's does."""
-    try:
-        options = group._get_backend(device).options
-    except (RuntimeError, AttributeError):  # a backend without options
-        return None
-    return cast("timedelta | None", getattr(options, "_timeout", None))
+def _close(engine: Engine, loan: Loan) -> None:
+    """End what a handle had for itself."""
+    engine.close()
+    loan.broken |= engine.error is not None
+    loan.give_back()

@@ -29,6 +29,7 @@ from narrowband.feedback import (
     compression,
     methods,
 )
+from narrowband.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from narrowband.feedback import Method
+    from narrowband.gradients.agreement import Facts
 
 __all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Vector", "Way", "for_gradients"]
 
@@ -129,6 +131,7 @@ class Layers:
         small: ``dense``, ``together`` or a codec, see :func:`~narrowband.compress_gradients`.
         collective: the one to use, or ``auto``.
         size: number of ranks.
+        rank: this one; rank 0 logs warnings for all.
     """
 
     def __init__(
@@ -140,18 +143,21 @@ class Layers:
         small: str | Codec,
         collective: Collective | Literal["auto"],
         size: int,
+        rank: int,
     ) -> None:
         self.usual = chosen
         self.together = small != "dense"
         self._small = like(chosen, small, "small") if self.together and small != "together" else None
         self._collective = collective
         self._size = size
+        self._rank = rank
         self.state = chosen.new_feedback()
         #: The state, if momentum is its business: it then has to hear of everything that is averaged.
         self.method = self.state if isinstance(self.state, DGC) else None
         #: Those of other kinds, by name, once a layer needs them.
         self._others: dict[str, State] = {}
         self._own: dict[str, Compression] = {}
+        self._own_specs: dict[str, str] | None = None  # until the next change
         self._ways: dict[type, Way] = {}
         #: How many elements each vector of small parameters has.
         self.vectors: dict[Vector, int] = {}
@@ -174,14 +180,19 @@ class Layers:
                 self.vectors[vector] = at + p.numel()
             found[p] = Parameter(name, index, p.shape, compressed, vector, at)
         if odd:
-            log.warning(
+            self._warn(
                 "these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd)
             )
         if not any(p.compressed for p in found.values()):
-            log.warning(
+            self._warn(
                 "nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel
             )
         return found
+
+    def _warn(self, message: str, *args: object) -> None:
+        """Say it once, and not on every rank."""
+        if self._rank == 0:
+            log.warning(message, *args)
 
     def _vectors(self, parameters: Sequence[Tensor], small: Collection[Tensor]) -> dict[Tensor, Vector]:
         """The vector of each parameter, if it is small.
@@ -304,15 +315,12 @@ class Layers:
         Raises:
             ValueError: a name that is no layer, or a spec that this model cannot mix with its own.
         """
-        unknown = sorted(specs.keys() - self.shapes.keys())
-        if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(self.shapes)}"
-            )
+        self._check_layers(specs)
         chosen = {name: self.mixed(name, spec) for name, spec in specs.items()}
         before = {name: self._state_of(self.has(name)) for name in chosen}
         self._own |= chosen
         self._own = {name: own for name, own in self._own.items() if own != self.usual}
+        self._own_specs = None
         self._settle()
         for name, was in before.items():
             now = self._state_of(self.has(name))
@@ -320,6 +328,13 @@ class Layers:
                 owed = was.take(name)
                 if owed is not None:
                     now.give(name, owed)
+
+    def _check_layers(self, names: Collection[str]) -> None:
+        unknown = sorted(set(names) - self.shapes.keys())
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(self.shapes)}"
+            )
 
     def mixed(self, name: str, spec: str | Codec | Compression | Method) -> Compression:
         """What a layer can have beside what the model has: the spec, with the model's feedback where it names none.
@@ -411,7 +426,7 @@ class Layers:
                 method.prepare(rooms.get(method.name, []))
         if cut and not self._said_rank:
             self._said_rank = True
-            log.warning("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
+            self._warn("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
 
     def warn_if_more(self) -> None:
         """Say so when more would be sent than without compression."""
@@ -423,23 +438,38 @@ class Layers:
         sent = (size - 1) * nbytes if self.way(self.usual) == "gather" else allreduce_nbytes(nbytes, size)
         plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
         if sent > plain:
-            log.warning(
-                "%s among %d ranks sends %.1f MB per step and rank where no compression sends %.1f MB: do not "
-                "compress, or keep less",
-                self.usual, size, sent / 1e6, plain / 1e6,
+            self._warn(
+                "%s among %d ranks sends %s per step and rank, more than the %s without compression: do not compress, "
+                "or keep less",
+                self.usual, size, format_bytes(sent), format_bytes(plain),
             )  # fmt: skip
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def identity(self) -> list[object]:
+    def identity(self) -> Facts:
         """What has to be the same on all ranks."""
-        small = "dense" if not self.together else str(self._small or "together")
-        layers = [(p.name, tuple(p.shape), p.compressed) for p in self.parameters.values()]
-        return [str(self.usual), small, {name: str(own) for name, own in self._own.items()}, layers]
+        return {
+            "spec": str(self.usual),
+            "small": "dense" if not self.together else str(self._small or "together"),
+            "spec of layer": self.own_specs(),
+            "parameter": {
+                p.name: f"{tuple(p.shape)}, {p.vector.dtype}, {'compressed' if p.compressed else 'small'}"
+                for p in self.parameters.values()
+            },
+        }
 
     def own_specs(self) -> dict[str, str]:
         """Of layers that have something of their own."""
-        return {name: str(Compression(own.codec) if self.method else own) for name, own in self._own.items()}
+        if self._own_specs is None:
+            self._own_specs = {
+                name: str(Compression(own.codec) if self.method else own) for name, own in self._own.items()
+            }
+        return dict(self._own_specs)
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes of memory that feedback takes on this rank."""
+        return sum(state.nbytes for state in self.states.values())
 
     def merged(
         self, states: Sequence[Mapping[str, Mapping[str, Tensor]]], saved_with: str
@@ -457,11 +487,11 @@ class Layers:
         names = dict.fromkeys(name for state in states for name in state)
         return {name: kinds.get(name, State).merged([state.get(name, {}) for state in states]) for name in names}
 
-    def load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
-        """Go on with these specs, and what was owed under each state's name.
+    def check_load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
+        """Raise ValueError unless :meth:`load` can take all of this; nothing changes.
 
         Raises:
-            ValueError: residuals that nothing here could send, or of another model.
+            ValueError: residuals that nothing here could send, of another model, or with values that are none.
         """
         self._check_kind(owed, saved_with)
         if self.state is None and any(owed.values()):
@@ -469,16 +499,38 @@ class Layers:
                 f"the state was saved with {saved_with!r} and holds what was still owed; {str(self.usual)!r} "
                 "has no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
             )
-        for states in owed.values():
-            self._check_fits(states)
+        self._check_layers(specs)
+        others, self._others = self._others, {}
+        try:
+            own = [self.mixed(name, spec) for name, spec in specs.items()]
+        finally:
+            self._others = others
+        states = {} if self.state is None else {"": self.state}
+        states |= {
+            chosen.feedback.name: chosen.feedback
+            for chosen in own
+            if chosen.feedback is not None and type(chosen.feedback) is not type(self.state)
+        }
+        for name, values in owed.items():
+            if name in states:
+                states[name].check_state(values)
+                self._check_fits(values)
+            elif values:
+                raise ValueError(f"the state holds residuals of {name}, and no layer here has that feedback")
+
+    def load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on with these specs, and what was owed under each state's name; :meth:`check_load` has seen both."""
         device = next(iter(self.parameters)).device
         self._own, self._others = {}, {}
         self.set(specs)
         for name, state in self.states.items():
             state.load_state_dict({key: value.to(device) for key, value in owed.get(name, {}).items()})
-        lost = [name for name in owed if name not in self.states and owed[name]]
-        if lost:
-            raise ValueError(f"the state holds what {', '.join(lost)} owed, and no layer here has that feedback")
+
+    def clear(self) -> None:
+        """Give the memory back that feedback takes."""
+        self.state = self.usual.new_feedback()
+        self.method = self.state if isinstance(self.state, DGC) else None
+        self._others.clear()
 
     def _check_kind(self, owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
         """Raise ValueError where a state is there that no feedback of this kind can go on with."""

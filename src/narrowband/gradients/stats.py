@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,6 +24,7 @@ class StepStats:
         waiting_s: seconds between the end of backward's own work and the last average: what compression costs you.
         exchange_s: seconds between the first bucket and the last average.
         decide_s: seconds in which a policy decided, or was waited for.
+        skipped: steps in which a compressed gradient was inf or NaN on some rank. They changed no residual.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: what was owed
             included), of the latest step that measured it (the first, and every 50th); None before.
     """
@@ -38,12 +38,13 @@ class StepStats:
     waiting_s: float = 0.0
     exchange_s: float = 0.0
     decide_s: float = 0.0
+    skipped: int = 0
     relative_error: float | None = None
 
     @property
     def ratio(self) -> float:
-        """How many times less is sent: raw / sent. NaN when nothing would be sent anyway (one rank)."""
-        return self.raw_bytes / self.sent_bytes if self.sent_bytes else math.nan
+        """How many times less is sent: raw / sent. 1.0 where nothing would be sent anyway: one rank, or no step yet."""
+        return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def add(self, step: StepStats) -> None:
         """Add a step to a sum; the relative error is the latest, not a sum."""
@@ -55,10 +56,7 @@ class StepStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ``ratio`` included, for JSON."""
-        return {
-            **{f.name: getattr(self, f.name) for f in fields(self)},
-            "ratio": self.ratio if self.sent_bytes else None,
-        }
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "ratio": self.ratio}
 
 
 @dataclass(frozen=True)

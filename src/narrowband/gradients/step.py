@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from narrowband.codecs import Shape
     from narrowband.collectives import Job
+    from narrowband.gradients.agreement import Facts
     from narrowband.gradients.ddp import GradientCompression
     from narrowband.gradients.layers import Layer, Parameter, Way
 
@@ -55,11 +56,18 @@ class Step:
         self.compressing = compressing
         self._held: list[tuple[Tensor, Sequence[Tensor]]] = []  # buckets that wait for the norm of all
         self._held_norm = 0.0
-        self.futures: list[torch.futures.Future[Tensor]] = []
+        #: Of each bucket that DDP has handed over: its future, and the memory that the average goes to.
+        self.results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        #: What this rank is about to do, as far as it is known when backward begins.
+        self.facts: Facts = {}
+        #: Whether :meth:`raise_error` will be called when backward ends.
+        self.raises = False
+        self._error: BaseException | None = None
         self.opened_at = time.perf_counter()
         self.closed_at = 0.0
         self._closed = False
         self._begun = False
+        self._delivered = False
         self._open_jobs = 0
         self._undecided_jobs = 0  # those that may still show that the step does not count
         self._encoded_finite = True
@@ -68,7 +76,6 @@ class Step:
         self._exchanges: list[Exchange] = []
         self._waiting: dict[tuple[Way, str], Exchange] = {}  # what has not enough to send yet
         self._arrived: list[Exchange] = []
-        self._results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._small: dict[Vector, Tensor] = {}  # until they are sent
         self._lacking: dict[Vector, int] = {}  # how many elements of these are still to come
         self._small_back: list[tuple[Parameter, Tensor, Tensor]] = []
@@ -81,18 +88,15 @@ class Step:
         #: Whether the engine broke between the decision that the step counts and its end.
         self.torn = False
 
-    def add(
-        self, buffer: Tensor, parameters: Sequence[Tensor], future: torch.futures.Future[Tensor], *, last: bool
-    ) -> None:
+    def add(self, buffer: Tensor, parameters: Sequence[Tensor], *, last: bool) -> None:
         """A bucket is complete: start what it needs."""
         handle = self.handle
         if not self._begun:
             self._begun = True
             begin = time.perf_counter()
-            handle._begin_step()
+            handle._begin_step(self)
             self._stats.decide_s = time.perf_counter() - begin
             self._flagged = handle.layers.stateful and self.compressing and handle.layers.decided_early
-        self._results.append((future, buffer))
         method = handle.layers.method
         if method is not None and math.isfinite(method.clip):
             self._held.append((buffer, parameters))
@@ -104,6 +108,13 @@ class Step:
                     self._exchange(held_buffer, held_parameters, last=at == len(held) - 1)
         else:
             self._exchange(buffer, parameters, last=last)
+
+    def agree(self, job: Job) -> None:
+        """Let this job end before anything else of the step is sent."""
+        self._start(job)
+
+    def account_agreement(self, nbytes: int) -> None:
+        self._stats.sent_bytes += nbytes
 
     def _clip(self, threshold: float) -> None:
         """Local gradient clipping: what each of N ranks adds to the average, its gradient / N, at threshold / √N."""
@@ -217,7 +228,7 @@ class Step:
             flagged = [flat for vector, flat in vectors.items() if not vector.early]
             if not flagged:
                 alone = Vector(torch.float32, compressed=False, early=False)
-                flagged = [torch.zeros(1, device=self._results[0][1].device)]
+                flagged = [torch.zeros(1, device=self.results[0][1].device)]
                 vectors[alone] = flagged[0]
             for flat in flagged:
                 flat[-1] = 0.0 if self._encoded_finite else math.nan
@@ -269,7 +280,7 @@ class Step:
 
     def _settle(self) -> None:
         """Deliver what can be delivered, and end the step when that was all."""
-        if not self._closed or self._undecided_jobs or not self._results:
+        if not self._closed or self._undecided_jobs or self._delivered:
             return
         decided, good = self._good is not None, self._good
         if good is None:
@@ -286,9 +297,9 @@ class Step:
                 part.copy_(place)
         if self._open_jobs:
             return
+        self._delivered = True
         self._account()
-        results, self._results = self._results, []
-        for future, buffer in results:
+        for future, buffer in self.results:
             future.set_result(buffer)
 
     def _account(self) -> None:
@@ -297,6 +308,7 @@ class Step:
             stats.sent_bytes += work.sent_nbytes
             stats.encode_s += work.encode_seconds
             stats.decode_s += work.decode_seconds
+        stats.skipped = int(self._good is False)
         stats.wire_s = self.handle._engine.wire_seconds - self._wire_before
         now = time.perf_counter()
         stats.waiting_s, stats.exchange_s = now - self.closed_at, now - self.opened_at
@@ -313,9 +325,25 @@ class Step:
                 work.abandon()
             self.abandoned = True
             self.torn = self._good is True
-        for future in self.futures:
-            if not future.done():
+        self._error = error
+        for future, buffer in list(self.results):  # DDP's thread may be adding to it
+            if future.done():
+                continue
+            if self.raises:
+                fill_with_nan(buffer)
+                future.set_result(buffer)
+            else:
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
+
+    def raise_error(self) -> None:
+        """Raise what ended the exchange in this step, if anything did. In DDP's thread, when backward ends."""
+        if self._error is not None:
+            raise self._error
+
+
+def fill_with_nan(buffer: Tensor) -> None:
+    """What DDP takes for averages where there are none: nobody can train on them unnoticed."""
+    (buffer._values() if buffer.is_sparse else buffer).fill_(math.nan)
 
 
 def _lane(layer: Layer, item: Item) -> tuple[Way, str]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from narrowband.report.units import format_rate, format_seconds
+from narrowband.units import format_rate, format_seconds
 
 __all__ = ["FORMULA", "LINKS", "Row", "estimated_step", "estimates", "verdict"]
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from narrowband.report.units import format_bytes, format_rate, format_seconds
+from narrowband.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from narrowband.activations import Kept

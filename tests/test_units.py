@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowband.report.units import format_bytes, format_count, format_rate, format_seconds
+from narrowband.units import format_bytes, format_count, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(

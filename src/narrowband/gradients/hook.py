@@ -1,0 +1,215 @@
+"""What :func:`~narrowband.compress_gradients` leaves in a model: a communication hook, and a check that it is used.
+
+DDP keeps a communication hook for good. So the hook outlives its handle: after ``handle.remove()`` it averages as DDP
+does without one, and a new handle can take it over. DDP also copies and pickles whatever it was given with the hook. A
+copy gets a hook without a handle, and says so.
+
+The check is for scripts that wrap a model and go on to call the module inside. Nothing is averaged then, and nothing
+fails: the replicas part, silently. PyTorch tells of every optimizer step in the process; if several go by that use
+gradients of the model's parameters, and the model was not called once, the next step is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, for type checkers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from narrowband.gradients.ddp import GradientCompression
+
+__all__ = ["Hook", "hook_of"]
+
+log = logging.getLogger(__name__)
+
+#: An optimizer may step so often with gradients that did not come through the model. One may be a warm-up of somebody's
+#: own; three in a row are a training loop.
+STEPS_WITHOUT_CALL = 3
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Hook] = weakref.WeakKeyDictionary()
+
+
+def hook_of(model: DistributedDataParallel) -> Hook:
+    """The hook of a model, registered if it has none yet.
+
+    Raises:
+        UnsupportedError: the model has a handle, or somebody else's hook.
+    """
+    # An entry without a handle, in a model that is not in our table, came with a copy: DDP has not registered it.
+    model._comm_hooks = [
+        entry for entry in model._comm_hooks if model in _hooks or not (type(entry[1]) is Hook and entry[1].inert)
+    ]
+    hook = _hooks.get(model)
+    if hook is not None and hook.handle is not None:
+        raise UnsupportedError(
+            "this model's gradients are compressed already; keep the first handle, or call its remove() first"
+        )
+    if hook is None:
+        if model._comm_hooks:  # there is no public way to ask
+            name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+            raise UnsupportedError(f"this model has a communication hook already ({name}); DDP allows one")
+        hook = Hook(model)
+    return hook
+
+
+class Hook:
+    """The state of the communication hook, and the forward hook, of one model.
+
+    Args:
+        model: whose hook it is; None: of a copy, which does nothing.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.handle: GradientCompression | None = None
+        self.watch: _Watch | None = None  # among one rank nothing can part
+        self._model = None if model is None else weakref.ref(model)
+        self._group = None if model is None else model.process_group
+        self._said_copied = False
+
+    @property
+    def inert(self) -> bool:
+        """Whether this is the hook of a copy."""
+        return self._model is None
+
+    def attach(self, handle: GradientCompression) -> None:
+        """Let this handle average the model's gradients from now on."""
+        model = None if self._model is None else self._model()
+        assert model is not None
+        self.handle = handle
+        if model not in _hooks:
+            model.register_comm_hook(self, _on_bucket)
+            model.register_forward_pre_hook(self)
+            _hooks[model] = self
+        if handle.size > 1:
+            self.watch = _Watch(self, handle)
+
+    def detach(self) -> None:
+        """Average as DDP does without a hook from now on."""
+        self.handle = self.watch = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """The model is called."""
+        if self.watch is not None and torch.is_grad_enabled():
+            self.watch.used = True
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        self._say_copied()
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        self._say_copied()
+        return Hook, ()
+
+    def _say_copied(self) -> None:
+        if self.handle is not None and not self._said_copied:
+            self._said_copied = True
+            log.warning(
+                "the copy (or saved file) of a model has no compression: it averages uncompressed, unless "
+                "compress_gradients is called for it; save handle.state_dict() to keep the residuals"
+            )
+
+
+def _on_bucket(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    if hook.watch is not None:
+        hook.watch.used = True
+    return _average(hook, bucket) if hook.handle is None else hook.handle._on_bucket(bucket)
+
+
+# DDP compares annotations with these very types; postponed evaluation would leave strings.
+_on_bucket.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+def _average(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does without a hook, to the bit: it multiplies by 1/N, and adds up."""
+    buffer = bucket.buffer()
+    buffer.mul_(1.0 / dist.get_world_size(hook._group))
+    work = dist.all_reduce(buffer, group=hook._group, async_op=True)
+    assert work is not None
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return averaged
+
+
+class _Watch:
+    """Counts the steps of optimizers with gradients that did not come through the model.
+
+    It outlives a model that was never called, which nobody but compress_gradients may have seen.
+    """
+
+    def __init__(self, hook: Hook, handle: GradientCompression) -> None:
+        #: Whether the model was called, or sent a bucket, since an optimizer last stepped.
+        self.used = False
+        self._ever_used = False
+        self._hook, self._handle = weakref.ref(hook), weakref.ref(handle)
+        self._ours = {id(p): weakref.ref(p) for p in handle.layers.parameters}
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        _listen()
+        _watches.add(self)
+        for p in handle.layers.parameters:
+            weakref.finalize(p, _watches.discard, self)
+            break
+
+    def _is_over(self) -> bool:
+        """Whether compression was taken off, or the model has done its work and has gone."""
+        hook = self._hook()
+        return self._ever_used if hook is None else hook.watch is not self
+
+    def _is_ours(self, p: Tensor) -> bool:
+        known = self._ours.get(id(p))
+        return known is not None and known() is p
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            RuntimeError: it did so several times in a row with gradients that nobody averaged.
+        """
+        if self.used:
+            self.used, self._ever_used = False, True
+            self._steps.clear()
+        if self._is_over():
+            _watches.discard(self)
+            return
+        handle = self._handle()
+        if handle is not None and handle.paused:
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not any(p.grad is not None and self._is_ours(p) for p in parameters):
+            return
+        self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        if steps < STEPS_WITHOUT_CALL:
+            return
+        raise RuntimeError(
+            f"nothing is averaged: {type(optimizer).__name__} is about to make step {steps} in a row with gradients of "
+            "the compressed model, which was not called meanwhile. Only what goes through DistributedDataParallel is "
+            "averaged, so the replicas part. Write `model = DistributedDataParallel(model)` before compress_gradients "
+            "and call that model. If these steps are local on purpose, call handle.pause() or handle.remove() first"
+        )
+
+
+_watches: set[_Watch] = set()
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of every optimizer's steps, for as long as the process lives: PyTorch's table of hooks must not change while
+    it is gone through, and what is garbage may be collected at any time.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watch in tuple(_watches):
+            watch.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

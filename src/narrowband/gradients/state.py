@@ -1,0 +1,141 @@
+"""What a handle saves, and what is made sure of before any of it is loaded.
+
+Everything here reads states and changes nothing, so that :meth:`GradientCompression.load_state_dict` either loads a
+whole state, on all ranks, or leaves every rank as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from narrowband.feedback import compression
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from narrowband.gradients.agreement import Facts
+
+__all__ = ["VERSION", "check_state", "facts_of", "kept", "states_of_all_ranks"]
+
+VERSION = 2
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+#: Key → (what belongs there, whether this does).
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "spec": ("a spec string", lambda value: isinstance(value, str)),
+    "step": ("a number of steps from 0 on", _is_count),
+    "epoch": ("an epoch from 0 on, or None", lambda value: value is None or _is_count(value)),
+    "paused": ("True or False", lambda value: isinstance(value, bool)),
+    "layers": (
+        "a dictionary from layers to spec strings",
+        lambda value: isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair),
+    ),
+    "seed": ("an integer", lambda value: type(value) is int),
+    "loss_scale": (
+        "a finite number above 0, or None",
+        lambda value: value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
+    ),
+    "rank": ("a rank from 0 on", _is_count),
+    "world_size": ("a number of ranks", lambda value: _is_count(value) and value > 0),
+    "owed": ("a dictionary from layers to residuals", _is_mapping),
+    "others": (
+        "a dictionary from feedbacks to their residuals",
+        lambda value: isinstance(value, Mapping) and all(map(_is_mapping, value.values())),
+    ),
+    "chooser": ("a dictionary", _is_mapping),
+}
+
+#: What has to be the same in the states of all ranks.
+_SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")
+
+
+def check_state(state: object) -> Mapping[str, Any]:
+    """The state, if it has all that :meth:`GradientCompression.state_dict` returns.
+
+    Raises:
+        ValueError: it is something else, of another version, lacks a key, or has a value that does not belong there.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"a state is what handle.state_dict() returned, not {type(state).__name__}; pass this rank's own, or a "
+            "list of all ranks' states"
+        )
+    lacking = [key for key in ("version", *_FIELDS) if key not in state]
+    if "version" in state and state["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {state['version']!r}, and version {VERSION} is read here; load it with the "
+            "narrowband that saved it, or begin without it"
+        )
+    if lacking:
+        raise ValueError(
+            f"the state lacks {', '.join(map(repr, lacking))}; pass what handle.state_dict() returned, not the state "
+            "of a model or an optimizer"
+        )
+    for key, (expected, fits) in _FIELDS.items():
+        if not fits(state[key]):
+            raise ValueError(f"the state has {_short(state[key])} for {key!r}, and {expected} belongs there")
+    if state["rank"] >= state["world_size"]:
+        raise ValueError(f"the state is of rank {state['rank']} of {state['world_size']}, which cannot be")
+    for spec in (state["spec"], *state["layers"].values()):
+        try:
+            compression(spec)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"the state has a spec that does not exist here: {error}") from error
+    return state
+
+
+def states_of_all_ranks(states: Sequence[object]) -> list[Mapping[str, Any]]:
+    """The states of all ranks of one moment of one run, by rank.
+
+    Raises:
+        ValueError: one is missing or twice, or they are of different moments or runs.
+    """
+    if not states:
+        raise ValueError("the list of states is empty; pass this rank's own state, or the states of all ranks")
+    checked = sorted((check_state(state) for state in states), key=lambda state: int(state["rank"]))
+    ranks, size = [state["rank"] for state in checked], checked[0]["world_size"]
+    if ranks != list(range(size)):
+        raise ValueError(f"the states were saved by {size} ranks, but these are of ranks {ranks}; pass all, once")
+    for key in (*_SHARED, "layers"):
+        values: dict[str, list[int]] = {}
+        for state in checked:
+            value = dict(state[key]) if key == "layers" else state[key]
+            values.setdefault(repr(value), []).append(state["rank"])
+        if len(values) > 1:
+            who = "; ".join(f"{_short(value)} on rank(s) {', '.join(map(str, at))}" for value, at in values.items())
+            raise ValueError(
+                f"the states are not of one moment of one run: {key} ({who}); pass states that were saved together"
+            )
+    return checked
+
+
+def facts_of(state: Mapping[str, Any]) -> Facts:
+    """What ranks compare of the states that they are about to load."""
+    return {
+        "version": str(state["version"]),
+        **{key: repr(state[key]) for key in _SHARED},
+        "spec of layer": dict(state["layers"]),
+        "plan": str(state["chooser"].get("plan")),
+    }
+
+
+def kept(state: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
+    """What a rank's feedback kept, by the names of :attr:`Layers.states`."""
+    return {"": state["owed"], **state["others"]}
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]} …"

@@ -1,0 +1,149 @@
+"""Ranks that are told different things all hear of it, by name, before anything is exchanged."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.gradients.agreement import _differences
+from tests.gradients.training import TINY, flat, loss_of, mlp, owed, refusal, same, train, wrap
+from tests.ranks import run_ranks
+
+CALLS = {
+    "pause": (lambda handle: handle.pause(), "compression ({spec} on ranks 0, 2; paused on rank 1)"),
+    "set_epoch": (lambda handle: handle.set_epoch(3), "epoch (None on ranks 0, 2; 3 on rank 1)"),
+    "set_layers": (
+        lambda handle: handle.set_layers({"0.weight": "topk:density=0.5"}),
+        "spec of layer of '0.weight' (nothing on ranks 0, 2; topk:density=0.5",
+    ),
+    "remove": (lambda handle: handle.remove(), "call (backward on ranks 0, 2; remove on rank 1)"),
+    "load_state_dict": (
+        lambda handle: handle.load_state_dict(handle.state_dict()),
+        "call (backward on ranks 0, 2; load_state_dict on rank 1)",
+    ),
+}
+
+
+def on_one_rank(rank, world_size, call, spec):
+    model = wrap(mlp(), cap=TINY)
+    handle = nb.compress_gradients(model, spec, min_numel=64)
+    train(model, rank, range(2))
+    before, parameters = owed(handle), flat(model)
+    error = refusal(lambda: CALLS[call][0](handle)) if rank == 1 else None
+    if error is None:
+        error = refusal(lambda: train(model, rank, range(2, 3)))
+    return error, same(owed(handle), before), torch.equal(flat(model), parameters)
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.05+ef", "randomk:density=0.1+ef", "dgc:density=0.05"])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_called_on_one_rank_only_raises_on_all_by_name(call, spec):
+    for error, residuals_as_before, parameters_as_before in run_ranks(on_one_rank, 3, call, spec):
+        assert error is not None
+        assert error[0] == "DisagreementError"
+        words = CALLS[call][1].format(spec="randomk:density=0.1" if "randomk" in spec else "topk:density=0.05")
+        assert words in error[1], error[1]
+        assert "on all ranks" in error[1]
+        assert residuals_as_before
+        assert parameters_as_before
+
+
+def resume_on_one_rank(rank, world_size):
+    """Without feedback, and where all are paused but one."""
+    model = wrap(mlp())
+    handle = nb.compress_gradients(model, "qsgd:bits=4", min_numel=64)
+    handle.pause()
+    train(model, rank, range(1))
+    if rank == 0:
+        handle.resume()
+    return refusal(lambda: train(model, rank, range(1, 2)))
+
+
+def test_resume_on_one_rank_is_named_too():
+    for error in run_ranks(resume_on_one_rank, 2):
+        assert "compression (qsgd:bits=4 on rank 0; paused on rank 1)" in error[1]
+
+
+def scaled_differently(rank, world_size):
+    model = wrap(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + rank))
+    nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64, grad_scaler=scaler)
+    return refusal(lambda: scaler.scale(loss_of(model, 0, rank)).backward())
+
+
+def test_gradients_of_different_loss_scales_are_never_averaged():
+    for error in run_ranks(scaled_differently, 2):
+        assert "loss scale (16.0 on rank 0; 32.0 on rank 1)" in error[1]
+
+
+# ---- states of different moments -------------------------------------------------------------------------------------
+
+
+POLICY = "L-GreCo"
+SPECS = ["randomk:density=0.1+ef", "dgc:density=0.05,warmup_steps=6", "topk:density=0.05+ef", POLICY]
+
+
+def start(spec, **options):
+    chosen = nb.LGreCo("topk:density=0.05+ef", every=2, warmup=1) if spec == POLICY else spec
+    model = wrap(mlp())
+    return model, nb.compress_gradients(model, chosen, min_numel=64, **options)
+
+
+def load_what_belongs_to_other_moments(rank, world_size, spec):
+    model, handle = start(spec)
+    states = []
+    for step in range(4):
+        train(model, rank, range(step, step + 1))
+        states.append(copy.deepcopy(handle.state_dict()))
+    _, fresh = start(spec)
+    before = copy.deepcopy(fresh.state_dict())
+    mixed = refusal(lambda: fresh.load_state_dict(states[1 if rank else 3]))
+    unchanged = repr(fresh.state_dict()) == repr(before)
+    fresh.load_state_dict(states[3])
+    return mixed, unchanged, fresh.step
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_states_of_different_steps_on_different_ranks_are_refused_on_all(spec):
+    for error, unchanged, step in run_ranks(load_what_belongs_to_other_moments, 3, spec):
+        assert error[0] == "DisagreementError"
+        assert "step (4 on rank 0; 2 on ranks 1, 2)" in error[1]
+        assert "Nothing has changed on any rank" in error[1]
+        assert unchanged
+        assert step == 4
+
+
+def one_rank_has_a_broken_state(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    train(model, rank, range(2))
+    state = copy.deepcopy(handle.state_dict())
+    if rank == 1:
+        del state["seed"]
+    train(model, rank, range(2, 3))
+    before = owed(handle)
+    error = refusal(lambda: handle.load_state_dict(state))
+    unchanged = same(owed(handle), before) and handle.step == 3
+    train(model, rank, range(3, 4))
+    return error, unchanged, flat(model)
+
+
+def test_a_state_that_one_rank_cannot_load_is_loaded_by_none():
+    answers = run_ranks(one_rank_has_a_broken_state, 3)
+    for rank, (error, unchanged, parameters) in enumerate(answers):
+        assert "the state lacks 'seed'" in error[1]
+        assert error[0] == ("ValueError" if rank == 1 else "DisagreementError")
+        assert unchanged
+        assert torch.equal(parameters, answers[0][2])
+
+
+def test_differences_name_what_few_have_and_count_the_rest():
+    facts = {"call": "backward", "layers": {f"layer {at}": "a" for at in range(9)}, "seed": "0"}
+    other = {"call": "backward", "layers": {f"layer {at}": "b" for at in range(9)}, "seed": "0"}
+    found = _differences([facts, other, facts])
+    assert found[0] == "layers of 'layer 0' (a on ranks 0, 2; b on rank 1)"
+    assert len(found) == 5
+    assert found[-1] == "and 5 more differences"
+    assert _differences([facts, facts]) == []

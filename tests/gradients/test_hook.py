@@ -1,0 +1,312 @@
+"""What compression leaves in a model: whether the model is used, copies of it, errors in it, and how to take it off."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import narrowband as nb
+from narrowband.gradients.hook import _watches
+from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
+from tests.ranks import run_ranks
+
+SPEC = "topk:density=0.05+ef"
+
+
+# ---- a model that is wrapped, and not used ---------------------------------------------------------------------------
+
+
+def steps_with(call, rank, optimizers, steps, handle=None):
+    """Train by calling ``call``; the error, and in which step it came."""
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = data(step, rank)
+        (call(x) - y).square().mean().backward()
+        for optimizer in optimizers:
+            error = refusal(optimizer.step)
+            if error is not None:
+                return error, step
+    return None
+
+
+def the_module_is_called_and_not_the_wrapper(rank, world_size, kept):
+    net = mlp()
+    if kept == "both":
+        model = DistributedDataParallel(net)
+        handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    elif kept == "the handle":  # the wrapper is garbage at once
+        handle = nb.compress_gradients(DistributedDataParallel(net), SPEC, min_numel=64)
+    else:
+        nb.compress_gradients(DistributedDataParallel(net), SPEC, min_numel=64)
+    gc.collect()
+    found = steps_with(net, rank, [sgd(net)], 6)
+    return found, kept == "nothing" or handle.step == 0
+
+
+@pytest.mark.parametrize("kept", ["both", "the handle", "nothing"])
+def test_training_the_module_inside_is_an_error_that_says_what_to_do(kept):
+    for (error, step), nothing_averaged in run_ranks(the_module_is_called_and_not_the_wrapper, 2, kept):
+        assert error[0] == "RuntimeError"
+        assert "nothing is averaged: SGD is about to make step 3 in a row" in error[1]
+        assert "model = DistributedDataParallel(model)" in error[1]
+        assert step == 2
+        assert nothing_averaged
+
+
+def a_model_that_is_gone(rank, world_size):
+    net = mlp()
+    model = wrap(net)
+    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    train(model, rank, range(1))
+    del model, handle
+    gc.collect()
+    return steps_with(net, rank, [sgd(net)], 5), len(_watches)
+
+
+def test_a_module_may_be_trained_alone_when_its_wrapper_has_done_its_work():
+    assert run_ranks(a_model_that_is_gone, 2, fresh=True) == [(None, 0)] * 2
+
+
+def uses_that_are_none_of_that(rank, world_size):
+    found = {}
+    net = mlp()
+    model = wrap(net)
+    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    parts = [sgd(net[at]) for at in (0, 3, 5, 6)]  # four optimizers of one model
+    found["through the model"] = steps_with(model, rank, parts, 4)
+    with model.no_sync():
+        found["local steps through the model"] = steps_with(model, rank, [sgd(net)], 5)
+    other = mlp()
+    found["another model"] = steps_with(other, rank, [sgd(other)], 5)
+    handle.pause()
+    found["paused"] = steps_with(net, rank, [sgd(net)], 5)
+    handle.resume()
+    found["again without the model"] = steps_with(net, rank, [sgd(net)], 5)
+    handle.remove()
+    found["removed"] = steps_with(net, rank, [sgd(net)], 5)
+    return found
+
+
+def test_local_steps_other_models_and_several_optimizers_are_no_error():
+    for found in run_ranks(uses_that_are_none_of_that, 2):
+        assert found.pop("again without the model") is not None
+        assert set(found.values()) == {None}, found
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def copies(rank, world_size):
+    model = wrap(mlp())
+    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    train(model, rank, range(2))
+    with heard() as said:
+        twin = copy.deepcopy(model)
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    same = torch.equal(flat(twin), flat(model)) and torch.equal(flat(read), flat(model))
+    plain = wrap(copy.deepcopy(model.module))
+    for net in (plain, twin, read):
+        train(net, rank, range(2, 4))
+    uncompressed = torch.equal(flat(twin), flat(plain)) and torch.equal(flat(read), flat(plain))
+    again = nb.compress_gradients(twin, SPEC, min_numel=64)  # a copy may have a handle of its own
+    train(twin, rank, range(4, 5))
+    train(model, rank, range(2, 5))
+    return said, same, uncompressed, again.step, handle.step
+
+
+def test_a_copy_averages_as_plain_ddp_does_and_says_once_that_it_has_no_compression():
+    for said, same, uncompressed, of_twin, of_model in run_ranks(copies, 2):
+        assert len(said) == 1
+        assert "has no compression" in said[0]
+        assert same
+        assert uncompressed
+        assert (of_twin, of_model) == (1, 5)
+
+
+# ---- taking it off ---------------------------------------------------------------------------------------------------
+
+
+def taken_off(rank, world_size):
+    plain, model = wrap(mlp(), cap=TINY), wrap(mlp(), cap=TINY)
+    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    for net in (plain, model):
+        train(net, rank, range(2))  # DDP makes its buckets anew after the first
+    before = repr(handle)
+    plain.module.load_state_dict(model.module.state_dict())
+    held = handle.residual_nbytes
+    handle.remove()
+    handle.remove()  # twice is once
+    train(plain, rank, range(2, 5))
+    train(model, rank, range(2, 5))
+    equal = torch.equal(flat(plain), flat(model))
+    refused = [refusal(what) for what in (handle.state_dict, lambda: handle.load_state_dict({}))]
+    left = (handle.step, handle.stats().total.steps, handle.residual_nbytes, "removed" in repr(handle))
+    second = nb.compress_gradients(model, "qsgd:bits=8", min_numel=64)
+    twice = refusal(lambda: nb.compress_gradients(model, "qsgd:bits=8"))
+    train(model, rank, range(5, 7))
+    return equal, refused, left, held, before, second.step, twice, flat(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_its_handle_a_model_averages_as_plain_ddp_to_the_bit_and_can_have_another(world_size):
+    answers = run_ranks(taken_off, world_size)
+    for equal, refused, left, held, before, second, twice, parameters in answers:
+        assert equal
+        assert all(error[0] == "RuntimeError" and "was removed" in error[1] for error in refused)
+        assert left == (2, 2, 0, True)
+        assert held == 4 * sum(rows * columns for rows, columns in [(40, 24), (32, 40), (16, 32), (8, 16)])
+        assert f"'topk:density=0.05+ef', {world_size} ranks, 4 layers with" in before
+        assert second == 2
+        assert "handle" in twice[1]
+        assert torch.equal(parameters, answers[0][7])
+
+
+def held_by_the_process():
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def thirty_rounds(rank, world_size, remove):
+    counts = []
+    for at in range(31):
+        model = wrap(mlp())
+        handle = nb.compress_gradients(model, "qsgd:bits=4+ef" if at % 2 else SPEC, min_numel=64)
+        train(model, rank, range(1))
+        if remove:
+            handle.remove()
+        del handle, model
+        if rank == at % world_size:
+            gc.collect()  # ranks collect at different times
+        if at in (1, 30):
+            counts.append(held_by_the_process())
+            dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("remove", [True, False], ids=["removed", "garbage"])
+def test_thirty_handles_leave_no_thread_and_no_descriptor_behind(remove):
+    for after_two, after_thirty in run_ranks(thirty_rounds, 2, remove):
+        assert after_thirty == after_two
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.body = nn.Embedding(50, 24, sparse=True), mlp()
+
+    def forward(self, x):
+        return self.body(self.table((x * 10).long().remainder(50)).mean(1))
+
+
+def an_exchange_raises(rank, world_size, cap):
+    model = wrap(Words(), cap=cap)
+    nb.compress_gradients(model, "dgc:density=0.1", min_numel=64)
+    parameters = flat(model)
+    first = refusal(loss_of(model, 0, rank).backward)
+    poisoned = [p.grad is not None and bool((p.grad.to_dense()).isnan().any()) for p in model.parameters()]
+    model.zero_grad()
+    later = []
+    for step in (1, 2):
+        loss = loss_of(model, step, rank)  # forward works
+        try:
+            loss.backward()
+        except Exception as error:
+            later.append((type(error).__name__, str(error), type(error.__cause__).__name__))
+    return first, any(poisoned), later, torch.equal(flat(model), parameters)
+
+
+@pytest.mark.parametrize("cap", [HUGE, TINY], ids=["one bucket", "many"])
+def test_what_an_exchange_raises_reaches_the_user_with_type_and_message(cap):
+    for first, poisoned, later, unchanged in run_ranks(an_exchange_raises, 2, cap):
+        assert first[0] == "UnsupportedError"
+        assert first[1].startswith("dgc keeps momentum for every element, and this gradient is sparse")
+        assert poisoned  # nobody trains on what was not averaged
+        assert len(later) == 2
+        for kind, text, cause in later:
+            assert (kind, cause) == ("RuntimeError", "UnsupportedError")
+            assert text.startswith("gradient exchange stopped at an earlier step: dgc keeps momentum")
+        assert unchanged
+
+
+# ---- what is no DDP model --------------------------------------------------------------------------------------------
+
+
+def others(rank, world_size):
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    given = {
+        "compiled": torch.compile(wrap(mlp())),
+        "fsdp2": fully_shard(mlp(), mesh=mesh),
+        "fsdp1": FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")),
+        "replicated": replicate(mlp()),
+        "module": mlp(),
+        "class": nn.Linear,
+        "number": 42,
+        "compiled module": torch.compile(mlp()),
+    }
+    return {name: refusal(lambda m=model: nb.compress_gradients(m, "none")) for name, model in given.items()}
+
+
+def test_what_is_no_ddp_model_is_named_with_what_to_do():
+    expected = {
+        "compiled": "compress_gradients(model._orig_mod, …)",
+        "fsdp2": "an FSDP model (FSDP",
+        "fsdp1": "an FSDP model (FullyShardedDataParallel)",
+        "replicated": "a model of replicate()",
+        "module": "not Sequential; wrap it first: model = DistributedDataParallel(model)",
+        "class": "not Linear, a class",
+        "number": "not int",
+        "compiled module": "wrap it first: model = DistributedDataParallel(model)",
+    }
+    for errors in run_ranks(others, 2):
+        assert errors.keys() == expected.keys()
+        for name, words in expected.items():
+            assert errors[name][0] == "TypeError", (name, errors[name])
+            assert words in errors[name][1], (name, errors[name])
+
+
+def compiled(rank, world_size, how):
+    torch.compiler.reset()
+    eager = wrap(mlp())
+    nb.compress_gradients(eager, SPEC, min_numel=64)
+    if how == "the wrapper":
+        model = wrap(mlp())
+        handle = nb.compress_gradients(model, SPEC, min_numel=64)
+        called = torch.compile(model, backend="aot_eager")
+    else:
+        called = model = wrap(torch.compile(mlp(), backend="aot_eager"))
+        handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    train(eager, rank, range(4))
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(called, step, rank).backward()
+        optimizer.step()
+    return torch.allclose(flat(model), flat(eager), atol=1e-6), handle.step
+
+
+@pytest.mark.parametrize("how", ["the wrapper", "the module"])
+def test_a_compiled_model_trains_as_the_message_says(how):
+    assert run_ranks(compiled, 2, how, fresh=True) == [(True, 4)] * 2
