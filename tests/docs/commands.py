@@ -115,7 +115,7 @@ def check(line: Line, folder: Path) -> None:
         elif program == "make":
             _check_make(words[1:])
         elif program in ("pip", "pip3"):
-            _check_pip(words[1:])
+            _check_pip(words[1:], warned=not line.block)
         elif program in ("cd", "export", "apt", "sudo", "ip", "ping", "iperf3", "nc", "ufw", "pre-commit"):
             pass  # not ours
         else:
@@ -196,7 +196,7 @@ def _check_make(words: Sequence[str]) -> None:
         raise CommandError(done.stderr)
 
 
-def _check_pip(words: Sequence[str]) -> None:
+def _check_pip(words: Sequence[str], *, warned: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     if words[0] != "install":
         raise CommandError("pip does what here? only 'install' is known")
@@ -208,5 +208,5 @@ def _check_pip(words: Sequence[str]) -> None:
             unknown = wanted.extras - set(project["optional-dependencies"])
             if unknown:
                 raise CommandError(f"{DISTRIBUTION} has no extra {', '.join(sorted(unknown))}")
-        elif wanted.name == "narrowband":
+        elif wanted.name == "narrowband" and (wanted.extras or not warned):  # a sentence may warn of it
             raise CommandError(f"that is another project's library; this one is {DISTRIBUTION}")

@@ -36,7 +36,7 @@ __all__ = ["LANGUAGES", "ROOT", "SCRIPT", "Block", "Page", "read", "run"]
 
 ROOT = Path(__file__).parent.parent.parent
 #: What blocks are written in. One in none of these would be checked by nobody.
-LANGUAGES = ("python", "console", "toml", "text")
+LANGUAGES = ("python", "diff", "console", "toml", "text")
 #: A reader's own training script, in pages that are about any script.
 SCRIPT = "train.py"
 #: Pages that show lines without the script around them.
@@ -64,7 +64,14 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether it is executed, and not a file that others import or read."""
-        return self.language == "python" and self.title in ("", SCRIPT) and not self.not_run
+        return self.language in ("python", "diff") and self.title in ("", SCRIPT) and not self.not_run
+
+    @property
+    def code(self) -> str:
+        """What python runs: of a diff, what a reader has afterwards."""
+        if self.language != "diff":
+            return self.text
+        return "".join("\n" if line[0] == "-" else line[1:] or "\n" for line in self.text.splitlines(keepends=True))
 
 
 @dataclass(frozen=True)
@@ -151,11 +158,11 @@ def run(page: Page, folder: Path, *, timeout_s: float = 240.0) -> None:
     for block in page.blocks:
         if block.title:
             (folder / block.title).write_text(block.text)
-    for block in page.of("python"):
-        compile(block.text, str(page.path), "exec")
+    for block in [*page.of("python"), *page.of("diff")]:
+        compile(block.code, str(page.path), "exec")
     before = [(str(_README), 1, _README.read_text())] if page.before else []
     for ranks, blocks in page.runs:
-        sources = [*before, *((str(page.path), block.line, block.text) for block in blocks)]
+        sources = [*before, *((str(page.path), block.line, block.code) for block in blocks)]
         printed = run_ranks(_run_sources, ranks, str(folder), _free_port(), sources, timeout_s=timeout_s, group=False)[
             0
         ]

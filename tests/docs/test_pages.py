@@ -13,7 +13,7 @@ PATHS = [
     *sorted((pages.ROOT / "docs").rglob("*.md")),
 ]
 PAGES = [pages.read(path) for path in PATHS]
-WITH_PYTHON = [page for page in PAGES if page.of("python")]
+WITH_PYTHON = [page for page in PAGES if page.runs]
 WITH_COMMANDS = [page for page in PAGES if commands.lines(page) or commands.inline(page)]
 
 
@@ -101,6 +101,11 @@ def test_a_name_that_no_earlier_block_shows_is_an_error(tmp_path):
         pages.run(page, tmp_path)
 
 
+def test_a_diff_is_run_as_it_is_after_the_change(tmp_path):
+    text = "<!-- run: 1 rank -->\n```diff\n a = 1\n-a = a + 1\n+a = a + 2\n\n print(a)  # prints 3\n```\n"
+    pages.run(a_page(tmp_path, text), tmp_path)
+
+
 def test_a_page_that_says_what_is_not_printed_fails(tmp_path):
     page = a_page(tmp_path, "<!-- run: 1 rank -->\n```python\nprint(6 * 7)  # prints 41\n```\n")
     with pytest.raises(AssertionError, match="prints 41"):
@@ -146,6 +151,12 @@ def test_what_cannot_be_read_is_an_error_that_names_the_line(text, tmp_path):
 def test_a_command_that_does_not_work_is_an_error_that_names_it(text, complaint, tmp_path):
     with pytest.raises(commands.CommandError, match=complaint):
         commands.check(a_command(text), tmp_path)
+
+
+def test_a_sentence_may_warn_of_the_other_library_but_not_recommend_it(tmp_path):
+    commands.check(commands.Line("pip install narrowband", "page.md:1", block=False), tmp_path)
+    with pytest.raises(commands.CommandError, match="another project's"):
+        commands.check(commands.Line("pip install 'narrowband[plots]'", "page.md:1", block=False), tmp_path)
 
 
 def test_a_quick_command_that_fails_is_an_error(run_main):
