@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import pkgutil
 import re
@@ -22,12 +23,16 @@ ELSEWHERE = {
     "narrowband": "README.md runs these lines",
     "narrowband.activations.compiled.compiled_hooks": "Inductor takes a minute; tests/activations/test_compiled.py",
     "narrowband.activations.compiled.compiled_saving": "Inductor takes a minute; tests/activations/test_compiled.py",
+    "narrowband.activations.compiled.is_compiled_itself": "importing Inductor warns, which is an error in a test",
     "narrowband.adapt.plan.Plan": "needs a file; docs/how-to/adapt.md runs these lines",
     "narrowband.coded.choose.choose_redundancy": "needs three ranks; docs/how-to/coded.md runs these lines",
     "narrowband.coded.parallel.CodedDataParallel": "needs three ranks; docs/how-to/coded.md runs these lines",
     "narrowband.coded.parallel.CodedDataParallel.split": "needs three ranks; tests/coded/test_parallel.py",
     "narrowband.pipeline.stage.CompressedStage": "needs four ranks; docs/how-to/pipeline.md runs these lines",
 }
+
+#: Names that need a process group.
+ON_RANKS = {"model", "handle"}
 
 
 class Checker(doctest.OutputChecker):
@@ -37,15 +42,17 @@ class Checker(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
-def examples():
-    """Those of all modules, by name."""
+def examples(modules):
+    """Those of these modules, by name."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for name in modules for test in finder.find(importlib.import_module(name), name)]
+    return {test.name: test for test in found if any(not e.options.get(doctest.SKIP) for e in test.examples)}
+
+
+@functools.cache
+def all_examples():
     modules = [m.name for m in pkgutil.walk_packages(narrowband.__path__, "narrowband.") if "__main__" not in m.name]
-    found = {}
-    for name in ["narrowband", *modules]:
-        for test in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name), name):
-            if any(not e.options.get(doctest.SKIP) for e in test.examples):
-                found[test.name] = test
-    return found
+    return examples(["narrowband", *modules])
 
 
 def needed(test):
@@ -100,34 +107,44 @@ class World:
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def run_examples(rank, world_size, names):
-    failures, found = [], examples()
-    for name in names:
-        test, said = found[name], []
+def failures(tests):
+    """What did not happen as it is shown."""
+    said = []
+    for test in tests:
         world = World(test)
         test.globs.update({name: getattr(world, name) for name in needed(test)})
         doctest.DocTestRunner(checker=Checker(), verbose=False).run(test, out=said.append)
-        failures += said
-    return "".join(failures)
-
-
-def test_examples_do_what_they_show():
-    names = [name for name in examples() if name not in ELSEWHERE]
-    assert len(names) >= 30
-    for failures in run_ranks(run_examples, 2, names, timeout_s=240):
-        assert not failures, failures
-
-
-def test_examples_that_run_elsewhere_exist():
-    assert not ELSEWHERE.keys() - examples().keys()
-
-
-def wrong(rank, world_size):
-    test = doctest.DocTestParser().get_doctest(">>> codec.name\n'coffee'\n", {"codec": nb.codec("none")}, "x", None, 0)
-    said = []
-    doctest.DocTestRunner(checker=Checker(), verbose=False).run(test, out=said.append)
     return "".join(said)
 
 
+def failures_on_a_rank(rank, world_size, names, modules):
+    found = examples(modules)
+    return failures(found[name] for name in names)
+
+
+def run_here():
+    return {name: test for name, test in all_examples().items() if name not in ELSEWHERE}
+
+
+def test_examples_do_what_they_show():
+    alone = [test for test in run_here().values() if not needed(test) & ON_RANKS]
+    assert len(alone) >= 20
+    said = failures(alone)
+    assert not said, said
+
+
+def test_examples_of_distributed_training_do_what_they_show():
+    together = {name: test.globs["__name__"] for name, test in run_here().items() if needed(test) & ON_RANKS}
+    assert len(together) >= 5
+    modules = sorted(set(together.values()))
+    for said in run_ranks(failures_on_a_rank, 2, list(together), modules, timeout_s=240):
+        assert not said, said
+
+
+def test_examples_that_run_elsewhere_exist():
+    assert not ELSEWHERE.keys() - all_examples().keys()
+
+
 def test_an_example_that_shows_something_else_fails():
-    assert "coffee" in wrong(0, 1)
+    shown = ">>> codec.name\n'coffee'\n"
+    assert "coffee" in failures([doctest.DocTestParser().get_doctest(shown, {}, "shown", None, 0)])
