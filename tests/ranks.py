@@ -86,17 +86,23 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, fresh: bool = False
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    fresh: bool = False,
+    group: bool = True,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` gloo processes; their results in rank order.
 
-    ``timeout_s`` bounds the whole call and every collective in it. See the top of this file for the rest.
+    ``timeout_s`` bounds the whole call and every collective in it. With ``group=False`` no process group is there:
+    ``fn`` makes its own. See the top of this file for the rest.
     """
     task = pickle.dumps((fn, args))
     if not fresh:
-        return _pool.run(task, fn.__qualname__, world_size, timeout_s)
+        return _pool.run(task, fn.__qualname__, world_size, timeout_s, group)
     with contextlib.closing(_Pool()) as pool:
-        return pool.run(task, fn.__qualname__, world_size, timeout_s)
+        return pool.run(task, fn.__qualname__, world_size, timeout_s, group)
 
 
 # ---- the test's side -------------------------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ class _Pool:
         self._folder: Path | None = None
         self._calls = 0
 
-    def run(self, task: bytes, name: str, world_size: int, timeout_s: float) -> list[Any]:
+    def run(self, task: bytes, name: str, world_size: int, timeout_s: float, group: bool) -> list[Any]:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
         deadline = time.monotonic() + timeout_s
@@ -167,7 +173,7 @@ class _Pool:
         reports: dict[int, str] = {}
         for rank, worker in enumerate(workers):
             with contextlib.suppress(BrokenPipeError):  # died between two calls: found out below, as an end of file
-                worker.pipe.send_bytes(pickle.dumps((rank, world_size, str(store), timeout_s, task)))
+                worker.pipe.send_bytes(pickle.dumps((rank, world_size, str(store), timeout_s, group, task)))
         try:
             results = _collect(workers, deadline, reports)
             waiting = [rank for rank in range(world_size) if rank not in results and rank not in reports]
@@ -256,18 +262,19 @@ def _listen(pipe: Connection, messages: queue.SimpleQueue[bytes]) -> None:
         os._exit(0)
 
 
-def _work(rank: int, world_size: int, store: str, timeout_s: float, task: bytes) -> tuple[bool, Any]:
+def _work(rank: int, world_size: int, store: str, timeout_s: float, group: bool, task: bytes) -> tuple[bool, Any]:
     """``(True, pickled result)``, or ``(False, traceback)``."""
     try:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if group:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
         fn, args = pickle.loads(task)
         return True, pickle.dumps(fn(rank, world_size, *args))
     except BaseException:  # also SystemExit and pytest's outcomes: a rank never leaves without a word

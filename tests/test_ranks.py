@@ -56,6 +56,10 @@ def read_environment(rank, world_size):
     return os.environ.get("NARROWBAND_TEST_MARK")
 
 
+def has_a_group(rank, world_size):
+    return dist.is_initialized()
+
+
 def threads_and_random_number(rank, world_size):
     return torch.get_num_threads(), torch.rand(()).item()
 
@@ -88,6 +92,11 @@ def test_fresh_processes_leave_no_trace():
     assert not any(Path(f"/proc/{pid}").exists() for pid in thrown_away)
     assert run_ranks(read_environment, 2) == [None, None]
     assert run_ranks(process_id, 2) == kept
+
+
+def test_a_function_may_be_left_to_make_its_own_group():
+    assert run_ranks(has_a_group, 2, group=False) == [False, False]
+    assert run_ranks(has_a_group, 2) == [True, True]
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

@@ -2,7 +2,8 @@
 
 Example:
     >>> import narrowband as nb
-    >>> handle = nb.compress_gradients(DDP(model), "topk:density=0.01+ef")
+    >>> model = DistributedDataParallel(model)
+    >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
     >>> ...  # train as before
     >>> print(handle.stats().total.ratio)
 """

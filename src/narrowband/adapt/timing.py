@@ -53,7 +53,8 @@ def fit_times(buckets: Sequence[Sequence[str]], nbytes: ArrayLike, seconds: Arra
         ValueError: shapes that do not match, or fewer samples than there are numbers to find.
 
     Example:
-        >>> fit_times([["a"], ["b"]], [[1e6, 1e6], [2e6, 1e6], [1e6, 3e6]], [0.3, 0.4, 0.7]).seconds_per_byte
+        >>> times = fit_times([["a"], ["b"]], [[1e6, 1e6], [2e6, 1e6], [1e6, 3e6]], [0.3, 0.4, 0.7])
+        >>> {layer: round(seconds, 9) for layer, seconds in times.seconds_per_byte.items()}
         {'a': 1e-07, 'b': 2e-07}
     """
     x, y = np.asarray(nbytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
