@@ -550,7 +550,7 @@ def _titles(title: str, task: str) -> dict[str, str]:
 _PAPER = "After Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2; the figures are not the paper's"
 
 #: Task → what a picture calls it, and the rows that it shows.
-_SHOWN = {"gpt": "GPT, WikiText-2", "vit": "Vision transformer, CIFAR-10"}
+_SHOWN = {"gpt": "GPT", "vit": "Vision transformer"}
 _BARS = (
     ("another batch", _BETWEEN),
     ("8 bits", "8 bits, head, stochastic"),
@@ -583,7 +583,7 @@ def _panels(found: Sequence[Fidelity]) -> list[Panel]:
     return [
         Panel(
             title,
-            "distance of gradients; less is better",
+            "error of gradients; less is better",
             [
                 Bar(label, _all(row.error), _percent(_all(row.error)), name != _BETWEEN)
                 for label, name in _BARS[:-1]  # beside the last one, the others could not be told apart

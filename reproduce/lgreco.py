@@ -229,7 +229,7 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
             for own in (0, 1)
         ]
         ratios = [Bar(label, group.mean_ratio, f"{group.mean_ratio:.1f}×", strong) for label, group, strong in shown]
-        panels += [Panel(what, "times fewer bytes than uncompressed", ratios), score_panel(score, shown)]
+        panels += [Panel(what, "times fewer bytes sent, on average", ratios), score_panel(score, shown)]
     return panels
 
 

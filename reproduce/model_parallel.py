@@ -438,8 +438,8 @@ def _found(found: Sequence[Group]) -> str:
 def _panels(found: Sequence[Group]) -> list[Panel]:
     panels = []
     for task, what, score in (
-        ("gpt", "WikiText-2, GPT in stages", "Held-out perplexity"),
-        ("cifar", "CIFAR-10, ResNet-8 in stages", "Test accuracy, %"),
+        ("gpt", "WikiText-2, GPT", "Held-out perplexity"),
+        ("cifar", "CIFAR-10, ResNet-8", "Test accuracy, %"),
     ):
         shown = _shown(found, task)
         times = [

@@ -94,7 +94,7 @@ def front() -> list[Panel]:
             ],
         ),
         Panel(
-            "Held-out loss of the demo",
+            "Demo's held-out loss",
             "nats per byte; lower is better",
             [
                 Bar(label, losses[spec]["heldout_loss"], f"{losses[spec]['heldout_loss']:.2f}", spec in _SHOWN)

@@ -23,7 +23,7 @@ THEMES = {
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 #: Pixels: of the picture, of the gap between two panels, of a panel's heading, of a bar with its label, of a bar alone.
-_WIDTH, _GAP, _HEADING, _PITCH, _THICK = 600, 36, 56, 43, 11
+_WIDTH, _GAP, _HEADING, _PITCH, _THICK = 600, 36, 58, 46, 11
 _PANEL = (_WIDTH - _GAP) / 2
 
 
@@ -79,10 +79,10 @@ def drawn(panels: Sequence[Panel], theme: str) -> str:
         f'  role="img" font-family="{escape(_FONT)}" fill="{strong}">',
         f"<title>{escape(' '.join(panel.text() for panel in panels))}</title>",
         "<style>",
-        ".t { font-size: 18px; font-weight: 700 }",
-        f".n {{ font-size: 14.5px; fill: {weak} }}",
-        ".l { font-size: 17px }",
-        ".v { font-size: 17px; font-weight: 700; text-anchor: end }",
+        ".t { font-size: 19.5px; font-weight: 700 }",
+        f".n {{ font-size: 15.5px; fill: {weak} }}",
+        ".l { font-size: 18px }",
+        ".v { font-size: 18px; font-weight: 700; text-anchor: end }",
         "</style>",
     ]
     top = 0
@@ -97,16 +97,16 @@ def _panel(panel: Panel, left: float, top: float, colours: Sequence[str]) -> Ite
     *_, ground, plain, about = colours
     right, longest = left + _PANEL, max((bar.value or 0.0 for bar in panel.bars), default=0.0) or 1.0
     yield f'<text class="t" x="{left:g}" y="{top + 19:g}">{escape(panel.title)}</text>'
-    yield f'<text class="n" x="{left:g}" y="{top + 40:g}">{escape(panel.note)}</text>'
+    yield f'<text class="n" x="{left:g}" y="{top + 41:g}">{escape(panel.note)}</text>'
     for at, bar in enumerate(panel.bars):
         y = top + _HEADING + at * _PITCH
-        yield f'<text class="l" x="{left:g}" y="{y + 16:g}">{escape(bar.label)}</text>'
-        yield f'<text class="v" x="{right:g}" y="{y + 16:g}">{escape(bar.said)}</text>'
-        yield f'<rect x="{left:g}" y="{y + 23:g}" width="{_PANEL:g}" height="{_THICK}" rx="3" fill="{ground}"/>'
+        yield f'<text class="l" x="{left:g}" y="{y + 17:g}">{escape(bar.label)}</text>'
+        yield f'<text class="v" x="{right:g}" y="{y + 17:g}">{escape(bar.said)}</text>'
+        yield f'<rect x="{left:g}" y="{y + 25:g}" width="{_PANEL:g}" height="{_THICK}" rx="3" fill="{ground}"/>'
         if bar.value:
             long = max(2.0, _PANEL * bar.value / longest)
             colour = about if bar.strong else plain
-            yield f'<rect x="{left:g}" y="{y + 23:g}" width="{long:.1f}" height="{_THICK}" rx="3" fill="{colour}"/>'
+            yield f'<rect x="{left:g}" y="{y + 25:g}" width="{long:.1f}" height="{_THICK}" rx="3" fill="{colour}"/>'
 
 
 def write(panels: Sequence[Panel], path: Path) -> None:

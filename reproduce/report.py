@@ -468,9 +468,12 @@ def markdown(
         commits: those at which rows were trained.
     """
     lines = [*beginning(found, claims, opening, paper=paper, page=page), "## Tables", "", layout.legend, ""]
-    for key, own in layout.tables(found):
+    tables = list(layout.tables(found))
+    for key, own in tables:
         columns = layout.columns(key)
-        lines += [f"### {titles[key]}", "", layout.caption(titles[key], own) + ".", ""]
+        twice = sum(key == other for other, _ in tables) > 1  # a task that was trained for longer, too
+        length = f", {_count(own[0].epochs, 'epoch')}" if twice else ""
+        lines += [f"### {titles[key]}{length}", "", layout.caption(titles[key], own) + ".", ""]
         lines += ["| " + " | ".join(column for column, _ in columns) + " |"]
         lines += ["| --- |" + " ---: |" * (len(columns) - 1)]
         lines += ["| " + " | ".join(cell(line) for _, cell in columns) + " |" for line in own]

@@ -57,7 +57,7 @@ def test_the_front_picture_shows_the_records_figures(theme):
     for label, spec in zip(labels, ("none", "fp16", "qsgd:bits=4", "topk:density=0.01+ef"), strict=True):
         assert shown[shown.index(label) + 1] == f"{steps[spec]['ratio_to_compute']:.1f}×"
     labels = ("uncompressed", "16 bits", "4 bits", "largest 4 %, in 8 bits")
-    shown = shown[shown.index("Held-out loss of the demo") :]
+    shown = shown[shown.index("Demo's held-out loss") :]
     for label, spec in zip(labels, ("none", "fp16", "qsgd:bits=4", "topk:density=0.04,values=int8+ef"), strict=True):
         assert shown[shown.index(label) + 1] == f"{losses[spec]['heldout_loss']:.2f}"
 
