@@ -86,8 +86,8 @@ def front() -> list[Panel]:
     )
     return [
         Panel(
-            "Step on a 200 Mbit/s link",
-            "times a step that sends nothing",
+            "Step time at 200 Mbit/s",
+            "over a step that sends nothing",
             [
                 Bar(label, steps[spec]["ratio_to_compute"], f"{steps[spec]['ratio_to_compute']:.1f}×", spec in _SHOWN)
                 for spec, label in _STEPS.items()

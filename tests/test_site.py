@@ -152,6 +152,13 @@ def test_a_page_of_the_reference_begins_with_what_is_called_and_leaves_nothing_o
     assert {name.rpartition(".")[2] for name in names} >= public
 
 
+def test_examples_in_docstrings_are_shown_as_code(site):
+    """Prompts would otherwise become quotations within quotations."""
+    pages = [page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html")]
+    assert not any("<blockquote>" in page for page in pages)
+    assert sum("Examples:" in page and "&gt;&gt;&gt; </span>" in page for page in pages) > 4
+
+
 def test_the_search_finds_names_and_ideas_and_needs_no_server(site):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     titles = {entry["location"]: entry["title"] for entry in index["docs"]}
