@@ -14,33 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reproduce import command, cssgd, dgc, fidelity, lgreco, mesa, model_parallel, powersgd, sensitivity
-from reproduce.pictures import Bar, Panel, write
+from reproduce import benchmarks, command, cssgd, dgc, fidelity, lgreco, mesa, model_parallel, powersgd, sensitivity
+from reproduce.pictures import write
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["FRONT", "PAGES", "Options", "front", "main", "record_of"]
+__all__ = ["FRONT", "PAGES", "Options", "main", "record_of"]
 
 _ROOT = Path(__file__).parent.parent
 
 #: The picture of the front page, without theme and ending.
 FRONT = "pictures/front"
-
-#: What the front page shows: codecs of the benchmark and of the demo, and what they are called.
-_STEPS = {
-    "none": "uncompressed",
-    "fp16": "16 bits",
-    "qsgd:bits=4": "4 bits",
-    "topk:density=0.01+ef": "largest 1 %",
-}
-_LOSSES = {
-    "none": "uncompressed",
-    "fp16": "16 bits",
-    "qsgd:bits=4": "4 bits",
-    "topk:density=0.04,values=int8+ef": "largest 4 %, in 8 bits",
-}
-_SHOWN = ("topk:density=0.01+ef", "topk:density=0.04,values=int8+ef")
 
 
 def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path: Path) -> None:
@@ -73,37 +58,6 @@ def record_of(module: str) -> dict[str, Any]:
     return record
 
 
-def front() -> list[Panel]:
-    """What the front page shows: how long a step takes on a slow link, and what became of the loss.
-
-    The two panels are of different runs: the benchmark takes too few steps to judge a loss by, and the demo has no slow
-    link. Both have the uncompressed step and model for comparison.
-    """
-    results = _ROOT / "benchmarks/results"
-    steps, losses = (
-        {row["codec"]: row for row in json.loads((results / name).read_text())["rows"]}
-        for name in ("ddp-200mbit.json", "demo/summary.json")
-    )
-    return [
-        Panel(
-            "Step time at 200 Mbit/s",
-            "over a step that sends nothing",
-            [
-                Bar(label, steps[spec]["ratio_to_compute"], f"{steps[spec]['ratio_to_compute']:.1f}×", spec in _SHOWN)
-                for spec, label in _STEPS.items()
-            ],
-        ),
-        Panel(
-            "Demo's held-out loss",
-            "nats per byte; lower is better",
-            [
-                Bar(label, losses[spec]["heldout_loss"], f"{losses[spec]['heldout_loss']:.2f}", spec in _SHOWN)
-                for spec, label in _LOSSES.items()
-            ],
-        ),
-    ]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` when None) and return its exit code."""
     return command.command_line("pages", Options, _run, argv, stopped="Pages that were written are whole.")
@@ -114,7 +68,9 @@ def _run(options: Options, _: list[str], console: Console) -> None:
         path = options.docs / "results" / f"{module}.md"
         page(record_of(module), path)
         console.print(f"written: {path}", style="dim", markup=False, highlight=False)
-    write(front(), options.docs / FRONT)
+    found = benchmarks.records()
+    benchmarks.page(found, options.docs / "results" / "benchmarks.md")
+    write(benchmarks.front(found), options.docs / FRONT)
 
 
 if __name__ == "__main__":

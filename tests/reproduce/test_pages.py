@@ -9,7 +9,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from reproduce.pages import FRONT, PAGES, front, main, record_of
+from reproduce import benchmarks
+from reproduce.pages import FRONT, PAGES, main, record_of
 from reproduce.pictures import THEMES, Bar, Panel, drawn, write
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,10 +46,18 @@ def test_a_page_says_what_its_record_says(module, tmp_path):
         assert (again / name).read_text() == (pictures / name).read_text()
 
 
+def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
+    benchmarks.page(benchmarks.records(), tmp_path / "benchmarks.md")
+    assert (tmp_path / "benchmarks.md").read_text() == (DOCS / "results" / "benchmarks.md").read_text()
+    for theme in THEMES:
+        place = f"pictures/benchmarks/opening-{theme}.svg"
+        assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
+
+
 @pytest.mark.parametrize("theme", THEMES)
 def test_the_front_picture_shows_the_records_figures(theme):
     picture = (DOCS / f"{FRONT}-{theme}.svg").read_text()
-    assert picture == drawn(front(), theme)
+    assert picture == drawn(benchmarks.front(benchmarks.records()), theme)
     results = ROOT / "benchmarks" / "results"
     steps = {row["codec"]: row for row in json.loads((results / "ddp-200mbit.json").read_text())["rows"]}
     losses = {row["codec"]: row for row in json.loads((results / "demo" / "summary.json").read_text())["rows"]}
@@ -64,7 +73,7 @@ def test_the_front_picture_shows_the_records_figures(theme):
 
 def test_the_command_writes_every_page_and_the_front_picture(tmp_path, capsys):
     assert main(["--docs", str(tmp_path)]) == 0
-    assert {path.stem for path in (tmp_path / "results").glob("*.md")} == set(PAGES)
+    assert {path.stem for path in (tmp_path / "results").glob("*.md")} == {*PAGES, "benchmarks"}
     assert (tmp_path / f"{FRONT}-dark.svg").exists()
     assert "dgc.md" in re.sub(r"\s", "", capsys.readouterr().out)
 
