@@ -392,8 +392,8 @@ class Opening:
     title: str
     says: str
     ran: str
-    found: Callable[[Sequence[Any]], str]
-    panels: Callable[[Sequence[Any]], Sequence[Panel]]
+    found: Callable[[Any], str]
+    panels: Callable[[Any], Sequence[Panel]]
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -409,7 +409,7 @@ def pictures_of(page: Path) -> Path:
     return page.parent / "pictures" / page.stem
 
 
-def beginning(found: Sequence[Any], claims: Sequence[Claim], opening: Opening, *, paper: str, page: str) -> list[str]:
+def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: str, page: str) -> list[str]:
     """The first lines of a page: title, source, conclusion, picture, and what became of the claims.
 
     Args:
@@ -505,7 +505,7 @@ def source(record: dict[str, Any], commits: Sequence[str]) -> str:
     return f"Command: `{record['command']}`, on {where}, commit {trained_at}."
 
 
-def write_page(path: Path, text: Callable[[Collection[str]], str], found: Sequence[Any], opening: Opening) -> None:
+def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:
     """Write a page and its opening's picture.
 
     Args:
