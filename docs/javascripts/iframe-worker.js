@@ -5,24 +5,28 @@ if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {
       super()
-      const frame = document.createElement("iframe")
-      frame.hidden = true
-      document.body.append(frame)
-      this.inside = frame.contentWindow
-      this.inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }))
-      this.inside.importScripts = () => {}
-      const script = frame.contentDocument.createElement("script")
-      this.ready = new Promise((resolve) => { script.onload = resolve })
-      script.src = new URL(url, location.href).href
-      frame.contentDocument.body.append(script)
+      this.frame = document.createElement("iframe")
+      this.frame.hidden = true
+      this.ready = new Promise((resolve) => {
+        this.frame.addEventListener("load", () => {
+          const { contentDocument: page, contentWindow: inside } = this.frame
+          inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }))
+          inside.importScripts = () => {}
+          const script = page.createElement("script")
+          script.src = new URL(url, location.href).href
+          script.onload = () => resolve(inside)
+          page.body.append(script)
+        }, { once: true })
+      })
+      document.body.append(this.frame)
     }
 
     postMessage(data) {
-      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })))
+      this.ready.then((inside) => inside.dispatchEvent(new MessageEvent("message", { data })))
     }
 
     terminate() {
-      this.inside.frameElement.remove()
+      this.frame.remove()
     }
   }
 }
