@@ -16,7 +16,7 @@ from narrowband.cli.exits import CONVENTION, DONE, check_folder, check_output, f
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
-from reproduce.report import PER_TASK, Claim, Group, Layout, groups, markdown, table
+from reproduce.report import PER_TASK, Claim, Group, Layout, Opening, groups, markdown, pictures_of, table, write_page
 from reproduce.training import Row, recorded, run
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "chosen",
     "command_line",
     "main",
+    "page",
     "progress",
     "say",
     "show",
@@ -71,6 +72,7 @@ class Experiment:
         titles: of each task, or whatever else tables are about.
         recipes: all rows, the dense one of each task first.
         claims: what the paper says, judged by the groups that were trained.
+        opening: how its page begins.
         draw: draws pictures of rows into a directory, and says which; needs matplotlib.
         seeds: of the rows that claims are about, so many that two cores need no longer than an hour and a half; more
             on request.
@@ -83,6 +85,7 @@ class Experiment:
     titles: dict[str, str]
     recipes: tuple[Recipe, ...]
     claims: Callable[[Sequence[Group]], list[Claim]]
+    opening: Opening
     draw: Callable[[Sequence[dict[str, Any]], Path], list[Path]] | None = None
     seeds: tuple[int, ...] = (0,)
     nodes: int = 4
@@ -121,7 +124,7 @@ class Options:
     quick: bool = False
     """Two rows, one seed, one epoch, a handful of samples: to see in seconds that everything works."""
     markdown: Path | None = None
-    """Also write the tables and claims to this file, for the documentation."""
+    """Also write conclusion, claims and tables to this file, for the documentation, and pictures beside it."""
 
 
 def chosen(experiment: Experiment, options: Options) -> list[Row]:
@@ -264,22 +267,47 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
         },
     )
     if experiment.draw is not None and can_plot():
-        for picture in experiment.draw(results, output):
+        for picture in experiment.draw(results, output if options.markdown is None else pictures_of(options.markdown)):
             console.print(f"drawn: {picture}", style="dim", markup=False, highlight=False)
     if options.markdown is not None:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(
-            markdown(
-                found,
-                experiment.titles,
-                claims,
-                experiment.layout,
-                paper=experiment.paper,
-                record=record,
-                commits=commits,
-            )
-        )
+        page(experiment, results, record, options.markdown, claims)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+def page(
+    experiment: Experiment,
+    rows: Sequence[dict[str, Any]],
+    record: dict[str, Any],
+    path: Path,
+    claims: Sequence[Claim] | None = None,
+) -> None:
+    """Write a page of documentation.
+
+    Args:
+        experiment: that was run.
+        rows: that were trained.
+        record: command and machine.
+        path: of the page.
+        claims: what became of them; judged by the rows when left out.
+    """
+    found = groups(rows)
+    write_page(
+        path,
+        lambda pictures: markdown(
+            found,
+            experiment.titles,
+            experiment.claims(found) if claims is None else claims,
+            experiment.layout,
+            opening=experiment.opening,
+            paper=experiment.paper,
+            page=path.stem,
+            pictures=pictures,
+            record=record,
+            commits=sorted({str(row["commit"]) for row in rows}),
+        ),
+        found,
+        experiment.opening,
+    )
 
 
 def show(
