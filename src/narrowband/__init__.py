@@ -16,7 +16,7 @@ from narrowband.activations import ActivationCompression, ActivationPolicy, comp
 from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy, Uniform
 from narrowband.codecs import Codec, codec
 from narrowband.coded import CodedDataParallel, choose_redundancy
-from narrowband.errors import PayloadError, UnsupportedError
+from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
 from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
 from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients, measure_times
 from narrowband.pipeline import Boundary
@@ -37,6 +37,7 @@ __all__ = [
     "CodedDataParallel",
     "CompressedStage",
     "Compression",
+    "DisagreementError",
     "Feedback",
     "GlobalTopK",
     "GradientCompression",
