@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
-from narrowband.activations.kept import DRIFT, Payload
+from narrowband.activations.kept import DRIFT, JUMP, Payload
 from tests.activations.models import SMALL, Attention, SelfAttention, ViT, counting, error, mlp, same
 from tests.ranks import run_ranks
 
@@ -58,7 +58,8 @@ class Calls(nn.Module):
 
 def rederived(x, dims, held, bits, decay):
     """Equations 3 and 5 to 7 in float64 for groups that lie along ``dims``: (x̂ by rounding to nearest, the range (α, β)
-    it has, the estimates (α, β)). The range is that of the estimates before, unless an end of it is far from these.
+    it has, the estimates (α, β)). The range is that of the estimates before, unless an end of it is far from these; and
+    the batch's own where that is many times as wide.
     """
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
     alpha, beta = high - low, low
@@ -68,6 +69,8 @@ def rederived(x, dims, held, bits, decay):
         moved = torch.maximum((held[1] - beta).abs(), (sum(held) - alpha - beta).abs())
         if decay and (moved <= DRIFT * alpha).all():
             alpha, beta = held
+        elif decay and (high - low > JUMP * held[0]).any():
+            alpha, beta = high - low, low
     top = 2**bits - 1
     x_tilde = ((x - beta) * top / alpha).round().clamp(0, top)
     return x_tilde * alpha / top + beta, (alpha, beta), learned

@@ -767,7 +767,10 @@ class ActivationCompression(contextlib.ContextDecorator):
             try:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at.hooks))
             except RuntimeError as error:
-                raise _refusal(error) or error from error
+                refused = _refusal(error)
+                if refused is None:
+                    raise
+                raise refused from error
             watch = stack.enter_context(Watch(at))
             undo.pop_all()
         _current.at, _current.stack, _current.watch = at, stack, watch
