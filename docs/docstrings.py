@@ -11,6 +11,8 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`~?([^`]+)`")
+#: Google's section is the plural; the singular would be shown as a note, in which prompts are quotations.
+EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
 RULE = r"=+(?: +=+)+"
 TABLE = re.compile(rf"^({RULE}\n(?:.+\n)+?{RULE}\n(?:.+\n)+?{RULE})$", re.MULTILINE)
@@ -32,5 +34,5 @@ class Markdown(griffe.Extension):
 
 def prose(text: str) -> str:
     """Text outside tables, as Markdown."""
-    text = LITERAL_BLOCK.sub(":", ROLE.sub(r"`\1`", text))
+    text = LITERAL_BLOCK.sub(":", EXAMPLE.sub("Examples:", ROLE.sub(r"`\1`", text)))
     return POWER.sub(lambda match: r"\*\*" if match[1] else match[0], text)

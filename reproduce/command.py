@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from narrowband.bench.ranks import RankError
-from narrowband.errors import UnsupportedError
+from narrowband.bench.ranks import check_seed
+from narrowband.cli.exits import CONVENTION, DONE, check_folder, check_output, finish
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
-from narrowband.units import format_seconds
-from reproduce.report import PER_TASK, Claim, Group, Layout, groups, markdown, table
+from narrowband.units import format_loss, format_seconds
+from reproduce.report import PER_TASK, Claim, Group, Layout, Opening, groups, markdown, pictures_of, table, write_page
 from reproduce.training import Row, recorded, run
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "chosen",
     "command_line",
     "main",
+    "page",
     "progress",
     "say",
     "show",
@@ -70,6 +72,7 @@ class Experiment:
         titles: of each task, or whatever else tables are about.
         recipes: all rows, the dense one of each task first.
         claims: what the paper says, judged by the groups that were trained.
+        opening: how its page begins.
         draw: draws pictures of rows into a directory, and says which; needs matplotlib.
         seeds: of the rows that claims are about, so many that two cores need no longer than an hour and a half; more
             on request.
@@ -82,6 +85,7 @@ class Experiment:
     titles: dict[str, str]
     recipes: tuple[Recipe, ...]
     claims: Callable[[Sequence[Group]], list[Claim]]
+    opening: Opening
     draw: Callable[[Sequence[dict[str, Any]], Path], list[Path]] | None = None
     seeds: tuple[int, ...] = (0,)
     nodes: int = 4
@@ -114,13 +118,13 @@ class Options:
     output: Path | None = None
     """Directory of the results; reproduce/results/<module> when left out."""
     resume: bool = True
-    """Take rows that an earlier run finished."""
+    """Take rows that an earlier run finished; --no-resume trains them again."""
     recorded: bool = False
     """Train nothing: tables and claims of the rows that are finished."""
     quick: bool = False
     """Two rows, one seed, one epoch, a handful of samples: to see in seconds that everything works."""
     markdown: Path | None = None
-    """Also write the tables and claims to this file, for the documentation."""
+    """Also write conclusion, claims and tables to this file, for the documentation, and pictures beside it."""
 
 
 def chosen(experiment: Experiment, options: Options) -> list[Row]:
@@ -142,9 +146,13 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
         if r.row.task in (options.tasks or (r.row.task,))
         and (r.row.name in options.rows if options.rows else options.long or options.recorded or not r.long)
     ]
+    if options.nodes is not None and options.nodes < 1:
+        raise ValueError(f"nodes={options.nodes} must be at least 1")
     seeds = experiment.seeds if options.seeds is None else options.seeds
     if not seeds:
         raise ValueError("no seed: give at least one, as in --seeds 0")
+    for seed in (*seeds, *options.ablation_seeds):
+        check_seed(seed)
     if options.quick:
         return [_quick(row) for row in _once(replace(r.row, seed=seeds[0]) for r in recipes)[:_QUICK_ROWS]]
     rows = []
@@ -193,7 +201,7 @@ def command_line(
     *,
     stopped: str,
 ) -> int:
-    """Read a command line, work, and return an exit code; what goes wrong is said in one line.
+    """Read a command line, work, and return an exit code, as :mod:`narrowband.cli.exits` says.
 
     Args:
         module: the last part of the module's name.
@@ -206,23 +214,23 @@ def command_line(
     from rich.console import Console
 
     words = list(sys.argv[1:] if argv is None else argv)
-    console, errors = Console(), Console(stderr=True)
-    given = tyro.cli(options, args=words, prog=f"python -m reproduce.{module}")
-    try:
+    console, errors = (Console(stderr=stderr, emoji=False) for stderr in (False, True))
+
+    def run() -> int:
+        about = f"{inspect.cleandoc(options.__doc__ or '')}\n\n{CONVENTION}"
+        given = tyro.cli(options, args=words, prog=f"python -m reproduce.{module}", description=about)
+        check_output(getattr(given, "markdown", None))
+        check_folder(getattr(given, "output", None))
         work(given, ["python", "-m", f"reproduce.{module}", *words], console)
-    except KeyboardInterrupt:
-        errors.print(f"Stopped. {stopped}", style="yellow", highlight=False)
-        return 130
-    except (ValueError, UnsupportedError, RankError, OSError, ImportError) as error:
-        errors.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, (ValueError, UnsupportedError)) else 1
-    return 0
+        return DONE
+
+    return finish(run, errors, stopped=stopped)
 
 
 def _run(experiment: Experiment, options: Options, command: list[str], console: Console) -> None:
     output = options.output or Path(__file__).parent / "results" / experiment.module
     rows = chosen(experiment, options)
-    nodes = options.nodes or experiment.nodes
+    nodes = experiment.nodes if options.nodes is None else options.nodes
     if options.recorded:
         rows = recorded(rows, output, nodes=nodes, data_dir=options.data_dir)
         if not rows:
@@ -259,22 +267,47 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
         },
     )
     if experiment.draw is not None and can_plot():
-        for picture in experiment.draw(results, output):
+        for picture in experiment.draw(results, output if options.markdown is None else pictures_of(options.markdown)):
             console.print(f"drawn: {picture}", style="dim", markup=False, highlight=False)
     if options.markdown is not None:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(
-            markdown(
-                found,
-                experiment.titles,
-                claims,
-                experiment.layout,
-                paper=experiment.paper,
-                record=record,
-                commits=commits,
-            )
-        )
+        page(experiment, results, record, options.markdown, claims)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+def page(
+    experiment: Experiment,
+    rows: Sequence[dict[str, Any]],
+    record: dict[str, Any],
+    path: Path,
+    claims: Sequence[Claim] | None = None,
+) -> None:
+    """Write a page of documentation.
+
+    Args:
+        experiment: that was run.
+        rows: that were trained.
+        record: command and machine.
+        path: of the page.
+        claims: what became of them; judged by the rows when left out.
+    """
+    found = groups(rows)
+    write_page(
+        path,
+        lambda pictures: markdown(
+            found,
+            experiment.titles,
+            experiment.claims(found) if claims is None else claims,
+            experiment.layout,
+            opening=experiment.opening,
+            paper=experiment.paper,
+            page=path.stem,
+            pictures=pictures,
+            record=record,
+            commits=sorted({str(row["commit"]) for row in rows}),
+        ),
+        found,
+        experiment.opening,
+    )
 
 
 def show(
@@ -328,12 +361,14 @@ class _Show:
                 self._starting = None
             if number not in self._bars:
                 self._bars[number] = self._progress.add_task(label, total=event["of"], said="")
-            self._progress.update(self._bars[number], completed=event["step"], said=f"loss {event['loss']:.2f}")
+            self._progress.update(
+                self._bars[number], completed=event["step"], said=f"loss {format_loss(event['loss'], 2)}"
+            )
         elif event["event"] == "row":
             if number in self._bars:
                 self._progress.remove_task(self._bars.pop(number))
             result = event["result"]
-            score = "diverged" if result["score"] is None else f"{result['score']:.2f}"
+            score = format_loss(result["score"], 2)
             self._progress.console.print(
                 f"{label}: {score} ({result['metric']}), {format_seconds(result['wall_s'])}",
                 markup=False,

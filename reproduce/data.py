@@ -34,6 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowband.errors import UnsupportedError, pip_install
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -223,8 +225,13 @@ def _column(file: Path, name: str) -> list[Any]:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ImportError(f"reading {file.name} needs pyarrow: pip install 'narrowband[reproduce]'") from error
-    table: pa.Table = pq.read_table(file)
+        raise UnsupportedError(f"reading {file.name} needs pyarrow: {pip_install('reproduce')}") from error
+    try:
+        table: pa.Table = pq.read_table(file)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{file} is no parquet file, or a part of one; delete it, or put the whole one there"
+        ) from error
     if name not in table.column_names:
         raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected one named {name!r}")
     column: list[Any] = table.column(name).to_pylist()
@@ -235,7 +242,7 @@ def _decoded(file: Path, *, column: str, mode: str, side: int) -> np.ndarray[Any
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("decoding images needs pillow: pip install 'narrowband[reproduce]'") from error
+        raise UnsupportedError(f"decoding images needs pillow: {pip_install('reproduce')}") from error
     rows = _column(file, column)
     x_NHWC = np.empty((len(rows), side, side, len(mode)), dtype=np.uint8)
     for at, row in enumerate(rows):

@@ -16,7 +16,6 @@ of CIFAR-10: uniform top-k is five points behind dense at 5 %, and six at 1 %.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import narrowband as nb
+from narrowband.report.record import read_json
 from narrowband.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
-from reproduce.report import COLUMNS, DENSE, NOTHING, Claim, Group, Layout, named
+from reproduce.pictures import Bar, Panel
+from reproduce.report import COLUMNS, DENSE, NOTHING, Claim, Group, Layout, Opening, named, needed, score_panel
 from reproduce.training import Row
 
 __all__ = ["EXPERIMENT", "LINKS"]
@@ -154,7 +155,7 @@ def _their_share(group: Group) -> str:
 def _on_link(group: Group) -> str:
     """What :mod:`reproduce.lgreco_links` recorded."""
     path = Path(__file__).parent / "results" / "lgreco" / LINKS
-    told = json.loads(path.read_text()) if path.exists() else {}
+    told = read_json(path, ("rate", "rows")) if path.exists() else {}
     rows = told["rows"] if told.get("rate") == "100mbit" else []  # as the legend says
     found = next((row["step_s"] for row in rows if (row["task"], row["name"]) == (group.task, group.name)), None)
     return NOTHING if found is None else format_seconds(found)
@@ -185,7 +186,52 @@ _LAYOUT = Layout(
         ("on a link", _on_link),
     ),
     legend=_LEGEND,
+    pictures=lambda task: (
+        (f"{task}-ratios.png", "Times fewer bytes over steps, a curve for every policy, for qsgd, top-k and PowerSGD"),
+        (f"{task}-profile.png", "What L-GreCo chose last for every layer: bits, density and rank, beside uniform's"),
+    ),
 )
+
+
+def _pairs(found: Sequence[Group], task: str) -> dict[str, tuple[Group, Group]]:
+    """Family → uniform, and L-GreCo."""
+    uniform, own = (
+        {family: needed(found, task, f"{family}, {name}") for family in _FAMILIES} for name in ("uniform", "lgreco")
+    )
+    return {family: (uniform[family], own[family]) for family in _FAMILIES}
+
+
+def _found(found: Sequence[Group]) -> str:
+    fewer = {
+        task: "; ".join(
+            f"{family} {(own.mean_ratio or 0.0) / (uniform.mean_ratio or 1.0):.2f}"
+            for family, (uniform, own) in _pairs(found, task).items()
+        )
+        for task in ("cifar", "gpt")
+    }
+    kept = [claim.held for claim in _claims(found) if "metric" in claim.text]
+    return (
+        f"In {sum(map(bool, kept))} of {len(kept)} cases the metric is within {_KEPT:.0%} of the uniform setting's. "
+        f"Over all of training L-GreCo sends this many times less than uniform: on CIFAR-10 {fewer['cifar']}; on "
+        f"WikiText-2 {fewer['gpt']}. Where that is little, a uniform setting is enough."
+    )
+
+
+def _panels(found: Sequence[Group]) -> list[Panel]:
+    panels = []
+    for task, what, score in (
+        ("cifar", "CIFAR-10, ResNet-8", "Test accuracy, %"),
+        ("gpt", "WikiText-2, GPT", "Held-out perplexity"),
+    ):
+        shown = [
+            (f"{family}, {'L-GreCo' if own else 'uniform'}", pair[own], bool(own))
+            for family, pair in _pairs(found, task).items()
+            for own in (0, 1)
+        ]
+        ratios = [Bar(label, group.mean_ratio, f"{group.mean_ratio:.1f}×", strong) for label, group, strong in shown]
+        panels += [Panel(what, "times fewer bytes sent, on average", ratios), score_panel(score, shown)]
+    return panels
+
 
 EXPERIMENT = Experiment(
     module="lgreco",
@@ -193,6 +239,16 @@ EXPERIMENT = Experiment(
     titles={"cifar": "CIFAR-10, ResNet-8", "gpt": "WikiText-2 as bytes (validation split, judged on test), GPT"},
     recipes=(*_recipes(_CIFAR), *_recipes(_GPT)),
     claims=_claims,
+    opening=Opening(
+        title="Adaptive per layer (L-GreCo)",
+        says="Choosing the bits, density or rank of every layer anew at every epoch, at the error of a uniform setting "
+        "that is known to be safe, sends 1.1 times (quantization) to 5 times (low rank, a transformer) less than that "
+        "setting, with metrics within 1 % of training without compression.",
+        ran="A ResNet-8 on CIFAR-10 and a small GPT on bytes of WikiText-2, each on four real ranks, with three "
+        "families of codecs, uniform and chosen by L-GreCo, k-means, Accordion, and L-GreCo with Accordion.",
+        found=_found,
+        panels=_panels,
+    ),
     draw=_draw,
     layout=_LAYOUT,
 )

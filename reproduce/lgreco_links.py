@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowband.lab import LabConfig
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
@@ -74,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, command: list[str], console: Console) -> None:
-    if options.steps < 1:
-        raise ValueError(f"steps={options.steps} must be at least 1")
+    for name in ("steps", "nodes"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    LabConfig(nodes=options.nodes, rate=options.rate)
     output = options.output or Path(__file__).parent / "results" / EXPERIMENT.module
     there = recorded(
         [recipe.row for recipe in EXPERIMENT.recipes], output, nodes=options.nodes, data_dir=options.data_dir

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from narrowband.units import format_bytes, format_seconds
+from reproduce.pictures import Bar, Panel, embedded, write
 
 __all__ = [
     "COLUMNS",
@@ -21,13 +25,21 @@ __all__ = [
     "Claim",
     "Group",
     "Layout",
+    "Opening",
     "as_good_as",
-    "closing",
+    "beginning",
     "groups",
     "judged",
     "markdown",
     "named",
+    "needed",
+    "pictures_of",
+    "score_panel",
+    "sent_panel",
+    "source",
     "table",
+    "verdicts",
+    "write_page",
 ]
 
 #: The row that others are compared with.
@@ -184,6 +196,18 @@ def named(found: Sequence[Group], task: str, name: str, epochs: int | None = Non
     return next(own, None)
 
 
+def needed(found: Sequence[Group], task: str, name: str, epochs: int | None = None) -> Group:
+    """As :func:`named`, for what cannot be said without the row.
+
+    Raises:
+        LookupError: it was not trained.
+    """
+    own = named(found, task, name, epochs)
+    if own is None:
+        raise LookupError(f"needs the row {name} of task {task}")
+    return own
+
+
 def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool) -> Claim:
     """The claim that a row's metric is no worse than the dense row's by more than ``within``.
 
@@ -291,6 +315,7 @@ class Layout:
         legend: what columns mean.
         caption: of a table with that title and those lines.
         notes: what a page lists below the table.
+        pictures: that a page shows below the table with that key: a file's name, and what there is to see.
     """
 
     tables: Callable[[Sequence[Any]], Iterable[tuple[str, list[Any]]]] = _per_task
@@ -298,6 +323,7 @@ class Layout:
     legend: str = _LEGEND
     caption: Callable[[str, Sequence[Any]], str] = _caption
     notes: Callable[[Sequence[Any]], Sequence[str]] = _specs
+    pictures: Callable[[str], Sequence[tuple[str, str]]] = lambda _: ()
 
 
 #: A table per task and number of epochs.
@@ -319,47 +345,177 @@ def table(found: Sequence[Any], titles: dict[str, str], layout: Layout = PER_TAS
         yield drawn
 
 
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+#: What bars are called, the groups that they are of, and whether these are what the page is about.
+Shown = Sequence[tuple[str, Group, bool]]
+
+
+def sent_panel(title: str, shown: Shown) -> Panel:
+    """What a rank sends in a step of the last epoch."""
+    return Panel(
+        title,
+        "sent per step and rank",
+        [
+            Bar(label, group.sent_bytes_per_step, format_bytes(group.sent_bytes_per_step), strong)
+            for label, group, strong in shown
+        ],
+    )
+
+
+def score_panel(title: str, shown: Shown) -> Panel:
+    """How good models became."""
+    first = shown[0][1]
+    better = "higher" if first.higher_is_better else "lower"
+    return Panel(
+        title,
+        f"{better} is better; {_count(first.epochs, 'epoch')}",
+        [Bar(label, group.mean, group.score(), strong) for label, group, strong in shown],
+    )
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a page begins, for those who read no further: a conclusion in three parts, and a picture.
+
+    Attributes:
+        title: of the page.
+        says: what the paper claims, or what is asked.
+        ran: what was run here.
+        found: gets what a page shows, and says what came of it; raises LookupError where that is not enough.
+        panels: gets the same; what is drawn of it.
+    """
+
+    title: str
+    says: str
+    ran: str
+    found: Callable[[Any], str]
+    panels: Callable[[Any], Sequence[Panel]]
+
+
+#: The picture at the beginning of a page, in the folder of its pictures.
+_PICTURE = "opening"
+_LINKS = (
+    (re.compile(r"arXiv (\d{4}\.\d{5})"), "https://arxiv.org/abs/"),
+    (re.compile(r"DOI (10\.[^\s)]+)"), "https://doi.org/"),
+)
+
+
+def pictures_of(page: Path) -> Path:
+    """The folder of a page's pictures."""
+    return page.parent / "pictures" / page.stem
+
+
+def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: str, page: str) -> list[str]:
+    """The first lines of a page: title, source, conclusion, picture, and what became of the claims.
+
+    Args:
+        found: what the opening speaks of.
+        claims: and what became of them.
+        opening: how to begin.
+        paper: authors, title, arXiv id; or what else the figures are about.
+        page: name of the page's file, without the ending.
+    """
+    for pattern, place in _LINKS:
+        paper = pattern.sub(rf"[\g<0>]({place}\g<1>)", paper)
+    lines = [
+        f"# {opening.title}",
+        "",
+        f"{paper}.",
+        "",
+        f"**What is claimed.** {opening.says}",
+        "",
+        f"**What was run.** {opening.ran}",
+        "",
+    ]
+    tested = [claim for claim in claims if claim.held is not None]
+    held = sum(claim.held is True for claim in tested)
+    counted = f"{held} of {_count(len(tested), 'claim')} held: [each, with its figures](#claims)."
+    with contextlib.suppress(LookupError):  # rows that the conclusion is about may be left out of a run
+        lines += [f"**What held.** {opening.found(found)}{f' {counted}' if claims else ''}", ""]
+        lines += [embedded(opening.panels(found), f"pictures/{page}/{_PICTURE}"), ""]
+    return [*lines, "## Claims", "", *verdicts(claims), ""] if claims else lines
+
+
 def markdown(
     found: Sequence[Any],
     titles: dict[str, str],
     claims: Sequence[Claim],
     layout: Layout = PER_TASK,
     *,
+    opening: Opening,
     paper: str,
+    page: str,
+    pictures: Collection[str] = (),
     record: dict[str, Any],
     commits: Sequence[str],
 ) -> str:
-    """The same tables and the claims as a page of documentation.
+    """A conclusion, the claims, and the same tables as a page of documentation.
 
     Args:
         found: rows, put together, or whatever else the layout shows.
         titles: of each table.
         claims: and what became of them.
         layout: how to show them.
+        opening: how the page begins.
         paper: authors, title, arXiv id; or another heading.
+        page: name of the page's file, without the ending.
+        pictures: names of those in the page's folder, beside that of the opening.
         record: what :func:`narrowband.report.record.provenance` says.
         commits: those at which rows were trained.
     """
-    lines = [f"# {paper}", "", layout.legend, ""]
-    for key, own in layout.tables(found):
+    lines = [*beginning(found, claims, opening, paper=paper, page=page), "## Tables", "", layout.legend, ""]
+    tables = list(layout.tables(found))
+    for key, own in tables:
         columns = layout.columns(key)
-        lines += [layout.caption(titles[key], own) + ".", ""]
+        twice = sum(key == other for other, _ in tables) > 1  # a task that was trained for longer, too
+        length = f", {_count(own[0].epochs, 'epoch')}" if twice else ""
+        lines += [f"### {titles[key]}{length}", "", layout.caption(titles[key], own) + ".", ""]
         lines += ["| " + " | ".join(column for column, _ in columns) + " |"]
         lines += ["| --- |" + " ---: |" * (len(columns) - 1)]
         lines += ["| " + " | ".join(cell(line) for _, cell in columns) + " |" for line in own]
         lines += [""]
+        for name, alt in layout.pictures(key):
+            place = f"pictures/{page}/{name}"
+            lines += [f"[![{alt}]({place})]({place})", ""] if name in pictures else []
         notes = layout.notes(own)
-        lines += [*(f"- {note}" for note in notes), ""] if notes else []
-    return "\n".join([*lines, *closing(claims, record, commits)]) + "\n"
+        if notes:
+            lines += [
+                '<details markdown="1"><summary>The rows, as specs</summary>',
+                "",
+                *(f"- {note}" for note in notes),
+            ]
+            lines += ["", "</details>", ""]
+    return "\n".join([*lines, source(record, commits)]) + "\n"
 
 
-def closing(claims: Sequence[Claim], record: dict[str, Any], commits: Sequence[str]) -> list[str]:
-    """The end of a page: what became of the claims, and where figures come from."""
+def verdicts(claims: Sequence[Claim]) -> list[str]:
+    """What became of the claims, as a list."""
+    return [f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims]
+
+
+def source(record: dict[str, Any], commits: Sequence[str]) -> str:
+    """Where figures come from."""
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] for commit in commits)
-    return [
-        *(f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims),
-        "",
-        f"Command: `{record['command']}`, on {where}, commit {trained_at}.",
-    ]
+    return f"Command: `{record['command']}`, on {where}, commit {trained_at}."
+
+
+def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:
+    """Write a page and its opening's picture.
+
+    Args:
+        path: of the page.
+        text: gets the names of other pictures that are there, and returns the page.
+        found: what the opening speaks of.
+        opening: how the page begins.
+    """
+    folder = pictures_of(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(LookupError):  # as on the page
+        write(opening.panels(found), folder / _PICTURE)
+    path.write_text(text({place.name for place in folder.iterdir()}), encoding="utf-8")

@@ -36,7 +36,7 @@ from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
 from narrowband.collectives import allreduce_nbytes, choose
 from narrowband.lab import LabConfig
-from narrowband.report.record import commit, versions, write_json
+from narrowband.report.record import commit, read_json, versions, write_json
 from reproduce.activations import Activations, read_policy
 from reproduce.data import locate
 from reproduce.tasks import Task, load
@@ -199,7 +199,7 @@ def run(
     results: dict[int, dict[str, Any]] = {}
     for number, path in enumerate(kept):
         if resume and path.exists():
-            results[number] = json.loads(path.read_text())
+            results[number] = read_json(path, ("task", "name", "score", "metric"))
             if on_event is not None:
                 on_event({"event": "row", "row": number, "result": results[number]})
 

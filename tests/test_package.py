@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 import narrowband
+from narrowband.errors import DISTRIBUTION, pip_install
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 #: Imported where they are used, so that ``import narrowband`` costs next to nothing beside ``import torch``.
 LATE = ("numba", "llvmlite", "rich", "tyro", "pyroute2", "matplotlib", "triton")
@@ -41,8 +48,35 @@ def test_import_leaves_the_upper_floors_and_the_backends_alone(added):
     assert {name for name in added if name.startswith(upper)} == set()
 
 
-def test_version_is_that_of_the_installed_distribution():
-    assert narrowband.__version__ == importlib.metadata.version("narrowband")
+@pytest.fixture(scope="module")
+def project():
+    """What pyproject.toml says of the distribution."""
+    return tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def test_the_distribution_has_a_name_of_its_own_and_the_command_that_of_the_package(project):
+    assert project["name"] == DISTRIBUTION == "torch-narrowband"
+    assert project["scripts"] == {"narrowband": "narrowband.cli:main"}
+    assert project["dynamic"] == ["version"]
+    assert list(project["urls"]) == ["Repository"]
+
+
+def test_what_messages_tell_to_install_exists(project):
+    extras = project["optional-dependencies"]
+    assert pip_install("plots") == "pip install -U 'torch-narrowband[plots]'"
+    assert {"adapt", "plots", "reproduce"} <= extras.keys()
+    assert f"{DISTRIBUTION}[adapt,plots,reproduce]" in extras["dev"]
+
+
+def test_nothing_recommends_to_install_the_project_that_has_our_name_on_pypi():
+    """What `pip install narrowband` fetches is another project."""
+    root = Path(__file__).parents[1]
+    files = [root / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "mkdocs.yml")]
+    for folder in ("src", "reproduce", "docs", "examples"):
+        files += [path for ending in ("*.py", "*.md") for path in (root / folder).rglob(ending)]
+    wrong = re.compile(r"""pip install [^\n`]*(?<![\w./-])narrowband(?![\w.-])|(?<![\w-])narrowband\[\w|git clone""")
+    found = {str(path.relative_to(root)): match[0] for path in files if (match := wrong.search(path.read_text()))}
+    assert found == {}
 
 
 def test_everything_in_all_exists():

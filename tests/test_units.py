@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from narrowband.units import format_bytes, format_count, format_rate, format_seconds
+from narrowband.units import (
+    NOTHING,
+    format_bytes,
+    format_count,
+    format_loss,
+    format_or_dash,
+    format_rate,
+    format_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,3 +36,21 @@ from narrowband.units import format_bytes, format_count, format_rate, format_sec
 )
 def test_numbers_as_people_read_them(said, expected):
     assert said == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", [format_bytes, format_count, format_rate, format_seconds])
+def test_what_is_no_number_is_a_dash(form, value):
+    assert form(value) == NOTHING
+
+
+def test_what_was_not_measured_is_a_dash():
+    assert [format_or_dash("{:.1f}".format, value) for value in (2.0, None, math.nan, math.inf)] == [
+        "2.0",
+        *[NOTHING] * 3,
+    ]
+
+
+def test_a_loss_that_is_no_number_has_diverged():
+    assert [format_loss(loss) for loss in (2.4294, None, math.nan, math.inf)] == ["2.429", *["diverged"] * 3]
+    assert format_loss(2.4294, digits=1) == "2.4"

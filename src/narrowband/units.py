@@ -1,8 +1,26 @@
-"""Numbers as people read them. Decimal units, as links and storage are sold: 1 MB is 10**6 bytes."""
+"""Numbers as people read them. Decimal units, as links and storage are sold: 1 MB is 10**6 bytes.
+
+What was not measured, or is no number, is a dash: "nan" says nothing to anybody.
+"""
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds"]
+import math
+from collections.abc import Callable
+
+__all__ = ["NOTHING", "format_bytes", "format_count", "format_loss", "format_or_dash", "format_rate", "format_seconds"]
+
+NOTHING = "–"
+
+
+def format_or_dash(form: Callable[[float], str], value: float | None) -> str:
+    """``form(value)``, or a dash where there is no such number: ``format_or_dash("{:.2f}".format, None) == "–"``."""
+    return NOTHING if value is None or not math.isfinite(value) else form(value)
+
+
+def format_loss(loss: float | None, digits: int = 3) -> str:
+    """``format_loss(2.4294) == "2.429"``; "diverged" for one that is missing or not finite."""
+    return f"{loss:.{digits}f}" if loss is not None and math.isfinite(loss) else "diverged"
 
 
 def format_bytes(count: float) -> str:
@@ -22,6 +40,8 @@ def format_rate(bits_per_second: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``format_seconds(0.0123) == "12.3 ms"``."""
+    if not math.isfinite(seconds):
+        return NOTHING
     if seconds >= 120.0:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest:02d} s"
@@ -31,6 +51,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
+    if not math.isfinite(value):
+        return NOTHING
     position = 0
     while abs(value) >= base * 0.9995 and position < len(units) - 1:
         value /= base

@@ -1123,24 +1123,6 @@ def test_roundings_follow_the_seed_of_torch():
     assert not torch.equal(gradients(1), gradients(2))
 
 
-def test_what_is_no_state_is_refused():
-    handle = compress(linears(4, 4))
-    with pytest.raises(ValueError, match="a state has estimates, seed and draws, and this has 'estimates'"):
-        handle.load_state_dict({"estimates": {}})
-    with pytest.raises(ValueError, match="and this has nothing"):
-        handle.load_state_dict({})
-
-
-def test_what_cannot_be_is_refused_at_setup():
-    model = linears(4, 4)
-    with pytest.raises(ValueError, match=r"'0.weights' matches no module of the model"):
-        compress(model, modules={"0.weights": 8})
-    with pytest.raises(TypeError, match="bits, min_numel: given beside policy"):
-        nb.compress_activations(model, 8, policy=nb.ActivationPolicy(), min_numel=3)
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        nb.compress_activations(model, bit=8)
-
-
 @pytest.mark.parametrize(
     ("options", "warns"),
     [({"min_numel": 10**6}, True), ({}, False), ({"bits": "off"}, False), ({"modules": {"*": "off"}}, True)],

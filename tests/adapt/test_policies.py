@@ -224,14 +224,36 @@ def test_plans_go_through_json_and_say_what_is_wrong():
     for edited, said in (
         (text[:-5], "not JSON"),
         ("[]", "not a plan"),
-        (text.replace('"version": 1', '"version": 9'), "version"),
+        ("{}", "not a plan"),
+        (
+            text.replace('"version": 1', '"version": 9'),
+            "of version 9, and this version of narrowband reads",
+        ),
+        (text.replace('"layers"', '"layer"'), "the plan lacks the key 'layers'"),
+        (text.replace('"policy"', '"police"'), "the plan lacks the key 'policy'"),
         (text.replace("powersgd:rank=", "powersgd:rnk=", 1), "0.weight"),
-        (text.replace('"spec"', '"sepc"', 1), "spec"),
-        (text.replace('"nbytes": ', '"nbytes": -', 1), "numbers"),
+        (text.replace('"spec"', '"sepc"', 1), "layer '0.weight' of the plan lacks the key 'spec'"),
+        (text.replace('"spec"', '"sepc": 0, "spec"', 1), "layer '0.weight' of the plan has the unknown key 'sepc'"),
+        (text.replace('"nbytes": ', '"nbytes": -', 1), "must have a number from 0 on as 'nbytes'"),
+        (text.replace('"error": ', '"error": NaN, "was": ', 1), "must have a number from 0 on, or null as 'error'"),
+        (text.replace('"shape": [', '"shape": 7, "was": [', 1), "must have a list of whole numbers as 'shape'"),
         (text.replace('"0.weight"', '"1.weight"'), "twice"),
-        (text.replace('"budget"', '"buget"'), "buget"),
+        (text.replace('"budget"', '"buget"'), "the plan has the unknown key 'buget'; there are: version, layers"),
+        ('{"version": 1, "policy": "x", "layers": [3]}', "layer 0 of the plan must be a JSON object"),
     ):
         assert edited != text
         with pytest.raises(ValueError, match=said):
             Plan.from_json(edited)
     assert math.isclose(plan.ratio, plan.dense_nbytes / plan.nbytes)
+
+
+def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
+    path = tmp_path / "new" / "plan.json"
+    plan = Uniform("qsgd:bits=4").decide(spread(), step=0)
+    plan.save(path)
+    assert Plan.load(path) == plan
+    for content, said in ((path.read_bytes()[:40], "not JSON"), (bytes(range(128, 256)), "no text")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=said) as caught:
+            Plan.load(path)
+        assert str(caught.value).startswith(f"{path}: ")

@@ -33,6 +33,9 @@ def test_on_loopback_with_peers():
         assert (row["rate"], row["nodes"], row["step_s"]) == ("none", 2, statistics.median(row["round_step_s"]))
         assert row["link_bytes_per_step"] is None  # all ranks share one card
     assert rows["torch: DDP fp32"]["sent_bytes_per_step"] is None
+    assert 0 < rows["qsgd:bits=4"]["relative_error"] < 0.1
+    for name in (NO_COMMUNICATION, "none", "torch: DDP fp32"):
+        assert rows[name]["relative_error"] is None
     every_compute = []
     for row in ordered[1:]:
         if "error" not in row:

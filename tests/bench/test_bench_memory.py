@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 
@@ -40,6 +41,13 @@ def bare(batch):
 
 def wrong(batch):
     return nn.Linear(4, 4)
+
+class Silent(nn.Linear):
+    def forward(self, x):
+        return 0.0 * super().forward(x)
+
+def silent(batch):
+    return Silent(4, 4), (torch.zeros(batch, 4),)
 """
 
 
@@ -250,7 +258,7 @@ def test_custom_operators_are_left_alone():
 
 
 def test_a_model_whose_output_needs_no_gradient_is_refused():
-    with pytest.raises(ValueError, match="without a tensor that needs gradients"):
+    with pytest.raises(ValueError, match="with nothing in it that needs gradients"):
         memory.survey(nn.Flatten(), (torch.randn(2, 3),), ActivationPolicy())
 
 
@@ -258,3 +266,12 @@ def test_ratio():
     assert Kept(8, 2).ratio == 4
     assert Kept(0, 0).ratio == 1
     assert Kept(8, 0).ratio == float("inf")
+
+
+def test_what_cannot_be_divided_is_left_open_and_not_nan(model):
+    """A gradient of zero has no relative error."""
+    rows = memory.run(
+        memory.Config(model=model.replace(":build", ":silent"), batch=2, bits=(8,), rounds=1, peaks=False)
+    )
+    assert [row["gradient_error"] for row in rows] == [None, None]
+    json.dumps(rows, allow_nan=False)

@@ -26,6 +26,9 @@ def test_on_loopback_with_a_peer():
     assert plain["activation_nbytes"] == plain["forward_nbytes"] == plain["backward_nbytes"] == NBYTES
     assert quantized["forward_nbytes"] == nb.codec("uniform:bits=4").payload_nbytes((4, 16, 16))
     assert quantized["backward_nbytes"] == nb.codec("qsgd:bits=8").payload_nbytes((4, 16, 16))
+    assert plain["forward_relative_error"] == plain["backward_relative_error"] == 0.0
+    assert 0 < quantized["backward_relative_error"] < quantized["forward_relative_error"] < 0.1  # 8 bits, and 4
+    assert peer["forward_relative_error"] is None
     # In the epochs that are compared, every sample has been seen before.
     assert by_sample["forward_nbytes"] == 4 * nb.codec("uniform:bits=4").payload_nbytes((16, 16))
     for row in rows:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -38,12 +39,32 @@ def test_training_learns_and_traffic_is_counted(finished):
     assert half["heldout_loss"] == pytest.approx(dense["heldout_loss"], rel=0.01)
 
 
+def test_bytes_have_their_relative_error_beside_them(finished):
+    _, summary, _ = finished
+    dense, half, sparse = (row["relative_error"] for row in summary["rows"])
+    assert dense is None
+    assert 0 < half < 1e-5
+    assert 0.1 < sparse < 1
+
+
+def test_a_torn_row_is_not_resumed_but_named(finished, tmp_path):
+    directory, _, _ = finished
+    shutil.copytree(directory / "rows", tmp_path / "rows")
+    (torn,) = (tmp_path / "rows").glob("fp16-*.json")
+    torn.write_text(torn.read_text()[:100])
+    with pytest.raises(ValueError, match="torn or no JSON file") as caught:
+        run(CONFIG, tmp_path, resume=True)
+    assert str(torn) in str(caught.value)
+
+
 def test_every_step_is_told(finished):
     _, summary, events = finished
     for row in summary["rows"]:
-        told = [event for event in events if event["codec"] == row["codec"]]
+        told = [event for event in events if event.get("codec") == row["codec"]]
         assert [event["step"] for event in told if event["event"] == "step"] == list(range(1, CONFIG.steps + 1))
         assert told[-1]["event"] == "row"
+    begun = [event["event"] for event in events].index("step")
+    assert [event["what"] for event in events[:begun]] == ["starting 2 ranks", "measuring a step that sends nothing"]
 
 
 def test_resuming_takes_what_is_finished_and_trains_what_is_not(finished):

@@ -63,6 +63,37 @@ def test_tables_by_operator_and_by_module_and_json_beside_them(narrow, model, tm
     assert {"commit", "machine", "command"} <= set(told)
 
 
+SHARED = """
+import torch
+from torch import nn
+
+
+def build(batch):
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 8)
+    x = torch.randn(batch, 64)
+    x[0, 0] = {outlier}
+    return nn.Sequential(*layers), (x,)
+"""
+
+
+def test_the_table_says_why_an_operator_keeps_more_in_4_bits_than_in_8_and_what_outliers_did(narrow, tmp_path):
+    path = tmp_path / "shared.py"
+    path.write_text(SHARED.format(outlier=0.0))
+    code, said = narrow(f"{path}:build", "--batch", "64", "--json", str(tmp_path / "found.json"))
+    told = json.loads((tmp_path / "found.json").read_text())
+    eight, four = (told[bits]["by_operator"]["layer_norm"]["kept"] for bits in ("8 bits", "4 bits"))
+    assert (eight, four) == (2 * 4 * 64, 2 * 4 * 64 + 64 * 256)  # statistics, and beside them codes of its own
+    said = " ".join(said.split())
+    assert code == 0
+    assert "Each operator is counted what it is the first to keep" in said
+    assert "Layer norms have 8 bits in the column of 4, too" in said
+    assert "outliers" not in said
+    path.write_text(SHARED.format(outlier=1e12))
+    _, said = narrow(f"{path}:build", "--batch", "64")
+    assert "inf, NaN or outliers are in them: 1 with 8 bits, 1 with 4 bits." in " ".join(said.split())
+
+
 def test_a_budget_gives_a_policy_that_keeps_within_it(narrow, model, tmp_path):
     path = tmp_path / "policy.toml"
     code, said = narrow(model, "--batch", "8", "--budget", "200kB", "--output", str(path))

@@ -64,7 +64,7 @@ def gradients(rank, step=0, dtype=torch.float32, shapes=SHAPES):
 
 def items_of(tensors, codec, feedback=None, step=0):
     return [
-        Item(f"p{i}", x.clone().reshape(-1), tuple(x.shape), codec, feedback, seed_of(step, i))
+        Item(f"p{i}", x.clone().reshape(-1), tuple(x.shape), codec, feedback, seed_of(step, i), i)
         for i, x in enumerate(tensors)
     ]
 
@@ -169,10 +169,10 @@ def mean_of_decoded(codec, tensors_by_rank, index):
     return total / len(tensors_by_rank)
 
 
-def chunks(numel, grain, size):
-    """Where scatter_reduce cuts: multiples of ceil(numel / (size · grain)) · grain."""
-    length = -(-numel // (size * grain)) * grain
-    return [(min(j * length, numel), min((j + 1) * length, numel)) for j in range(size)]
+def chunks(numel, grain, size, index):
+    """Where the chunk of each rank lies in scatter_reduce: grains as evenly as they come, shifted by the index."""
+    ends = [min(-(-numel // grain) * j // size * grain, numel) for j in range(size + 1)]
+    return [(ends[j], ends[j + 1]) for j in [(rank + index) % size for rank in range(size)]]
 
 
 def quantization_step(codec, x):
@@ -194,7 +194,9 @@ def expected_nbytes(kind, codec, tensors_by_rank, rank, size):
         return (size - 1) * (8 * len(tensors) + longest + TRAILER)
     columns = [
         TRAILER + sum(codec.payload_nbytes(end - begin) for begin, end in column)
-        for column in zip(*(chunks(x.numel(), codec.granularity, size) for x in tensors), strict=True)
+        for column in zip(
+            *(chunks(x.numel(), codec.granularity, size, index) for index, x in enumerate(tensors)), strict=True
+        )
     ]
     return sum(columns) - columns[rank] + (size - 1) * max(columns)
 
@@ -233,6 +235,25 @@ def test_every_way_averages_what_the_codec_keeps(world_size, dtype):
                 bound += float(wanted.abs().max()) * {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 0.0) * 2
                 error = (average_.view(shape).double() - wanted).abs().max()
                 assert error <= bound, f"{name}, item {index}: off by {error}, allowed {bound}"
+
+
+SMALL_MODEL = [(64, 64)] * 15 + [(128, 64)] * 5
+
+
+def sent_by_scatter_reduce(rank, world_size, specs):
+    sent = []
+    for spec in specs:
+        items = items_of(gradients(rank, shapes=SMALL_MODEL), nb.codec(spec))
+        sent.append(average("scatter_reduce", items, rank, world_size).sent_nbytes)
+    return sent
+
+
+def test_scatter_reduce_sends_what_its_table_says_also_where_tensors_are_not_cut_evenly():
+    size, specs = 12, ["qsgd:bits=4", "uniform:bits=8", "sign"]
+    for sent in run_ranks(sent_by_scatter_reduce, size, specs):
+        for spec, nbytes in zip(specs, sent, strict=True):
+            payload = sum(nb.codec(spec).payload_nbytes(shape) for shape in SMALL_MODEL)
+            assert nbytes == pytest.approx(2 * (size - 1) / size * payload, rel=0.03 if spec == "sign" else 0.01), spec
 
 
 def test_norms_are_those_of_the_own_gradient_and_its_loss():

@@ -263,7 +263,7 @@ def test_agrees_with_plain_ddp_on_four_ranks():
             torch.testing.assert_close(result, results[0], rtol=0, atol=tolerance)
 
 
-def test_what_travels_uncompressed_is_said_once():
+def test_what_travels_uncompressed_is_said_once_by_rank_0():
     for feature, words in (
         (
             "mixed dtypes",
@@ -274,8 +274,8 @@ def test_what_travels_uncompressed_is_said_once():
         ),
         ("sparse embedding", "sparse gradients travel uncompressed"),
     ):
-        for _, said in run_ranks(beside_plain, 2, feature, ["topk:density=0.1+ef"]):
-            assert said == [[words]]
+        said = [messages for _, messages in run_ranks(beside_plain, 2, feature, ["topk:density=0.1+ef"])]
+        assert said == [[[words]], [[]]]
 
 
 # ---- every codec -----------------------------------------------------------------------------------------------------
@@ -558,23 +558,20 @@ WARM = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import narrowband as nb
-from narrowband.kernels.cpu import compensation, lowrank, momentum, quantized, selection, sparse
+from narrowband.kernels.cpu.cache import LoopCache
 
-def compiled():
-    rooms = (compensation, lowrank, momentum, quantized, selection, sparse)
-    loops = {name: loop for room in rooms for name, loop in vars(room).items()}
-    return {name: len(loop.signatures) for name, loop in loops.items() if hasattr(loop, "signatures")}
+asked, load = [], LoopCache.load_overload
+LoopCache.load_overload = lambda self, *types: (asked.append(self.name), load(self, *types))[1]
 
 spec, store, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
 dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(700, 600), torch.nn.Linear(600, 50)))
 nb.compress_gradients(model, spec)
-before = compiled()
+before = len(asked)
 for _ in range(3):
     model(torch.randn(8, 700)).square().mean().backward()
-after = compiled()
-print({name: count for name, count in after.items() if count != before[name]}, sum(before.values()) > 0)
+print(asked[before:], before > 0)
 """
 
 
@@ -596,5 +593,5 @@ print({name: count for name, count in after.items() if count != before[name]}, s
 def test_no_step_waits_for_a_compiler(tmp_path, spec, threads):
     """Set-up loads or compiles every loop that a step needs, so that ranks do not do it all at once in the first."""
     command = [sys.executable, "-c", WARM, spec, str(tmp_path / "store"), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "{} True\n", done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout == "[] True\n", done.stderr

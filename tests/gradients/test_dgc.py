@@ -341,14 +341,15 @@ def momentum_twice(rank, world_size):
 
 
 def test_momentum_in_both_places_is_refused():
-    (said,) = run_ranks(momentum_twice, 1)
+    said, other = run_ranks(momentum_twice, 2)
     for name, word in (("sgd", "momentum=0.9"), ("adam", "betas[0]=0.9"), ("another", "0.8"), ("variant", "nesterov")):
         assert said[name][0] == "ValueError"
         assert word in said[name][1]
     assert "DGCSGD" in said["sgd"][1]
     for name in ("other parameters", "adam without", "left to sgd", "not dgc"):
         assert said[name] is None, name
-    assert any("optimizer=" in message for message in said["unchecked"])
+    assert sum("optimizer=" in message for message in said["unchecked"]) == 1
+    assert other["unchecked"] == []
 
 
 def accumulating(rank, world_size):

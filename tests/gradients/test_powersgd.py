@@ -384,12 +384,14 @@ def too_large_a_rank(rank, world_size):
 
 
 def test_a_rank_that_matrices_do_not_have_is_cut_and_said_once():
-    for messages, finite in run_ranks(too_large_a_rank, 2):
-        said = [message for message in messages if "rank 30" in message]
-        assert len(said) == 1
-        assert "0.weight (40 × 24: rank 24)" in said[0]
-        assert "2.weight" not in said[0]
-        assert finite
+    (messages, finite), (of_rank_1, also_finite) = run_ranks(too_large_a_rank, 2)
+    said = [message for message in messages if "rank 30" in message]
+    assert len(said) == 1
+    assert "0.weight (40 × 24: rank 24)" in said[0]
+    assert "2.weight" not in said[0]
+    assert of_rank_1 == []
+    assert finite
+    assert also_finite
 
 
 def scaled(rank, world_size):

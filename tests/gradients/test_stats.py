@@ -17,6 +17,8 @@ from tests.gradients.training import HUGE, TINY, buckets, loss_of, mlp, owed, tr
 from tests.ranks import run_ranks
 
 WEIGHTS = [(40, 24), (32, 40), (16, 32), (8, 16)]
+#: Where these are among the model's parameters.
+INDICES = [0, 4, 6, 8]
 #: Biases and the norm of the model, in float32.
 REST = 4 * (40 + 40 + 40 + 32 + 16 + 8)
 #: Four bytes that follow each bucket's payloads.
@@ -29,11 +31,11 @@ def ring(nbytes, size):
     return 2 * (size - 1) * nbytes // size
 
 
-def chunk_nbytes(codec, shape, size):
-    """Payload bytes of each chunk that scatter_reduce makes of a tensor."""
-    numel = math.prod(shape)
-    length = -(-numel // (size * codec.granularity)) * codec.granularity
-    return [codec.payload_nbytes(min((j + 1) * length, numel) - min(j * length, numel)) for j in range(size)]
+def chunk_nbytes(codec, shape, size, index):
+    """Payload bytes of each rank's chunk of a tensor that scatter_reduce cuts: whole groups, about as many for each."""
+    numel, grain = math.prod(shape), codec.granularity
+    ends = [min(-(-numel // grain) * j // size * grain, numel) for j in range(size + 1)]
+    return [codec.payload_nbytes(ends[j + 1] - ends[j]) for j in [(rank + index) % size for rank in range(size)]]
 
 
 def two_steps(rank, world_size, specs, cap):
@@ -72,7 +74,13 @@ def test_bytes_are_those_of_the_payloads(world_size):
             elif _ == "scatter_reduce":
                 columns = [
                     TRAILER + sum(column)
-                    for column in zip(*(chunk_nbytes(codec, shape, world_size) for shape in WEIGHTS), strict=True)
+                    for column in zip(
+                        *(
+                            chunk_nbytes(codec, shape, world_size, at)
+                            for shape, at in zip(WEIGHTS, INDICES, strict=True)
+                        ),
+                        strict=True,
+                    )
                 ]
                 sent = sum(columns) - columns[rank] + (world_size - 1) * max(columns) + ring(REST, world_size)
             else:

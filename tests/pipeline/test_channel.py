@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.pipeline import At, Channel
+from narrowband.pipeline import At, Channel, ChannelStats
 
 SHAPE = (4, 3, 50)
 SPECS = [
@@ -48,6 +48,23 @@ def send(here, there, x, at, **options):
     payload = here.pack(x, at, samples=samples_of(at), arrived=known, **options)
     got = there.unpack(payload, torch.full_like(x, 7.0), at, samples=samples_of(at), **options)
     return known, got, payload
+
+
+@every
+def test_the_relative_error_is_that_of_what_arrives(spec):
+    here, there = Channel(spec, seed=3), Channel(spec, seed=3)
+    assert here.stats.relative_error is None
+    x = activation(MESSAGES[0], torch.float32)
+    _, got, _ = send(here, there, x, MESSAGES[0])
+    first = here.stats.relative_error
+    assert first == pytest.approx(float((x - got).norm() / x.norm()) ** 2, rel=1e-5)
+    send(here, there, activation(MESSAGES[1], torch.float32), MESSAGES[1])
+    assert here.stats.relative_error == first  # the next is measured 50 messages later
+    alone = Channel(spec, seed=3)
+    alone.pack(x, MESSAGES[0], samples=samples_of(MESSAGES[0]))  # nobody asked what arrives
+    assert alone.stats.relative_error == first
+    both = ChannelStats.total([ChannelStats(1, 8, 4), alone.stats])
+    assert (both.messages, both.relative_error) == (2, first)
 
 
 @every

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrowband.report.estimate import Row, estimated_step, estimates, verdict
+from narrowband.report.estimate import Row, estimated_step, estimates, verdict, worth_it_below
 
 COMPUTE_S = 0.1
 DENSE = Row("none", baseline=True, sent_bytes=20e6, codec_s=0.0, heldout_loss=2.0)
@@ -49,18 +49,20 @@ def test_each_link_gets_the_codec_that_is_fastest_there():
 
 def test_a_codec_that_costs_too_much_loss_is_named_and_not_recommended():
     said = verdict([DENSE, HALF, SPARSE, BROKEN], COMPUTE_S)
-    assert "More than 2% above the dense loss after this many steps: sign (+25.0%)" in said
+    assert "More than 2% above the dense loss after this many steps: sign (+25.00%)" in said
     assert "sign would take" not in said
 
 
 def test_when_nothing_keeps_the_loss_the_answer_is_no():
     said = verdict([DENSE, HALF, BROKEN], COMPUTE_S)
     assert said.startswith("Do not compress here")
-    assert "sign, ended at 2.500 (+25.0%)" in said
+    assert "sign, ended at 2.500 (+25.00%)" in said
 
 
 def test_a_run_that_diverged_is_never_the_choice():
     diverged = replace(SPARSE, heldout_loss=math.inf)
+    assert "topk:density=0.01+ef (diverged)" in verdict([DENSE, HALF, diverged, QUANTIZED], COMPUTE_S)
+    assert "the closest, topk:density=0.01+ef, diverged" in verdict([DENSE, HALF, diverged], COMPUTE_S)
     assert verdict([DENSE, HALF, diverged, QUANTIZED], COMPUTE_S).startswith("qsgd:bits=4 sends 8 times less")
 
 
@@ -70,7 +72,33 @@ def test_a_dense_run_that_diverged_says_nothing_about_codecs():
 
 def test_one_rank_has_nothing_to_compress():
     alone = [replace(row, sent_bytes=0) for row in (DENSE, SPARSE)]
-    assert "One rank sends nothing" in verdict(alone, COMPUTE_S)
+    for rows in (alone, alone[:1]):
+        said = verdict(rows, COMPUTE_S)
+        assert "One rank sends nothing" in said
+        assert "narrowband demo --nodes 4" in said
+        assert "nan" not in said
+
+
+def test_it_says_what_depends_on_this_machine_and_where_the_answer_flips():
+    said = verdict([DENSE, HALF, SPARSE], COMPUTE_S)
+    assert "This one computes a step in 100 ms (measured, with nothing sent)" in said
+    # against fp16, 5 % of whose step are to be saved: 8 · (0.95 · 10 MB − 0.5 MB) over 0.12 s − 0.95 · 0.101 s
+    rate = 8 * 9e6 / (0.12 - 0.95 * 0.101)
+    assert worth_it_below([DENSE, HALF, SPARSE], COMPUTE_S) == pytest.approx(rate)
+    assert "The answer flips at about 2.99 Gbit/s (estimate)" in said
+    for link, worth in ((0.999 * rate, True), (1.001 * rate, False)):
+        before = min(estimated_step(row, COMPUTE_S, link) for row in (DENSE, HALF))
+        assert (estimated_step(SPARSE, COMPUTE_S, link) <= 0.95 * before) == worth
+
+
+def test_the_answer_need_not_flip():
+    free = replace(SPARSE, codec_s=-0.05)  # as if it spared computation
+    assert worth_it_below([DENSE, HALF, free], COMPUTE_S) == math.inf
+    assert "on every link" in verdict([DENSE, HALF, free], COMPUTE_S)
+    heavy = replace(SPARSE, sent_bytes=10e6)
+    assert worth_it_below([DENSE, HALF, heavy], COMPUTE_S) is None
+    assert "not save 5% of a step on any link" in verdict([DENSE, HALF, heavy], COMPUTE_S)
+    assert worth_it_below([DENSE, HALF, BROKEN], COMPUTE_S) is None  # its loss is too high
 
 
 def test_only_baselines():

@@ -17,10 +17,13 @@ def test_a_picture_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     plots.loss_curves(ROWS, tmp_path / "new" / "loss.png")
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    plots.loss_curves(
+        [row | {"sent_bytes_per_step": 0.0} for row in ROWS], tmp_path / "one-rank.png"
+    )  # warns of nothing
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(plots, "can_plot", lambda: False)
-    with pytest.raises(UnsupportedError, match=r"pip install 'narrowband\[plots\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install -U 'torch-narrowband\[plots\]'"):
         plots.loss_curves(ROWS, tmp_path / "loss.png")

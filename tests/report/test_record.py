@@ -7,7 +7,8 @@ import socket
 import pytest
 import torch
 
-from narrowband.report.record import commit, environment, machine, provenance, versions, write_json
+import narrowband
+from narrowband.report.record import commit, environment, machine, provenance, read_json, versions, write_json
 
 
 def test_a_result_says_where_it_comes_from():
@@ -25,6 +26,31 @@ def test_the_host_stays_anonymous():
 
 def test_versions_leave_out_what_is_not_installed():
     assert all(versions().values())
+
+
+def test_the_version_is_that_of_the_code_at_work_however_it_was_installed():
+    assert versions()["narrowband"] == narrowband.__version__
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (b'{"rows": [1, 2', "torn or no JSON file"),
+        (bytes(range(128, 256)), "torn or no JSON file"),
+        (b"", "torn or no JSON file"),
+        (b"[1]", "is no JSON object"),
+        (b'{"rows": []}', "lacks seed, commit"),
+    ],
+)
+def test_a_record_that_is_torn_or_of_another_version_is_refused_with_what_to_do(tmp_path, written, said):
+    path = tmp_path / "record.json"
+    path.write_bytes(written)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_json(path, ("rows", "seed", "commit"))
+    assert str(path) in str(caught.value)
+    assert "delete it" in str(caught.value)
+    write_json(path, {"rows": [], "seed": 0, "commit": None})
+    assert read_json(path, ("rows", "seed", "commit"))["seed"] == 0
 
 
 def test_a_commit_is_a_hash_or_nothing():

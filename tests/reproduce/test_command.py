@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ import narrowband as nb
 from reproduce import dgc, lgreco, mesa, model_parallel, powersgd
 from reproduce.command import Options, chosen, main
 from reproduce.report import DENSE, PER_TASK
-from reproduce.training import resolved
+from reproduce.training import _places, resolved
 from tests.reproduce.synthetic import write_all
 
 EXPERIMENTS = [module.EXPERIMENT for module in (dgc, lgreco, mesa, model_parallel, powersgd)]
@@ -108,7 +109,7 @@ def test_a_whole_quick_run(tmp_path, monkeypatch, capsys):
 
 def test_missing_data_is_one_line(tmp_path, capsys):
     arguments = ["--quick", "--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert main(dgc.EXPERIMENT, arguments) == 1
+    assert main(dgc.EXPERIMENT, arguments) == 2
     said = capsys.readouterr().err
     assert "--data-dir" in said
     assert "Traceback" not in said
@@ -117,3 +118,28 @@ def test_missing_data_is_one_line(tmp_path, capsys):
 def test_a_wrong_choice_is_one_line(tmp_path, capsys):
     assert main(dgc.EXPERIMENT, ["--tasks", "mnist", "--output", str(tmp_path / "out")]) == 2
     assert "there are: cifar, lstm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(nodes=0), "nodes=0 must be at least 1"),
+        (Options(seeds=(-1,)), "seed=-1 is not in"),
+        (Options(ablation_seeds=(-2,)), "seed=-2 is not in"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chosen(dgc.EXPERIMENT, options)
+
+
+def test_a_torn_row_is_named_and_not_taken(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_all(tmp_path / "data", images=64)
+    options = Options(quick=True, tasks=("cifar",), rows=("dense",))
+    (row,) = _places(chosen(dgc.EXPERIMENT, options), tmp_path / "out", 2, tmp_path / "data")
+    row.parent.mkdir(parents=True)
+    row.write_text('{"task": ')
+    arguments = ["--quick", "--tasks", "cifar", "--rows", "dense", "--nodes", "2", "--data-dir", str(tmp_path / "data")]
+    assert main(dgc.EXPERIMENT, [*arguments, "--output", str(tmp_path / "out")]) == 2
+    assert f"{row} is torn or no JSON file" in capsys.readouterr().err

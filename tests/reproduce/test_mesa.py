@@ -164,7 +164,7 @@ def test_a_whole_quick_run(folder, tmp_path, capsys):
     assert page.count("| --- |") == 1
     assert '- mesa: `{"bits": 8}`' in page
     for name in ("figure-7", "figure-8"):
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "pictures" / "page" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "vit mesa, seed 0" in capsys.readouterr().out
 
 
@@ -359,7 +359,8 @@ def test_every_row_is_in_its_table_beside_the_paper():
     assert {group.name for own in tables.values() for group in own} == set(NUMBERS)
     assert all([group.name for group in own[:2]] == ["dense", "mesa"] for own in tables.values())
     page = markdown(
-        found, EXPERIMENT.titles, EXPERIMENT.claims(found), EXPERIMENT.layout, paper=EXPERIMENT.paper,
+        found, EXPERIMENT.titles, EXPERIMENT.claims(found), EXPERIMENT.layout,
+        opening=EXPERIMENT.opening, paper=EXPERIMENT.paper, page="page",
         record={"machine": {"cores": 2, "cpu": "x"}, "versions": {"torch": "2"}, "command": "c"}, commits=["0"],
     )  # fmt: skip
     assert "| dense | 60.00 | 0.0% | 128 MB | 100% | 500 | 71.9/–/– |" in page

@@ -173,8 +173,10 @@ def test_a_whole_quick_run(folder, tmp_path, capsys):
     assert main(EXPERIMENT, arguments) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [group["name"] for group in summary["groups"]] == ["dense", "top 10%"]
-    assert "| top 10% |" in (tmp_path / "page.md").read_text()
-    assert (tmp_path / "out" / "table-2.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "page.md").read_text()
+    assert "| top 10% |" in page
+    assert "(pictures/page/table-2.png)" in page
+    assert (tmp_path / "pictures" / "page" / "table-2.png").read_bytes().startswith(b"\x89PNG")
     assert "cifar top 10%, seed 0" in capsys.readouterr().out
 
 
@@ -303,7 +305,8 @@ def test_every_row_is_in_its_table_beside_the_paper():
     }
     assert all(own[0].name == "dense" for own in tables.values())
     page = markdown(
-        found, EXPERIMENT.titles, EXPERIMENT.claims(found), EXPERIMENT.layout, paper=EXPERIMENT.paper,
+        found, EXPERIMENT.titles, EXPERIMENT.claims(found), EXPERIMENT.layout,
+        opening=EXPERIMENT.opening, paper=EXPERIMENT.paper, page="page",
         record={"machine": {"cores": 2, "cpu": "x"}, "versions": {"torch": "2"}, "command": "c"}, commits=["0"],
     )  # fmt: skip
     assert "| EF21 + top 5% | 89.37 | 89.29 | 89.37/89.29 | 7.0–7.1 | 8.0 | 100 ms |" in page

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
-from reproduce.report import Claim, as_good_as, groups, markdown, table
+from reproduce.report import PER_TASK, Claim, as_good_as, groups, markdown, table
 
 
 def row(name, score, seed=0, task="cifar", **more):
@@ -119,26 +119,71 @@ def test_claims_without_their_rows_are_not_tested(module):
     assert {claim.verdict() for claim in claims} == {"not tested"}
 
 
-def test_a_page_has_every_row_and_every_verdict():
-    found = groups([row("dense", 80.0), row("plain", 70.0), row("dense", 5.0, task="lstm")])
-    text = "plain is | worse"
-    page = markdown(
-        found,
+def page_of(rows, claims, **more):
+    return markdown(
+        groups(rows),
         dgc.EXPERIMENT.titles,
-        [Claim(text, True, "70")],
-        paper="Somebody 2018",
+        claims,
+        opening=dgc.EXPERIMENT.opening,
+        paper="Somebody 2018 (arXiv 1801.00001)",
+        page="own",
         record=provenance(0, ["python", "-m", "reproduce.dgc"]),
         commits=["0123456789abcdef"],
+        **more,
     )
+
+
+def of_all_lengths():
+    return [
+        row(name, score, task=task, epochs=epochs)
+        for task, epochs, scores in (
+            ("cifar", 30, {"dense": 80.0, "dgc": 79.9}),
+            ("cifar", 10, {"dense": 78.0, "dgc": 77.0, "plain": 76.0}),
+            ("lstm", 12, {"dense": 5.0, "dgc": 5.1}),
+        )
+        for name, score in scores.items()
+    ]
+
+
+def test_a_page_has_every_row_and_every_verdict():
+    text = "plain is | worse"
+    rows = [row("dense", 80.0), row("plain", 70.0), row("dense", 5.0, task="lstm")]
+    page = page_of(rows, [Claim(text, True, "70")])
     assert "| plain | 70.00 | -10.00 |" in page
     assert f"**held**: {text} (70)" in page
     assert "`python -m reproduce.dgc`" in page
-    assert page.startswith("# Somebody 2018\n")
+    assert page.startswith("# Deep Gradient Compression (DGC)\n")
+    assert "Somebody 2018 ([arXiv 1801.00001](https://arxiv.org/abs/1801.00001))." in page
     assert "commit 0123456789ab." in page
     assert page.count("| --- |") == 2
     for line in page.splitlines():
         if line.startswith("| "):
             assert line.count("|") == 10
+
+
+def test_a_page_begins_with_a_conclusion_of_its_own_figures_and_a_picture():
+    page = page_of(of_all_lengths(), [Claim("a", True, ""), Claim("b", False, ""), Claim("c", None, "")])
+    beginning = page[: page.index("| --- |")]
+    said = [beginning.index(f"**{part}.**") for part in ("What is claimed", "What was run", "What held")]
+    assert said == sorted(said)
+    assert "accuracy is 79.90 % after 80.00 % without compression" in beginning
+    assert "1 of 2 claims held" in beginning
+    assert "](pictures/own/opening-light.svg#only-light) ![" in beginning
+    assert "](pictures/own/opening-dark.svg#only-dark)" in beginning
+
+
+def test_a_page_of_some_of_the_rows_says_nothing_of_the_others():
+    page = page_of([row("dense", 80.0), row("plain", 70.0)], [])
+    assert "**What was run.**" in page
+    for part in ("What held", "opening", "## Claims"):
+        assert part not in page
+
+
+def test_a_page_shows_pictures_that_are_there():
+    layout = replace(PER_TASK, pictures=lambda task: [(f"{task}.png", "curves")])
+    page = page_of(of_all_lengths(), [], layout=layout, pictures={"cifar.png"})
+    assert "[![curves](pictures/own/cifar.png)](pictures/own/cifar.png)" in page
+    assert "lstm.png" not in page
 
 
 def test_tables_fit_a_terminal():

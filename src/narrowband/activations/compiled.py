@@ -221,11 +221,8 @@ def _unpack(packed: Any, *, bits: int, group: int) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     dtype, order, sizes, _, codes, *ranges = packed
-    if dtype == torch.bool:
-        rows = _unpacked(codes, 1, group)
-    else:
-        low, step = ranges
-        rows = low + _unpacked(codes, bits, group).float() * step
+    one_bit = dtype == torch.bool
+    rows = _unpacked(codes, 1, group) if one_bit else _decode(_unpacked(codes, bits, group), *ranges)
     numel = functools.reduce(operator.mul, sizes, 1)
     back = sorted(range(len(order)), key=order.__getitem__)
     restored: Tensor = rows.reshape(-1)[:numel].to(dtype).view(sizes).permute(back)
@@ -377,20 +374,61 @@ def _groups(flat: Tensor, group: int) -> Tensor:
     return flat.view(-1, group)
 
 
+#: What stands for a number above zero of which only the sign is kept: the smallest one of float16.
+_ABOVE_ZERO = 2.0**-24
+#: What share of a group has to lie within what share of a step of zero, so that zero has a code of its own. In 2 bits
+#: steps are so large that ordinary elements do.
+_SHARE, _NEAR_ZERO, _NEAR_ZERO_OF_2_BITS = 1 / 4, 1 / 8, 1 / 32
+
+
 def _encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (G, M · bits / 8) uint8, low and step (G, 1) float32."""
+    """Codes (G, M · bits / 8) uint8, low and step (G, 1) float32.
+
+    Where an outlier widens a group, its step is large beside the other elements, and rounding them up or down to one of
+    two levels, neither of which is near zero, would drown all else. So where a good part of a group lies much closer to
+    zero than a step, levels are moved and widened a little such that one of them is zero. Where signs are kept, another
+    one there stands for whatever is above zero and rounds to it. In place of low is then the code of zero, and step is
+    negative.
+    """
     top = (1 << bits) - 1
+    levels = top - 1 if signs else top
     low, high = x_GM.amin(1, keepdim=True), x_GM.amax(1, keepdim=True)
     # Of a constant group any code is that constant. Where step is inf or NaN all codes are 0, and 0 · inf is NaN.
     step = (high - low) / top
+    near = (_NEAR_ZERO_OF_2_BITS if bits == 2 else _NEAR_ZERO) * step
+    small = (x_GM.abs() < near).to(torch.float32).mean(1, keepdim=True)
+    zeroed = (small >= _SHARE) & torch.isfinite(step)
+    zero = (-low / step * (levels / top)).round()
+    zero = torch.minimum(torch.maximum(zero, (low < 0).float()), levels - (high > 0).float())
+    above = torch.where(levels > zero, high / (levels - zero), 0.0)
+    below = torch.where(zero > 0, -low / zero, 0.0)
+    wide = _coarse(torch.maximum(above, below))
+    step, low = torch.where(zeroed, wide, step), torch.where(zeroed, -zero * wide, low)
     codes = ((x_GM - low) / step + (_noise(x_GM) if stochastic else 0.5)).floor()
-    codes = torch.where(codes > 0, codes, 0.0).clamp(max=top)  # NaN, which is no integer, is not above zero
+    codes = torch.where(codes > 0, codes, 0.0)  # NaN, which is no integer, is not above zero
     if signs:
         restored = low + codes * step
-        codes = codes + torch.where((x_GM > 0) & (restored <= 0), 1.0, 0.0)
-        codes = codes - torch.where((x_GM <= 0) & (restored > 0), 1.0, 0.0)
-        codes = codes.clamp(0, top)
-    return _packed(codes.to(torch.int32), bits), low, step
+        up = torch.where((x_GM > 0) & (restored <= 0), 1.0, 0.0)
+        down = torch.where((x_GM <= 0) & (restored > 0), 1.0, 0.0)
+        within = codes.clamp(max=levels)
+        moved = within + torch.where((within > zero) | ((within == zero) & (x_GM > 0)), 1.0, 0.0)
+        codes = torch.where(zeroed, moved, codes + up - down)
+        low, step = torch.where(zeroed, zero, low), torch.where(zeroed, -step, step)
+    return _packed(codes.clamp(0, top).to(torch.int32), bits), low, step
+
+
+def _decode(codes_GM: Tensor, low: Tensor, step: Tensor) -> Tensor:
+    """The values that :func:`_encode` made codes of."""
+    codes = codes_GM.float()
+    from_zero, width = codes - low, -step
+    least = torch.clamp(width, max=_ABOVE_ZERO)
+    signed = torch.where(from_zero == 1, least, (from_zero - torch.where(from_zero > 0, 1.0, 0.0)) * width)
+    return torch.where(step < 0, signed, low + codes * step)
+
+
+def _coarse(step: Tensor) -> Tensor:
+    """At least the step, of 16 bits: so that its products with codes are exact."""
+    return ((step.view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
 
 
 def _packed(codes_GM: Tensor, bits: int) -> Tensor:
@@ -427,4 +465,4 @@ def _noise(x_GM: Tensor) -> Tensor:
     h = (h ^ h >> 16) * 0x7FEB352D & _UINT32
     h = (h ^ h >> 15) * (0x846CA68B - (1 << 32)) & _UINT32  # the same modulo 2³², and the product stays inside 64 bits
     h = h ^ h >> 16
-    return (h >> 8).float() * 2.0**-24
+    return (h >> 16).float() * 2.0**-16  # so few bits that a code below 2⁸ does not round up with it to the next

@@ -15,6 +15,10 @@ estimates of the batches before, and the same pass finds the batch's extremes. W
 range by more than a small share of its width (``DRIFT``), the tensor is quantized anew, as the paper has it. So every
 range is the paper's within that share; and what exceeds it most does so by 1/μ times what it exceeds the paper's, since
 x − (μ·end + (1 − μ)·x) = μ·(x − end).
+
+Two rules are not the paper's. A batch that is more than four times (``JUMP``) as wide as its estimate is not clipped to
+a fraction: it has 8 bits, and its own range. And a tensor is kept as it is where *outliers* make a range so wide that
+codes would tell nothing of all the rest: see :class:`Bulk`.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Arena",
     "Arrangement",
+    "Bulk",
     "Clock",
     "Estimates",
     "Exact",
     "Grouping",
+    "Outliers",
     "Packed",
     "Payload",
     "Source",
@@ -133,6 +139,8 @@ class Arrangement:
 
 #: The share of a range's width by which an end may differ from what equations 6 and 7 say.
 DRIFT = 0.02
+#: How many times as wide as its estimate a batch may be, and be clipped to what it makes of that.
+JUMP = 4
 #: About half of all steps miss the middle by a bit.
 _TRIES = 64
 
@@ -179,6 +187,11 @@ class Estimates:
             self._held[name] = learned
         return learned
 
+    def forget(self, name: str) -> None:
+        """Nothing is known of a tensor any more."""
+        with self._lock:
+            self._held.pop(name, None)
+
     def replace(self, name: str, known: Tensor, learned: Tensor) -> bool:
         """Let an estimate take another's place; False where that one is no longer there."""
         with self._lock:
@@ -199,8 +212,14 @@ class Estimates:
             ValueError: something else was given.
         """
         for name, value in state.items():
-            if value.dim() != 2 or value.shape[0] != 2:
-                raise ValueError(f"{name}: a range is (2, groups), and this is {tuple(value.shape)}")
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}: a range is a tensor, (2, groups), and this is a {type(value).__name__}")
+            if value.dim() != 2 or value.shape[0] != 2 or not value.is_floating_point():
+                raise ValueError(
+                    f"{name}: a range is (2, groups) of floats, and this is {tuple(value.shape)} of {value.dtype}"
+                )
+            if not bool(torch.isfinite(value).all()) or bool((value[0] < 0).any()):
+                raise ValueError(f"{name}: widths and lower ends of ranges are finite, and widths at least 0")
         with self._lock:
             self._held = {name: value.detach().to(torch.float32, copy=True) for name, value in state.items()}
 
@@ -337,6 +356,97 @@ class Payload:
         return out if direct else out.to(self.dtype)
 
 
+class Bulk:
+    """How large the rows and the columns of a tensor are, by which outliers are found.
+
+    A range is *dwarfing* where no more than one row in 16 (:data:`FEW`) has an element as large as a 128th
+    (:data:`REACH`) of its width: all elements of all other rows lie within two steps of 8 bits on either side of zero,
+    and codes, of however many bits, say next to nothing of them. Rows are what :class:`~narrowband.kernels.Rows` cuts,
+    in pieces of at most 512 neighbours. The same for columns, the elements that have one place in rows, and a 512th:
+    tokens and channels of a linear layer's input, of which it is usual that some channels are 100 times as large as the
+    others. Rows and columns of zeros do not count.
+
+    All these numbers are ratios. They leave alone what is heavy-tailed as a whole, and softmax, of which every row has
+    something large.
+
+    Args:
+        x: the tensor's elements in the order of memory; see :meth:`Arrangement.lines`.
+        rows: how they are cut.
+
+    Example:
+        >>> x, rows = torch.randn(64, 32), Rows(parts=1, outer=64, groups=1, inner=32)
+        >>> Bulk(x, rows).is_dwarfed_by(x.amax() - x.amin())
+        False
+        >>> x[5, 7] = 1e6
+        >>> Bulk(x, rows).is_dwarfed_by(x.amax() - x.amin())
+        True
+    """
+
+    #: Of rows, and of columns.
+    REACH = 128, 512
+    FEW = 16
+    #: A range that is dwarfing by so many times more is extreme.
+    EXTREME = 8
+    #: Neighbours in a piece of a row, at most, and in rows of less that are put together.
+    _LONG, _SHORT = 512, 16
+    #: In longer rows a column is no channel any more: pixels, products of queries and keys.
+    _CHANNELS = 1024
+
+    def __init__(self, x: Tensor, rows: Rows) -> None:
+        parts, outer, groups, inner = rows.parts, rows.outer, rows.groups, rows.inner
+        together = _divisor(outer, self._SHORT // max(inner, 1))
+        count = parts * outer // together
+        pieces = inner // _divisor(inner, self._LONG)
+        if pieces == inner:  # a prime number, or nearly
+            pieces = 1
+        form = Rows(count, together, groups * pieces, inner // pieces)
+        rows_PNGM = _largest(x, form).view(parts, -1, groups, pieces)
+        #: (P, G, N): of every range the largest magnitudes of its rows, and of its columns.
+        self._largest = [rows_PNGM.transpose(1, 2).flatten(2)]
+        if outer >= self.FEW and 1 < inner <= self._CHANNELS:
+            self._largest.append(_largest(x, Rows(parts, outer, groups * inner, 1)).view(parts, groups, inner))
+
+    def is_dwarfed_by(self, width: Tensor) -> bool:
+        """Whether one of these widths dwarfs its range's rows, or columns.
+
+        Args:
+            width: of the range of every group of every part, float32.
+        """
+        found = torch.zeros((), dtype=torch.bool, device=width.device)
+        for largest_PGN, reach in zip(self._largest, self.REACH, strict=False):
+            reaching = (largest_PGN >= (width / reach).view(*largest_PGN.shape[:2], 1)).sum(-1)
+            there = (largest_PGN > 0).sum(-1)
+            found = found | ((reaching <= (there + self.FEW - 1) // self.FEW) & (reaching < there)).any()
+        return bool(found)
+
+    def outliers(self, width: Tensor) -> Outliers | None:
+        """What is wrong with ranges of these widths, if anything."""
+        return Outliers(extreme=self.is_dwarfed_by(width / self.EXTREME)) if self.is_dwarfed_by(width) else None
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Why a tensor is kept as it is.
+
+    Attributes:
+        extreme: whether what comes of it is to be kept as it is, too. What a saturated tanh passes on of its gradient
+            is zero; by its codes it is not quite, and beside an input of 1e20 that is no small error.
+    """
+
+    extreme: bool
+
+
+def _largest(x: Tensor, rows: Rows) -> Tensor:
+    """The largest magnitude of each range."""
+    low, high = kernels.row_extremes(x, rows)
+    return torch.maximum(high, -low)
+
+
+def _divisor(size: int, wanted: int) -> int:
+    """The largest divisor that is no larger than wanted, at least 1."""
+    return next((divisor for divisor in range(min(size, wanted), 1, -1) if size % divisor == 0), 1)
+
+
 def quantized(
     x: Tensor,
     rows: Rows,
@@ -346,9 +456,11 @@ def quantized(
     policy: ActivationPolicy,
     estimates: Estimates,
     name: str,
-) -> Payload | None:
-    """Codes of a tensor, of whose range the estimates learn. None of one that is not finite, or has no range in
-    float32: nothing is learned of it, and it is to be kept exactly.
+) -> Payload | Outliers:
+    """Codes of a tensor, of whose range the estimates learn. None of one that is not finite, has no range in float32,
+    or has outliers (see :class:`Bulk`): nothing is learned of it, and it is to be kept exactly.
+
+    Outliers are looked for where a range is new, or moves; and, since it may widen slowly, in one batch of 64.
 
     Args:
         x: the tensor's elements in the order of memory, float32 or bfloat16; see :meth:`Arrangement.lines`.
@@ -365,7 +477,10 @@ def quantized(
     if known is None:
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
-            return None
+            return Outliers(extreme=True)
+        found = Bulk(x, rows).outliers(high - low)
+        if found is not None:
+            return found
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
         return payload
@@ -374,12 +489,32 @@ def quantized(
     assert seen is not None
     learned, finite, moved = kernels.learn_ranges(known, *seen, estimates.decay)
     if not finite:
-        return None
+        return Outliers(extreme=True)
+    own, jumps = torch.stack((seen[1] - seen[0], seen[0])), False
+    if moved > DRIFT or _by_chance(seed):
+        bulk = Bulk(x, rows)
+        found = bulk.outliers(own[0])
+        if found is not None:
+            return found
+        if bulk.is_dwarfed_by(known[0]):  # by now, or since an outlier that was none when it came
+            estimates.forget(name)
+            moved = math.inf
+        else:
+            jumps = bool((own[0] > JUMP * known[0]).any())
     if not estimates.replace(name, known, learned):  # another thread took a batch in meanwhile, or it is on a device
         learned = estimates.observe(name, *seen)
+    if jumps and bits != 8:
+        payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
     if moved > DRIFT:
-        payload.encode(x, *_shaped(learned, policy), seed=seed, **form)
+        payload.encode(x, *_shaped(own if jumps else learned, policy), seed=seed, **form)
     return payload
+
+
+def _by_chance(seed: int) -> bool:
+    """Whether this draw is one of those, one in 64, whose tensors are looked at for outliers anyway: a hash, so that a
+    resumed run looks at the same.
+    """
+    return seed * 0x9E3779B1 & 0xFFFFFFFF < 1 << 26
 
 
 class Clock(Protocol):

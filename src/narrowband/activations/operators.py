@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
@@ -29,7 +29,7 @@ from narrowband.activations.regions import unseen
 if TYPE_CHECKING:
     from narrowband.activations.saved import Pass
 
-__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch"]
+__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch", "differentiates_forward"]
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
 Kind = Literal["last", "second", "heads", "either"]
@@ -114,6 +114,13 @@ def _transparent(function: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
+def differentiates_forward() -> bool:
+    """Whether forward-mode derivatives are being computed: tensors come with tangents then, which our operators and
+    codes do not have.
+    """
+    return forward_ad._current_level >= 0
+
+
 class Watch(TorchFunctionMode):
     """Notes the operator at work in a pass, and replaces those that can save less.
 
@@ -132,8 +139,12 @@ class Watch(TorchFunctionMode):
         if func in _COMPOSITE:
             with self:
                 return _transparent(func)(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return func(*args, **kwargs)  # nothing is saved, and tensors have no versions to note
         at.operator, at.arguments = _operator(func), (args, kwargs)
         try:
+            if differentiates_forward():
+                return func(*args, **kwargs)
             lean = _LEAN.get(at.operator.name)
             if lean is not None:
                 replaced = lean(at, func, args, kwargs)
@@ -158,13 +169,30 @@ def _bits_of(x: Tensor, arena: Arena) -> Tensor:
     return mask
 
 
-def _masked(x: Tensor, mask: Tensor, factor: float) -> Tensor:
-    """x · factor where the mask is set, zero elsewhere; x is flat, and left alone."""
-    if x.dtype in (torch.float32, torch.bfloat16):
-        out = torch.empty_like(x)
-        kernels.apply_mask(mask, x, out, factor)
-        return out
-    return _masked(x.float(), mask, factor).to(x.dtype)
+def _masked(x: Tensor, mask: Tensor, arrangement: Arrangement) -> Tensor:
+    """x where the mask of a tensor that lies in memory like this is set, zero elsewhere."""
+    if _needs_operators(x):
+        return torch.where(_noise_of(mask, arrangement, torch.float32, x.device) != 0, x, 0)
+    flat = arrangement.flat(x)
+    direct = flat if flat.dtype in (torch.float32, torch.bfloat16) else flat.float()
+    out = torch.empty_like(direct)
+    kernels.apply_mask(mask, direct, out)
+    return arrangement.unflat(out.to(x.dtype))
+
+
+def _noise_of(mask: Tensor, arrangement: Arrangement, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One where the mask is set, zero elsewhere."""
+    ones = torch.ones(math.prod(arrangement.sizes), device=device)
+    kernels.apply_mask(mask, ones, ones)
+    return arrangement.unflat(ones.to(dtype))
+
+
+def _needs_operators(gradient: Tensor) -> bool:
+    """Whether a gradient is to be computed with operators of PyTorch: since it is differentiated in its turn, or since
+    it stands for a batch of gradients (``is_grads_batched``, ``torch.vmap``). Loops of ours know neither.
+    """
+    functorch = torch._C._functorch
+    return gradient.requires_grad or functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
 class _ReLU(torch.autograd.Function):
@@ -182,11 +210,9 @@ class _ReLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        flat = _masked(ctx.arrangement.flat(gradient), mask, 1.0)
-        return ctx.arrangement.unflat(flat), None, None
+        return _masked(gradient, mask, ctx.arrangement), None, None
 
 
 class _Dropout(torch.autograd.Function):
@@ -212,17 +238,17 @@ class _Dropout(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        flat = ctx.arrangement.flat(gradient)
         (mask,) = ctx.saved_tensors
-        noise = _masked(torch.ones_like(flat), mask, 1.0)
+        noise = _noise_of(mask, ctx.arrangement, gradient.dtype, gradient.device)
         # As PyTorch does it on each, so that roundings, −0 and NaN are the same.
-        if flat.device.type == "cpu":
-            flat = noise.div_(1 - ctx.p).mul_(flat)
+        if gradient.device.type != "cpu":
+            back = torch.ops.aten.native_dropout_backward(gradient, noise.bool(), 1 / (1 - ctx.p))
+        elif _needs_operators(gradient):
+            back = noise.div_(1 - ctx.p) * gradient
         else:
-            flat = torch.ops.aten.native_dropout_backward(flat, noise.bool(), 1 / (1 - ctx.p))
-        return ctx.arrangement.unflat(flat), None, None, None
+            back = noise.div_(1 - ctx.p).mul_(gradient)
+        return back, None, None, None
 
 
 class _Pooling(NamedTuple):
@@ -263,7 +289,6 @@ class _MaxPool(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         kernel, stride, padding, ceil_mode = ctx.pooling
         (places,) = ctx.saved_tensors

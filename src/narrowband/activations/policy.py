@@ -109,6 +109,9 @@ class ActivationPolicy:
     derive: bool = True
 
     def __post_init__(self) -> None:
+        for field_, value in (("operators", self.operators), ("modules", self.modules)):
+            if not isinstance(value, Mapping):
+                raise ValueError(f'{field_}={value!r} must say what has how many bits, such as {{"softmax": 4}}')
         for name in self.operators:
             _known("operator", name, OPERATORS)
         for pattern in self.modules:
@@ -132,8 +135,8 @@ class ActivationPolicy:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if not isinstance(self.derive, bool):
             raise ValueError(f"derive={self.derive!r} must be True or False")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} must be at least 0 and below 1: at 1 nothing would ever be learned")
+        if type(self.decay) not in (int, float) or not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1: at 1 nothing would ever be learned")
 
     def bits_for(self, operator: str, module: str) -> Bits:
         """Of what an operator saves in the module of that name."""

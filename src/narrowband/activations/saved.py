@@ -14,14 +14,16 @@ import contextlib
 import functools
 import logging
 import math
+import re
 import sys
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -40,13 +42,14 @@ from narrowband.activations.kept import (
     Estimates,
     Exact,
     Grouping,
+    Outliers,
     Packed,
     Payload,
     Source,
     quantized,
 )
-from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch
-from narrowband.activations.policy import ActivationPolicy, Bits
+from narrowband.activations.operators import COMPILED, CUSTOM, OTHER, Known, Watch, differentiates_forward
+from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
 from narrowband.activations.regions import (
     compiled_modules,
     computed_again,
@@ -56,6 +59,7 @@ from narrowband.activations.regions import (
     unseen,
     without_mode,
 )
+from narrowband.activations.warmup import warm_up
 from narrowband.errors import UnsupportedError
 
 __all__ = ["ActivationCompression", "Kept", "Saved", "compress_activations"]
@@ -92,11 +96,14 @@ class Kept:
         plain: without compression: of every saved tensor's memory, once.
         kept: with it.
         seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it.
+        outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
+            outlier is in them; see :class:`~narrowband.activations.kept.Bulk`.
     """
 
     plain: int = 0
     kept: int = 0
     seconds: float = 0.0
+    outliers: int = 0
 
     @property
     def ratio(self) -> float:
@@ -131,12 +138,18 @@ class Saved:
         """How many times less is kept."""
         return Kept(self.bytes_plain, self.bytes_kept).ratio
 
-    def add(self, operator: str, module: str, plain: int, kept: int) -> None:
-        """Count bytes."""
+    @property
+    def outliers(self) -> int:
+        """Tensors that are kept as they are because inf, NaN or an outlier is in them."""
+        return sum(kept.outliers for kept in self.by_operator.values())
+
+    def add(self, operator: str, module: str, plain: int, kept: int, outliers: int = 0) -> None:
+        """Count bytes, and tensors with outliers."""
         for table, name in ((self.by_operator, operator), (self.by_module, module)):
             entry = table.setdefault(name, Kept())
             entry.plain += plain
             entry.kept += kept
+            entry.outliers += outliers
 
 
 class _Memory:
@@ -180,6 +193,8 @@ class Pass:
         self._counts: dict[tuple[str, str], int] = {}
         self._live((*model.parameters(), *model.buffers()))
         self.packed = 0
+        #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
+        self.extreme = False
         #: On saved tensors. A graph holds them, and a model may hold a graph: so they do not hold the model.
         self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
 
@@ -384,7 +399,7 @@ class Pass:
         """What to keep of a tensor that autograd saves."""
         operator, module = self._place()
         where = _where(operator, module)
-        if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x):
+        if type(x) not in (Tensor, nn.Parameter) or not _is_strided(x) or differentiates_forward():
             return Exact(x, where)
         storage = x.untyped_storage()
         memory = self._memory(x)
@@ -422,6 +437,7 @@ class Pass:
         place = self._counts[module, operator.name] = self._counts.get((module, operator.name), -1) + 1
         if (
             bits == "off"
+            or self.extreme
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._modules
             or not _is_plain(x)
@@ -447,29 +463,36 @@ class Pass:
         with torch.no_grad():
             if self.normalization is not None and self.normalization.takes(x):
                 n = self.normalization.normalized(x)
-                if n is None:
-                    return None, arrangement, 0
-                made = self._quantized(n, Arrangement.of(n), operator, f"{name}:normalized", module, bits)
+                made = self._quantized(n, operator, f"{name}:normalized", module, bits)
                 if made is None:
                     return None, arrangement, 0
                 self.normalization.origin = weakref.ref(made)
                 recipe = memory.recipes[key] = Recipe(self.normalization.input(x), self.normalization.origin)
                 return recipe.derivation(), arrangement, made.nbytes
-            made = self._quantized(x, arrangement, operator, name, module, bits)
-        if made is not None:
-            memory.payloads[key] = made
-        return made, arrangement, 0 if made is None else made.nbytes
+            made = self._quantized(x, operator, name, module, bits)
+        if made is None:
+            return None, arrangement, 0
+        memory.payloads[key] = made
+        return made, arrangement, made.nbytes
 
     def _quantized(
-        self, x: Tensor, arrangement: Arrangement, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
+        self, x: Tensor | None, operator: Known, name: str, module: str, bits: Literal[8, 4, 2]
     ) -> Payload | None:
-        policy, estimates = self.policy, self.handle.estimates
-        grouping = self._grouping(x, operator, module)
-        samples = self._samples(x, grouping) if policy.statistics == "sample" else 1
-        rows = arrangement.rows(grouping, samples=samples)
-        lines = arrangement.lines(x.detach(), rows)
-        wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
-        return quantized(wide, rows, bits, x.dtype, self.arena, policy, estimates, name)
+        """Codes of a tensor; None, which is counted, where there are outliers, or no tensor that has codes."""
+        made: Payload | Outliers = Outliers(extreme=True)
+        if x is not None:
+            policy, estimates = self.policy, self.handle.estimates
+            arrangement, grouping = Arrangement.of(x), self._grouping(x, operator, module)
+            samples = self._samples(x, grouping) if policy.statistics == "sample" else 1
+            rows = arrangement.rows(grouping, samples=samples)
+            lines = arrangement.lines(x.detach(), rows)
+            wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
+            made = quantized(wide, rows, bits, x.dtype, self.arena, policy, estimates, name)
+        if isinstance(made, Payload):
+            return made
+        self.extreme |= made.extreme
+        self.saved.add(operator.name, module, 0, 0, outliers=1)
+        return None
 
     def _grouping(self, x: Tensor, operator: Known, module: str) -> Grouping:
         """Heads where there are any, or else groups of channels."""
@@ -576,7 +599,7 @@ def _is_strided(x: Tensor) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return _is_strided(x) and floating and x.dim() > 0 and not x.is_neg()
+    return _is_strided(x) and floating and x.dim() > 0 and not x.is_neg() and not x.is_inference()
 
 
 def _is_expanded(x: Tensor) -> bool:
@@ -666,8 +689,8 @@ def compress_activations(
         options: fields of a policy, such as ``operators={"softmax": "off"}``, where no policy is given.
 
     Raises:
-        ValueError: a pattern of the policy matches no module.
-        TypeError: both a policy and fields of one.
+        ValueError: a pattern of the policy matches no module; or a field of the policy has a value that it cannot have.
+        TypeError: both a policy and fields of one; a field that does not exist; or what is no model, or no policy.
 
     Example:
         What the loss saves is outside of the model and stays as it is:
@@ -682,7 +705,15 @@ def compress_activations(
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
         raise TypeError(f"{', '.join(given)}: given beside policy, whose field this is; use dataclasses.replace on it")
-    return ActivationCompression(model, policy or ActivationPolicy(bits=8 if bits is None else bits, **options))
+    there = [field.name for field in fields(ActivationPolicy)]
+    for option in options:
+        if option not in there:
+            close = get_close_matches(option, there, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise TypeError(f"compress_activations takes no {option!r}{hint} There are: {', '.join(there)}")
+    if policy is None:
+        policy = ActivationPolicy(bits=8 if bits is None else bits, **options)
+    return ActivationCompression(model, policy)
 
 
 class ActivationCompression(contextlib.ContextDecorator):
@@ -693,9 +724,15 @@ class ActivationCompression(contextlib.ContextDecorator):
     Args:
         model: whose activations.
         policy: what is kept in how many bits.
+
+    Raises:
+        TypeError: one of these is something else.
+        ValueError: a pattern of the policy matches no module.
+        UnsupportedError: the model is compiled in a way that does not go with this.
     """
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
+        _check_arguments(model, policy)
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
         self.model = model
@@ -712,6 +749,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         self._known_heads: dict[str, int | None] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self._usual_groups = max(set(own), key=own.count) if own else _GROUPS
+        warm_up(model, policy)
 
     @unseen
     def __enter__(self) -> Saved:
@@ -720,12 +758,16 @@ class ActivationCompression(contextlib.ContextDecorator):
                 "compress_activations is entered inside of another one in the same thread: only one can decide what a "
                 "tensor is kept in. Give the outer one a policy for both models"
             )
+        warm_up(self.model, self.policy)  # autocast may be on by now
         at = Pass(self, self.model)
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)
             self._attach(at, stack)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at.hooks))
+            try:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*at.hooks))
+            except RuntimeError as error:
+                raise _refusal(error) or error from error
             watch = stack.enter_context(Watch(at))
             undo.pop_all()
         _current.at, _current.stack, _current.watch = at, stack, watch
@@ -754,8 +796,11 @@ class ActivationCompression(contextlib.ContextDecorator):
         stack: contextlib.ExitStack = _current.stack
         _current.at = _current.stack = _current.watch = None
         stack.close()
-        nothing = error[0] is None and at.saved.bytes_plain and not at.packed and not self.policy.is_off
-        if nothing and self.model not in _told:  # once, not in every step
+        refused = _refusal(error[1])
+        if refused is not None:
+            raise refused from cast("BaseException", error[1])
+        nothing = error[0] is None and at.saved.bytes_plain and not at.packed and not at.saved.outliers
+        if nothing and not self.policy.is_off and self.model not in _told:  # once, not in every step
             _told.add(self.model)
             log.warning(
                 "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
@@ -776,18 +821,32 @@ class ActivationCompression(contextlib.ContextDecorator):
             "draws": self.estimates.draws,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Go on from what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is something else, or of another model. Nothing has changed then.
         """
-        if set(state) != {"estimates", "seed", "draws"}:
+        if not isinstance(state, Mapping) or set(state) != {"estimates", "seed", "draws"}:
+            what = ", ".join(map(repr, state)) if isinstance(state, Mapping) else _told_of(state)
+            raise ValueError(f"a state has estimates, seed and draws, and this has {what or 'nothing'}")
+        for name in ("seed", "draws"):
+            value = state[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+                raise ValueError(f"{name} of a state is a whole number, at least 0, and this is {_told_of(value)}")
+        if not isinstance(state["estimates"], Mapping):
+            raise ValueError(f"estimates of a state are ranges by name, and this is {_told_of(state['estimates'])}")
+        modules = {*self._names.values()}
+        others = [name for name in state["estimates"] if _module_of(name) not in modules]
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise ValueError(
-                f"a state has estimates, seed and draws, and this has {', '.join(map(repr, state)) or 'nothing'}"
+                f"the state is of another model: it has a range of {others[0]!r}{more}, module:operator:place, and the "
+                f"model has no such module. There are: {', '.join(map(repr, sorted(modules)[:8]))}"
+                f"{', …' if len(modules) > 8 else ''}"
             )
         self.estimates.load_state_dict(state["estimates"])
-        self.estimates.seed, self.estimates.draws = int(state["seed"]), int(state["draws"])
+        self.estimates.seed, self.estimates.draws = state["seed"], state["draws"]
 
     # ---- what a pass asks --------------------------------------------------------------------------------------------
 
@@ -828,6 +887,46 @@ class ActivationCompression(contextlib.ContextDecorator):
                 name = name.rpartition(".")[0]
             self._known_heads[module] = found
         return self._known_heads[module]
+
+
+def _check_arguments(model: Any, policy: Any) -> None:
+    """Raise TypeError for what is no model, or no policy."""
+    if isinstance(model, type):
+        name = model.__name__
+        raise TypeError(f"compress_activations was given the class {name}: give it a model, such as {name}(…)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"compress_activations was given {_told_of(model)} as the model: give it a torch.nn.Module, and around a "
+            "function the module that the function calls"
+        )
+    if not isinstance(policy, ActivationPolicy):
+        raise TypeError(
+            f"policy is {_told_of(policy)}: give an nb.ActivationPolicy; ActivationPolicy.load(path) reads one from a "
+            "file, and ActivationPolicy.from_dict takes a dictionary"
+        )
+
+
+def _module_of(name: Any) -> str | None:
+    """The module in the name of an estimate; None where it is no such name."""
+    match = re.fullmatch(r"(.*):([a-z_]+):\d+(:normalized)?", name, re.DOTALL) if isinstance(name, str) else None
+    return match[1] if match is not None and match[2] in OPERATORS else None
+
+
+def _told_of(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:59] + '…'} ({type(value).__name__})"
+
+
+def _refusal(error: object) -> UnsupportedError | None:
+    """What it means here that PyTorch refused hooks on saved tensors; None if it did something else."""
+    text = f"{error}"
+    if not isinstance(error, RuntimeError) or "torch.func" not in text or "saved tensor hooks" not in text:
+        return None
+    return UnsupportedError(
+        "torch.func.grad, vjp, jacrev and hessian cannot be used together with compress_activations: PyTorch allows no "
+        "hooks on saved tensors in them, and by these activations are compressed. Use torch.autograd.grad, or leave "
+        "the context for these calls. torch.func.jvp, jacfwd and vmap work inside"
+    )
 
 
 def _seed() -> int:

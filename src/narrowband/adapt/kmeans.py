@@ -12,7 +12,7 @@ import numpy as np
 
 from narrowband.adapt.policy import Policy, as_choice, planned, search_space
 from narrowband.adapt.tables import error_table
-from narrowband.errors import UnsupportedError
+from narrowband.errors import UnsupportedError, pip_install
 from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class KMeans(Policy):
         try:
             import sklearn.cluster  # noqa: F401
         except ImportError:
-            raise UnsupportedError("kmeans needs scikit-learn: pip install 'narrowband[adapt]'") from None
+            raise UnsupportedError(f"kmeans needs scikit-learn: {pip_install('adapt')}") from None
         self.specs()
 
     def specs(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from narrowband.feedback import compression
 __all__ = ["LayerPlan", "Plan"]
 
 _VERSION = 1
+
+_WRITTEN_BY = "Plan.save and `narrowband adapt --output` write plans"
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """How many times less than uncompressed."""
-        return self.dense_nbytes / self.nbytes
+        """How many times less than uncompressed; infinite where nothing is sent."""
+        return self.dense_nbytes / self.nbytes if self.nbytes else math.inf
 
     @property
     def usual(self) -> str:
@@ -138,42 +140,102 @@ class Plan:
         """The plan that :meth:`to_json` wrote, or that somebody edited.
 
         Raises:
-            ValueError: not JSON, not a plan, or with a spec that does not exist; says which.
+            ValueError: not JSON, not a plan, a plan of another version, with a key missing or unknown, or with a spec
+                that does not exist; says which.
         """
         try:
             said = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"this plan is not JSON: {error}") from error
-        if not isinstance(said, dict) or said.get("version") != _VERSION:
-            raise ValueError(f"this is not a plan of version {_VERSION}")
-        try:
-            layers = tuple(_layer(layer) for layer in said["layers"])
-            rest = {key: value for key, value in said.items() if key not in ("version", "layers")}
-            return cls(layers, **rest)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this plan lacks something, or has something too many: {error}") from error
+            raise ValueError(f"this is no plan, or a part of one: it is not JSON ({error}); {_WRITTEN_BY}") from error
+        if not isinstance(said, dict) or "version" not in said:
+            raise ValueError(f"this is not a plan: it is no JSON object with a version; {_WRITTEN_BY}")
+        if said["version"] != _VERSION:
+            raise ValueError(
+                f"this is a plan of version {said['version']!r}, and this version of narrowband reads version "
+                f"{_VERSION}; make the plan again with `narrowband adapt`"
+            )
+        _check_keys("the plan", said, _PLAN, _PLAN_OPTIONAL)
+        layers = tuple(_layer(number, layer) for number, layer in enumerate(said["layers"]))
+        return cls(layers, **{key: value for key, value in said.items() if key not in ("version", "layers")})
 
     def save(self, path: str | Path) -> None:
-        """Write to a file."""
+        """Write to a file, creating the folders above it."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read from a file; see :meth:`from_json`."""
+        """Read from a file; see :meth:`from_json`.
+
+        Raises:
+            ValueError: it holds no plan; names the file and says what is wrong.
+            OSError: it cannot be read.
+        """
         try:
-            return cls.from_json(Path(path).read_text())
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: this is not a plan: it is no text; {_WRITTEN_BY}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _layer(said: Mapping[str, Any]) -> LayerPlan:
-    name, spec, nbytes, error, shape = (said[key] for key in ("name", "spec", "nbytes", "error", "shape"))
-    unknown = said.keys() - {"name", "spec", "nbytes", "error", "shape"}
-    if unknown:
-        raise TypeError(f"a layer has no {', '.join(sorted(unknown))}")
-    if not (isinstance(name, str) and isinstance(spec, str)):
-        raise TypeError(f"name and spec are texts, not {name!r} and {spec!r}")
-    numbers = [nbytes, *shape, *([] if error is None else [error])]
-    if not all(isinstance(number, (int, float)) and number >= 0 for number in numbers):
-        raise TypeError(f"shape, bytes and error of {name!r} are numbers from 0 on, not {numbers}")
-    return LayerPlan(name, tuple(shape), spec, nbytes, error)
+#: Keys of a plan and of a layer in JSON, with what their values have to be.
+_Kinds = Mapping[str, tuple[str, Callable[[Any], bool]]]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+_NUMBER, _NUMBER_OR_NULL = "a number from 0 on", "a number from 0 on, or null"
+_PLAN: _Kinds = {
+    "version": ("a number", _is_number),
+    "layers": ("a list", lambda value: isinstance(value, list)),
+    "policy": ("a text", _is_text),
+}
+_PLAN_OPTIONAL: _Kinds = {
+    "step": ("a whole number from 0 on", lambda value: isinstance(value, int) and _is_number(value)),
+    "reference": ("a text or null", lambda value: value is None or _is_text(value)),
+    "budget": (_NUMBER_OR_NULL, _is_number_or_none),
+    "reference_nbytes": (_NUMBER_OR_NULL, _is_number_or_none),
+    "model": ("a spec or null", lambda value: value is None or _is_text(value)),
+}
+_LAYER: _Kinds = {
+    "name": ("a text", _is_text),
+    "shape": (
+        "a list of whole numbers",
+        lambda value: isinstance(value, list) and all(isinstance(n, int) and _is_number(n) for n in value),
+    ),
+    "spec": ("a text", _is_text),
+    "nbytes": (_NUMBER, _is_number),
+    "error": (_NUMBER_OR_NULL, _is_number_or_none),
+}
+
+
+def _check_keys(what: str, said: Mapping[str, Any], required: _Kinds, optional: _Kinds) -> None:
+    """Refuse a JSON object that lacks a key, has one that does not exist, or a value of another kind; say which."""
+    known = {**required, **optional}
+    for key in required:
+        if key not in said:
+            raise ValueError(f"{what} lacks the key {key!r}; it needs {', '.join(required)}")
+    for key, value in said.items():
+        if key not in known:
+            raise ValueError(f"{what} has the unknown key {key!r}; there are: {', '.join(known)}")
+        kind, holds = known[key]
+        if not holds(value):
+            raise ValueError(f"{what} must have {kind} as {key!r}, not {value!r}")
+
+
+def _layer(number: int, said: Any) -> LayerPlan:
+    if not isinstance(said, dict):
+        raise ValueError(f"layer {number} of the plan must be a JSON object with {', '.join(_LAYER)}, not {said!r}")
+    _check_keys(f"layer {said.get('name', number)!r} of the plan", said, _LAYER, {})
+    return LayerPlan(said["name"], tuple(said["shape"]), said["spec"], said["nbytes"], said["error"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from torch import Tensor
 from narrowband.adapt import LGreCo, Plan, error_table, search_space
 from narrowband.adapt.lgreco import solve
 from narrowband.bench.models import GPT, MODELS
+from narrowband.bench.ranks import check_seed
 from narrowband.bench.text import standard_library
+from narrowband.units import format_loss
 
 __all__ = ["Config", "count", "run"]
 
@@ -45,7 +47,8 @@ class Config:
     Attributes:
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
         references: Specs that are known to be safe; each gets the choices around it that the paper searches.
-        mixed: Also let layers choose among the choices of all references, and none at all, at each one's error.
+        mixed: Also plan with the choices of all references together, and with none, at each reference's error;
+            --no-mixed leaves these rows out.
         steps: Training steps before the decision.
         batch: Windows per step.
         ranks: Among how many an epoch would be shared.
@@ -66,6 +69,7 @@ class Config:
         for name in ("steps", "batch", "ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_seed(self.seed)
         if not self.references:
             raise ValueError("nothing to measure: give at least one reference")
         for reference in self.references:
@@ -83,8 +87,9 @@ def run(
     """Train, and decide.
 
     Rows hold ``name``, ``layers``, ``choices``, ``table_s``, ``solve_s``, ``decide_s``, ``share_of_epoch``, ``nbytes``,
-    ``reference_nbytes``, ``times_fewer`` and ``error_of_reference`` (the plan's error over the reference's); the last
-    is the program alone, at the size of a large model.
+    ``reference_nbytes``, ``times_fewer``, ``error_of_reference`` (the plan's error over the reference's, in the measure
+    that is budgeted), and ``relative_error`` and ``reference_relative_error`` (‖p − C(p)‖² / ‖p‖² of all layers
+    together); the last is the program alone, at the size of a large model.
 
     Args:
         on_event: called with what was done, see :func:`count`.
@@ -129,7 +134,9 @@ def _decision(
     solve(table.sizes, table.errors, math.fsum(table.errors[:, uniform]))
     solve_s = time.perf_counter() - begin
     chosen = [table.column(layer.spec) for layer in plan.layers]
-    error = math.fsum(table.errors[np.arange(len(chosen)), chosen])
+    errors = table.errors[np.arange(len(chosen)), chosen]
+    budget = math.fsum(table.errors[:, uniform])
+    norm = math.hypot(*table.norms)
     row = {
         "layers": len(plan.layers),
         "choices": len(table.choices),
@@ -139,11 +146,18 @@ def _decision(
         "share_of_epoch": decide_s / epoch_s,
         "nbytes": plan.nbytes,
         "reference_nbytes": plan.reference_nbytes,
-        "times_fewer": (plan.reference_nbytes or math.nan) / plan.nbytes,
-        "error_of_reference": error / math.fsum(table.errors[:, uniform]),
+        "times_fewer": plan.reference_nbytes / plan.nbytes if plan.reference_nbytes and plan.nbytes else None,
+        "error_of_reference": math.fsum(errors) / budget if budget else None,
+        "relative_error": _relative(errors, norm),
+        "reference_relative_error": _relative(table.errors[:, uniform], norm),
         "families": sorted({layer.family for layer in plan.layers}),
     }
     return row, plan
+
+
+def _relative(errors: Iterable[float], norm: float) -> float | None:
+    """‖p − C(p)‖² / ‖p‖² over all layers, from the norms of their errors; None where the gradient is zero."""
+    return (math.hypot(*errors) / norm) ** 2 if norm else None
 
 
 def _program(seed: int) -> dict[str, Any]:
@@ -179,7 +193,7 @@ def _gradients(config: Config, on_event: Callable[[str], None]) -> tuple[dict[st
             for name, p in model.named_parameters():
                 assert p.grad is not None
                 sums[name] += p.grad
-        on_event(f"step {step + 1}, loss {loss.item():.2f}")
+        on_event(f"step {step + 1}, loss {format_loss(loss.item(), 2)}")
     layers = {name: x for name, x in sums.items() if x.dim() > 1 and x.numel() >= _MIN_NUMEL}
     epoch = max(1, tokens.numel() // (shape.sequence * config.batch * config.ranks))
     return layers, float(np.median(taken)), epoch

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
-from narrowband.bench.ranks import Loopback, Worker, run_ranks, transmitted
+from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks, transmitted
 from narrowband.feedback import DGC, Compression, compression
 from narrowband.lab import LabConfig
 
@@ -97,8 +97,9 @@ class Config:
             raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
         if not self.codecs and not self.peers:
             raise ValueError("nothing to measure: give codecs, or ask for peers")
+        check_seed(self.seed)
         for spec in self.codecs:
-            _chosen(spec)
+            _check(spec, self.model)
         if self.rate == "none" and (self.delay or self.loss):
             raise ValueError("delay and loss need an emulated link: give a rate too, e.g. rate=1gbit")
         self.place()
@@ -115,9 +116,10 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
 
     Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for peers)
     and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), ``cpu_s`` (processor time of a step,
-    all threads of a rank together: where ranks share processors, as here, it is what makes a step longer), and beside
-    these what the codec's handle says of its time. A row that failed holds ``error`` and None for what it could not
-    measure.
+    all threads of a rank together: where ranks share processors, as here, it is what makes a step longer),
+    ``relative_error`` (as in :class:`narrowband.StepStats`, mean over ranks; None where nothing is compressed), and
+    beside these what the codec's handle says of its time. A row that failed holds ``error`` and None for what it could
+    not measure.
 
     Args:
         on_event: called with ``{"event": "round", "done": …, "of": …, "codec": …}`` while the ranks work.
@@ -142,6 +144,7 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
         "ratio_to_compute": None,
         "sent_bytes_per_step": None,
         "link_bytes_per_step": None,
+        "relative_error": None,
     }
     if "note" in parts[0]:
         row["note"] = parts[0]["note"]
@@ -158,6 +161,8 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("cpu_s", "sent_bytes_per_step", "link_bytes_per_step", *_TIMES):
         if all(name in part for part in parts):
             row[name] = statistics.fmean(part[name] for part in parts)
+    lost = [part["relative_error"] for part in parts if part.get("relative_error") is not None]
+    row["relative_error"] = statistics.fmean(lost) if lost else None
     return row
 
 
@@ -207,6 +212,19 @@ def _kinds(config: Config) -> list[_Kind]:
 
 def _chosen(spec: str) -> Compression | Plan:
     return Plan.load(spec) if spec.endswith(".json") else compression(spec)
+
+
+def _check(spec: str, model: str) -> None:
+    """Refuse what is no spec and no plan for the model, before a rank starts."""
+    chosen = _chosen(spec)
+    if isinstance(chosen, Plan):
+        with torch.random.fork_rng(devices=[]):  # parameters are drawn, and thrown away
+            shapes = {name: tuple(p.shape) for name, p in GPT(MODELS[model]).named_parameters()}
+        try:
+            # Which of the small layers are compressed is the handle's business; here, those that the plan names.
+            chosen.check({layer.name: shapes[layer.name] for layer in chosen.layers if layer.name in shapes})
+        except ValueError as error:
+            raise ValueError(f"{spec}, for model {model}: {error}") from error
 
 
 def _has_momentum(chosen: Compression | Plan) -> bool:
@@ -321,6 +339,7 @@ class _Row:
         if self._handle is not None:
             found["sent_bytes_per_step"] = self._counts["sent_bytes"] / steps
             found |= {name: self._counts[name] / steps for name in _TIMES}
+            found["relative_error"] = self._handle.stats().total.relative_error
         return found
 
 

@@ -31,11 +31,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowband
 from narrowband.bench.ddp import skip_communication
 from narrowband.bench.models import GPT, MODELS
-from narrowband.bench.ranks import Loopback, Worker, run_ranks
+from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks
 from narrowband.bench.text import Text, batch_of, standard_library
 from narrowband.feedback import compression
 from narrowband.report.estimate import FORMULA, Row, estimates, verdict
-from narrowband.report.record import versions, write_json
+from narrowband.report.record import read_json, versions, write_json
 
 __all__ = ["BASELINES", "Config", "run"]
 
@@ -52,13 +52,16 @@ _BETAS = (0.0, 0.999)
 _CLIP = 0.5
 
 #: Windows of held-out text per rank: few while training, to draw a curve, more at the end.
-_CURVE_WINDOWS = 32
+_CURVE_WINDOWS = 16
 _FINAL_WINDOWS = 256
 _CURVE_POINTS = 10
 
 #: Steps that DDP, the allocator and compiled loops need to settle, left out of the step time.
 _UNTIMED_STEPS = 3
 _COMPUTE_STEPS = 12
+
+#: What a finished row has to hold to be taken again.
+_ROW = ("codec", "sent_bytes_per_step", "step_s", "heldout_loss", "curve", "encode_s", "decode_s", "compute_s")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Config:
     Attributes:
         codecs: Spec strings; the baselines none and fp16 are always there.
         nodes: Number of ranks on this machine.
-        steps: Optimizer steps per row.
+        steps: Optimizer steps per row. With more of them, losses fall further and closer together.
         model: Which GPT: gpt-demo or gpt-tiny (3.3 and 0.13 million parameters). It reads bytes.
         learning_rate: Of Adam, at its peak.
         seed: Of parameters, data and codecs.
@@ -76,7 +79,7 @@ class Config:
 
     codecs: tuple[str, ...] = ("topk:density=0.04,values=int8+ef", "qsgd:bits=4", "sign+ef")
     nodes: int = 4
-    steps: int = 260
+    steps: int = 170
     model: str = "gpt-demo"
     learning_rate: float = 4e-4
     seed: int = 0
@@ -88,8 +91,9 @@ class Config:
         if self.model not in MODELS or MODELS[self.model].vocab != 256:
             fit = ", ".join(name for name, shape in MODELS.items() if shape.vocab == 256)
             raise ValueError(f"model {self.model!r} is not one that reads bytes; there are: {fit}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be above 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate} must be a number above 0")
+        check_seed(self.seed)
         for spec in self.codecs:
             compression(spec)
 
@@ -107,16 +111,19 @@ def run(
 ) -> dict[str, Any]:
     """Train every row and return the summary: ``rows``, ``verdict``, ``estimates`` and what they were made from.
 
-    Rows hold ``codec``, ``sent_bytes_per_step``, ``times_less_traffic``, ``step_s``, ``heldout_loss``, and beside
-    these the held-out curve and the codec's times per step. Losses of a run that diverged are None.
+    Rows hold ``codec``, ``sent_bytes_per_step``, ``times_less_traffic``, ``relative_error``, ``step_s``,
+    ``heldout_loss``, and beside these the held-out curve and the codec's times per step. Losses of a run that diverged
+    are None.
 
     Args:
         directory: finished rows are kept in its ``rows/``.
         resume: take rows that an earlier run with the same configuration finished.
-        on_event: called with ``{"event": "step", "codec": …, "step": …, "of": …, "loss": …}`` and
+        on_event: called with ``{"event": "setup", "what": …}`` before the first row, and with
+            ``{"event": "step", "codec": …, "step": …, "of": …, "loss": …}`` and
             ``{"event": "row", "codec": …, "row": …}`` as the ranks work.
 
     Raises:
+        ValueError: a finished row cannot be read.
         FileNotFoundError: this Python's standard library is not there as source.
         RankError: a rank ended early.
     """
@@ -125,7 +132,7 @@ def run(
     rows: dict[str, dict[str, Any]] = {}
     for spec, path in kept.items():
         if resume and path.exists():
-            rows[spec] = json.loads(path.read_text())
+            rows[spec] = read_json(path, _ROW)
             if on_event is not None:
                 on_event({"event": "row", "codec": spec, "row": rows[spec]})
 
@@ -138,6 +145,7 @@ def run(
 
     missing = [spec for spec in config.specs() if spec not in rows]
     if missing:
+        note({"event": "setup", "what": f"starting {config.nodes} rank{'s' if config.nodes > 1 else ''}"})
         run_ranks("narrowband.bench.demo", asdict(config) | {"rows": missing}, Loopback(config.nodes), note)
     return _summary(config, text, [rows[spec] for spec in config.specs()])
 
@@ -169,7 +177,7 @@ def _summary(config: Config, text: Text, rows: list[dict[str, Any]]) -> dict[str
         "rows": rows,
         "verdict": verdict(judged, compute),
         "estimate": FORMULA,
-        "estimates": estimates(judged, compute),
+        "estimates": estimates(judged, compute) if dense else [],
         "compute_s": compute,
         "config": asdict(config) | {"parameters": MODELS[config.model].numel(), "shape": asdict(MODELS[config.model])},
         "text": text.identity(),
@@ -256,7 +264,7 @@ def _train_row(config: Config, spec: str, text: Text, worker: Worker) -> dict[st
         taken.append(time.perf_counter() - start)
         if step % every == 0 and step < config.steps:
             curve.append((step, _finite(trainer.heldout_loss(_CURVE_WINDOWS))))
-        worker.tell(event="step", codec=spec, step=step, of=config.steps, loss=loss)
+        worker.tell(event="step", codec=spec, step=step, of=config.steps, loss=_finite(loss))
     final = _finite(trainer.heldout_loss(_FINAL_WINDOWS))
     total = handle.stats().total
     return {
@@ -274,9 +282,9 @@ def _train_row(config: Config, spec: str, text: Text, worker: Worker) -> dict[st
     }
 
 
-def _finite(loss: float) -> float | None:
-    """JSON has no NaN: a loss that is not finite is written as null."""
-    return loss if math.isfinite(loss) else None
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: what is not finite is written as null."""
+    return value if math.isfinite(value) else None
 
 
 def _work(worker: Worker) -> None:
@@ -285,6 +293,7 @@ def _work(worker: Worker) -> None:
     config = Config(**{**worker.config, "codecs": tuple(worker.config["codecs"])})
     dist.init_process_group("gloo")
     text = standard_library()
+    worker.tell(event="setup", what="measuring a step that sends nothing")
     compute = _compute_seconds(config, text, worker.rank)
     for spec in specs:
         row = _train_row(config, spec, text, worker) | {"compute_s": compute}

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowband import kernels
+from narrowband.bench.ranks import check_seed
 from narrowband.feedback import SampleStore
 
 __all__ = ["BACKENDS", "Config", "count", "loops", "run"]
@@ -68,6 +69,7 @@ class Config:
             raise ValueError(f"numel={self.numel} is not in [1024, 2**31): smaller tensors fit a cache and say nothing")
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats} must be at least 1")
+        check_seed(self.seed)
         if self.backend not in (*BACKENDS, "all"):
             raise ValueError(f"backend={self.backend!r} is none of {', '.join((*BACKENDS, 'all'))}")
         unknown = [name for name in self.loops if name not in loops()]

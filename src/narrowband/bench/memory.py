@@ -22,10 +22,13 @@ import fnmatch
 import functools
 import gc
 import importlib.util
+import inspect
+import math
 import multiprocessing
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -36,10 +39,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from narrowband.activations import ActivationPolicy, Kept, Saved, compress_activations
+from narrowband.activations import ActivationPolicy, Saved, compress_activations
 from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
+from narrowband.bench.ranks import check_seed
 
-__all__ = ["Config", "Fit", "Subject", "count", "fit", "run", "subject", "survey"]
+__all__ = ["Config", "Fit", "Subject", "count", "fit", "is_out_of_memory", "run", "subject", "survey", "tried"]
 
 #: A model and the inputs of its forward.
 Subject = tuple[nn.Module, tuple[Any, ...]]
@@ -75,30 +79,84 @@ def subject(name: str, batch: int) -> Subject:
         batch: samples.
 
     Raises:
-        ValueError: there is no such model, file or function, or it returns something else.
+        ValueError: there is no such model, file or function; the file cannot be imported; the function cannot be called
+            so, raises an error, or returns something else.
     """
     if name in _SUBJECTS:
         return _SUBJECTS[name](batch)
     path, colon, function = name.rpartition(":")
-    if not colon:
+    if name.removesuffix(":").endswith(".py"):
+        raise ValueError(f"which function of {name.removesuffix(':')}? Write {name.removesuffix(':')}:function")
+    if not colon or not path:
         raise ValueError(f"unknown model {name!r}; there are: {', '.join(_SUBJECTS)}, and yours: file.py:function")
-    if not Path(path).is_file():
-        raise ValueError(f"{name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    with _importing_beside(path):
-        spec.loader.exec_module(module)
-    build = getattr(module, function, None)
-    if not callable(build):
-        raise ValueError(f"{name}: {path} has no function {function!r}")
-    made = build(batch)
+    build = _function(path, function, name)
+    try:
+        inspect.signature(build).bind(batch)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}: {function} is called with the batch size alone, as {function}({batch}), and does not take that: "
+            f"{error}"
+        ) from error
+    with _users_errors(f"{name}: {function}({batch}) raised", path):
+        made = build(batch)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{name}: {function}({batch}) has to return a module and the tuple of its inputs: model, (x,)")
     model, inputs = made
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def tried(name: str, batch: int) -> Subject:
+    """:func:`subject`, whose forward was run once to see that it takes its inputs; backward keeps nothing of that.
+
+    Raises:
+        ValueError: as :func:`subject` does, or forward raises an error.
+    """
+    model, inputs = subject(name, batch)
+    if name not in _SUBJECTS:
+        with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
+            model(*inputs)
+    return model, inputs
+
+
+def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
+    if not Path(path).is_file():
+        raise ValueError(f"{name}: there is no file {path}; write file.py:function")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{name}: {path} is no Python file, its name does not end in .py; write file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    with _importing_beside(path), _users_errors(f"{name}: {path} cannot be imported:", path):
+        spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        there = f"; there are: {', '.join(defined)}" if defined else ""
+        raise ValueError(f"{name}: {path} has no function {function!r}{there}")
+    build: Callable[[int], Any] = found
+    return build
+
+
+@contextlib.contextmanager
+def _users_errors(what: str, path: str | None = None) -> Iterator[None]:
+    """What a user's own code raises is one sentence, with the line of the file at ``path`` that it comes from."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        said = str(error).strip().splitlines()
+        here = path and Path(path).resolve()
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == here]
+        at = f" ({path}, line {lines[-1]})" if lines else ""
+        raise ValueError(f"{what} {type(error).__name__}{': ' if said else ''}{said[0] if said else ''}{at}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of this machine or of its GPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 @contextlib.contextmanager
@@ -128,7 +186,8 @@ class Config:
             computed again, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
-        peaks: Also peaks of memory; on CPU each row then trains in a process of its own, too.
+        peaks: Also measure peaks of memory; on CPU each row then trains in a process of its own, too. --no-peaks leaves
+            these out, which is faster.
         seed: Of parameters and data.
     """
 
@@ -145,9 +204,12 @@ class Config:
         for name in ("batch", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_seed(self.seed)
         for bits in self.bits:
             if bits not in (8, 4, 2):
                 raise ValueError(f"bits={bits}: there are 8, 4 and 2")
+        if not (self.bits or self.peers or self.compiled):
+            raise ValueError("nothing to measure: give bits, such as 8 4, or ask for peers")
         if self.model not in _SUBJECTS and ":" not in self.model:
             subject(self.model, self.batch)
 
@@ -254,6 +316,8 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
     """
     tell = on_event or (lambda _: None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.model not in _SUBJECTS:
+        tried(config.model, config.batch)
     rows = [_Row(kind, config, device) for kind in _kinds(config)]
     counts: list[Saved] = []
     errors: list[float | None] = []
@@ -269,7 +333,7 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
         if row.kind.bits is None:
             exact.setdefault(row.kind.amp, gradients)
         reference = exact.get(row.kind.amp)
-        errors.append(None if reference is None else float((gradients - reference).norm() / reference.norm()))
+        errors.append(None if reference is None else _share(gradients - reference, reference))
     plain = rows[0]
     for turn in range(config.rounds):
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
@@ -294,8 +358,8 @@ def _told(
         "step_s": statistics.median(row.steps),
         "ratio_to_plain": statistics.median(a / b for a, b in zip(row.steps, row.plain_steps, strict=True)),
         "kept_bytes": saved.bytes_kept,
-        "kept_ratio": Kept(plain.bytes_plain, saved.bytes_kept).ratio,
-        "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain,
+        "kept_ratio": plain.bytes_plain / saved.bytes_kept if saved.bytes_kept else None,
+        "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain if saved.bytes_plain else 0.0,
         "peak_bytes": peak,
         "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
         "compress_s": sum(kept.seconds for kept in saved.by_operator.values()),
@@ -312,8 +376,17 @@ def _scalar(output: Any) -> Tensor:
     """Something to go backward from, of whatever a model returns."""
     found = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
-        raise ValueError(f"the model returned {type(output).__name__} without a tensor that needs gradients")
+        raise ValueError(
+            f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "
+            "nothing; return a tensor that depends on parameters with requires_grad"
+        )
     return found[0].float().square().mean()
+
+
+def _share(difference: Tensor, reference: Tensor) -> float | None:
+    """One norm over the other; None where that says nothing, because a gradient is zero or not finite."""
+    share = float(difference.norm() / reference.norm())
+    return share if math.isfinite(share) else None
 
 
 def _gradients(model: nn.Module) -> Tensor:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowband.bench.models import GPT, GPTConfig
-from narrowband.bench.ranks import Loopback, Worker, run_ranks, transmitted
+from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks, transmitted
 from narrowband.bench.text import standard_library
 from narrowband.lab import LabConfig
 from narrowband.lab.config import parse_rate
@@ -92,6 +92,7 @@ class Config:
         for name, least in (("nodes", 2), ("epochs", 3), ("batches", 1), ("microbatches", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_seed(self.seed)
         if self.schedule not in ("1F1B", "GPipe"):
             raise ValueError(f"schedule={self.schedule!r} is neither 1F1B nor GPipe")
         if not self.rows and not self.peers:
@@ -126,8 +127,9 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
 
     Rows hold ``name``, ``step_s``, ``tokens_per_s``, ``times_none`` (tokens per second over those of the row ``none``),
     ``loss`` (nats per byte, mean over the last two epochs), ``loss_ratio`` (over that of ``none``), ``forward_nbytes``
-    and ``backward_nbytes`` (per boundary and micro-batch, in the last epoch), ``link_bytes_per_step`` (of the busiest
-    rank; None on loopback), ``link_s``, ``compute_s`` and ``share_of_allowed``. A row that could not run holds
+    and ``backward_nbytes`` (per boundary and micro-batch, in the last epoch), ``forward_relative_error`` and
+    ``backward_relative_error`` (as in :class:`narrowband.pipeline.ChannelStats`), ``link_bytes_per_step`` (of the
+    busiest rank; None on loopback), ``link_s``, ``compute_s`` and ``share_of_allowed``. A row that could not run holds
     ``error``.
 
     Args:
@@ -169,6 +171,8 @@ def _merged(config: Config, parts: list[dict[str, Any]], compute_s: float) -> di
         "loss": parts[-1]["loss"],
         "forward_nbytes": parts[0]["forward_nbytes"],
         "backward_nbytes": parts[-1]["backward_nbytes"],
+        "forward_relative_error": parts[0]["forward_relative_error"],
+        "backward_relative_error": parts[-1]["backward_relative_error"],
         "link_bytes_per_step": None,
         "link_s": None,
         "compute_s": compute_s,
@@ -286,6 +290,7 @@ class _Row:
         for way in ("forward", "backward"):
             messages, nbytes = (now - then for now, then in zip(self.counts()[way], before[way], strict=True))
             found[f"{way}_nbytes"] = nbytes / messages if messages else None
+            found[f"{way}_relative_error"] = None if self.name == PEER else self.stage.stats()[way].relative_error
         return found
 
     def counts(self) -> dict[str, tuple[int, int]]:

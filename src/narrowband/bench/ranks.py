@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,15 +28,33 @@ from typing import Any
 
 from narrowband.lab import LabConfig, run
 
-__all__ = ["Loopback", "RankError", "Worker", "run_ranks"]
+__all__ = ["Loopback", "RankError", "Worker", "check_seed", "received", "run_ranks", "transmitted"]
 
 _POLL_S = 0.1
 _GRACE_S = 5.0
 _TAIL_LINES = 30
+_SIGNALLED = 128  # exit codes above it: ended by a signal
+
+#: Seeds are multiplied and added to on the way to torch's generators, which take 64 bits.
+_MAX_SEED = 2**31
 
 
 class RankError(RuntimeError):
-    """A rank of a benchmark ended with an error; the message holds the end of what it said."""
+    """A rank of a benchmark ended with an error; the message holds the end of what the ranks said.
+
+    Attributes:
+        sentence: what happened, without what the ranks said; it names the file that holds all of that.
+    """
+
+    def __init__(self, sentence: str, said: str = "") -> None:
+        super().__init__(f"{sentence}\n{said}" if said else sentence)
+        self.sentence = sentence
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError unless every generator of a benchmark can be seeded with ``seed``."""
+    if not 0 <= seed < _MAX_SEED:
+        raise ValueError(f"seed={seed} is not in [0, 2**31); give a small number from 0 on")
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ def run_ranks(
                 code = _run_on_loopback(command, where.nodes, output.fileno())
         results = [directory / f"rank{rank}.json" for rank in range(where.nodes)]
         if code or not all(path.exists() for path in results):
-            raise RankError(f"a rank ended with exit code {code}:\n{_tail(log)}")
+            raise _rank_error(code, log)
         return [json.loads(path.read_text()) for path in results]
 
 
@@ -244,6 +263,27 @@ def _following(path: Path, on_event: Callable[[dict[str, Any]], None] | None) ->
         raise failed[0]
 
 
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return "\n".join(lines[-_TAIL_LINES:]) or "(it said nothing)"
+#: A line that ends a traceback, perhaps behind the rank that the lab puts before it.
+_RAISED = re.compile(r"^(?:\[rank \d+\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Warning)\b.*)$", re.MULTILINE)
+_CHAINED = ("The above exception was", "During handling of the above")
+
+
+def _rank_error(code: int, log: Path) -> RankError:
+    """What is known of a failure: the first error of the log, and a copy of the log that outlives this process."""
+    said = log.read_text(errors="replace").strip()
+    if code > _SIGNALLED:
+        name = signal.Signals(code - _SIGNALLED).name if code - _SIGNALLED in set(signal.Signals) else "a signal"
+        what = f"a rank was ended by {name}"
+        if name == "SIGKILL":
+            what += ", which is what the system does when memory runs out"
+    else:
+        what = f"a rank ended with exit code {code}"
+    if not said:
+        return RankError(f"{what} and said nothing")
+    raised = [match for match in _RAISED.finditer(said) if not said[match.end() :].lstrip().startswith(_CHAINED)]
+    if raised:
+        what += f": {raised[0][1]}"
+    with tempfile.NamedTemporaryFile("w", prefix="narrowband-ranks-", suffix=".log", delete=False) as kept:
+        kept.write(said)
+    tail = "\n".join(said.splitlines()[-_TAIL_LINES:])
+    return RankError(f"{what} (all that the ranks said is in {kept.name})", tail)

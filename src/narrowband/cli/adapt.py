@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from narrowband.cli.exits import DONE, check_output
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -73,13 +75,20 @@ class Adapt:
     """Draw how many times less each layer sends."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from narrowband.report.tables import plan_table
+        from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
+        check_output(self.output, self.plot)
+        if self.min_numel < 1:
+            raise ValueError(f"min_numel={self.min_numel} must be at least 1")
         policy = self._policy()
+        layers = _layers(self.gradients, self.min_numel)
         if self.before is not None:
-            policy.decide(_layers(self.before, self.min_numel), step=0)
-        plan = policy.decide(_layers(self.gradients, self.min_numel), step=0)
-        console.print(plan_table(plan))
+            before = _layers(self.before, self.min_numel)
+            _check_same(layers, before, self.gradients, self.before)
+            policy.decide(before, step=0)
+        plan = policy.decide(layers, step=0)
+        console.print(plan_table(plan, {name: float(x.double().norm()) for name, x in layers.items()}))
+        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         if plan.reference_nbytes is not None:
             console.print(
                 f"{plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than {plan.reference} for all layers"
@@ -94,7 +103,7 @@ class Adapt:
         if self.output is not None:
             plan.save(self.output)
             console.print(f"written: {self.output}", style="dim", markup=False, highlight=False)
-        return 0
+        return DONE
 
     def _policy(self) -> Policy:
         from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Uniform
@@ -120,18 +129,62 @@ class Adapt:
 
 
 def _layers(path: Path, min_numel: int) -> dict[str, Tensor]:
-    """The gradients in a file that would be compressed."""
-    import pickle
+    """The gradients in a file that would be compressed.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    import torch
+
+    layers = {name: x for name, x in _tensors(path).items() if x is not None and x.dim() > 1 and x.numel() >= min_numel}
+    if not layers:
+        raise ValueError(f"{path}: no tensor has 2 dimensions and at least min_numel={min_numel} elements")
+    for name, x in layers.items():
+        if x.layout != torch.strided or not x.is_floating_point():
+            raise ValueError(
+                f"{path}: {name!r} is a tensor of {x.dtype}, {x.layout}; gradients are dense and of a floating type"
+            )
+    return layers
+
+
+_WRITE_ONE = "torch.save({name: p.grad for name, p in model.named_parameters()}, file) writes one"
+
+
+def _tensors(path: Path) -> dict[str, Tensor | None]:
+    import warnings
 
     import torch
 
+    if not path.exists():
+        raise ValueError(f"there is no file {path}; {_WRITE_ONE}")
+    if not path.is_file():
+        raise ValueError(f"{path} is a folder; give the file in it that holds gradients")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} holds no tensors that torch.load can read: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) or x is None for x in found.values()):
-        raise ValueError(f"{path} must hold a dict of tensors, name → gradient")
-    layers = {name: x for name, x in found.items() if x is not None and x.dim() > 1 and x.numel() >= min_numel}
-    if not layers:
-        raise ValueError(f"{path}: no tensor has 2 dimensions and at least min_numel={min_numel} elements")
-    return layers
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that torch did not write
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
+    except Exception as error:  # whatever the bytes lead torch.load to
+        raise ValueError(
+            f"{path} is no file of gradients: torch.save did not write it, or part of it is missing, or it holds more "
+            f"than tensors; {_WRITE_ONE}"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and (x is None or isinstance(x, torch.Tensor)) for name, x in found.items()
+    ):
+        raise ValueError(f"{path} must hold a dict of tensors, name → gradient; {_WRITE_ONE}")
+    return found
+
+
+def _check_same(layers: dict[str, Tensor], before: dict[str, Tensor], path: Path, path_before: Path) -> None:
+    """Norms are compared by name: with gradients of another model, every layer would seem new."""
+    other = sorted(
+        name for name in layers.keys() | before.keys()
+        if name not in layers or name not in before or layers[name].shape != before[name].shape
+    )  # fmt: skip
+    if other:
+        raise ValueError(
+            f"{path_before} and {path} are gradients of different models: {', '.join(other[:3])}"
+            f"{' …' if len(other) > 3 else ''} is not in both with one shape; give two files of one training run"
+        )

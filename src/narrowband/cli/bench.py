@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from narrowband.bench import adapt, ddp, kernels, memory, pipeline
+from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,7 @@ class BenchKernels:
 
         from narrowband.report.tables import kernels_table
 
+        check_output(self.json)
         rows = []
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=kernels.count(self.config))
@@ -46,7 +48,7 @@ class BenchKernels:
                 progress.update(task, advance=1, description=row["loop"])
         console.print(kernels_table(rows))
         _record(console, self.json, asdict(self.config), rows)
-        return 0
+        return DONE
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class BenchDDP:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.tables import ddp_table
+        from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
+        check_output(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -80,12 +83,14 @@ class BenchDDP:
 
             rows = ddp.run(self.config, show)
         console.print(ddp_table(rows))
+        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         for row in rows:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
         _record(console, self.json, asdict(self.config), rows)
-        return 0
+        failed = any("error" in row for row in rows if row["codec"] in self.config.codecs)
+        return FAILED if failed else DONE  # a hook of PyTorch's that fails is a result
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,9 @@ class BenchPipeline:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.tables import pipeline_table
+        from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
+        check_output(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -118,8 +124,9 @@ class BenchPipeline:
 
             rows = pipeline.run(self.config, show)
         console.print(pipeline_table(rows))
+        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         _record(console, self.json, asdict(self.config), rows)
-        return 0
+        return DONE
 
 
 @dataclass(frozen=True)
@@ -144,14 +151,17 @@ class BenchAdapt:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.tables import adapt_table
+        from narrowband.report.tables import RELATIVE_ERROR, adapt_table
 
+        check_output(self.json)
+        check_folder(self.plans)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("training", total=adapt.count(self.config))
             rows = adapt.run(self.config, lambda what: progress.update(task, advance=1, description=what), self.plans)
         console.print(adapt_table(rows))
+        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         _record(console, self.json, asdict(self.config), rows)
-        return 0
+        return DONE
 
 
 @dataclass(frozen=True)
@@ -176,12 +186,13 @@ class BenchMemory:
 
         from narrowband.report.tables import memory_table
 
+        check_output(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
             rows = memory.run(self.config, lambda name: progress.update(task, advance=1, description=name))
         console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
         _record(console, self.json, asdict(self.config), rows)
-        return 0
+        return DONE
 
 
 def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -6,6 +6,8 @@ import math
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING
 
+from narrowband.cli.exits import DONE
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -65,7 +67,7 @@ class Codecs:
             bits = f"{method.codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g} bits"
             console.print(f"  [bold]{escape(str(method))}[/bold]  {bits}. {escape(_summary(way))}", highlight=False)
             console.print("   " + ", ".join(line.strip() for line in _keys(way)), highlight=False)
-        return 0
+        return DONE
 
 
 def _summary(kind: type) -> str:

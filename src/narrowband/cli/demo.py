@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from narrowband.bench import demo
+from narrowband.cli.exits import DONE, check_folder
+from narrowband.errors import pip_install
+from narrowband.units import format_loss, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 __all__ = ["Demo"]
 
@@ -24,6 +27,7 @@ class Demo:
     Four ranks on this machine train a byte-level GPT on the source of Python's standard library: dense fp32 and fp16
     first, then each codec, from the same parameters, on the same batches. At the end stand a table, estimates for
     slow and fast links, a verdict in plain words, and, in runs/demo, summary.json and a picture of the loss curves.
+    Bytes and losses hardly depend on the machine. How many times as fast does, and the verdict says what it rests on.
     Nothing is downloaded; no rights are needed.
 
     Examples:
@@ -43,8 +47,11 @@ class Demo:
 
         from narrowband.report import plots
         from narrowband.report.record import provenance, write_json
-        from narrowband.report.tables import demo_table, estimate_table
+        from narrowband.report.tables import RELATIVE_ERROR, demo_table, estimate_table
 
+        check_folder(self.out)
+        if self.config.nodes == 1:
+            console.print("One rank sends nothing: what follows shows what codecs cost, and not what they save.")
         try:
             with _progress(console) as progress:
                 show = _Show(progress, self.config)
@@ -53,13 +60,16 @@ class Demo:
             console.print("Rows that were finished are kept: `narrowband demo --resume` goes on from there.")
             raise
         console.print(demo_table(summary["rows"]))
-        console.print(estimate_table(summary["estimates"], summary["estimate"]))
-        console.print(
-            f"Estimates for machines as fast as one rank here (compute: {summary['compute_s'] * 1e3:.0f} ms), "
-            "nothing overlapped, no latency.",
-            style="dim",
-            highlight=False,
-        )
+        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
+        if summary["estimates"]:
+            console.print()
+            console.print(estimate_table(summary["estimates"], summary["estimate"]))
+            console.print(
+                f"Estimates for machines as fast as one rank here (compute: {format_seconds(summary['compute_s'])}, "
+                "measured), nothing overlapped, no latency.",
+                style="dim",
+                highlight=False,
+            )
         console.print(Panel(summary["verdict"], title="Verdict", title_align="left"), highlight=False, markup=False)
         written = [self.out / "summary.json"]
         write_json(written[0], provenance(self.config.seed) | summary)
@@ -68,10 +78,13 @@ class Demo:
             plots.loss_curves(summary["rows"], written[1])
         else:
             console.print(
-                "No picture: it needs matplotlib, pip install 'narrowband[plots]'", style="yellow", markup=False
+                f"No picture: it needs matplotlib, {pip_install('plots')}",
+                style="yellow",
+                markup=False,
+                highlight=False,
             )
         console.print(f"written: {', '.join(map(str, written))}", style="dim", markup=False, highlight=False)
-        return 0
+        return DONE
 
 
 def _progress(console: Console) -> Progress:
@@ -88,22 +101,32 @@ def _progress(console: Console) -> Progress:
 
 
 class _Show:
-    """One bar per row, brought up to date by what the ranks tell."""
+    """A bar for what is done before the first row, and one per row, brought up to date by what the ranks tell."""
 
     def __init__(self, progress: Progress, config: demo.Config) -> None:
         self._progress = progress
+        self._steps = config.steps
+        self._setup: TaskID | None = None
         self._bars = {
             spec: progress.add_task(spec, total=config.steps, start=False, loss="") for spec in config.specs()
         }
 
     def __call__(self, event: dict[str, Any]) -> None:
+        if event["event"] == "setup":
+            self._end_setup()
+            self._setup = self._progress.add_task(event["what"], total=None, loss="")
+            return
         bar = self._bars[event["codec"]]
         self._progress.start_task(bar)
         if event["event"] == "step":
-            self._progress.update(bar, completed=event["step"], loss=f"loss {event['loss']:.2f}")
+            self._end_setup()
+            self._progress.update(bar, completed=event["step"], loss=f"loss {format_loss(event['loss'], 2)}")
         else:
-            task = self._progress.tasks[bar]
             loss = event["row"]["heldout_loss"]
-            said = "diverged" if loss is None else f"held-out {loss:.3f}"
-            self._progress.update(bar, completed=task.total, loss=said)
+            self._progress.update(bar, completed=self._steps, loss=f"held-out {format_loss(loss)}")
             self._progress.stop_task(bar)
+
+    def _end_setup(self) -> None:
+        if self._setup is not None:
+            self._progress.remove_task(self._setup)
+            self._setup = None

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from narrowband.cli.exits import DONE
+from narrowband.errors import DISTRIBUTION, pip_install
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -16,12 +19,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Doctor"]
 
+#: What PyPI has under the name of our package.
+_NAMESAKE = "narrowband"
+
 #: Package → (what goes without it, how to get it).
 _PACKAGES = {
     "numba": ("fast loops on CPU", "pip install numba, or NARROWBAND_KERNELS=reference to do without"),
     "pyroute2": ("narrowband lab and narrowband bench ddp behind links", "pip install pyroute2"),
-    "matplotlib": ("pictures", "pip install 'narrowband[plots]'"),
+    "matplotlib": ("pictures", pip_install("plots")),
 }
+
+
+#: One of every kind; numbers make no difference, but for bits.
+_SPECS = (
+    "none", "fp16", "qsgd:bits=4", "qsgd:bits=8", "qsgd:bits=2", "uniform:bits=4", "uniform:bits=8", "sign+ef",
+    "topk:density=0.01+ef", "topk:density=0.04,values=int8+ef-mixed", "randomk:density=0.01+ef", "qsgd:bits=4+ef21",
+    "lowrank:rank=4+ef", "dgc:density=0.001", "powersgd:rank=4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,9 +53,15 @@ class Doctor:
 
     Whether links can be emulated is tried, not guessed: one rank's namespaces are made and removed again.
 
+    Args:
+        compile: compile the loops on CPU now, for all usual specs, so that no program waits for that later.
+
     Examples:
       narrowband doctor
+      narrowband doctor --compile
     """
+
+    compile: bool = False
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.markup import escape
@@ -50,14 +70,46 @@ class Doctor:
         from narrowband.report.record import machine, versions
 
         table = Table(box=None, show_header=False, padding=(0, 1))
-        for finding in (*_backends(), *_packages(), *_allocator(), *_links()):
+        for finding in (*_namesake(), *_backends(), *_packages(), *_allocator(), *_links()):
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
         about = machine()
         console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
         console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
         console.print(table)
-        return 0
+        if self.compile:
+            _compile()
+        return DONE
+
+
+def _namesake() -> Iterator[_Finding]:
+    """Another project's distribution is called as this one's package is, and brings a package of the same name."""
+    try:
+        version = importlib.metadata.version(_NAMESAKE)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    yield _Finding(
+        "import narrowband",
+        False,
+        f"the distribution {_NAMESAKE!r} {version} is installed: another project (for NB-IoT modems), with files in "
+        f"the same folder as ours. Run: pip uninstall {_NAMESAKE} {DISTRIBUTION}; pip install {DISTRIBUTION}",
+    )
+
+
+def _compile() -> None:
+    import torch
+    from torch import nn
+
+    from narrowband import ActivationPolicy
+    from narrowband.activations import warmup as activations
+    from narrowband.gradients import warmup as gradients
+    from narrowband.kernels.compiling import announced
+
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.MaxPool2d(2), nn.Linear(1, 1, dtype=torch.bfloat16))
+    with announced("all usual specs", say=True):
+        gradients.use_all(_SPECS, torch.device("cpu"))
+        for bits in (8, 4, 2):
+            activations.warm_up(model, ActivationPolicy(bits=bits))
 
 
 def _backends() -> Iterator[_Finding]:

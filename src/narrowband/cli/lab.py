@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from narrowband.cli.exits import check_output
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -51,6 +53,7 @@ class Lab:
             raise ValueError(
                 "which command? Put it behind '--': narrowband lab --nodes 4 --rate 200mbit -- python train.py"
             )
+        check_output(self.json)
         config = LabConfig(
             nodes=self.nodes,
             rate=None if self.rate == "none" else self.rate,

@@ -1,25 +1,20 @@
-"""From ``sys.argv`` to a command, and from an exception to one red line.
-
-Exit codes: 0 done, 1 the work failed, 2 it could not be asked for like this, 130 Ctrl-C; ``narrowband lab`` passes on
-that of its ranks.
-"""
+"""From ``sys.argv`` to a command. How a command ends, and with which exit code, is in ``exits.py``."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from narrowband.cli.exits import CONVENTION, DEBUG, finish
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["Command", "main"]
-
-_DEBUG = "NARROWBAND_DEBUG"
 
 #: Command line words → module and class. A module is imported when its command is asked for.
 _COMMANDS = {
@@ -71,37 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     words, behind = words[:cut], words[cut + 1 :] if cut < len(words) else None
-    debug = "--debug" in words or os.environ.get(_DEBUG, "") not in ("", "0")
+    debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    console, errors = Console(), Console(stderr=True)
-    try:
-        return _dispatch(words, behind, console)
-    except KeyboardInterrupt:
-        errors.print("Stopped.", style="yellow")
-        return 130
-    except Exception as error:
-        if debug:
-            raise
-        expected = _expected(error)
-        if expected is None:
-            errors.print_exception()
-            return 1
-        errors.print(
-            str(error) or type(error).__name__, style="bold red", markup=False, highlight=False, soft_wrap=True
-        )
-        if expected == 1:
-            errors.print(f"({_DEBUG}=1 or --debug shows where)", style="dim")
-        return expected
-
-
-def _expected(error: Exception) -> int | None:
-    """The exit code for an error that a user can do something about; None for one that is ours."""
-    from narrowband.bench.ranks import RankError
-    from narrowband.errors import UnsupportedError
-
-    if isinstance(error, (ValueError, UnsupportedError)):
-        return 2
-    return 1 if isinstance(error, (RankError, OSError)) else None
+    console, errors = (Console(stderr=stderr, emoji=False) for stderr in (False, True))  # `a:ok` is a path
+    return finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
 
 
 def _dispatch(words: list[str], behind: list[str] | None, console: Console) -> int:
@@ -146,7 +114,6 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
         prog=f"narrowband {name}",
         description=inspect.cleandoc(kind.__doc__).replace("``", "`"),
         args=options,
-        config=(tyro.conf.FlagCreatePairsOff,),
     )
     return command(console, behind)
 
@@ -169,6 +136,7 @@ def _print_help(console: Console, family: str) -> None:
             table.add_row(line, f"[dim]{meaning}")
         console.print(table)
     console.print(
-        "\n`narrowband COMMAND --help` says more. --debug (or NARROWBAND_DEBUG=1) shows the traceback of an error.",
+        f"\n`narrowband COMMAND --help` says more. --debug (or {DEBUG}=1) shows the traceback of an error.",
         highlight=False,
     )
+    console.print(CONVENTION, highlight=False)

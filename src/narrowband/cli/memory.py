@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from narrowband.bench import memory
+from narrowband.cli.exits import DONE, FAILED, check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,9 +26,9 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "Ki
 class Memory:
     """What backward keeps of a model's activations, by operator and module, plain and in 8 and 4 bits.
 
-    With a budget, the policy that keeps within it and costs the least time: operators are compressed one after the
-    other, the cheapest first. The budget is for what is kept between forward and backward; parameters, gradients and
-    the optimizer come on top.
+    With a budget, the policy that keeps within it and costs the least time (or exit code 1, if none does): operators
+    are compressed one after the other, the cheapest first. The budget is for what is kept between forward and backward;
+    parameters, gradients and the optimizer come on top.
 
     Examples:
       narrowband memory deit-tiny --batch 32
@@ -51,7 +52,7 @@ class Memory:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write what was found to this file, with machine, versions and command."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name in ("batch", "depth"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -59,13 +60,15 @@ class Memory:
             parse_bytes(self.budget)
         elif self.output is not None:
             raise ValueError("--output is for the policy that meets a budget: give --budget, too")
+        check_output(self.output, self.json)
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.activations import ActivationPolicy
         from narrowband.report.tables import saved_table
 
+        self._check()
         with console.status("building"):
-            model, inputs = memory.subject(self.model, self.batch)
+            model, inputs = memory.tried(self.model, self.batch)
             model.train()
 
         def measure(policy: ActivationPolicy) -> Saved:
@@ -77,6 +80,8 @@ class Memory:
                 status.update(f"a step in {bits} bits")
                 surveys[f"{bits} bits"] = measure(ActivationPolicy(bits=bits))
         console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
+        for note in _notes(surveys):
+            console.print(note, style="dim", markup=False, highlight=False)
         console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
         found = None
         if self.budget is not None:
@@ -86,7 +91,7 @@ class Memory:
         if self.json is not None:
             self._record(surveys, found)
             console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
-        return 0 if found is None or found.reached else 1
+        return DONE if found is None or found.reached else FAILED
 
     def _modules(self, saved: Saved) -> dict[str, Kept]:
         """Modules put together as far as their names agree in their first parts."""
@@ -117,6 +122,7 @@ class Memory:
             )
             console.print(found.policy.to_toml(), markup=False, highlight=False)
         if self.output is not None and found.reached:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
             self.output.write_text(found.policy.to_toml())
             console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
 
@@ -130,6 +136,26 @@ class Memory:
         if found is not None:
             told["fit"] = {"policy": found.policy.to_dict(), "reached": found.reached, **_told(found.saved)}
         write_json(self.json, provenance(0) | told)
+
+
+def _notes(surveys: dict[str, Saved]) -> list[str]:
+    """What the table of operators needs to be understood."""
+    first = (
+        "Each operator is counted what it is the first to keep: what another one keeps already, or what backward "
+        "computes again from that, costs nothing more."
+    )
+    notes = [first]
+    if any("layer_norm" in saved.by_operator for saved in surveys.values()):
+        notes.append(
+            'Layer norms have 8 bits in the column of 4, too, unless the policy names them (operators={"layer_norm": '
+            "4}). So where 8 bits of another operator serve a layer norm as well, 4 bits do not: it keeps codes of its "
+            "own then, and more than in the column of 8."
+        )
+    outliers = {name: saved.outliers for name, saved in surveys.items() if saved.outliers}
+    if outliers:
+        told = ", ".join(f"{count} with {name}" for name, count in outliers.items())
+        notes.append(f"Tensors that are kept as they are, since inf, NaN or outliers are in them: {told}.")
+    return notes
 
 
 def _told(saved: Saved) -> dict[str, Any]:

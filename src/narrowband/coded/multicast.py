@@ -154,9 +154,10 @@ class Multicast(Transport):
         UnsupportedError: multicast does not reach all ranks, or ``tolerate`` with fewer than three, of whom none could
             know which one is cut off. The same on all of them.
 
-    >>> transport = Multicast(dist.group.WORLD)  # doctest: +SKIP
-    >>> transport.exchange(mine, theirs, wanted)  # doctest: +SKIP
-    >>> transport.statistics.link_bytes  # doctest: +SKIP
+    Example:
+        >>> transport = Multicast(dist.group.WORLD)  # doctest: +SKIP
+        >>> transport.exchange(mine, theirs, wanted)  # doctest: +SKIP
+        >>> transport.statistics.link_bytes  # doctest: +SKIP
     """
 
     name = "multicast"

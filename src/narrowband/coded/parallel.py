@@ -31,6 +31,7 @@ from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage, CodedStats, CodedStepStats
 from narrowband.coded.transport import Transport, connect
 from narrowband.errors import UnsupportedError
+from narrowband.kernels.compiling import announced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -485,17 +486,23 @@ def _agree(arguments: dict[str, Any], module: nn.Module, group: dist.ProcessGrou
 
 
 def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Compile the loops now, on one rank first, so that the others find them in the cache."""
+    """Have every loop compiled or loaded now, on one rank first, so that the others find what it compiled."""
+    rank = dist.get_rank(group)
     for turn in (True, False):
-        if turn == (dist.get_rank(group) == 0):
-            x, total = torch.ones(8, device=device), torch.zeros(8, dtype=torch.int32, device=device)
-            codes = torch.empty(8, dtype={32: torch.int32, 16: torch.int16, 8: torch.int8}[bits], device=device)
-            kernels.fixed_quantize(x, codes, 1.0, 100)
-            for out in (codes[:4], total[:4]):
-                kernels.fixed_sum(codes, [4], out)
-            kernels.fixed_decode(codes[:4], codes, [4], total[:4])
-            kernels.fixed_dequantize(total, x, math.ldexp(1.0, -4))
+        if turn == (rank == 0):
+            with announced(f"coded data parallelism in {bits} bits", say=rank == 0):
+                _use_once(bits, device)
         dist.barrier(group)
+
+
+def _use_once(bits: int, device: torch.device) -> None:
+    x, total = torch.ones(8, device=device), torch.zeros(8, dtype=torch.int32, device=device)
+    codes = torch.empty(8, dtype={32: torch.int32, 16: torch.int16, 8: torch.int8}[bits], device=device)
+    kernels.fixed_quantize(x, codes, 1.0, 100)
+    for out in (codes[:4], total[:4]):
+        kernels.fixed_sum(codes, [4], out)
+    kernels.fixed_decode(codes[:4], codes, [4], total[:4])
+    kernels.fixed_dequantize(total, x, math.ldexp(1.0, -4))
 
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:

@@ -82,6 +82,7 @@ class Item:
         codec: what to send it with.
         feedback: what to do about what the codec loses.
         seed: rank → seed of that rank's encoding in this step.
+        index: among the tensors of the model, whatever exchange it is in.
     """
 
     key: str
@@ -90,6 +91,7 @@ class Item:
     codec: Codec
     feedback: Feedback | None
     seed: Callable[[int], int]
+    index: int = 0
     #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank
     #: sends nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
     #: Where feedback is incremental it always does: the change to zero has to be sent.
@@ -448,14 +450,20 @@ class _Chunked(Codec):
 
     codec: Codec
     chunks: int
+    turn: int = 0  # by how many ranks the chunks' owners are shifted
 
     name = "chunked"
 
     def cut(self, numel: int) -> list[slice]:
-        """Where the chunks lie: equal but for the last, on the codec's granularity; some may be empty."""
+        """Where the chunk of each rank lies, on the codec's granularity; some may be empty.
+
+        Chunks differ by one grain at most, and which ranks have the longer ones turns from tensor to tensor: what
+        travels in the second phase is as long as the longest sum of a rank's chunks.
+        """
         grain = self.codec.granularity
-        length = -(-numel // (self.chunks * grain)) * grain
-        return [slice(min(j * length, numel), min((j + 1) * length, numel)) for j in range(self.chunks)]
+        grains = -(-numel // grain)
+        at = [min(j * grains // self.chunks * grain, numel) for j in range(self.chunks + 1)]
+        return [slice(at[j], at[j + 1]) for j in ((r + self.turn) % self.chunks for r in range(self.chunks))]
 
     def sizes(self, numel: int) -> list[int]:
         """Payload bytes of each chunk. Chunks travel as float32 says, whatever the gradient: their mean is float32."""
@@ -488,7 +496,7 @@ class ScatterReduce(Exchange):
     """
 
     def _codec(self, item: Item) -> _Chunked:
-        return _Chunked(item.codec, self.peers.size)
+        return _Chunked(item.codec, self.peers.size, item.index)
 
     def _encode_all(self, items: Sequence[Item]) -> None:
         for item in items:

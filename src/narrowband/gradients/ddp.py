@@ -36,13 +36,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband import kernels
 from narrowband.adapt import Plan, Policy
 from narrowband.codecs import Codec, Identity
-from narrowband.collectives import COLLECTIVES, Engine, Item, Loan, LowRankReduce, Peers, Worker, borrow
+from narrowband.collectives import COLLECTIVES, Engine, Loan, Peers, Worker, borrow
 from narrowband.collectives.exchange import check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import DGC, Compression, Feedback, PowerSGD
+from narrowband.feedback import DGC, Compression, PowerSGD
 from narrowband.gradients.agreement import Agreement
 from narrowband.gradients.chooser import Chooser
 from narrowband.gradients.hook import hook_of
@@ -51,6 +50,7 @@ from narrowband.gradients.optim import check_momentum
 from narrowband.gradients.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
 from narrowband.gradients.stats import Stats, StepStats
 from narrowband.gradients.step import Step, fill_with_nan
+from narrowband.gradients.warmup import warm_up
 from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -67,10 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["GradientCompression", "compress_gradients"]
 
 log = logging.getLogger(__name__)
-
-#: The square matrices that loops are warmed up with: small tensors take one thread and large ones several, and sparse
-#: codecs look at a sample where that is much smaller than the tensor.
-_WARM_UP_SIDES = (64, 256, 1024)
 
 #: What the error says that ranks raise which do not agree on a step.
 _ADVICE = (
@@ -319,7 +315,7 @@ class GradientCompression:
         kinds = self._kinds()
         self._find_pairs()
         self._agree(min_numel)
-        self._warm_up(device, kinds)
+        warm_up(kinds, policy, device, self._peers)
 
         myself = weakref.ref(self)
         self._engine = Engine(device, lambda error: _failed(myself, error))
@@ -609,26 +605,15 @@ class GradientCompression:
         }
         self._agreement.now(facts, "Call compress_gradients with the same arguments for the same model on all ranks")
 
-    def _warm_up(self, device: torch.device, kinds: Sequence[Compression]) -> None:
-        """Compile the loops now, on one rank first, so that the others find them in the cache."""
-        for turn in (True, False):
-            if turn == (self._peers.rank == 0):
-                for side in _WARM_UP_SIDES:
-                    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device)
-                    for chosen in kinds:
-                        _use_once(x, chosen)
-            dist.barrier(self._peers.group)
-
     def _kinds(self) -> list[Compression]:
-        """One of every kind of compression that layers have or may get.
+        """What layers have or may get.
 
         Raises:
             ValueError: the policy may give layers what cannot be mixed.
         """
         specs = [] if self._chooser.policy is None else self._chooser.policy.specs()
         specs += [] if self.plan is None else list(self.plan.specs().values())
-        mixed = [self.compression, *(self.layers.mixed("a layer", spec) for spec in dict.fromkeys(specs))]
-        return list({(type(chosen.codec), type(chosen.feedback)): chosen for chosen in reversed(mixed)}.values())
+        return [self.compression, *(self.layers.mixed("a layer", spec) for spec in dict.fromkeys(specs))]
 
     # ---- a step, in DDP's thread -------------------------------------------------------------------------------------
 
@@ -745,33 +730,6 @@ class GradientCompression:
                 f"{what}: the exchange broke off while a step was being written, so part of what was owed is sent and "
                 "part is not; go on from the last checkpoint"
             )
-
-
-def _use_once(x: Tensor, chosen: Compression) -> None:
-    """All that a step does with a tensor, but for sending it."""
-    codec, feedback = chosen.codec, chosen.new_feedback()
-    kernels.all_zero(x.view(-1))
-    kernels.all_finite(x.view(-1))
-    if isinstance(feedback, PowerSGD):
-        item = Item("", x.flatten(), x.shape, codec, None, lambda _: 0)
-        work = LowRankReduce([item], Peers(None, 0, 1), False, feedback)
-        work.encode()
-        for _ in work.job():
-            pass
-        work.deliver(good=True)
-        kernels.low_rank_product(item.x, *(torch.zeros(1, side) for side in x.shape))
-        return
-    if isinstance(feedback, DGC):
-        feedback.rates = {"": 1.0}
-    if isinstance(feedback, Feedback):
-        for absorb in {False, feedback.can_roll_back(x)}:
-            total = x.flatten()
-            payload = feedback.encode("", total, codec, shape=x.shape, seed=0, absorb=absorb)[1]
-            if not absorb:
-                feedback.absorb("", total, codec, payload, shape=x.shape, seed=0)
-    payload, out = codec.encode(x), torch.zeros_like(x)
-    codec.decode(payload, out, weight=0.5, accumulate=True)
-    codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])
 
 
 def _at_the_end_of_backward(what: Callable[[], None]) -> bool:

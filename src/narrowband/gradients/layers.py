@@ -180,17 +180,17 @@ class Layers:
                 self.vectors[vector] = at + p.numel()
             found[p] = Parameter(name, index, p.shape, compressed, vector, at)
         if odd:
-            self._warn(
+            self.warn(
                 "these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd)
             )
         if not any(p.compressed for p in found.values()):
-            self._warn(
+            self.warn(
                 "nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel
             )
         return found
 
-    def _warn(self, message: str, *args: object) -> None:
-        """Say it once, and not on every rank."""
+    def warn(self, message: str, *args: object) -> None:
+        """Log what holds on all ranks, on one of them."""
         if self._rank == 0:
             log.warning(message, *args)
 
@@ -426,7 +426,7 @@ class Layers:
                 method.prepare(rooms.get(method.name, []))
         if cut and not self._said_rank:
             self._said_rank = True
-            self._warn("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
+            self.warn("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
 
     def warn_if_more(self) -> None:
         """Say so when more would be sent than without compression."""
@@ -438,7 +438,7 @@ class Layers:
         sent = (size - 1) * nbytes if self.way(self.usual) == "gather" else allreduce_nbytes(nbytes, size)
         plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
         if sent > plain:
-            self._warn(
+            self.warn(
                 "%s among %d ranks sends %s per step and rank, more than the %s without compression: do not compress, "
                 "or keep less",
                 self.usual, size, format_bytes(sent), format_bytes(plain),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from typing import TYPE_CHECKING
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from narrowband.gradients.layers import Layer, Parameter, Way
 
 __all__ = ["Step"]
-
-log = logging.getLogger(__name__)
 
 #: The relative error costs two passes over the gradients, so it is measured in one step of this many.
 MEASURE_EVERY = 50
@@ -136,7 +133,7 @@ class Step:
                 )
             if not handle._said_sparse:
                 handle._said_sparse = True
-                log.warning("sparse gradients travel uncompressed")
+                handle.layers.warn("sparse gradients travel uncompressed")
             nbytes = buffer._nnz() * buffer.element_size()
             self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
             self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
@@ -177,7 +174,7 @@ class Step:
             self._waiting[lane] = self._encoded(lane[0], lanes[lane], self._waiting.get(lane))
 
     def _item(self, name: str, x: Tensor, shape: Shape, layer: Layer, index: int) -> Item:
-        return Item(name, x, shape, layer.codec, layer.feedback, self._seeds(index))
+        return Item(name, x, shape, layer.codec, layer.feedback, self._seeds(index), index)
 
     def _encoded(self, way: Way, those: Sequence[tuple[Layer, Item]], waiting: Exchange | None = None) -> Exchange:
         peers, items = self.handle._peers, [item for _, item in those]

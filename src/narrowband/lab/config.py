@@ -38,8 +38,9 @@ def parse_rate(text: str) -> int:
     Raises:
         ValueError: not of this form, or outside 8 kbit to 32 gbit.
 
-    >>> parse_rate("200mbit"), parse_rate("1.5 Gbit/s")
-    (200000000, 1500000000)
+    Example:
+        >>> parse_rate("200mbit"), parse_rate("1.5 Gbit/s")
+        (200000000, 1500000000)
     """
     expected = "a number and bit, kbit, mbit or gbit per second, e.g. 200mbit, 1gbit, 2.5gbit"
     number, unit = _quantity("rate", text, r"([kmg]?bit)(?:/s)?", expected)
@@ -55,8 +56,9 @@ def parse_delay(text: str) -> float:
     Raises:
         ValueError: not of this form, or above 10 s.
 
-    >>> parse_delay("5ms")
-    0.005
+    Example:
+        >>> parse_delay("5ms")
+        0.005
     """
     number, unit = _quantity("delay", text, r"(us|ms|s)", "a number and us, ms or s, e.g. 500us, 5ms, 0.1s")
     delay = float(number * _DELAY_UNITS[unit])
@@ -71,8 +73,9 @@ def parse_loss(text: str) -> float:
     Raises:
         ValueError: not a percentage, or 100 % and more.
 
-    >>> parse_loss("0.1%")
-    0.001
+    Example:
+        >>> parse_loss("0.1%")
+        0.001
     """
     number, _ = _quantity("loss", text, r"(%)", "a percentage below 100, e.g. 0.1%, 1%")
     if number >= 100:

@@ -101,7 +101,8 @@ def run(
         ValueError: ``command`` is empty or its program does not exist.
         UnsupportedError: labs cannot run here; says what is missing, as :func:`requirements` does.
 
-    >>> report = run(LabConfig(nodes=2, rate="100mbit"), ["python", "train.py"])  # doctest: +SKIP
+    Example:
+        >>> report = run(LabConfig(nodes=2, rate="100mbit"), ["python", "train.py"])  # doctest: +SKIP
     """
     if isinstance(command, (str, bytes)):
         raise TypeError(f"command is {command!r}; expected a list of arguments, e.g. ['python', 'train.py']")

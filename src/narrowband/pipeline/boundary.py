@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowband.pipeline.channel import At, Channel, ChannelStats
+from narrowband.pipeline.warmup import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,6 +116,8 @@ class Boundary(nn.Module):
         self._in_eval = True
         self._channels = [self._pair(0)]  # made at once, because a wrong spec should be heard of at once
         self.samples: Tensor | None = None
+        if not torch.cuda.is_available():  # the loops are those on CPU, and nothing says yet where tensors will be
+            warm_up(forward, backward)
 
     def _pair(self, tensor: int) -> tuple[Channel, Channel]:
         pair = channel_pair(*self._specs, tensor=tensor, **self._config)

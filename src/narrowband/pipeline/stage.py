@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from narrowband.errors import UnsupportedError
 from narrowband.pipeline.boundary import channel_pair, compressible
 from narrowband.pipeline.channel import At, Channel, ChannelStats
+from narrowband.pipeline.warmup import warm_up
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -169,6 +170,9 @@ class CompressedStage(PipelineStage):
             self._before = _Side(there[at], back[at], "behind", at, config)
         if stage_index < num_stages - 1:
             self._behind = _Side(there[stage_index], back[stage_index], "before", stage_index, config)
+        if torch.device(device).type == "cpu":
+            for at in {max(stage_index - 1, 0), min(stage_index, num_stages - 2)} if num_stages > 1 else ():
+                warm_up(there[at], back[at])
         self._in_eval = compress_in_eval
         self._step = -1
         self._microbatches = 1

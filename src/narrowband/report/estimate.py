@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from narrowband.units import format_rate, format_seconds
 
-__all__ = ["FORMULA", "LINKS", "Row", "estimated_step", "estimates", "verdict"]
+__all__ = ["FORMULA", "LINKS", "Row", "estimated_step", "estimates", "verdict", "worth_it_below"]
 
 FORMULA = "step = compute + codec + 8 · sent_bytes / rate"
 
@@ -65,7 +65,8 @@ def estimates(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LI
 
 
 def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINKS) -> str:
-    """Plain words: which codec, how many times less traffic, at what cost in loss, and on which links it pays.
+    """Plain words: which codec, how many times less traffic, at what cost in loss, on which links it pays, and what of
+    that depends on this machine.
 
     ``rows`` starts with the dense fp32 run. A codec is eligible when its loss is within 2 % of the dense one. Among
     those the one that sends least is named first; on each link, the fastest by estimate is held against the fastest
@@ -80,18 +81,20 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
     baselines = [row for row in rows if row.baseline]
     compressed = [row for row in rows if not row.baseline]
     eligible = [row for row in compressed if row.heldout_loss <= dense.heldout_loss * (1 + LOSS_TOLERANCE)]
+    if not dense.sent_bytes:
+        return (
+            "One rank sends nothing, so there is nothing to compress and nothing to judge. Run several ranks on this "
+            "machine: narrowband demo --nodes 4"
+        )
     if not compressed:
         return "Only baselines were run: there is nothing to judge."
-    if not dense.sent_bytes:
-        return "One rank sends nothing, so there is nothing to compress."
     if not math.isfinite(dense.heldout_loss):
         return "The dense run itself diverged: with a lower learning rate there will be something to compare."
     if not eligible:
         close = min(compressed, key=lambda row: row.heldout_loss)
         return (
             f"Do not compress here: no codec came within {LOSS_TOLERANCE:.0%} of the dense held-out loss "
-            f"({dense.heldout_loss:.3f}); the closest, {close.codec}, ended at {close.heldout_loss:.3f} "
-            f"({close.heldout_loss / dense.heldout_loss - 1:+.1%})."
+            f"({dense.heldout_loss:.3f}); the closest, {close.codec}, {_ended(close, dense)}."
         )
     best = min(eligible, key=lambda row: row.sent_bytes)
     change = best.heldout_loss / dense.heldout_loss - 1
@@ -104,7 +107,7 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
     ]
     failed = [row for row in compressed if row not in eligible]
     if failed:
-        listed = ", ".join(f"{row.codec} ({row.heldout_loss / dense.heldout_loss - 1:+.1%})" for row in failed)
+        listed = ", ".join(f"{row.codec} ({_change(row, dense)})" for row in failed)
         sentences.append(f"More than {LOSS_TOLERANCE:.0%} above the dense loss after this many steps: {listed}.")
     for rate in links:
         fastest = min(baselines, key=lambda row: estimated_step(row, compute_s, rate))
@@ -119,4 +122,54 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
             sentences.append(f"At {format_rate(rate)} it would be {before / after:.1f} times as fast: {steps}.")
         else:
             sentences.append(f"At {format_rate(rate)} compression is not worth it on this link: {steps}.")
+    sentences.append(_where_it_flips(worth_it_below(rows, compute_s)))
+    sentences.append(
+        f"These times depend on the machine. This one computes a step in {format_seconds(compute_s)} (measured, with "
+        "nothing sent); one that computes faster waits longer for the network and gains more, a slower one gains less."
+    )
     return "\n".join(sentences)
+
+
+def _change(row: Row, dense: Row) -> str:
+    """How far a loss is from the dense one; with so many digits that it is seen to be above the tolerance if it is."""
+    change = row.heldout_loss / dense.heldout_loss - 1
+    return f"{change:+.2%}" if math.isfinite(change) else "diverged"
+
+
+def _ended(row: Row, dense: Row) -> str:
+    return f"ended at {row.heldout_loss:.3f} ({_change(row, dense)})" if math.isfinite(row.heldout_loss) else "diverged"
+
+
+def worth_it_below(rows: Sequence[Row], compute_s: float) -> float | None:
+    """The link, in bits per second, on which the answer flips: on slower ones compression saves 5 % of a step or more.
+
+    Infinite where it does on every link, None where it does on none. Codecs whose loss is too high do not count.
+    """
+    dense = rows[0]
+    baselines = [row for row in rows if row.baseline]
+    found = []
+    for row in rows:
+        if row.baseline or row.heldout_loss > dense.heldout_loss * (1 + LOSS_TOLERANCE):
+            continue
+        rates = []
+        for other in baselines:  # row's step ≤ other's · (1 − WORTH_IT), solved for the rate
+            kept = 1 - WORTH_IT
+            fewer_bits = 8.0 * (kept * other.sent_bytes - row.sent_bytes)
+            more_time = (compute_s + row.codec_s) - kept * (compute_s + other.codec_s)
+            if fewer_bits <= 0:
+                rates.append(0.0)
+            else:
+                rates.append(fewer_bits / more_time if more_time > 0 else math.inf)
+        found.append(min(rates))
+    return max(found, default=0.0) or None
+
+
+def _where_it_flips(rate: float | None) -> str:
+    if rate is None:
+        return f"By these estimates compression would not save {WORTH_IT:.0%} of a step on any link."
+    if math.isinf(rate):
+        return f"By these estimates compression would save {WORTH_IT:.0%} of a step or more on every link."
+    return (
+        f"The answer flips at about {format_rate(rate)} (estimate): on slower links compression would save "
+        f"{WORTH_IT:.0%} of a step or more, on faster ones it would not."
+    )

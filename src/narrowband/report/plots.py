@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowband.errors import UnsupportedError
+from narrowband.errors import UnsupportedError, pip_install
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan
@@ -27,7 +27,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
     """
     if not can_plot():
-        raise UnsupportedError("pictures need matplotlib: pip install 'narrowband[plots]'")
+        raise UnsupportedError(f"pictures need matplotlib: {pip_install('plots')}")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -38,7 +38,8 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
         over_steps.plot(steps, losses, marker=".", label=row["codec"])
         over_bytes.plot([step * row["sent_bytes_per_step"] / 1e6 for step in steps], losses, marker=".")
     over_steps.set(xlabel="steps", ylabel="held-out loss (nats per byte)")
-    over_bytes.set(xlabel="MB sent per rank", xscale="log")
+    sent = any(row["sent_bytes_per_step"] for row in rows)  # one rank sends nothing
+    over_bytes.set(xlabel="MB sent per rank", xscale="log" if sent else "linear")
     for axes in (over_steps, over_bytes):
         axes.grid(alpha=0.3)
     over_steps.legend()
@@ -53,7 +54,7 @@ def plan_profile(plan: Plan, path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
     """
     if not can_plot():
-        raise UnsupportedError("pictures need matplotlib: pip install 'narrowband[plots]'")
+        raise UnsupportedError(f"pictures need matplotlib: {pip_install('plots')}")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 0.3 * len(plan.layers)), 4.2), layout="constrained")

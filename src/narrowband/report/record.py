@@ -14,14 +14,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "machine", "provenance", "versions", "write_json"]
+import narrowband
 
-#: Distributions whose versions change results.
-_DISTRIBUTIONS = ("narrowband", "torch", "numpy", "numba")
+__all__ = ["commit", "machine", "provenance", "read_json", "versions", "write_json"]
+
+#: Distributions whose versions change results, besides this one.
+_DISTRIBUTIONS = ("torch", "numpy", "numba")
 
 
 def machine() -> dict[str, str | int | float | None]:
@@ -40,7 +43,8 @@ def machine() -> dict[str, str | int | float | None]:
 
 def versions() -> dict[str, str]:
     """Python and the distributions that results depend on; those not installed are left out."""
-    found = {"python": platform.python_version()}
+    # Not the installed distribution's version: that is of another name, and of another project where that is installed.
+    found = {"python": platform.python_version(), "narrowband": narrowband.__version__}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
@@ -107,6 +111,27 @@ def write_json(path: Path, content: Any) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """What :func:`write_json` wrote, if it holds a JSON object with these keys.
+
+    Raises:
+        ValueError: the file is torn, is something else, or comes from a version that recorded other things; says what
+            to do.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON's and UTF-8's
+        raise ValueError(f"{path} is torn or no JSON file: {error}; delete it to have it made again") from error
+    if not isinstance(content, dict):
+        lacks = "is no JSON object"
+    elif missing := [key for key in keys if key not in content]:
+        lacks = f"lacks {', '.join(missing)}"
+    else:
+        return content
+    raise ValueError(f"{path} {lacks}: another version or another program wrote it; delete it to have it made again")
 
 
 def _cpu_model() -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from narrowband.units import format_bytes, format_rate, format_seconds
+from narrowband.units import NOTHING, format_bytes, format_loss, format_or_dash, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from narrowband.activations import Kept
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from narrowband.lab import LabReport
 
 __all__ = [
+    "RELATIVE_ERROR",
     "adapt_table",
     "ddp_table",
     "demo_table",
@@ -29,14 +31,24 @@ __all__ = [
     "saved_table",
 ]
 
-_NOTHING = "–"
+#: What the columns "error" say; printed below tables that have one.
+RELATIVE_ERROR = (
+    "error: relative error ‖p − C(p)‖² / ‖p‖² of what is compressed, p, in the last step that measured it: the share "
+    "of p that does not arrive in that step. 0 loses nothing, 1 everything; with error feedback (+ef) what is lost is "
+    f"sent later. {NOTHING}: not measured, or nothing was compressed."
+)
 
 
 def _table(title: str, *columns: str) -> Table:
-    """The first column holds names, the others numbers."""
+    """The first column holds names, which are folded where there is no room, the others numbers."""
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
-        table.add_column(column, justify="right" if position else "left", no_wrap=True)
+        table.add_column(
+            column,
+            justify="right" if position else "left",
+            no_wrap=position > 0,
+            overflow="ellipsis" if position else "fold",
+        )
     return table
 
 
@@ -51,14 +63,15 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
 def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench ddp``."""
     place = "loopback" if rows[0]["rate"] == "none" else f"links of {rows[0]['rate']}"
-    table = _table(f"{rows[0]['nodes']} ranks, {place}", "codec", "step", "× compute", "sent/step", "on link")
+    table = _table(f"{rows[0]['nodes']} ranks, {place}", "codec", "step", "× compute", "sent/step", "error", "on link")
     for row in rows:
         table.add_row(
             escape(row["codec"]),
-            _optional(format_seconds, row["step_s"]),
-            _optional(lambda ratio: f"{ratio:.2f}", row["ratio_to_compute"]),
-            _optional(format_bytes, row["sent_bytes_per_step"]),
-            _optional(format_bytes, row["link_bytes_per_step"]),
+            format_or_dash(format_seconds, row["step_s"]),
+            format_or_dash(lambda ratio: f"{ratio:.2f}", row["ratio_to_compute"]),
+            format_or_dash(format_bytes, row["sent_bytes_per_step"]),
+            _error(row.get("relative_error")),
+            format_or_dash(format_bytes, row["link_bytes_per_step"]),
         )
     return table
 
@@ -70,45 +83,49 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = _table(
         f"{first['nodes']} stages, {place}, activations of {format_bytes(first['activation_nbytes'])}, arithmetic of a "
         f"step {format_seconds(first['compute_s'])}",
-        *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "allowed"),
+        *("forward\nbackward", "tokens/s", "× none", "loss", "loss ±", "there\nback", "error", "allowed"),
     )
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for row in rows:
         table.add_row(
             escape(row["name"].replace("/", "\n")),
             f"{row['tokens_per_s']:,.0f}",
-            _optional("{:.2f}".format, row["times_none"]),
-            _optional("{:.3f}".format, row["loss"]),
-            _optional(lambda ratio: f"{ratio - 1:+.1%}", row["loss_ratio"]),
-            "\n".join(_optional(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
-            _optional("{:.0%}".format, row["share_of_allowed"]),
+            format_or_dash("{:.2f}".format, row["times_none"]),
+            format_or_dash("{:.3f}".format, row["loss"]),
+            format_or_dash(_change, row["loss_ratio"]),
+            "\n".join(format_or_dash(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
+            "\n".join(_error(row.get(f"{way}_relative_error")) for way in ("forward", "backward")),
+            format_or_dash("{:.0%}".format, row["share_of_allowed"]),
         )
     return table
 
 
 def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of ``bench adapt``."""
+    """The rows of ``bench adapt``: two lines in a cell are those of the column's head."""
     table = _table(
         "Plans at the error of a reference for all layers; a decision as a share of an epoch",
-        *("reference", "uniform", "plan", "× less", "tables", "solve", "epoch"),
+        *("reference", "uniform\nplan", "error", "× less", "tables\nsolve", "epoch"),
     )
     for row in rows:
         table.add_row(
             escape(row["name"]),
-            _optional(format_bytes, row.get("reference_nbytes")),
-            _optional(format_bytes, row.get("nbytes")),
-            _optional("{:.2f}".format, row.get("times_fewer")),
-            _optional(format_seconds, row.get("table_s")),
-            format_seconds(row["solve_s"]),
-            _optional("{:.2%}".format, row.get("share_of_epoch")),
+            "\n".join(format_or_dash(format_bytes, row.get(key)) for key in ("reference_nbytes", "nbytes")),
+            "\n".join(_error(row.get(key)) for key in ("reference_relative_error", "relative_error")),
+            format_or_dash("{:.2f}".format, row.get("times_fewer")),
+            "\n".join(format_or_dash(format_seconds, row.get(key)) for key in ("table_s", "solve_s")),
+            format_or_dash("{:.2%}".format, row.get("share_of_epoch")),
         )
     return table
 
 
-def plan_table(plan: Plan) -> Table:
-    """What every layer of a plan is compressed with."""
+def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
+    """What every layer of a plan is compressed with, and the relative error of that.
+
+    Args:
+        plan: it.
+        norms: layer → L2 norm of the gradient that the plan was made from.
+    """
     table = _table(
-        f"{plan.ratio:.1f} times fewer bytes than {format_bytes(plan.dense_nbytes)}: {format_bytes(plan.nbytes)}",
+        f"A plan by {plan.policy}: {format_bytes(plan.nbytes)} instead of {format_bytes(plan.dense_nbytes)}",
         *("layer", "shape", "spec", "bytes", "× less", "error"),
     )
     for layer in plan.layers:
@@ -117,9 +134,16 @@ def plan_table(plan: Plan) -> Table:
             " × ".join(map(str, layer.shape)),
             escape(layer.spec),
             format_bytes(layer.nbytes),
-            f"{layer.dense_nbytes / layer.nbytes:.1f}" if layer.nbytes else _NOTHING,
-            _optional("{:.3g}".format, layer.error),
+            f"{layer.dense_nbytes / layer.nbytes:.1f}" if layer.nbytes else NOTHING,
+            _error(_relative(layer.error, norms[layer.name])),
         )
+    errors = [layer.error for layer in plan.layers]
+    whole = None if None in errors else math.hypot(*(error for error in errors if error is not None))
+    table.add_section()
+    table.add_row(
+        "all", "", "", format_bytes(plan.nbytes), f"{plan.ratio:.1f}" if plan.nbytes else NOTHING,
+        _error(_relative(whole, math.hypot(*norms.values()))),
+    )  # fmt: skip
     return table
 
 
@@ -130,12 +154,12 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         table.add_row(
             escape(row["name"]),
             format_bytes(row["kept_bytes"]),
-            f"{row['kept_ratio']:.2f}",
-            _optional(format_bytes, row["peak_bytes"]),
-            _optional("{:.2f}".format, row["peak_ratio"]),
+            format_or_dash("{:.2f}".format, row["kept_ratio"]),
+            format_or_dash(format_bytes, row["peak_bytes"]),
+            format_or_dash("{:.2f}".format, row["peak_ratio"]),
             format_seconds(row["step_s"]),
             f"{row['ratio_to_plain']:.2f}",
-            _optional("{:.3f}".format, row["gradient_error"]),
+            format_or_dash("{:.3f}".format, row["gradient_error"]),
         )
     return table
 
@@ -148,7 +172,7 @@ def saved_table(what: str, surveys: dict[str, dict[str, Kept]]) -> Table:
         table.add_row(
             escape(name) or "(model)",
             format_bytes(kept.plain),
-            *(format_bytes(table_[name].kept) if name in table_ else _NOTHING for table_ in surveys.values()),
+            *(format_bytes(table_[name].kept) if name in table_ else NOTHING for table_ in surveys.values()),
         )
     total = [sum(kept.kept for kept in table_.values()) for table_ in surveys.values()]
     table.add_section()
@@ -159,18 +183,20 @@ def saved_table(what: str, surveys: dict[str, dict[str, Kept]]) -> Table:
 def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of the demo; the first is the dense one that losses are compared with."""
     table = _table(
-        "Bytes per rank and step; held-out loss in nats per byte",
-        *("codec", "sent", "× less", "step", "loss", "loss ±"),
+        "Bytes per rank and step; held-out loss in nats per byte"
+        + ("" if rows[0]["sent_bytes_per_step"] else "\nOne rank: it sends nothing, with and without compression"),
+        *("codec", "sent", "× less", "error", "step", "loss", "loss ±"),
     )
     dense = rows[0]["heldout_loss"]
     for row in rows:
         table.add_row(
             escape(row["codec"]),
             format_bytes(row["sent_bytes_per_step"]),
-            _optional(lambda times: f"{times:.1f}", row["times_less_traffic"]),
+            format_or_dash(lambda times: f"{times:.1f}", row["times_less_traffic"]),
+            _error(row.get("relative_error")),
             format_seconds(row["step_s"]),
-            "diverged" if row["heldout_loss"] is None else f"{row['heldout_loss']:.3f}",
-            _NOTHING if None in (row["heldout_loss"], dense) else f"{row['heldout_loss'] / dense - 1:+.1%}",
+            format_loss(row["heldout_loss"]),
+            format_or_dash(_change, row["heldout_loss"] and dense and row["heldout_loss"] / dense),
         )
     return table
 
@@ -204,5 +230,15 @@ def lab_table(report: LabReport) -> Table:
     return table
 
 
-def _optional(form: Any, value: float | None) -> str:
-    return _NOTHING if value is None else str(form(value))
+def _change(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}"
+
+
+def _error(value: float | None) -> str:
+    """A relative error: 0.73, 0.026, 2e-08."""
+    return format_or_dash("{:.2g}".format, value)
+
+
+def _relative(error: float | None, norm: float) -> float | None:
+    """‖p − C(p)‖² / ‖p‖², of the two norms; None where that says nothing."""
+    return None if error is None or not norm else (error / norm) ** 2

@@ -5,6 +5,7 @@ float32 and bfloat16 are read and written as they are: bfloat16 is the upper hal
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +32,13 @@ from narrowband.kernels.cpu.loops import (
     neighbours,
     prefetch,
     splat,
+    variant,
 )
 from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
     from torch import Tensor
 
@@ -225,7 +229,7 @@ def _widen_each(x, begin, count, low, high, at):
 
 @loop
 def _extremes_singles(x, pitch, groups, per_part, low, high, first, last):
-    """``_extremes_range`` of rows of one element: neighbours in a line are taken into neighbouring ranges."""
+    """``_extremes_range`` where rows have one element: neighbours in a line are taken into neighbouring ranges."""
     r = first
     while r < last:
         group = r % groups
@@ -237,9 +241,6 @@ def _extremes_singles(x, pitch, groups, per_part, low, high, first, last):
 @loop
 def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
     """Ordered extremes of rows [first, last), taken into those of their part and group."""
-    if inner == 1:
-        _extremes_singles(x, pitch, groups, per_part, low, high, first, last)
-        return
     part, inside = first // per_part, first % per_part
     group, line = first % groups, first // groups
     for _ in range(first, last):
@@ -255,11 +256,14 @@ def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
 
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    arrays = *_lines(x, rows), *_form(rows)
+    (lines, pitch), (inner, *form) = _lines(x, rows), _form(rows)
 
     def work(first: int, last: int) -> tuple[Array, Array]:
         found = _no_extremes(rows)
-        _extremes_range(*arrays, *found, first, last)
+        if inner == 1:
+            _extremes_singles(lines, pitch, *form, *found, first, last)
+        else:
+            _extremes_range(lines, pitch, inner, *form, *found, first, last)
         return found
 
     return _extremes_of(spread(_looked_at(rows), x.numel(), work))
@@ -358,70 +362,72 @@ def _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, 
         r += count
 
 
-@loop
-def _quantize_range(x, pitch, inner, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last):
-    """Rows [first, last). Where there is room for them, ordered extremes are taken along: a row that was looked at is
-    in a cache when its codes are made.
-    """
-    if inner == 1:
-        _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last)
-        return
-    watched = least.size > 0
-    top = F32((1 << width) - 1)
-    stride = (inner * width + 7) >> 3
-    part, inside = first // per_part, first % per_part
-    group, line = first % groups, first // groups
-    for r in range(first, last):
-        begin, to = line * pitch + group * inner, r * stride
-        skipped = r * inner - begin  # random numbers count elements, not what is between lines
-        at = At(part * groups + group)
-        low, inverse = lows[at], inverses[at]
-        if watched:
-            _widen(x, begin, inner, least, most, at)
-        if width == 8:
-            for j in range(inner):
-                i = begin + j
-                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
-        elif width == 4:
-            half = inner - stride
-            for j in range(half):
-                i = begin + j
-                k = i + stride
-                one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
-                two = _code(_value(x, k), low, inverse, _shift(k + skipped, fold), top)
-                codes[At(to + j)] = U8(one | I32(two << I32(4)))
-            for j in range(half, stride):
-                i = begin + j
-                codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
-        else:
-            full = max(0, inner - 3 * stride)
-            for j in range(full):
-                i = begin + j
-                word = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
-                i += stride
-                word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(2))
-                i += stride
-                word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(4))
-                i += stride
-                word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(6))
-                codes[At(to + j)] = U8(word)
-            for j in range(full, stride):
-                word = I32(0)
-                for p in range(4):
-                    k = p * stride + j
-                    if k < inner:
-                        i = begin + k
-                        one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
-                        word |= I32(one << I32(2 * p))
-                codes[At(to + j)] = U8(word)
-        group += 1
-        if group == groups:
-            group = 0
-            line += 1
-        inside += 1
-        if inside == per_part:
-            inside = 0
-            part += 1
+@functools.cache
+def _quantizer(width: int) -> Any:
+    """The loop that makes codes of so many bits: each has code of its own, and most programs need one or two."""
+
+    def _quantize_range(x, pitch, inner, groups, per_part, lows, inverses, codes, fold, least, most, first, last):
+        """Rows [first, last). Where there is room for them, ordered extremes are taken along: a row that was looked at
+        is in a cache when its codes are made.
+        """
+        watched = least.size > 0
+        top = F32((1 << width) - 1)
+        stride = (inner * width + 7) >> 3
+        part, inside = first // per_part, first % per_part
+        group, line = first % groups, first // groups
+        for r in range(first, last):
+            begin, to = line * pitch + group * inner, r * stride
+            skipped = r * inner - begin  # random numbers count elements, not what is between lines
+            at = At(part * groups + group)
+            low, inverse = lows[at], inverses[at]
+            if watched:
+                _widen(x, begin, inner, least, most, at)
+            if width == 8:
+                for j in range(inner):
+                    i = begin + j
+                    codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
+            elif width == 4:
+                half = inner - stride
+                for j in range(half):
+                    i = begin + j
+                    k = i + stride
+                    one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
+                    two = _code(_value(x, k), low, inverse, _shift(k + skipped, fold), top)
+                    codes[At(to + j)] = U8(one | I32(two << I32(4)))
+                for j in range(half, stride):
+                    i = begin + j
+                    codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
+            else:
+                full = max(0, inner - 3 * stride)
+                for j in range(full):
+                    i = begin + j
+                    word = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
+                    i += stride
+                    word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(2))
+                    i += stride
+                    word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(4))
+                    i += stride
+                    word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(6))
+                    codes[At(to + j)] = U8(word)
+                for j in range(full, stride):
+                    word = I32(0)
+                    for p in range(4):
+                        k = p * stride + j
+                        if k < inner:
+                            i = begin + k
+                            one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
+                            word |= I32(one << I32(2 * p))
+                    codes[At(to + j)] = U8(word)
+            group += 1
+            if group == groups:
+                group = 0
+                line += 1
+            inside += 1
+            if inside == per_part:
+                inside = 0
+                part += 1
+
+    return variant(_quantize_range, width)
 
 
 @loop
@@ -442,9 +448,6 @@ def _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first,
 @loop
 def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, first, last):
     """Rows [first, last), one set of bits after the other: those of neighbours are in neighbouring bytes."""
-    if inner == 1:
-        _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first, last)
-        return
     mask = I32((1 << width) - 1)
     stride = (inner * width + 7) >> 3
     part, inside = first // per_part, first % per_part
@@ -474,44 +477,58 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
 
 
 @loop
-def _inverses(steps):
-    inverses = np.empty(steps.size, np.float32)
+def _invert(steps, inverses):
     for j in range(steps.size):
         step = steps[At(j)]
         inverses[At(j)] = F32(0) if step < TINY else F32(F32(1) / step)
+
+
+def _inverses(steps: Array) -> Array:
+    inverses = np.empty_like(steps)
+    _invert(steps, inverses)
     return inverses
 
 
-def _arguments(
+def _quantize(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, stochastic: bool, seed: int
-) -> tuple[Any, ...]:
-    arrays = *_lines(x, rows), *_form(rows), low.numpy(), _inverses(step.numpy()), out.numpy()
-    return *arrays, bits, fold_seed(seed) if stochastic else None
+) -> Callable[[Array, Array, int, int], None]:
+    """What is to be done for rows [first, last), with arrays for their extremes, or none."""
+    (lines, pitch), (inner, *form) = _lines(x, rows), _form(rows)
+    arrays, fold = (low.numpy(), _inverses(step.numpy()), out.numpy()), fold_seed(seed) if stochastic else None
+    if inner == 1:
+        singles = lines, pitch, *form, *arrays, bits, fold
+        return lambda least, most, first, last: _quantize_singles(*singles, least, most, first, last)
+    loop, several = _quantizer(bits), (lines, pitch, inner, *form, *arrays, fold)
+    return lambda least, most, first, last: loop(*several, least, most, first, last)
 
 
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
-    arguments = _arguments(x, out, rows, low, step, bits, stochastic, seed)
-    spread(rows.count, x.numel(), lambda a, b: _quantize_range(*arguments, _NOTHING, _NOTHING, a, b))
+    quantize = _quantize(x, out, rows, low, step, bits, stochastic, seed)
+    spread(rows.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b))
 
 
 def quantize_rows_extremes(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    arguments = _arguments(x, out, rows, low, step, bits, stochastic, seed)
+    quantize = _quantize(x, out, rows, low, step, bits, stochastic, seed)
 
     def work(first: int, last: int) -> tuple[Array, Array]:
         found = _no_extremes(rows)
-        _quantize_range(*arguments, *found, first, last)
+        quantize(*found, first, last)
         return found
 
     return _extremes_of(spread(_looked_at(rows), x.numel(), work))
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
-    arrays = codes.numpy(), *_form(rows), low.numpy(), step.numpy(), _array(out)
-    spread(rows.count, out.numel(), lambda a, b: _dequantize_range(*arrays, bits, a, b))
+    inner, *form = _form(rows)
+    packed, arrays = codes.numpy(), (*form, low.numpy(), step.numpy(), _array(out), bits)
+    if inner == 1:
+        spread(rows.count, out.numel(), lambda a, b: _dequantize_singles(packed, *arrays, a, b))
+    else:
+        spread(rows.count, out.numel(), lambda a, b: _dequantize_range(packed, inner, *arrays, a, b))
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

@@ -38,11 +38,12 @@ from narrowband.kernels.cpu.selection import (
     most_survivors,
     reaching,
     room_for,
+    room_for_sample,
     survivors_of_rest,
     take_largest,
     threshold_of_runs,
 )
-from narrowband.kernels.cpu.sparse import write_elias_fano
+from narrowband.kernels.cpu.sparse import write_sparse
 from narrowband.kernels.cpu.threads import spread, threads_for
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _compensate(
     x: Array, residual: Array, threshold: Any, room: int, limit: Any = NON_FINITE
 ) -> tuple[bool, list[Survivors]]:
     bits = residual.view(np.int32)
-    threshold = min(threshold, limit)  # what is too large is among those that reach it
+    threshold = I32(min(threshold, limit))  # what is too large is among those that reach it
 
     def work(first: int, last: int) -> tuple[int, Survivors]:
         arrays = room_for(min(room, (last - first) * BLOCK))
@@ -152,35 +153,17 @@ def _compensate_select(x: Array, residual: Array, k: int, sampled: bool, seed: i
 
 
 @loop
-def _write_topk(found, kept, n, low_bits, values, indices, residual_bits):
-    """A payload: the values, padded with zeros at the last index, and the indices. Those values leave the residual."""
-    number = found.size
-    at = found
-    if number < values.size:
-        at = np.full(values.size, I32(n - 1))
-        at[:number] = found
-    for i in range(number):
-        values[At(i)] = kept[i]
-    values[number:] = 0
-    cut = (2 * values.size + 7) >> 3
-    end = cut + ((values.size * low_bits + 7) >> 3)
-    write_elias_fano(at, low_bits, indices[:cut], indices[cut:end])
-    indices[end:] = 0
-    if residual_bits.size:
-        for i in range(number):
-            residual_bits[At(found[i])] = 0
-
-
-@loop
-def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload, subtract):
+def _encode_topk_whole(
+    x, residual, bits, k, low_bits, rank, fold, room, sample, sample_bits, values, indices, subtract
+):
     """All of ``encode_topk`` on one thread, in one call. Returns 1 when the payload is written, 0 when something is not
     finite, −1 or −2 when the sample let too few or too many survive: the sums are then made, and what is large among
     them is still to be found.
     """
-    bits = residual.view(np.int32)
-    threshold = min(threshold_of_runs(x, residual, size, rank, fold), NON_FINITE)
+    threshold = I32(min(threshold_of_runs(x, residual, rank, fold, sample, sample_bits), NON_FINITE))
     found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
-    count, top = _compensate_range(x, residual, bits, threshold, found, kept, 0, -(-x.size // BLOCK))
+    blocks = (x.size + BLOCK - 1) // BLOCK
+    count, top = _compensate_range(x, residual, bits, threshold, found, kept, np.int64(0), blocks)
     if top >= NON_FINITE:
         return 0
     if count < k or count > room:
@@ -190,8 +173,7 @@ def _encode_topk_whole(x, residual, k, low_bits, size, rank, fold, room, payload
         largest, theirs = np.empty(k + 1, np.int32), np.empty(k + 1, np.int32)
         take_largest(found, kept, k, largest, theirs)
         found, kept = largest[:k], theirs[:k]
-    values = payload[: 4 * k].view(np.int32)
-    _write_topk(found, kept, x.size, low_bits, values, payload[4 * k :], bits if subtract else bits[:0])
+    write_sparse(found, kept, k, x.size, low_bits, values, indices, bits if subtract else bits[:0])
     return 1
 
 
@@ -208,9 +190,11 @@ def encode_topk(
     gradient, owed, payload = x.numpy(), residual.numpy(), out.numpy()
     n, bits = gradient.size, owed.view(np.int32)
     low_bits, size = elias_fano_low_bits(k, n), sample_size(n, k)
+    values, indices = payload[: 4 * k].view(np.int32), payload[4 * k :]
     if not sampled and n >= 4 * size and threads_for(n) == 1:
-        form = low_bits, size, sample_rank(n, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), most_survivors(k, n)
-        done = _encode_topk_whole(gradient, owed, k, *form, payload, subtract)
+        form = low_bits, sample_rank(n, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), most_survivors(k, n)
+        sample = room_for_sample(size)
+        done = _encode_topk_whole(gradient, owed, bits, k, *form, *sample, values, indices, subtract)
         if done >= 0:
             return bool(done)
         found, kept = finish_topk(bits, room_for(0) if done == -1 else None, k, seed, sampled)
@@ -218,8 +202,7 @@ def encode_topk(
         finite, found, kept = _compensate_select(gradient, owed, k, sampled, seed)
         if not finite:
             return False
-    values = payload[: 4 * k].view(np.int32)
-    _write_topk(found, kept, n, low_bits, values, payload[4 * k :], bits if subtract else bits[:0])
+    write_sparse(found, kept, k, n, low_bits, values, indices, bits if subtract else bits[:0])
     return True
 
 
@@ -281,14 +264,6 @@ def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf)
     return all(spread(blocks, bits.size, lambda a, b: bool(_difference_range(*arrays, bits, limit, a, b))))
 
 
-@loop
-def _zero_range(bits, first, last):
-    for begin in range(first, last, 4096):  # noqa: SIM110
-        if max_magnitude(bits, begin, min(4096, last - begin)) > 0:
-            return False
-    return True
-
-
 def all_zero(x: Tensor) -> bool:
     bits = x.numpy().view(np.int32)
-    return bool(_zero_range(bits, 0, bits.size))  # on one thread, as it usually ends soon
+    return bool(_below_range(bits, I32(1), 0, bits.size))  # on one thread, as it usually ends soon

@@ -5,13 +5,14 @@ Every loop is compiled without threads of its own and releases the GIL; :mod:`.t
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
 from numba.extending import intrinsic
+
+from narrowband.kernels.cpu.cache import keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,21 +30,38 @@ LANES = 16
 #: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
 PAGE = 4096
 
-_HERE = Path(__file__).parent
+#: Of every loop. Nobody calls one through a C function pointer, and the wrapper for that takes time to compile.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
+_FAST_SUMS = {"reassoc", "contract", "nsz"}
+_compiled: Any = njit  # its types know a part of its options
 
 
 def loop(function: Callable[..., Any]) -> Any:
-    """A loop that Python may call."""
-    return _cached(njit(function, nogil=True, cache=True, error_model="numpy", boundscheck=False))
+    """A loop that Python may call, and other loops, too. These compile it once more as a part of their own."""
+    return keep(_compiled(function, **_OPTIONS))
+
+
+def variant(function: Callable[..., Any], *constants: object) -> Any:
+    """A loop made for constants that its function finds around it: what they rule out is not compiled.
+
+    Compiled code is known by the function's name, so the constants have to be a part of that.
+    """
+    function.__qualname__ = function.__name__ = "_".join(map(str, (function.__name__, *constants)))
+    return loop(function)
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """A part of several loops that is compiled by itself, once in a process, and then linked into them."""
+    return _compiled(function, no_cpython_wrapper=True, **_OPTIONS)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A part of a loop, put into it before types are known.
 
     A call costs about 30 ns, the counting of references to the arrays it is given; that is what a block of 64 elements
-    takes altogether.
+    takes altogether. It is also what compiles fastest where a loop has one place for it.
     """
-    return njit(function, inline="always", nogil=True, error_model="numpy", boundscheck=False)
+    return _compiled(function, inline="always", **_OPTIONS)
 
 
 def instruction(function: Callable[..., Any]) -> Any:
@@ -52,22 +70,25 @@ def instruction(function: Callable[..., Any]) -> Any:
 
 
 def float_sum(function: Callable[..., Any]) -> Any:
-    """A loop whose sums may be reordered, so that they vectorize."""
-    fast = {"reassoc", "contract", "nsz"}
-    return _cached(njit(function, nogil=True, cache=True, error_model="numpy", fastmath=fast))
+    """A part whose sums may be reordered, so that they vectorize."""
+    return _compiled(function, no_cpython_wrapper=True, fastmath=_FAST_SUMS, **_OPTIONS)
 
 
-#: When the files of this package were written. Numba keeps machine code until the file of the function itself changes;
-#: the parts of a loop come from several.
-_WRITTEN = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(_HERE.glob("*.py")))
+@instruction
+def rolled(typing, count):  # noqa: ARG001
+    """The same number, but LLVM does not know it: loops of few rounds, which it would write out one by one, stay loops,
+    and compile in a fraction of the time.
+    """
+
+    def generate(context, builder, signature, arguments):
+        del context, signature
+        word = ir.IntType(64)
+        return builder.asm(ir.FunctionType(word, [word]), "", "=r,0", arguments, side_effect=False)
+
+    return types.int64(types.int64), generate
 
 
-def _cached(dispatcher: Any) -> Any:
-    dispatcher._cache._cache_file._source_stamp = _WRITTEN  # there is no public way to say so
-    return dispatcher
-
-
-@loop
+@inlined
 def mix(h):
     h = U32(h ^ (h >> U32(16)))
     h = U32(h * U32(0x7FEB352D))

@@ -4,6 +4,7 @@ machine changes.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,19 @@ from llvmlite import ir
 from numba import types
 
 from narrowband.kernels import DEPENDENT
-from narrowband.kernels.cpu.loops import F32, I32, LANES, At, inlined, instruction, loop, max_magnitude, neighbours
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    At,
+    inlined,
+    instruction,
+    loop,
+    max_magnitude,
+    neighbours,
+    rolled,
+    variant,
+)
 from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
@@ -50,34 +63,45 @@ def _sum_up(p, q, i, begin, count, terms, total):
         k += 1
 
 
-@loop
-def _product_range(p, q, out, weight, accumulate, first, last):
-    """Rows [first, last) of weight · pᵀ·q, some columns at a time: that piece of q stays in L2."""
-    r, m = q.shape
-    total = np.empty(min(m, COLUMNS), np.float32)
-    for begin in range(0, m, COLUMNS):
-        count = min(COLUMNS, m - begin)
-        for i in range(first, last):
-            if r == 4 and not accumulate:  # the rank that most have, in one go
-                a, b, c, d = p[0, i], p[1, i], p[2, i], p[3, i]
-                for j in range(count):
-                    t = F32(F32(a * q[0, At(begin + j)]) + F32(b * q[1, At(begin + j)]))
-                    t = F32(t + F32(c * q[2, At(begin + j)]))
-                    out[i, At(begin + j)] = F32(weight * F32(t + F32(d * q[3, At(begin + j)])))
-                continue
-            _sum_up(p, q, i, begin, count, r, total)
-            if accumulate:
-                for j in range(count):
-                    out[i, At(begin + j)] += F32(weight * total[At(j)])
-            else:
-                for j in range(count):
-                    out[i, At(begin + j)] = F32(weight * total[At(j)])
+@functools.cache
+def _product(four: bool, accumulate: bool) -> Any:
+    """The loop of a product of rank 4, which most have, or any; each has code of its own."""
+
+    def _product_range(p, q, out, weight, total, first, last):
+        """Rows [first, last) of weight · pᵀ·q, some columns at a time: that piece of q stays in L2."""
+        r, m = q.shape
+        for begin in range(0, m, COLUMNS):
+            count = min(COLUMNS, m - begin)
+            for i in range(first, last):
+                if four:  # in one go
+                    a, b, c, d = p[0, i], p[1, i], p[2, i], p[3, i]
+                    for j in range(count):
+                        t = F32(F32(a * q[0, At(begin + j)]) + F32(b * q[1, At(begin + j)]))
+                        t = F32(t + F32(c * q[2, At(begin + j)]))
+                        out[i, At(begin + j)] = F32(weight * F32(t + F32(d * q[3, At(begin + j)])))
+                else:
+                    _sum_up(p, q, i, begin, count, r, total)
+                    for j in range(count):
+                        value = F32(weight * total[At(j)])
+                        if accumulate:
+                            out[i, At(begin + j)] += value
+                        else:
+                            out[i, At(begin + j)] = value
+
+    return variant(_product_range, int(four), int(accumulate))
 
 
 def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
     matrix = out.view(p.shape[1], -1).numpy()
-    form = p.numpy(), q.numpy(), matrix, F32(weight), accumulate
-    spread(p.shape[1], p.shape[0] * matrix.size // 2, lambda a, b: _product_range(*form, a, b))
+    product, form = (
+        _product(p.shape[0] == 4 and not accumulate, accumulate),
+        (p.numpy(), q.numpy(), matrix, F32(weight)),
+    )
+
+    def work(first: int, last: int) -> None:
+        product(*form, np.empty(COLUMNS, np.float32), first, last)
+
+    spread(p.shape[1], p.shape[0] * matrix.size // 2, work)
 
 
 @instruction
@@ -114,12 +138,13 @@ def _dot_tile(typing, sums, values, at, q, stride, start):  # noqa: ARG001 - the
 
 
 @loop
-def _project_range(x, owed, said_p, said_q, q, p, first, last):
-    """Rows [first, last): what was said leaves what is owed, the gradient takes its place, and the products with q."""
+def _project_range(x, owed, values, bits, said_p, said_q, q, rows, p, total, sums, first, last):
+    """Rows [first, last): what was said leaves what is owed, the gradient takes its place, and the products with q.
+
+    ``values`` and ``bits`` are what is owed, and ``rows`` is q, flat. ``total`` has zeros where nothing was said.
+    """
     m = x.shape[1]
     r, stride = q.shape  # rows of zeros fill the last tile
-    values, rows = owed.reshape(-1), q.reshape(-1)
-    total, sums = np.zeros(m, np.float32), np.empty(TILE * LANES, np.float32)
     top = I32(0)
     for i in range(first, last):
         if said_p.shape[0]:
@@ -129,10 +154,11 @@ def _project_range(x, owed, said_p, said_q, q, p, first, last):
             old = debt[At(j)]
             debt[At(j)] = F32(F32(old - total[At(j)]) + gradient[At(j)])
             gradient[At(j)] = old
-        top = max(top, max_magnitude(debt.view(np.int32), 0, m))
+        top = max(top, max_magnitude(bits, i * m, m))
         whole = m // RUN * RUN
         for a in range(0, r, TILE):
-            sums[:] = 0
+            for k in range(sums.size):
+                sums[At(k)] = 0
             for j in range(0, whole, RUN):
                 _dot_tile(sums, values, At(i * m + j), rows, At(stride), At(a * stride + j))
             for k in range(min(TILE, p.shape[0] - a)):
@@ -153,8 +179,14 @@ def compensate_project(
     tall[:r] = q.numpy()
     nothing = np.empty((0, 0), np.float32)
     said_p, said_q = (nothing, nothing) if said is None else (said[0].numpy(), said[1].numpy())
-    form = x.view(n, m).numpy(), owed.view(n, m).numpy(), said_p, said_q, tall, p.numpy()
-    tops = spread(n, 2 * n * m, lambda a, b: _project_range(*form, a, b))
+    values = owed.view(-1).numpy()
+    owes = values.reshape(n, m), values, values.view(np.int32)
+    form = x.view(n, m).numpy(), *owes, said_p, said_q, tall, tall.reshape(-1), p.numpy()
+
+    def work(first: int, last: int) -> Any:
+        return _project_range(*form, np.zeros(m, np.float32), np.empty(TILE * LANES, np.float32), first, last)
+
+    tops = spread(n, 2 * n * m, work)
     return all(top < np.float32(min(below, np.inf)).view(np.int32) for top in tops)
 
 
@@ -254,24 +286,23 @@ def _widen(p, begin, rows):
 
 
 @loop
-def _gram(p, rows, gram):
+def _gram(p, rows, flat, sums, gram):
     """``gram ← p·pᵀ``, on and below the diagonal, piece by piece: what is in float64 stays in the caches."""
     tall, stride = rows.shape
-    flat = rows.reshape(-1)
-    tiles = tall // TILE
-    sums = np.zeros(tiles * (tiles + 1) // 2 * TILE * TILE * WIDE)
+    for at in range(sums.size):
+        sums[At(at)] = 0.0
     for begin in range(0, p.shape[1], PIECE):
         _widen(p, begin, rows)
         at = 0
         for a in range(0, tall, TILE):
             for b in range(0, a + 1, TILE):
-                for i in range(0, PIECE, RUN):
+                for i in range(0, rolled(PIECE), RUN):
                     _add_tile(sums, At(at), flat, At(stride), At(a * stride + i), At(b * stride + i))
                 at += TILE * TILE * WIDE
     at = 0
     for a in range(0, tall, TILE):
         for b in range(0, a + 1, TILE):
-            for k in range(TILE * TILE):
+            for k in range(rolled(TILE * TILE)):
                 total = 0.0
                 for lane in range(WIDE):
                     total += sums[at + lane]
@@ -280,13 +311,12 @@ def _gram(p, rows, gram):
 
 
 @loop
-def _inverse_root(gram, inverse):
+def _inverse_root(gram, root, inverse):
     """The inverse of the lower triangular L with L·Lᵀ = gram; rows of zeros where a row of p depends on those before.
 
     Returns the smallest share of its squared norm that a row has beside the rows before it, where it is not that.
     """
     r = gram.shape[0]
-    root = np.zeros((r, r))
     smallest = 1.0
     for a in range(r):
         for b in range(a):
@@ -297,7 +327,8 @@ def _inverse_root(gram, inverse):
         rest = gram[a, a]
         for c in range(a):
             rest -= root[a, c] * root[a, c]
-        inverse[a, :] = 0.0
+        for b in range(r):
+            inverse[a, b] = 0.0
         if rest > DEPENDENT * gram[a, a]:
             smallest = min(smallest, rest / gram[a, a])
             root[a, a] = np.sqrt(rest)
@@ -308,17 +339,15 @@ def _inverse_root(gram, inverse):
                 inverse[a, b] = -total / root[a, a]
             inverse[a, a] = 1.0 / root[a, a]
         else:
-            root[a, :] = 0.0
+            for b in range(r):
+                root[a, b] = 0.0
     return smallest
 
 
 @loop
-def _combine(inverse, p, rows, out):
+def _combine(inverse, p, rows, flat, sums, into, factors, out):
     """``out ← inverse·p`` for a lower triangular inverse."""
     tall, stride = rows.shape
-    sums = np.empty_like(rows)
-    flat, into = rows.reshape(-1), sums.reshape(-1)
-    factors = np.empty(tall * tall)  # tile by tile, in the order of their use
     at = 0
     for a in range(0, tall, TILE):
         for b in range(a + TILE):
@@ -327,8 +356,9 @@ def _combine(inverse, p, rows, out):
                 at += 1
     for begin in range(0, p.shape[1], PIECE):
         _widen(p, begin, rows)
-        into[:] = 0.0
-        for i in range(0, PIECE, 2 * WIDE):
+        for at in range(into.size):
+            into[At(at)] = 0.0
+        for i in range(0, rolled(PIECE), 2 * WIDE):
             at = 0
             for a in range(0, tall, TILE):
                 for b in range(0, a + 1, TILE):
@@ -340,27 +370,28 @@ def _combine(inverse, p, rows, out):
                 out[a, At(begin + i)] = sums[a, At(i)]
 
 
-@loop
-def _orthonormalize(p, out):
+def orthonormalize(p: Tensor) -> Tensor:
     """Cholesky's way: p·pᵀ = L·Lᵀ, and the rows of L⁻¹·p are orthonormal; twice where p's are hardly independent.
 
     Sums of squares are in float64, so that float32 rows of any condition short of dependence come out well.
     """
-    tall = -(-p.shape[0] // TILE) * TILE
-    rows = np.zeros((tall, PIECE + WIDE))  # rows a power of two apart would share cache lines
-    gram, inverse = np.empty((tall, tall)), np.empty((tall, tall))
-    _gram(p, rows, gram)
-    smallest = _inverse_root(gram, inverse)
-    _combine(inverse, p, rows, out)
-    if smallest < WELL_APART:
-        once = out.copy()
-        _gram(once, rows, gram)
-        _inverse_root(gram, inverse)
-        _combine(inverse, once, rows, out)
-
-
-def orthonormalize(p: Tensor) -> Tensor:
     out = torch.empty_like(p)
-    for rows, result in zip(p.numpy(), out.numpy(), strict=True):
-        _orthonormalize(rows, result)
+    if not p.numel():
+        return out
+    tall = -(-p.shape[1] // TILE) * TILE
+    tiles = tall // TILE
+    rows = np.zeros((tall, PIECE + WIDE))  # rows a power of two apart would share cache lines
+    gram, root, inverse = (np.zeros((tall, tall)) for _ in range(3))
+    sums, factors = np.empty_like(rows), np.empty(tall * tall)  # of these tile by tile, in the order of their use
+    products = np.empty(tiles * (tiles + 1) // 2 * TILE * TILE * WIDE)
+    flat, flat_sums = rows.reshape(-1), sums.reshape(-1)
+    for matrix, result in zip(p.numpy(), out.numpy(), strict=True):
+        _gram(matrix, rows, flat, products, gram)
+        smallest = _inverse_root(gram, root, inverse)
+        _combine(inverse, matrix, rows, flat, sums, flat_sums, factors, result)
+        if smallest < WELL_APART:
+            once = result.copy()
+            _gram(once, rows, flat, products, gram)
+            _inverse_root(gram, root, inverse)
+            _combine(inverse, once, rows, flat, sums, flat_sums, factors, result)
     return out

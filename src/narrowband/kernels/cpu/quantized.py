@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from narrowband.kernels import plane_widths
+from narrowband.kernels import packed_nbytes, plane_widths
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -30,6 +31,7 @@ from narrowband.kernels.cpu.loops import (
     neighbours,
     prefetch,
     splat,
+    variant,
 )
 from narrowband.kernels.cpu.threads import spread
 
@@ -44,10 +46,8 @@ if TYPE_CHECKING:
 NAN_BITS = np.int32(0x7FC00000)
 TINY = np.float32(2.0**-126)
 
-_SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
 
-
-@loop
+@inlined
 def _ordered_extremes(bits, begin, m):
     """(min, max) of floats given as bits, mapped to integers that order as the floats do: this loop vectorizes.
 
@@ -62,7 +62,7 @@ def _ordered_extremes(bits, begin, m):
     return low, high
 
 
-@loop
+@inlined
 def _bits_of(ordered):
     return I32(ordered ^ I32(I32(ordered >> I32(31)) & MAGNITUDE))
 
@@ -96,49 +96,47 @@ def _minmax_range(bits, group, low_bits, high_bits, first, last):
             high_bits[g] = _bits_of(high)
 
 
-@loop
+@inlined
 def _code(x, low, inverse, offset, top):
     v = F32(F32(F32(x - low) * inverse) + offset)
     v = v if v > F32(0) else F32(0)  # NaN becomes 0
     return I32(v if v < top else top)
 
 
-@loop
+@inlined
 def _uniform(i):
     return F32(F32(I32(mix(i) >> U32(8))) * F32(2.0**-24))
 
 
-@loop
-def _codes(x, begin, m, low, inverse, offset, top, q, to):
-    """Nearest: ``offset`` holds the ½."""
-    for j in range(m):
-        q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, offset, top))
+@inlined
+def _shift(offset, stochastic, start, j):
+    """What is added to element j of a group before it is rounded down. Nearest: ``offset`` holds the ½."""
+    if stochastic:
+        return F32(offset + _uniform(U32(start + U32(j))))
+    else:
+        return offset
 
 
-@loop
-def _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, to):
+@inlined
+def _codes(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
     for j in range(m):
-        shift = F32(offset + _uniform(U32(start + U32(j))))
+        shift = _shift(offset, stochastic, start, j)
         q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, shift, top))
 
 
-@loop
-def _nibbles(x, begin, half, low, inverse, offset, top, q, to):
-    """Four bits, packed at once: element j and element j + half of the group in one byte."""
-    for j in range(half):
-        first = _code(x[At(begin + j)], low, inverse, offset, top)
-        second = _code(x[At(begin + half + j)], low, inverse, offset, top)
+@inlined
+def _nibbles(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
+    """Four bits, packed at once: element j and element j + stride of the group in one byte."""
+    stride = (m + 1) >> 1
+    for j in range(m - stride):
+        first = _code(x[At(begin + j)], low, inverse, _shift(offset, stochastic, start, j), top)
+        shift = _shift(offset, stochastic, start, stride + j)
+        second = _code(x[At(begin + stride + j)], low, inverse, shift, top)
         q[At(to + j)] = U8(first | I32(second << I32(4)))
-
-
-@loop
-def _nibbles_stochastic(x, begin, half, low, inverse, offset, top, start, q, to):
-    for j in range(half):
-        shift = F32(offset + _uniform(U32(start + U32(j))))
-        first = _code(x[At(begin + j)], low, inverse, shift, top)
-        shift = F32(offset + _uniform(U32(start + U32(half + j))))
-        second = _code(x[At(begin + half + j)], low, inverse, shift, top)
-        q[At(to + j)] = U8(first | I32(second << I32(4)))
+    if m & 1:
+        j = stride - 1
+        shift = _shift(offset, stochastic, start, j)
+        q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, shift, top))
 
 
 @inlined
@@ -221,71 +219,79 @@ def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out
         out[At(begin + j)] = F32(out[At(begin + j)] + value) if accumulate else value
 
 
-@loop
-def _quantize_range(x, x_bits, lows, steps, codes, bits, widths, group, scale, stochastic, fold, first, last):
-    """Groups [first, last): header, then codes in ``q`` (one byte each), then the planes of ``q`` packed."""
-    group_bytes = 0
-    for w in widths:
-        group_bytes += (group * w + 7) >> 3
-    q = np.zeros(group + 8, np.uint8)
-    pair = np.empty(2, np.float32)
-    pair_bits = pair.view(np.int32)
-    centre = (1 << (bits - 1)) - 1
-    offset = F32(0) if scale == 0 else F32(centre)
-    top = F32((1 << bits) - 1) if scale == 0 else F32(2 * centre)
-    for g in range(first, last):
-        begin = g * group
-        m = min(group, x.size - begin)
-        if m < group:
-            q[m:] = 0
-        low = F32(0)
-        if scale == 0:
-            ordered_low, ordered_high = _ordered_extremes(x_bits, begin, m)
-            finite = ordered_high < NON_FINITE and ordered_low >= -NON_FINITE
-            pair_bits[0] = _bits_of(ordered_low)
-            pair_bits[1] = _bits_of(ordered_high)
-            low = pair[0]
-            step = F32(F32(pair[1] - low) / top)
-        else:
-            pair_bits[0] = max_magnitude(x_bits, begin, m)
-            finite = pair_bits[0] < NON_FINITE
-            if scale == 1:
-                step = F32(pair[0] / F32(centre))
-            elif scale == 2:
-                step = F32(np.sqrt(_sum_of_squares(x, begin, m)) / centre)
+@functools.cache
+def _quantizer(packing: str, scale: Scale, stochastic: bool) -> Any:
+    """The loop of one kind of quantization: each has code of its own, and most programs need one."""
+    minmax, absmax, l2, mean = (scale == name for name in ("minmax", "absmax", "l2", "mean"))
+    nibbles, whole = packing == "nibbles", packing == "bytes"
+
+    def _quantize_range(
+        x,
+        x_bits,
+        lows,
+        steps,
+        codes,
+        group,
+        group_bytes,
+        widths,
+        centre,
+        shift,
+        top,
+        fold,
+        q,
+        pair,
+        pair_bits,
+        first,
+        last,
+    ):
+        """Groups [first, last): header, then codes in ``q`` (one byte each), then the planes of ``q`` packed."""
+        for g in range(first, last):
+            begin = g * group
+            m = min(group, x.size - begin)
+            low = F32(0)
+            if minmax:
+                ordered_low, ordered_high = _ordered_extremes(x_bits, begin, m)
+                finite = ordered_high < NON_FINITE and ordered_low >= -NON_FINITE
+                pair_bits[0] = _bits_of(ordered_low)
+                pair_bits[1] = _bits_of(ordered_high)
+                low = pair[0]
+                step = F32(F32(pair[1] - low) / top)
             else:
-                step = F32(2.0 * _sum_of_magnitudes(x, begin, m) / m)
-        if not finite:
-            low = step = F32(np.nan)
-        if scale == 0:
-            lows[g] = low
-        steps[g] = step
-        inverse = F32(0) if step < TINY else F32(F32(1) / step)
-        at = g * group_bytes
-        start = U32(U32(begin) + fold)
-        if bits == 4 and m & 1 == 0:
-            if stochastic:
-                _nibbles_stochastic(x, begin, m >> 1, low, inverse, offset, top, start, codes, at)
+                pair_bits[0] = max_magnitude(x_bits, begin, m)
+                finite = pair_bits[0] < NON_FINITE
+                if absmax:
+                    step = F32(pair[0] / centre)
+                if l2:
+                    step = F32(np.sqrt(_sum_of_squares(x, begin, m)) / np.float64(centre))
+                if mean:
+                    step = F32(2.0 * _sum_of_magnitudes(x, begin, m) / m)
+            if not finite:
+                low = step = F32(np.nan)
+            if minmax:
+                lows[g] = low
+            steps[g] = step
+            inverse = F32(0) if step < TINY else F32(F32(1) / step)
+            at = g * group_bytes
+            start = U32(U32(begin) + fold)
+            if nibbles:
+                _nibbles(x, begin, m, low, inverse, shift, top, stochastic, start, codes, at)
+            elif whole:  # a code is a byte: no packing
+                _codes(x, begin, m, low, inverse, shift, top, stochastic, start, codes, at)
             else:
-                _nibbles(x, begin, m >> 1, low, inverse, F32(offset + F32(0.5)), top, codes, at)
-            continue
-        if bits == 8:  # a code is a byte: no packing
-            if stochastic:
-                _codes_stochastic(x, begin, m, low, inverse, offset, top, start, codes, at)
-            else:
-                _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, codes, at)
-            continue
-        if scale == 3:
-            _codes_sign(x, begin, m, finite, q)
-        elif stochastic:
-            _codes_stochastic(x, begin, m, low, inverse, offset, top, start, q, 0)
-        else:
-            _codes(x, begin, m, low, inverse, F32(offset + F32(0.5)), top, q, 0)
-        shift = 0
-        for w in widths:
-            _pack_plane(q, m, shift, w, codes, at)
-            at += (m * w + 7) >> 3
-            shift += w
+                for j in range(m, q.size if m < group else 0):
+                    q[At(j)] = 0
+                if mean:
+                    _codes_sign(x, begin, m, finite, q)
+                    _pack_plane(q, m, 0, 1, codes, at)
+                else:
+                    _codes(x, begin, m, low, inverse, shift, top, stochastic, start, q, 0)
+                    down = 0
+                    for w in widths:
+                        _pack_plane(q, m, down, w, codes, at)
+                        at += (m * w + 7) >> 3
+                        down += w
+
+    return variant(_quantize_range, packing, scale, int(stochastic))
 
 
 @loop
@@ -350,14 +356,21 @@ def quantize_groups(
 ) -> None:
     n = x.numel()
     lows, steps, codes = _sections(out, n, group, scale)
-    widths = tuple(plane_widths(bits))
-    used = sum(-(-group * w // 8) for w in widths) * (n // group) + sum(-(-(n % group) * w // 8) for w in widths)
-    codes[used:] = 0
+    codes[packed_nbytes(n, bits, group) :] = 0
     values = x.numpy()
-    bits_of_x = values.view(np.int32)
-    form = bits, np.array(widths), group, _SCALES[scale], stochastic, fold_seed(seed)
-    arguments = values, bits_of_x, lows, steps, codes, *form
-    spread(-(-n // group), n, lambda a, b: _quantize_range(*arguments, a, b))
+    centre = (1 << (bits - 1)) - 1
+    offset = 0.0 if scale == "minmax" else float(centre)
+    shift = offset if stochastic else offset + 0.5
+    top = (1 << bits) - 1 if scale == "minmax" else 2 * centre
+    form = packed_nbytes(group, bits, group), np.array(plane_widths(bits)), F32(centre), F32(shift), F32(top)
+    arguments = values, values.view(np.int32), lows, steps, codes, group, *form, fold_seed(seed)
+    quantize = _quantizer({4: "nibbles", 8: "bytes"}.get(bits, "planes"), scale, stochastic)
+
+    def work(first: int, last: int) -> None:
+        q, pair = np.zeros(group + 8 if bits not in (4, 8) else 0, np.uint8), np.empty(2, np.float32)
+        quantize(*arguments, q, pair, pair.view(np.int32), first, last)
+
+    spread(-(-n // group), n, work)
 
 
 def dequantize_groups(

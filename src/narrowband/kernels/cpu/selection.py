@@ -65,7 +65,7 @@ def kth_largest(bits, k):
     wanted = k
     shift = 20
     width = 11
-    histogram = np.empty(2048, np.int64)
+    histogram = np.empty(2048, np.int32)
     while True:
         histogram[:] = 0
         digit_mask = I32((1 << width) - 1)
@@ -213,17 +213,19 @@ def _sample_range(x, residual, size, fold, first, last, out):
 
 
 @loop
-def threshold_of_runs(x, residual, size, rank, fold):
-    """The magnitude at that rank of a sample of runs of RUN neighbours, one from each of equal strata."""
-    out = np.empty(size, np.float32)
-    runs = -(-size // RUN)
+def threshold_of_runs(x, residual, rank, fold, out, out_bits):
+    """The magnitude (as bits) at that rank of a sample of runs of RUN neighbours, one from each of equal strata.
+
+    The sample is written into ``out``, whose size says how large it is.
+    """
+    runs = (out.size + RUN - 1) // RUN
     at = np.empty(runs, np.int32)
-    _strata(x.size - RUN, runs, fold, 0, runs, at)
+    _strata(x.size - RUN, runs, fold, np.int64(0), runs, at)
     for r in range(runs):
         for j in range(min(RUN, out.size - r * RUN)):
             value = x[At(at[r] + j)]
             out[At(r * RUN + j)] = F32(residual[At(at[r] + j)] + value) if residual.size else value
-    return kth_largest(out.view(np.int32), rank)[0]
+    return kth_largest(out_bits, rank)[0]
 
 
 @loop
@@ -284,7 +286,9 @@ def first_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool)
     if sampled or x.size < 4 * size:
         return _sampled_threshold(x, residual, k, seed, OVERSAMPLE)
     # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
-    return threshold_of_runs(x, residual, size, sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), fold_seed(seed))
+    return threshold_of_runs(
+        x, residual, sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), *room_for_sample(size)
+    )
 
 
 def most_survivors(k: int, n: int) -> int:
@@ -304,6 +308,12 @@ def room_for(room: int) -> tuple[Array, Array]:
     return np.empty(room, np.int32), np.empty(room, np.int32)
 
 
+def room_for_sample(size: int) -> tuple[Array, Array]:
+    """As floats, and as their bits."""
+    values = np.empty(size, np.float32)
+    return values, values.view(np.int32)
+
+
 def joined(parts: Sequence[Survivors]) -> tuple[Array, Array] | None:
     """The survivors of all threads and their bits, sorted as the ranges are; None if a thread ran out of room."""
     if any(part.number > part.found.size for part in parts):
@@ -319,7 +329,7 @@ def _select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | 
 
     def work(first: int, last: int) -> Survivors:
         arrays = room_for(min(room, (last - first) * BLOCK))
-        return Survivors(_survivors_range(bits, threshold, *arrays, first, last), *arrays)
+        return Survivors(_survivors_range(bits, I32(threshold), *arrays, first, last), *arrays)
 
     return joined(spread(-(-bits.size // BLOCK), bits.size, work))
 
@@ -361,7 +371,7 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
 
 
 @loop
-def _topk_rows(x, bits, k, size, rank, fold, room, first, last, out):
+def _topk_rows(x, bits, k, rank, fold, room, first, last, out, sample, sample_bits):
     """The k largest of each of the rows [first, last): by a threshold from a sample where a row is long enough for that
     to pay, else exactly.
     """
@@ -371,12 +381,13 @@ def _topk_rows(x, bits, k, size, rank, fold, room, first, last, out):
     for r in range(first, last):
         row, chosen = bits[r], out[r]
         count = np.int64(-1)
-        if width >= 4 * size:
-            threshold = threshold_of_runs(x[r], x[r, :0], size, rank, fold)
-            count = _survivors_range(row, threshold, found, kept, 0, -(-width // BLOCK))
+        if width >= 4 * sample.size:
+            threshold = threshold_of_runs(x[r], x[r, :0], rank, fold, sample, sample_bits)
+            count = _survivors_range(row, threshold, found, kept, np.int64(0), -(-width // BLOCK))
         if k <= count <= room:
             take_largest(found[:count], kept[:count], k, taken, spare)
-            chosen[:] = taken[:k]
+            for i in range(k):
+                chosen[At(i)] = taken[At(i)]
         else:
             threshold, ties = kth_largest(row, k)
             _take_exact(row, threshold, ties, chosen)
@@ -391,9 +402,9 @@ def select_topk_rows(x: Tensor, k: int) -> Tensor:
         values = x.numpy()
         size, rank = sample_size(width, k), sample_rank(width, k, OVERSAMPLE_OF_RUNS)
         work = functools.partial(
-            _topk_rows, values, values.view(np.int32), k, size, rank, fold_seed(0), most_survivors(k, width)
+            _topk_rows, values, values.view(np.int32), k, rank, fold_seed(0), most_survivors(k, width)
         )
-        spread(rows, x.numel(), lambda first, last: work(first, last, out))
+        spread(rows, x.numel(), lambda first, last: work(first, last, out, *room_for_sample(size)))
     return torch.from_numpy(out.reshape(-1))
 
 

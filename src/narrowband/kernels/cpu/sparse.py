@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from narrowband.errors import PayloadError
 from narrowband.kernels import elias_fano_low_bits
 from narrowband.kernels.cpu.loops import F32, I32, U8, At, inlined, instruction, loop
 from narrowband.kernels.cpu.selection import lowest
-from narrowband.kernels.cpu.threads import spread, threads_for
+from narrowband.kernels.cpu.threads import spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
+_NOTHING = np.empty(0, np.int32)
 #: Elements of an output that take part in several passes while they stay in L2.
 CACHED = 1 << 16
 
@@ -67,16 +69,21 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
 
 
 @loop
-def _sum_range(out, indices, values, bounds, shifts, weight, begin, end):
-    """The parts indices[bounds[p] : bounds[p + 1]], one after the other, into out[begin:end], piece by piece.
+def _sum_range(out, indices, values, bounds, at, shifts, weight, begin, end):
+    """The parts indices[bounds[p] : bounds[p + 1]], one after the other, into out[begin:end], piece by piece; ``at`` is
+    where each of them has got to.
 
     The values of part p are as many places further on in ``values`` as ``shifts[p]`` says.
     """
-    at = np.empty(bounds.size - 1, np.int64)
     for p in range(at.size):
-        at[p] = bounds[p]
-        if begin:
-            at[p] += np.searchsorted(indices[bounds[p] : bounds[p + 1]], begin)
+        low, high = bounds[p], bounds[p + 1]
+        while begin and low < high:  # the first index that is not below ``begin``
+            middle = (low + high) >> 1
+            if indices[middle] < begin:
+                low = middle + 1
+            else:
+                high = middle
+        at[p] = low
     for first in range(begin, end, CACHED):
         last = min(first + CACHED, end)
         out[first:last] = F32(0)
@@ -96,12 +103,16 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
 
 
 def _sum(out: Tensor, indices: Array, values: Array, bounds: Array, shifts: Array, weight: float) -> None:
-    form = out.numpy(), indices, values, bounds, shifts, F32(weight)
-    spread(out.numel(), out.numel() + 8 * indices.size, lambda a, b: _sum_range(*form, a, b))
+    arrays, factor = (out.numpy(), indices, values, bounds), F32(weight)
+    spread(
+        out.numel(),
+        out.numel() + 8 * indices.size,
+        lambda a, b: _sum_range(*arrays, np.empty_like(shifts), shifts, factor, a, b),
+    )
 
 
-@loop
-def write_elias_fano(indices, low_bits, upper, lower):
+@inlined
+def _write_elias_fano(indices, low_bits, upper, lower):
     upper[:] = 0
     mask = np.int64((1 << low_bits) - 1)
     pending = np.int64(0)
@@ -122,6 +133,31 @@ def write_elias_fano(indices, low_bits, upper, lower):
         lower[at] = U8(pending & 255)
 
 
+@loop
+def write_sparse(found, kept, k, n, low_bits, values, indices, residual_bits):
+    """A payload of k elements below n: their values, and their indices as Elias–Fano. Where fewer are found, the rest
+    repeats the last index, with a value of zero. Where there is a residual, what is found leaves it.
+
+    Nothing is written into ``values`` where there is no room at all.
+    """
+    number = found.size
+    at = found
+    if number < k:
+        at = np.empty(k, np.int32)
+        for i in range(k):
+            at[At(i)] = found[At(i)] if i < number else I32(n - 1)
+    for i in range(values.size):
+        values[At(i)] = kept[At(i)] if i < number else I32(0)
+    cut = (2 * k + 7) >> 3
+    end = cut + ((k * low_bits + 7) >> 3)
+    _write_elias_fano(at, low_bits, indices[:cut], indices[cut:end])
+    for i in range(end, indices.size):
+        indices[At(i)] = 0
+    if residual_bits.size:
+        for i in range(number):
+            residual_bits[At(found[i])] = 0
+
+
 @instruction
 def _word_at(typing, data, at):  # noqa: ARG001
     """Eight bytes from ``data[at:]``, the first in the lowest place, aligned or not."""
@@ -139,50 +175,52 @@ def _word_at(typing, data, at):  # noqa: ARG001
 
 @inlined
 def _word_or_rest(data, at):
-    """The same, with zeros for what lies behind the end."""
-    if at + 8 <= data.size:
-        return _word_at(data, At(at))
-    word = np.uint64(0)
-    for byte in range(data.size - at):
-        word |= np.uint64(data[At(at + byte)]) << np.uint64(8 * byte)
-    return word
+    """The same; where data ends, something lies above what is left of it. There are eight bytes at least."""
+    over = max(np.int64(0), at + 8 - data.size)
+    return _word_at(data, At(at - over)) >> np.uint64(8 * over & 63)
 
 
 @loop
-def _elias_fano_decode(upper, lower, low_bits, n, out):
-    """False unless the payload holds exactly ``out.size`` sorted indices below n, and no more."""
+def _elias_fano_rows(rows, stride, values, low_bits, n, k, out, first, last):
+    """Decode the indices that each of the rows [first, last) holds behind so many bytes of values; False unless these
+    are exactly k, sorted, and below n.
+    """
     mask = np.uint64((1 << low_bits) - 1)
-    i = 0
-    previous = np.int64(0)
+    nbytes = (2 * k + 7) >> 3
     good = True
-    for begin in range(0, upper.size, 8):
-        word = _word_or_rest(upper, begin)
-        while word:
-            if i == out.size:
-                return False
-            bit = i * low_bits
-            low = (_word_or_rest(lower, bit >> 3) >> np.uint64(bit & 7)) & mask
-            index = ((np.int64(8 * begin - i) + np.int64(lowest(word))) << low_bits) | np.int64(low)
-            word &= word - np.uint64(1)
-            good &= previous <= index < n
-            out[At(i)] = I32(index)
-            previous = index
-            i += 1
-    return good and i == out.size
+    for r in range(first, last):
+        upper = r * stride + values
+        lower, i, end = upper + nbytes, r * k, r * k + k
+        previous = np.int64(0)
+        for begin in range(0, nbytes, 8):
+            word = _word_or_rest(rows, upper + begin)
+            if nbytes - begin < 8:
+                word &= (np.uint64(1) << np.uint64(8 * (nbytes - begin))) - np.uint64(1)
+            while word:
+                if i == end:
+                    return False
+                bit = (i - r * k) * low_bits
+                low = (_word_or_rest(rows, lower + (bit >> 3)) >> np.uint64(bit & 7)) & mask
+                index = ((np.int64(8 * begin - (i - r * k)) + np.int64(lowest(word))) << low_bits) | np.int64(low)
+                word &= word - np.uint64(1)
+                good &= previous <= index < n
+                out[At(i)] = I32(index)
+                previous = index
+                i += 1
+        good &= i == end
+    return good
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
-    k = indices.numel()
-    parts = out.numpy()
-    cut = -(-2 * k // 8)
-    write_elias_fano(indices.numpy(), elias_fano_low_bits(k, n), parts[:cut], parts[cut:])
+    k, at = indices.numel(), indices.numpy()
+    write_sparse(at, at, k, n, elias_fano_low_bits(k, n), _NOTHING, out.numpy(), _NOTHING)
 
 
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
-    out = np.empty(k, np.int32)
-    parts = payload.numpy()
-    cut = -(-2 * k // 8)
-    if k and not _elias_fano_decode(parts[:cut], parts[cut:], elias_fano_low_bits(k, n), n, out):
+    out, row = np.empty(k, np.int32), payload.numpy()
+    if row.size < 8:
+        row = np.concatenate([row, np.zeros(8, np.uint8)])
+    if k and not _elias_fano_rows(row, 0, 0, elias_fano_low_bits(k, n), n, k, out, 0, 1):
         raise _damaged(k, n)
     return torch.from_numpy(out)
 
@@ -191,41 +229,18 @@ def _damaged(k: int, n: int) -> PayloadError:
     return PayloadError(f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
 
 
-@loop
-def _elias_fano_rows(rows, stride, low_bits, n, out, first, last):
-    """Decode the indices that rows [first, last) hold behind their values; False if one is damaged."""
-    k = out.shape[1]
-    good = True
-    for r in range(first, last):
-        begin = r * stride + 4 * k
-        cut = begin + ((2 * k + 7) >> 3)
-        end = cut + ((k * low_bits + 7) >> 3)
-        good &= _elias_fano_decode(rows[begin:cut], rows[cut:end], low_bits, n, out[r])
-    return good
-
-
-@loop
-def _sum_rows_whole(out, rows, count, stride, k, low_bits, weight):
-    """All of ``sparse_sum_rows`` on one thread; False if a row is damaged."""
-    indices = np.empty((count, k), np.int32)
-    if not _elias_fano_rows(rows, stride, low_bits, out.size, indices, 0, count):
-        return False
+@functools.lru_cache(maxsize=1 << 10)
+def _layout_of_rows(count: int, k: int, stride: int) -> tuple[Array, Array]:
+    """Where the indices of each row begin, once they are one behind the other; and how much further its values lie."""
     row = np.arange(count + 1)
-    shifts = row[:-1] * (stride // 4 - k)
-    _sum_range(out, indices.reshape(-1), rows.view(np.float32), row * k, shifts, weight, 0, out.size)
-    return True
+    return row * k, row[:-1] * (stride // 4 - k)
 
 
 def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
     n, (count, width), stride = out.numel(), payloads.shape, payloads.stride(0)
-    rows = payloads.as_strided(((count - 1) * stride + width,), (1,)).numpy()
-    if threads_for(n) == 1:
-        if not _sum_rows_whole(out.numpy(), rows, count, stride, k, elias_fano_low_bits(k, n), F32(weight)):
-            raise _damaged(k, n)
-        return
-    indices = np.empty((count, k), np.int32)
-    form = rows, stride, elias_fano_low_bits(k, n), n, indices
+    rows = payloads.as_strided(((count - 1) * stride + width,), (1,)).numpy()  # a value and an index: eight bytes
+    indices = np.empty(count * k, np.int32)
+    form = rows, stride, 4 * k, elias_fano_low_bits(k, n), n, k, indices
     if not all(spread(count, 8 * indices.size, lambda a, b: _elias_fano_rows(*form, a, b))):
         raise _damaged(k, n)
-    row = np.arange(count + 1)
-    _sum(out, indices.reshape(-1), rows.view(np.float32), row * k, row[:-1] * (stride // 4 - k), weight)
+    _sum(out, indices, rows.view(np.float32), *_layout_of_rows(count, k, stride), weight)

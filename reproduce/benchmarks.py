@@ -1,0 +1,269 @@
+"""The page of benchmarks and the picture of the front page, from the records in ``benchmarks/results``.
+
+Nothing is measured here: ``narrowband bench`` and ``narrowband demo`` do that; ``benchmarks/README.md`` has the
+commands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowband.units import format_bytes
+from reproduce.pictures import Bar, Panel
+from reproduce.report import NOTHING, Opening, beginning, source, write_page
+
+__all__ = ["front", "page", "records"]
+
+_RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+#: What a record is about → its file.
+_FILES = {
+    "slow": "ddp-200mbit.json",
+    "fast": "ddp-1gbit.json",
+    "stages": "pipeline-100mbit.json",
+    "memory": "memory-deit-tiny-jemalloc.json",
+    "demo": "demo/summary.json",
+    "loops": "kernels.json",
+}
+
+#: What the front page shows: codecs of the benchmark and of the demo, what they are called, and which it is about.
+_STEPS = {"none": "uncompressed", "fp16": "16 bits", "qsgd:bits=4": "4 bits", "topk:density=0.01+ef": "largest 1 %"}
+_LOSSES = {
+    "none": "uncompressed",
+    "fp16": "16 bits",
+    "qsgd:bits=4": "4 bits",
+    "topk:density=0.04,values=int8+ef": "largest 4 %, in 8 bits",
+}
+_SPARSE = "topk:"
+
+#: Loops of the kernels' benchmark, and what they do.
+_LOOPS = {
+    "uniform-4bit-stochastic-encode": "4-bit stochastic quantize and pack",
+    "uniform-4bit-decode-accumulate": "its decode, accumulating",
+    "uniform-8bit-nearest-encode": "8-bit nearest encode",
+    "topk-sampled-select": "top-k by sampled threshold, 0.1 %",
+    "topk-exact-select": "top-k exact, 0.1 %",
+    "ef-topk-encode": "error feedback, select, write",
+    "dgc-momentum-select-mask": "`dgc`: momentum, accumulation, selection, masking",
+    "lowrank-4-decode-accumulate": "two factors of rank 4, decoded and accumulated",
+    "aq-sgd-send": "AQ-SGD: look a sample up, encode its change, update",
+    "activation-quantize-8": "activations in 8 bits, quantized",
+    "activation-dequantize-8": "activations in 8 bits, restored",
+    "torch.topk": "`torch.topk`",
+    "torch 4-bit stochastic quantize": "4-bit stochastic quantize in plain torch",
+}
+
+Records = Mapping[str, Mapping[str, Any]]
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """What is recorded, by what it is about."""
+    return {about: json.loads((_RESULTS / name).read_text()) for about, name in _FILES.items()}
+
+
+def _rows(found: Records, about: str, key: str = "codec") -> dict[str, dict[str, Any]]:
+    """By name; rows that could not run are left out."""
+    return {row[key]: row for row in found[about]["rows"] if not row.get("error")}
+
+
+def front(found: Records) -> list[Panel]:
+    """How long a step takes on a slow link, and what became of the loss.
+
+    The two panels are of different runs: the benchmark takes too few steps to judge a loss by, and the demo has no slow
+    link.
+    """
+    steps, losses = _rows(found, "slow"), _rows(found, "demo")
+    return [
+        Panel(
+            "Step time at 200 Mbit/s",
+            "over a step that sends nothing",
+            [
+                Bar(label, steps[spec]["ratio_to_compute"], _times(steps[spec]), spec.startswith(_SPARSE))
+                for spec, label in _STEPS.items()
+            ],
+        ),
+        Panel(
+            "Demo's held-out loss",
+            "nats per byte; lower is better",
+            [
+                Bar(
+                    label, losses[spec]["heldout_loss"], f"{losses[spec]['heldout_loss']:.2f}", spec.startswith(_SPARSE)
+                )
+                for spec, label in _LOSSES.items()
+            ],
+        ),
+    ]
+
+
+def _times(row: Mapping[str, Any], digits: int = 1) -> str:
+    return f"{row['ratio_to_compute']:.{digits}f}×"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def _conclusion(found: Records) -> str:
+    slow, fast, demo = (_rows(found, about) for about in ("slow", "fast", "demo"))
+    own, half, whole = "topk:density=0.01+ef", "fp16", "none"
+    stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
+    kept = 1 - memory["bf16, 8 bits"]["kept_bytes"] / memory["bf16"]["kept_bytes"]
+    longer = memory["bf16, 8 bits"]["ratio_to_plain"] / memory["bf16"]["ratio_to_plain"]
+    sparse = next(spec for spec in _LOSSES if spec.startswith(_SPARSE))
+    return (
+        f"At 200 Mbit/s a step takes {_times(slow[whole])} as long as one that sends nothing, in 16 bits "
+        f"{_times(slow[half])}, and with the largest 1 % of the gradient {_times(slow[own])}; at 1 Gbit/s "
+        f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}. The demo's held-out loss is "
+        f"{demo[whole]['heldout_loss']:.2f} uncompressed and {demo[sparse]['heldout_loss']:.2f} with the "
+        f"{_LOSSES[sparse]}. Between stages 8 bits forward and 4 back train "
+        f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second. In 8 bits a vision "
+        f"transformer under bf16 keeps {kept:.0%} less for backward, in steps {longer:.2f} times as long."
+    )
+
+
+def _panels(found: Records) -> list[Panel]:
+    stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
+    between = {
+        "32 bits both ways": "none",
+        "16 bits": "fp16",
+        "8 bits": "uniform:bits=8",
+        "8 bits, gradients 4": "uniform:bits=8/qsgd:bits=4",
+    }
+    kept = {"plain": "bf16", "8 bits": "bf16, 8 bits", "4 bits": "bf16, 4 bits", "checkpointing": "bf16, checkpoint"}
+    return [
+        *front(found),
+        Panel(
+            "Between four stages",
+            "tokens/s at 100 Mbit/s",
+            [
+                Bar(label, stages[name]["tokens_per_s"], f"{stages[name]['tokens_per_s']:,.0f}", "bits=" in name)
+                for label, name in between.items()
+            ],
+        ),
+        Panel(
+            "Kept for backward",
+            "DeiT-Ti under bf16, 32 images",
+            [
+                Bar(label, memory[name]["kept_bytes"], format_bytes(memory[name]["kept_bytes"]), "bits" in name)
+                for label, name in kept.items()
+            ],
+        ),
+    ]
+
+
+_OPENING = Opening(
+    title="Speed and memory",
+    says="Compression takes a training step on a slow link near to one that sends nothing, lets stages of a model work "
+    "where they would wait, and trains in a part of the memory, at little cost in time and loss.",
+    ran="`narrowband bench` on one machine with two cores: data parallelism and a pipeline, each on four real ranks "
+    "behind links that the kernel shapes, and a vision transformer's training step; and `narrowband demo`, which "
+    "trains a small GPT on four ranks.",
+    found=_conclusion,
+    panels=_panels,
+)
+
+
+def _table(
+    title: str, text: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *told: Mapping[str, Any]
+) -> list[str]:
+    """A section: what was measured, how it came out, and where figures come from."""
+    return [
+        *(f"## {title}", "", text, "", "| " + " | ".join(headings) + " |", "| --- |" + " ---: |" * (len(headings) - 1)),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        *(line for record in told for line in ("", source(dict(record), [str(record["commit"])]))),
+        "",
+    ]
+
+
+def page(found: Records, path: Path) -> None:
+    """Write the page."""
+    slow, fast = _rows(found, "slow"), _rows(found, "fast")
+    stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
+    demo, loops = _rows(found, "demo"), _rows(found, "loops", "loop")
+    lines = [
+        *beginning(found, (), _OPENING, paper="Records of `narrowband bench` and `narrowband demo`", page=path.stem),
+        *_table(
+            "Data parallelism behind slow links",
+            "A GPT of 13.3 million parameters on four ranks, each behind its own link. Step: over the same step with "
+            "no communication at all. Sent: by one rank in a step, as the kernel counted it at 200 Mbit/s. Ranks share "
+            "two cores, so encoding competes with computing as it would not on machines of their own. All rows train "
+            "by SGD with momentum, which `dgc` has before the wire.",
+            ("codec", "sent", "step at 200 Mbit/s", "step at 1 Gbit/s"),
+            [
+                (_code(name), format_bytes(row["link_bytes_per_step"]), _times(row, 2), _times(fast[name], 2))
+                for name, row in slow.items()
+                if row["sent_bytes_per_step"] != 0 and name in fast
+            ],
+            found["slow"],
+            found["fast"],
+        ),
+        *_table(
+            "Between the stages of a model",
+            "A GPT in four stages, each behind a link of 100 Mbit/s, under 1F1B. Bytes are those of one micro-batch "
+            "over one boundary. It took too few steps to judge accuracy by: [Activations between "
+            "stages](model_parallel.md) says what each costs.",
+            ("forward / backward", "bytes forward", "bytes backward", "tokens/s", "times uncompressed"),
+            [
+                (
+                    _code(name),
+                    *(
+                        NOTHING if row[way] is None else format_bytes(row[way])
+                        for way in ("forward_nbytes", "backward_nbytes")
+                    ),
+                    f"{row['tokens_per_s']:,.0f}",
+                    f"{row['times_none']:.1f}",
+                )
+                for name, row in stages.items()
+            ],
+            found["stages"],
+        ),
+        *_table(
+            "What backward keeps",
+            "DeiT-Ti, 32 images of 224 × 224. Kept: between forward and backward. Peak: above the model and its "
+            "inputs, with an allocator that uses freed memory again ([how](../how-to/activations.md)). Step: over the "
+            "plain one in float32. Gradient: how far it is from the exact one.",
+            ("row", "kept", "peak", "step", "gradient off by"),
+            [
+                (
+                    name,
+                    format_bytes(row["kept_bytes"]),
+                    format_bytes(row["peak_bytes"]),
+                    f"{row['ratio_to_plain']:.2f}×",
+                    f"{row['gradient_error']:.1%}" if row["gradient_error"] else NOTHING,
+                )
+                for name, row in memory.items()
+            ],
+            found["memory"],
+        ),
+        *_table(
+            "The demo",
+            "A GPT of 3.3 million parameters on the source text of Python's standard library, four ranks, one seed. "
+            "Adam runs without momentum and with a long warm-up: with Adam's usual momentum top-k ended far behind the "
+            "uncompressed run in trials. Try your own optimizer before you trust a sparse codec.",
+            ("codec", "times less traffic", "held-out loss"),
+            [
+                (_code(name), f"{row['times_less_traffic']:.1f}", f"{row['heldout_loss']:.3f}")
+                for name, row in demo.items()
+            ],
+            found["demo"],
+        ),
+        *_table(
+            "How fast the loops are",
+            "Time of a loop over that of `y.copy_(x)`, 25 million float32 elements, on two cores. Copies on a shared "
+            "machine vary by a factor of two from minute to minute, and ratios with them.",
+            ("loop", "× copy"),
+            [
+                (text, f"{ratio:.1f}" if (ratio := loops[name]["ratio_to_copy"]) < 10 else f"{ratio:.0f}")
+                for name, text in _LOOPS.items()
+            ],
+            found["loops"],
+        ),
+    ]
+    write_page(path, lambda _: "\n".join(lines).rstrip() + "\n", found, _OPENING)
+
+
+def _code(name: str) -> str:
+    """A spec, or two of them; what is another library's stands as it is."""
+    return name if name.startswith("torch") else " / ".join(f"`{spec}`" for spec in name.split("/"))

@@ -1,0 +1,77 @@
+"""Write the pages of results, and the picture of the front page, from the records in the repository.
+
+Nothing is measured or trained: every figure on a page and in a picture is in a record, and a test compares them. Run
+``python -m reproduce.pages`` from the repository's root, after a record or the look of a page has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reproduce import benchmarks, command, cssgd, dgc, fidelity, lgreco, mesa, model_parallel, powersgd, sensitivity
+from reproduce.pictures import write
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["FRONT", "PAGES", "Options", "main", "record_of"]
+
+_ROOT = Path(__file__).parent.parent
+
+#: The picture of the front page, without theme and ending.
+FRONT = "pictures/front"
+
+
+def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path: Path) -> None:
+    command.page(experiment, record["rows"], dict(record), path)
+
+
+#: Module → writes the page of its record.
+PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
+    **{
+        module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
+        for module in (dgc, lgreco, mesa, model_parallel, powersgd)
+    },
+    "cssgd": cssgd.page,
+    "fidelity": fidelity.page,
+    "sensitivity": sensitivity.page,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write pages of results and pictures from the records in the repository. Nothing is measured."""
+
+    docs: Path = _ROOT / "docs"
+    """Folder of the documentation."""
+
+
+def record_of(module: str) -> dict[str, Any]:
+    """What a module of this package recorded in the repository."""
+    record: dict[str, Any] = json.loads((_ROOT / "reproduce/results" / module / "summary.json").read_text())
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
+    return command.command_line("pages", Options, _run, argv, stopped="Pages that were written are whole.")
+
+
+def _run(options: Options, _: list[str], console: Console) -> None:
+    for module, page in PAGES.items():
+        path = options.docs / "results" / f"{module}.md"
+        page(record_of(module), path)
+        console.print(f"written: {path}", style="dim", markup=False, highlight=False)
+    found = benchmarks.records()
+    benchmarks.page(found, options.docs / "results" / "benchmarks.md")
+    write(benchmarks.front(found), options.docs / FRONT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

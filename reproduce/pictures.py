@@ -1,0 +1,128 @@
+"""Bars for the beginning of a page, as SVG: one file for light pages and one for dark ones.
+
+Everything that is drawn is in the text of the file, so that a picture can be compared with the record that it shows. No
+font is embedded or fetched: the reader's own is used, and lengths of text are left room for that. A picture is 600
+pixels wide, and still legible at 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+__all__ = ["THEMES", "Bar", "Panel", "drawn", "embedded", "write"]
+
+#: Theme → colours of text, of lesser text, of the ground under a bar, of a bar, and of a bar that the page is about.
+THEMES = {
+    "light": ("#1f2937", "#5b6472", "#e8ebef", "#9aa5b4", "#00796b"),
+    "dark": ("#e7eaee", "#a7b0bd", "#353b47", "#76808f", "#2dd4bf"),
+}
+
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+#: Pixels: of the picture, of the gap between two panels, of a panel's heading, of a bar with its label, of a bar alone.
+_WIDTH, _GAP, _HEADING, _PITCH, _THICK = 600, 36, 58, 46, 11
+_PANEL = (_WIDTH - _GAP) / 2
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One of a panel's.
+
+    Attributes:
+        label: what it is of.
+        value: its length; None where there is none to show.
+        said: the value as people read it.
+        strong: whether the page is about this one.
+    """
+
+    label: str
+    value: float | None
+    said: str
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars that begin at zero and share a scale.
+
+    Attributes:
+        title: what is compared.
+        note: unit and direction, below the title.
+        bars: from top to bottom.
+    """
+
+    title: str
+    note: str
+    bars: Sequence[Bar]
+
+    def text(self) -> str:
+        """All of it in a sentence, for those who cannot see it."""
+        return f"{self.title} ({self.note}): {'; '.join(f'{bar.label}: {bar.said}' for bar in self.bars)}."
+
+
+def drawn(panels: Sequence[Panel], theme: str) -> str:
+    """Panels two by two, as an SVG file.
+
+    Args:
+        panels: at least one.
+        theme: a key of :data:`THEMES`.
+    """
+    rows = [panels[at : at + 2] for at in range(0, len(panels), 2)]
+    heights = [_HEADING + _PITCH * max(len(panel.bars) for panel in row) for row in rows]
+    height = sum(heights) + _GAP * (len(rows) - 1)
+    strong, weak = THEMES[theme][:2]
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"',
+        f'  role="img" font-family="{escape(_FONT)}" fill="{strong}">',
+        f"<title>{escape(' '.join(panel.text() for panel in panels))}</title>",
+        "<style>",
+        ".t { font-size: 19.5px; font-weight: 700 }",
+        f".n {{ font-size: 15.5px; fill: {weak} }}",
+        ".l { font-size: 18px }",
+        ".v { font-size: 18px; font-weight: 700; text-anchor: end }",
+        "</style>",
+    ]
+    top = 0
+    for row, tall in zip(rows, heights, strict=True):
+        for column, panel in enumerate(row):
+            lines += _panel(panel, column * (_PANEL + _GAP), top, THEMES[theme])
+        top += tall + _GAP
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel, left: float, top: float, colours: Sequence[str]) -> Iterator[str]:
+    *_, ground, plain, about = colours
+    right, longest = left + _PANEL, max((bar.value or 0.0 for bar in panel.bars), default=0.0) or 1.0
+    yield f'<text class="t" x="{left:g}" y="{top + 19:g}">{escape(panel.title)}</text>'
+    yield f'<text class="n" x="{left:g}" y="{top + 41:g}">{escape(panel.note)}</text>'
+    for at, bar in enumerate(panel.bars):
+        y = top + _HEADING + at * _PITCH
+        yield f'<text class="l" x="{left:g}" y="{y + 17:g}">{escape(bar.label)}</text>'
+        yield f'<text class="v" x="{right:g}" y="{y + 17:g}">{escape(bar.said)}</text>'
+        yield f'<rect x="{left:g}" y="{y + 25:g}" width="{_PANEL:g}" height="{_THICK}" rx="3" fill="{ground}"/>'
+        if bar.value:
+            long = max(2.0, _PANEL * bar.value / longest)
+            colour = about if bar.strong else plain
+            yield f'<rect x="{left:g}" y="{y + 25:g}" width="{long:.1f}" height="{_THICK}" rx="3" fill="{colour}"/>'
+
+
+def write(panels: Sequence[Panel], path: Path) -> None:
+    """Draw for every theme: ``path`` with ``-light.svg`` and ``-dark.svg`` behind it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for theme in THEMES:
+        path.with_name(f"{path.name}-{theme}.svg").write_text(drawn(panels, theme), encoding="utf-8")
+
+
+def embedded(panels: Sequence[Panel], place: str) -> str:
+    """A line of a page of documentation, which shows the picture of the reader's theme.
+
+    Args:
+        panels: in the picture.
+        place: as in :func:`write`, from the page.
+    """
+    alt = " ".join(panel.text() for panel in panels).replace("[", "(").replace("]", ")")
+    alts = {theme: alt if theme == "light" else "The same for a dark page." for theme in THEMES}
+    return " ".join(f"![{alts[theme]}]({place}-{theme}.svg#only-{theme})" for theme in THEMES)

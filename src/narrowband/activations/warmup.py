@@ -1,0 +1,80 @@
+"""What packing and unpacking need of compiled loops, done once at set-up: no forward pass then waits for a compiler."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.nn.modules import batchnorm, pooling
+
+from narrowband import kernels
+from narrowband.kernels import Rows, Windows
+from narrowband.kernels.compiling import announced
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from narrowband.activations.policy import ActivationPolicy
+
+__all__ = ["warm_up"]
+
+#: Model → what has been done for it: a context may be made anew for every step.
+_done: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
+
+_MAX_POOLS = tuple(kind for name, kind in vars(pooling).items() if "MaxPool" in name and isinstance(kind, type))
+
+
+def warm_up(model: nn.Module, policy: ActivationPolicy) -> None:
+    """Have every loop compiled or loaded that a policy needs for a model, and say so if that takes time.
+
+    Loops differ by the bits of codes and by float32 and bfloat16: those of the parameters, and of autocast where it is
+    on. What differs only in a dtype that is not known yet is compiled when it is met.
+    """
+    if policy.is_off:
+        return
+    cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    named = {policy.bits, *policy.operators.values(), *policy.modules.values()}
+    bits = sorted(each for each in named | {policy.bits_for("layer_norm", "")} if isinstance(each, int))
+    what = (*bits, policy.rounding, policy.statistics, cast)
+    if what in _done.setdefault(model, set()):
+        return
+    parameters = list(model.parameters())
+    if all(p.device.type == "cpu" for p in parameters):
+        dtypes = {p.dtype for p in parameters if p.is_floating_point()} | ({cast} if cast is not None else set())
+        kinds = {torch.bfloat16 if dtype == torch.bfloat16 else torch.float32 for dtype in dtypes or {torch.float32}}
+        with announced(f"activations in {' and '.join(map(str, bits)) or 'few'} bits"):
+            _use_once(model, policy, bits, sorted(kinds, key=str))
+    _done[model].add(what)
+
+
+def _use_once(
+    model: nn.Module, policy: ActivationPolicy, bits: Sequence[Literal[8, 4, 2]], dtypes: Sequence[torch.dtype]
+) -> None:
+    shapes = [Rows(1, 8, 2, 16)]
+    if any(isinstance(module, batchnorm._BatchNorm) for module in model.modules()):
+        shapes.append(Rows(1, 8, 32, 1))  # a range for every channel
+    stochastic, running = policy.rounding == "stochastic", policy.statistics == "running"
+    for dtype in dtypes:
+        x = torch.arange(256, dtype=torch.float32).to(dtype)
+        out, mask = torch.empty_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8)
+        for rows in shapes:
+            low, high = kernels.row_extremes(x, rows)
+            for width in bits:
+                step, codes = (high - low) / ((1 << width) - 1), torch.empty(rows.nbytes(width), dtype=torch.uint8)
+                kernels.quantize_rows(x, codes, rows, low, step, bits=width, stochastic=stochastic)
+                if running:
+                    kernels.quantize_rows_extremes(x, codes, rows, low, step, bits=width, stochastic=stochastic)
+                kernels.dequantize_rows(codes, out, rows, low, step, bits=width)
+        if running:
+            kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)
+        if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:
+            kernels.mask_positive(x, mask)
+            kernels.apply_mask(mask, x, out)
+    if any(isinstance(module, _MAX_POOLS) for module in model.modules()):
+        windows = Windows(1, 2, 2, 1, 4, 2, (2, 2), (0, 0))
+        places, position = torch.empty(4, dtype=torch.uint8), torch.tensor([0, 2, 8, 10])
+        kernels.pool_places(position, places, windows)
+        kernels.pool_positions(places, position, windows)

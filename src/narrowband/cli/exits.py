@@ -1,0 +1,145 @@
+"""How a command ends: with one of four exit codes, and with one sentence when something went wrong.
+
+All commands hold to this, those of ``narrowband`` and ``python -m reproduce.…`` alike:
+
+==== =================================================================================================================
+code meaning
+==== =================================================================================================================
+0    done
+1    the run failed: a rank ended early, memory or disk ran out, a budget could not be met
+2    what was given is wrong: an unknown command or option, a value out of range, a file that is missing or holds
+     something else, a place that nothing can be written to, or a feature that this machine or installation lacks
+130  stopped by Ctrl-C
+==== =================================================================================================================
+
+``narrowband lab`` passes on the exit code of its ranks, and returns 124 after a time-out.
+
+Nobody has to read a traceback to learn what to change; who wants one sets ``NARROWBAND_DEBUG=1``.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from narrowband.bench.memory import is_out_of_memory
+from narrowband.bench.ranks import RankError
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["CONVENTION", "DEBUG", "DONE", "FAILED", "STOPPED", "WRONG", "check_folder", "check_output", "finish"]
+
+DONE, FAILED, WRONG, STOPPED = 0, 1, 2, 130
+
+#: The convention in one sentence, for help.
+CONVENTION = (
+    f"Exit codes: {DONE} done; {FAILED} the run failed; {WRONG} what was given is wrong (an option, a value, a file); "
+    f"{STOPPED} stopped by Ctrl-C."
+)
+
+#: The variable that asks for tracebacks.
+DEBUG = "NARROWBAND_DEBUG"
+
+#: What is wrong with a path, and not with the machine.
+_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
+def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug: bool = False) -> int:
+    """Do the work of a command and return its exit code; what goes wrong is said in one sentence.
+
+    Args:
+        work: returns the exit code when nothing went wrong.
+        errors: where the sentence goes, standard error.
+        stopped: what to say after Ctrl-C, behind "Stopped."
+        debug: raise errors instead; so does the environment variable ``NARROWBAND_DEBUG``.
+    """
+    try:
+        return work()
+    except KeyboardInterrupt:
+        errors.print(f"Stopped. {stopped}".strip(), style="yellow", highlight=False)
+        return STOPPED
+    except Exception as error:
+        if debug or os.environ.get(DEBUG, "") not in ("", "0"):
+            raise
+        code, said, expected = _told(error)
+        errors.print(said, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        if not expected:
+            errors.print(f"({DEBUG}=1 shows the traceback)", style="dim", highlight=False)
+        return code
+
+
+def _told(error: Exception) -> tuple[int, str, bool]:
+    """The exit code, a sentence, and whether it says all that a user needs."""
+    if isinstance(error, RankError):
+        return FAILED, error.sentence, True
+    if isinstance(error, _PATHS):
+        return WRONG, _about_path(error), True
+    if isinstance(error, OSError):
+        return FAILED, f"the system refused: {_about_path(error)}", False
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
+        return FAILED, f"not enough memory: {_first_line(error)}. A smaller batch or model needs less", False
+    if isinstance(error, (ValueError, UnsupportedError)):
+        return WRONG, str(error), True
+    return FAILED, f"this is an error in narrowband, please report it: {_first_line(error)} ({_where(error)})", False
+
+
+def _about_path(error: OSError) -> str:
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    path = error.filename if error.filename2 is None else error.filename2
+    return f"{path}: {error.strerror}; check the path"
+
+
+def _first_line(error: Exception) -> str:
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+
+
+def _where(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+# ---- paths that are written to, looked at before the work and not after it -------------------------------------------
+
+
+def check_output(*paths: Path | None) -> None:
+    """See whether files can be written, before minutes of work are lost because they cannot.
+
+    Args:
+        paths: files; the folders above them need not exist. None is passed over.
+
+    Raises:
+        ValueError: a path is a folder, or nothing can be written there.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file to write, such as {path / 'result'}")
+        _check_folder(path.absolute().parent, path)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path} cannot be written: it may not be changed; give another name")
+
+
+def check_folder(*paths: Path | None) -> None:
+    """The same for folders that results are written into.
+
+    Raises:
+        ValueError: a path is a file, or nothing can be written there.
+    """
+    for path in paths:
+        if path is not None:
+            _check_folder(path.absolute(), path)
+
+
+def _check_folder(folder: Path, path: Path) -> None:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"{path} cannot be written: {there} is a file and not a folder; give another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be written: there is no permission to write in {there}; give another place")

@@ -1,0 +1,92 @@
+"""What a step needs of compiled loops, done once at set-up: the first step then waits for no compiler."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from narrowband import kernels
+from narrowband.adapt import LGreCo
+from narrowband.codecs import TopK
+from narrowband.collectives import Item, LowRankReduce, Peers
+from narrowband.feedback import DGC, Feedback, PowerSGD, compression
+from narrowband.kernels.compiling import announced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from narrowband.adapt import Policy
+    from narrowband.feedback import Compression
+
+__all__ = ["use_all", "use_once", "warm_up"]
+
+#: The sides of the square matrices that stand for a model's: small tensors take one thread and large ones several, and
+#: sparse codecs look at a sample where that is much smaller than the tensor.
+_SIDES = (64, 256, 1024)
+
+
+def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.device, peers: Peers) -> None:
+    """Have every loop compiled or loaded that a step may need. A collective.
+
+    One rank of a machine goes first, so that the others find what it compiled; rank 0 says so if that takes time.
+
+    Args:
+        kinds: what layers have, and what they may get; the model's own is the first.
+        policy: what decides about layers, if anything does.
+        device: where the gradients are.
+        peers: the ranks.
+    """
+    usual = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
+    first = os.environ.get("LOCAL_RANK", str(peers.rank)) == "0" or peers.rank == 0
+    for turn in (True, False):
+        if turn == first:
+            with announced(usual, say=peers.rank == 0):
+                use_all(kinds, device)
+                if isinstance(policy, LGreCo):
+                    cost, weight = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32)
+                    kernels.cheapest_within(cost, weight, 1)
+        dist.barrier(peers.group)
+
+
+def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
+    """:func:`use_once` of what each of these specs needs."""
+    seen: set[tuple[type, type]] = set()
+    for chosen in {str(spec): compression(spec) for spec in specs}.values():
+        kind = type(chosen.codec), type(chosen.feedback)
+        for side in _SIDES[: 1 if kind in seen else None]:  # of one kind, numbers may choose other loops, sizes do not
+            use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device), chosen)
+        seen.add(kind)
+
+
+def use_once(x: Tensor, chosen: Compression) -> None:
+    """All that a step does with a matrix, but for sending it."""
+    codec, feedback = chosen.codec, chosen.new_feedback()
+    kernels.all_zero(x.view(-1))
+    kernels.all_finite(x.view(-1))
+    if isinstance(feedback, PowerSGD):
+        item = Item("", x.flatten(), x.shape, codec, None, lambda _: 0)
+        work = LowRankReduce([item], Peers(None, 0, 1), False, feedback)
+        work.encode()
+        for _ in work.job():
+            pass
+        work.deliver(good=True)
+        kernels.low_rank_product(item.x, *(torch.zeros(1, side) for side in x.shape))  # as of a narrow layer
+        return
+    if isinstance(feedback, DGC):
+        feedback.rates = {"": 1.0}
+    if isinstance(feedback, Feedback):
+        for absorb in {False, feedback.can_roll_back(x)}:
+            total = x.flatten()
+            payload = feedback.encode("", total, codec, shape=x.shape, seed=0, absorb=absorb)[1]
+            if not absorb:
+                feedback.absorb("", total, codec, payload, shape=x.shape, seed=0)
+    if isinstance(codec, TopK):  # of a layer that is mostly zeros, such as an embedding, a sample says nothing
+        codec.encode(torch.zeros_like(x))
+    payload, out = codec.encode(x), torch.zeros_like(x)
+    codec.decode(payload, out, weight=0.5, accumulate=True)
+    codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])

@@ -1,0 +1,376 @@
+"""A few numbers that dwarf all others: tensors with them are kept exactly, counted, and teach the estimates nothing."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from narrowband.activations import ActivationPolicy
+from narrowband.activations.compiled import _decode, _encode, _unpacked
+from narrowband.activations.kept import JUMP, Arena, Bulk, Estimates, Outliers, Payload, quantized
+from narrowband.kernels import Rows
+from tests.activations.models import MODELS, SMALL
+
+BATCH, WIDTH = 256, 64
+
+
+class Spoil(nn.Module):
+    """Adds something to some elements of what passes, by place."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = {}
+
+    def forward(self, x):
+        if not self.places:
+            return x
+        more = torch.zeros_like(x)
+        for place, value in self.places.items():
+            more.view(-1)[place] = value
+        return x + more
+
+
+#: What comes behind the tensor with the outliers.
+BEHIND = {
+    "linear": lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)],
+    "gelu": lambda: [nn.GELU(), nn.Linear(WIDTH, 8)],
+    "silu": lambda: [nn.SiLU(), nn.Linear(WIDTH, 8)],
+    "relu": lambda: [nn.ReLU(), nn.Linear(WIDTH, 8)],
+    "softmax": lambda: [nn.Softmax(-1), nn.Linear(WIDTH, 8)],
+    "layer norm": lambda: [nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, 8)],
+    "rms norm": lambda: [nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 8)],
+    "batch norm": lambda: [nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)],
+    "conv": lambda: [
+        nn.Unflatten(1, (4, 4, 4)), nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+        nn.Linear(128, 8),
+    ],
+}  # fmt: skip
+
+OUTLIERS = {
+    "one in a row": {5: 1e20},
+    "one element": {5: 1e30},
+    "below zero": {5: -1e20},
+    "several": {5: 1e20, 70: -1e20, 71: 3e19, 5 * WIDTH + 9: 2e18},
+    "ten rows": {row * WIDTH + row: 1e12 for row in range(10)},
+    "moderate": {5: 2e4},
+}
+
+
+def train(behind, bits, outliers, *, before=0, counted=True, amp=None, **options):
+    """Gradients of a step with outliers in one tensor, after so many steps without; the report, and the handle.
+
+    Args:
+        counted: whether the rows with outliers count in the loss.
+    """
+    torch.manual_seed(0)
+    spoil = Spoil()
+    model = nn.Sequential(nn.Linear(32, WIDTH), spoil, *BEHIND[behind]())
+    handle = nb.compress_activations(model, **{"bits": bits, "min_numel": SMALL, **options})
+    generator, rows = torch.Generator().manual_seed(1), torch.zeros(BATCH, 1, dtype=torch.bool)
+    if not counted:
+        rows[:10] = True
+    for step in range(before + 1):
+        spoil.places = outliers if step == before else {}
+        x = torch.randn(BATCH, 32, generator=generator)
+        model.zero_grad()
+        with handle as saved, torch.autocast("cpu", amp or torch.bfloat16, enabled=amp is not None):
+            y = model(x)
+        y = torch.where(rows, 0.0, y.float())
+        (y.square().mean() + y.mean()).backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()]), saved, handle
+
+
+def error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+ALLOWED = {8: 0.04, 4: 0.1, 2: 0.5}
+
+
+@functools.cache
+def exact(behind, outliers, counted, before, amp=None):
+    return train(behind, "off", OUTLIERS[outliers], before=before, counted=counted, amp=amp)[0]
+
+
+@pytest.mark.parametrize("before", [0, 6], ids=["first batch", "after steady steps"])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_gradients_with_outliers_are_close_to_the_exact_ones(behind, bits, before):
+    kept_exactly = 0
+    for turn, outliers in enumerate(["one in a row", "one element", "below zero", "several", "ten rows", "moderate"]):
+        counted = turn % 2 == {8: 0, 4: 1, 2: 0}[bits]
+        expected = exact(behind, outliers, counted, before)
+        found, saved, _ = train(behind, bits, OUTLIERS[outliers], before=before, counted=counted)
+        if not expected.isfinite().all():  # of 1e30 squared there is none
+            assert not found.isfinite().all()
+            continue
+        assert error(found, expected) < ALLOWED[bits]
+        assert torch.cosine_similarity(found, expected, 0) > 1 - ALLOWED[bits] ** 2
+        kept_exactly += saved.outliers > 0
+    assert kept_exactly >= (0 if behind == "softmax" else 3), "softmax of an outlier is one, and none"
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_gradients_with_outliers_are_close_under_autocast(behind, amp):
+    outliers = {5: 1e20, 70: -1e20} if amp == torch.bfloat16 else {5: 6e4, 70: -5e4}
+    for before in (0, 4):
+        how = {"before": before, "counted": False, "amp": amp}
+        expected, _, _ = train(behind, "off", outliers, **how)
+        found, saved, _ = train(behind, 8, outliers, **how)
+        assert expected.isfinite().all() or not found.isfinite().all()
+        assert not expected.isfinite().all() or error(found, expected) < 0.02
+        assert behind in ("softmax", "layer norm") or saved.outliers
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_what_is_not_finite_gives_gradients_that_are_not_finite_and_poisons_nothing(behind, bad):
+    expected, _, _ = train(behind, "off", {5: bad}, before=3)
+    found, saved, handle = train(behind, 8, {5: bad}, before=3)
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    assert not (behind == "linear" and found.isfinite().all())
+    assert behind in ("relu", "softmax") or saved.outliers
+    assert all(value.isfinite().all() for value in handle.state_dict()["estimates"].values())
+    spoil = handle.model[1]
+    spoil.places = {}
+    for norm in (m for m in handle.model if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))):
+        norm.reset_running_stats()
+    x = torch.randn(BATCH, 32)
+    handle.model.zero_grad()
+    with handle as saved:
+        y = handle.model(x)
+    y.square().mean().backward()
+    found = torch.cat([p.grad.double().flatten() for p in handle.model.parameters()])
+    handle.model.zero_grad()
+    handle.model(x).square().mean().backward()
+    expected = torch.cat([p.grad.double().flatten() for p in handle.model.parameters()])
+    assert error(found, expected) < 0.02
+    assert saved.outliers == 0
+    assert saved.ratio > 1
+
+
+@pytest.mark.parametrize("behind", ["linear", "gelu", "conv", "rms norm"])
+def test_outliers_teach_the_estimates_nothing_and_are_counted_where_they_were(behind):
+    _, calm, before = train(behind, 8, {}, before=5)
+    learned = before.state_dict()["estimates"]
+    _, saved, handle = train(behind, 8, {5: 1e20}, before=5)
+    after = handle.state_dict()["estimates"]
+    assert learned.keys() == after.keys()
+    # The tensor with the outlier, and all after it in this pass, are as the batch before left them.
+    assert all(after[name][0].max() < 2 * value[0].max() for name, value in learned.items())
+    assert (calm.outliers, saved.outliers) == (0, 1)
+    assert sum(kept.outliers for kept in saved.by_operator.values()) == 1
+    assert sum(kept.outliers for kept in saved.by_module.values()) == 1
+    assert saved.bytes_kept > calm.bytes_kept
+
+
+@pytest.mark.parametrize("size", [20.0, 100.0])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("behind", ["gelu", "relu", "linear", "batch norm"])
+def test_a_batch_that_is_suddenly_wider_is_neither_clipped_nor_drowned(behind, bits, size):
+    """In 8 bits, whatever the policy says, with its own range."""
+    for counted in (True, False):
+        how = {"before": 5, "counted": counted}
+        expected, _, _ = train(behind, "off", {5: size}, **how)
+        found, saved, _ = train(behind, bits, {5: size}, **how)
+        assert error(found, expected) < {8: 0.1, 4: 0.15, 2: 0.5}[bits]
+        assert saved.outliers == 0
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+def is_dwarfed(x, rows):
+    x = x.contiguous()
+    by_range = x.view(rows.parts, rows.outer, rows.groups, rows.inner)
+    return Bulk(x.view(-1), rows).is_dwarfed_by((by_range.amax((1, 3)) - by_range.amin((1, 3))).flatten())
+
+
+FORMS = {
+    "tokens": Rows(1, 197, 3, 64),
+    "tokens, one range": Rows(1, 64, 1, 768),
+    "tokens, single channels": Rows(1, 256, 12, 1),
+    "heads": Rows(1, 4, 3, 50 * 16),
+    "planes": Rows(1, 8, 16, 14 * 14),
+    "planes of one image": Rows(1, 1, 4, 32 * 32),
+    "channels last": Rows(1, 500, 16, 1),
+    "samples": Rows(4, 20, 3, 32),
+    "a prime number": Rows(1, 31, 1, 61),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_outliers_are_found_wherever_they_are_and_however_the_tensor_is_cut(name):
+    rows = FORMS[name]
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        calm = torch.randn(rows.numel, generator=generator)
+        assert not is_dwarfed(calm.to(dtype), rows)
+        assert not is_dwarfed(calm.relu().to(dtype), rows)
+        for place in torch.randint(rows.numel, (5,), generator=generator).tolist():
+            for value in (1e3, -1e3, 1e20, -1e30):
+                x = calm.clone()
+                x[place] = value
+                assert is_dwarfed(x.to(dtype), rows)
+
+
+def test_a_channel_that_dwarfs_the_others_in_every_row_is_found_and_one_that_is_100_times_as_large_is_left():
+    rows = Rows(1, 128, 2, 48)
+    x = torch.randn(128, 96)
+    for size, dwarfs in ((20, False), (50, False), (100, False), (1e4, True), (1e9, True)):
+        spoiled = x.clone()
+        spoiled[:, 7] *= size
+        assert is_dwarfed(spoiled, rows) == dwarfs
+
+
+def test_rows_of_all_sizes_softmax_and_rows_of_zeros_are_left_alone():
+    scores = (torch.randn(2, 4, 96, 96) * 30).softmax(-1)  # nearly one, and nearly zero
+    assert not is_dwarfed(scores, Rows(1, 2, 4, 96 * 96))
+    tokens = torch.randn(200, 64) * torch.logspace(-3, 1, 200)[torch.randperm(200)].unsqueeze(1)
+    assert not is_dwarfed(tokens, Rows(1, 200, 1, 64))
+    padded = torch.randn(200, 64)
+    padded[10:] = 0
+    assert not is_dwarfed(padded, Rows(1, 200, 1, 64))
+    assert not is_dwarfed(torch.zeros(200, 64), Rows(1, 200, 1, 64))
+    assert not is_dwarfed(torch.full((200, 64), 1e20), Rows(1, 200, 1, 64))
+    assert not is_dwarfed(torch.randn(200, 64) * 1e20, Rows(1, 200, 1, 64))
+
+
+@pytest.mark.parametrize("options", [{}, {"statistics": "sample"}, {"decay": 0.0}, {"symmetric": True}], ids=str)
+def test_every_kind_of_range_is_looked_at(options):
+    estimates, rows, policy = (
+        Estimates(decay=options.get("decay", 0.9)),
+        Rows(1, 64, 2, 32),
+        ActivationPolicy(**options),
+    )
+
+    def taken(x):
+        return quantized(x, rows, 4, x.dtype, Arena(), policy, estimates, "a")
+
+    for _ in range(3):
+        x = torch.randn(64, 64)
+        assert isinstance(taken(x), Payload)
+        x[3, 3] = 600
+        assert taken(x) == Outliers(extreme=False)
+        x[3, 3] = 1e10
+        assert taken(x) == Outliers(extreme=True)
+
+
+def test_a_range_that_widened_little_by_little_is_found_and_forgotten():
+    """An outlier that grows by 1 % per batch moves no range far; one batch of 64 is looked at anyway."""
+    estimates, rows, policy = Estimates(), Rows(1, 64, 1, 64), ActivationPolicy()
+    found, size = None, 4.0
+    for _ in range(1500):
+        x = torch.randn(64, 64).clamp(-4, 4)
+        x[3, 3], x[3, 4] = size, -size
+        found = quantized(x, rows, 8, x.dtype, Arena(), policy, estimates, "a")
+        if isinstance(found, Outliers):
+            break
+        size *= 1.01
+    assert isinstance(found, Outliers)
+    assert size < 128 * 4 * 1.01**300
+    x = torch.randn(64, 64)  # and when the outlier has gone, its range goes, too
+    made = quantized(x, rows, 8, x.dtype, Arena(), policy, estimates, "a")
+    assert isinstance(made, Payload)
+    assert made.step.item() * 255 < 20
+    assert estimates.state_dict()["a"][0].item() < 20
+
+
+def test_a_batch_that_is_much_wider_has_8_bits_and_teaches_as_any_other():
+    estimates, rows, policy = Estimates(), Rows(1, 64, 1, 64), ActivationPolicy()
+    x = torch.randn(64, 64)
+    made = quantized(x, rows, 4, x.dtype, Arena(), policy, estimates, "a")
+    width = estimates.state_dict()["a"][0].item()
+    assert made.bits == 4
+    made = quantized(x * 2 * JUMP, rows, 4, x.dtype, Arena(), policy, estimates, "a")
+    assert made.bits == 8
+    assert made.nbytes == x.numel()
+    assert made.step.item() == pytest.approx(2 * JUMP * width / 255)
+    assert estimates.state_dict()["a"][0].item() == pytest.approx((0.9 + 0.2 * JUMP) * width)
+    made = quantized(x * 2 * JUMP, rows, 4, x.dtype, Arena(), policy, estimates, "a")
+    assert made.bits == 8
+    for _ in range(3):
+        made = quantized(x * 2 * JUMP, rows, 4, x.dtype, Arena(), policy, estimates, "a")
+    assert made.bits == 4
+
+
+@pytest.mark.parametrize("name", ["vit", "vit step by step", "resnet", "encoder", "recurrent"])
+def test_in_ordinary_training_nothing_counts_as_an_outlier(name):
+    torch.manual_seed(0)
+    build, inputs = MODELS[name]
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = nb.compress_activations(model, bits=4, min_numel=SMALL)
+    for _ in range(5):
+        optimizer.zero_grad()
+        with handle as saved:
+            loss = model(inputs()).square().mean()
+        loss.backward()
+        optimizer.step()
+        assert saved.outliers == 0
+
+
+# ---- compiled graphs -------------------------------------------------------------------------------------------------
+
+
+def restored(x, bits, *, signs, stochastic=True):
+    codes, low, step = _encode(x, bits, stochastic=stochastic, signs=signs)
+    return _decode(_unpacked(codes, bits, x.shape[1]), low, step)
+
+
+@pytest.mark.parametrize("signs", [False, True])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_beside_an_outlier_a_group_of_a_graph_comes_back_as_zeros_and_the_outlier_as_it_was(bits, signs):
+    for outliers in ({3: 1e20}, {3: -1e20}, {3: 1e20, 9: -1e20}, {3: 1e30, 9: 1e30, 11: -1e30}):
+        x = torch.randn(64, 256)
+        for place, value in outliers.items():
+            x[:, place] = value
+        found = restored(x, bits, signs=signs)
+        large = torch.zeros(256, dtype=torch.bool)
+        large[list(outliers)] = True
+        torch.testing.assert_close(found[:, large], x[:, large], rtol=2 / 2**bits, atol=0)
+        assert (found[:, ~large].abs() <= 2.0**-24).all()
+        assert not signs or torch.equal(found > 0, x > 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sparse_groups_of_a_graph_are_right_on_average_and_keep_their_signs(bits):
+    x = (torch.randn(512, 256) - 2).relu() * torch.where(torch.rand(512, 256) < 0.5, -1.0, 1.0)
+    for signs in (False, True):
+        found = restored(x, bits, signs=signs)
+        step = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2**bits - 1)
+        assert ((found - x).abs() <= 2 * step).all()
+        assert abs((found - x).sum() / x.abs().sum()) < 0.02
+        assert not signs or torch.equal(found > 0, x > 0)
+        assert (found[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("behind", "bits"), [("linear", 8), ("gelu", 4), ("relu", 2), ("layer norm", 8)])
+def test_gradients_of_a_compiled_model_with_outliers_are_close(behind, bits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, WIDTH), *BEHIND[behind]())
+    x = torch.randn(4 * BATCH, 32)
+    for row, value in ((0, 1e18), (300, -1e16), (301, 1e17)):
+        x[row] = 0
+        x[row, row % 32] = value
+
+    def gradients(context):
+        model.zero_grad()
+        with context:
+            y = compiled(x)
+        kept = torch.ones(len(x), 1, dtype=torch.bool)
+        kept[[0, 300, 301]] = False
+        torch.where(kept, y, 0.0).square().mean().backward()
+        return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    compiled = torch.compile(model, backend="aot_eager")
+    expected = gradients(torch.enable_grad())
+    found = gradients(nb.compress_activations(compiled, bits=bits, min_numel=256))
+    assert error(found, expected) < {8: 0.15, 4: 0.25, 2: 0.8}[bits]

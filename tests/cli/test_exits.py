@@ -1,0 +1,310 @@
+"""How commands end: one sentence and an exit code for whatever was given wrong, whichever command it was given to."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from narrowband.bench.ranks import Loopback, RankError, run_ranks
+from narrowband.cli.exits import CONVENTION, check_folder, check_output, finish
+from narrowband.errors import PayloadError, UnsupportedError
+
+MODEL = """
+import sys
+import torch
+from torch import nn
+
+def fits(batch): return nn.Linear(8, 8), (torch.randn(batch, 8),)
+def does_not_fit(batch): return nn.Linear(8, 8), (torch.randn(batch, 9),)
+def one_too_many(batch): return nn.Linear(8, 8), (torch.randn(batch, 8), torch.randn(batch, 8))
+def takes_nothing(): return fits(1)
+def takes_two(batch, classes): return fits(batch)
+def returns_nothing(batch): pass
+def returns_no_inputs(batch): return nn.Linear(8, 8), 42
+def raises(batch):
+    raise KeyError("deep")
+def exits(batch): sys.exit(0)
+def frozen(batch): return nn.Linear(8, 8).requires_grad_(False), (torch.randn(batch, 8),)
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files of all sorts, few of which are what a command wants."""
+    place = tmp_path_factory.mktemp("given")
+    (place / "folder").mkdir()
+    (place / "folder.json").mkdir()
+    (place / "file").write_text("x")
+    (place / "text.pt").write_text("Beautiful is better than ugly.\n")
+    (place / "bytes.pt").write_bytes(bytes(range(256)) * 20)
+    (place / "empty.pt").touch()
+    torch.save({"a.weight": torch.randn(64, 96), "b.weight": torch.randn(64, 96)}, place / "good.pt")
+    whole = (place / "good.pt").read_bytes()
+    (place / "torn.pt").write_bytes(whole[: len(whole) // 2])
+    (place / "head.pt").write_bytes(whole[:100])
+    (place / "pickle.pt").write_bytes(pickle.dumps({"a": 1}))
+    torch.save(torch.nn.Linear(2, 2), place / "module.pt")
+    torch.save({"a.weight": torch.full((64, 96), torch.nan)}, place / "nan.pt")
+    torch.save({"a.weight": torch.ones(64, 96, dtype=torch.int64)}, place / "whole.pt")
+    torch.save({"a.weight": torch.ones(64, 96).to_sparse()}, place / "sparse.pt")
+    torch.save({1: torch.ones(64, 96)}, place / "number.pt")
+    torch.save({"c.weight": torch.randn(64, 96)}, place / "other.pt")
+    (place / "torn.json").write_text('{"version": 1, "lay')
+    (place / "bytes.json").write_bytes(bytes(range(128, 256)))
+    (place / "newer.json").write_text('{"version": 9}')
+    layer = {"name": "a", "spec": "qsgd:bits=4", "nbytes": 3, "error": None, "shape": [3, 3]}
+    (place / "other.json").write_text(json.dumps({"version": 1, "policy": "mine", "layers": [layer]}))
+    (place / "model.py").write_text(MODEL)
+    (place / "model.txt").write_text(MODEL)
+    (place / "imports.py").write_text("\nimport nothing_of_this_name\n")
+    (place / "syntax.py").write_text("def build(:\n")
+    (place / "exits.py").write_text("import sys; sys.exit(0)\n")
+    (place / "binary.py").write_bytes(bytes(range(256)))
+    return place
+
+
+@pytest.fixture
+def given(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+WRONG = [
+    # gradients
+    ("adapt nowhere.pt", "there is no file nowhere.pt; torch.save({name: p.grad"),
+    ("adapt folder", "folder is a folder; give the file in it"),
+    *((f"adapt {name}.pt", f"{name}.pt is no file of gradients: torch.save did not write it")
+      for name in ("text", "bytes", "empty", "torn", "head", "pickle", "module")),
+    ("adapt nan.pt", "the gradient of 'a.weight' is not finite"),
+    ("adapt whole.pt", "'a.weight' is a tensor of torch.int64"),
+    ("adapt sparse.pt", "torch.sparse_coo; gradients are dense"),
+    ("adapt number.pt", "must hold a dict of tensors"),
+    ("adapt good.pt --before nowhere.pt", "there is no file nowhere.pt"),
+    ("adapt good.pt --before other.pt", "other.pt and good.pt are gradients of different models: a.weight"),
+    ("adapt good.pt --min-numel 0", "min_numel=0 must be at least 1"),
+    ("adapt good.pt --alpha nan", "alpha=nan must be above 0"),
+    ("adapt good.pt --reference nope", "unknown codec 'nope'"),
+    # outputs
+    ("adapt good.pt --output folder", "folder is a folder; give the name of a file"),
+    ("adapt good.pt --output file/plan.json", "file is a file and not a folder; give another place"),
+    ("adapt good.pt --plot file/plan.png", "give another place"),
+    ("bench kernels --json folder", "folder is a folder"),
+    ("bench ddp --rate none --json file/rows.json", "give another place"),
+    ("bench pipeline --rate none --json file/rows.json", "give another place"),
+    ("bench adapt --json folder", "folder is a folder"),
+    ("bench adapt --plans file", "give another place"),
+    ("bench memory --json folder", "folder is a folder"),
+    ("memory model.py:fits --json folder", "folder is a folder"),
+    ("memory model.py:fits --budget 1GB --output folder", "folder is a folder"),
+    ("demo --out file", "give another place"),
+    ("lab --json folder -- true", "folder is a folder"),
+    # plans
+    ("bench ddp --rate none --codecs nowhere.json", "nowhere.json: No such file or directory; check the path"),
+    ("bench ddp --rate none --codecs folder.json", "folder.json: Is a directory; check the path"),
+    ("bench ddp --rate none --codecs torn.json", "torn.json: this is no plan, or a part of one"),
+    ("bench ddp --rate none --codecs bytes.json", "bytes.json: this is not a plan: it is no text"),
+    ("bench ddp --rate none --codecs newer.json", "newer.json: this is a plan of version 9"),
+    ("bench ddp --rate none --codecs other.json", "other.json, for model gpt-13m: this is the plan of another model"),
+    # models
+    ("memory nowhere.py:fits", "nowhere.py:fits: there is no file nowhere.py"),
+    ("memory folder:fits", "there is no file folder"),
+    ("memory model.py", "which function of model.py? Write model.py:function"),
+    ("memory model.py:", "which function of model.py? Write model.py:function"),
+    ("memory model.txt:fits", "model.txt is no Python file"),
+    ("memory imports.py:f", "imports.py cannot be imported: ModuleNotFoundError: No module named 'nothing"),
+    ("memory imports.py:f", "(imports.py, line 2)"),
+    ("memory syntax.py:f", "syntax.py cannot be imported: SyntaxError"),
+    ("memory exits.py:f", "exits.py cannot be imported: SystemExit: 0"),
+    ("memory binary.py:f", "binary.py cannot be imported: SyntaxError"),
+    ("memory model.py:missing", "model.py has no function 'missing'; there are: fits, does_not_fit"),
+    ("memory model.py:number", "model.py has no function 'number'"),
+    ("memory model.py:takes_nothing", "takes_nothing is called with the batch size alone, as takes_nothing(8)"),
+    ("memory model.py:takes_two", "missing a required argument: 'classes'"),
+    ("memory model.py:returns_nothing", "returns_nothing(8) has to return a module and the tuple of its inputs"),
+    ("memory model.py:returns_no_inputs", "forward does not take the inputs that came with it: TypeError"),
+    ("memory model.py:does_not_fit", "forward does not take the inputs that came with it: RuntimeError: mat1 and mat2"),
+    ("memory model.py:one_too_many", "forward does not take the inputs that came with it: TypeError"),
+    ("memory model.py:raises", "raises(8) raised KeyError: 'deep' (model.py, line 14)"),
+    ("memory model.py:exits", "exits(8) raised SystemExit: 0"),
+    ("memory model.py:frozen", "nothing in it that needs gradients"),
+    ("bench memory --model model.py:does_not_fit", "forward does not take the inputs"),
+    ("bench memory --model nowhere.py:fits", "there is no file nowhere.py"),
+    ("bench memory --bits", "nothing to measure"),
+    # links, ranks, seeds, numbers
+    *((f"{command} --rate {rate}", f"rate '{rate}'")
+      for command in ("bench ddp", "bench pipeline") for rate in ("0", "0mbit", "nonsense", "nan")),
+    *((f"{command} --nodes {nodes}", f"nodes={nodes} must be at least")
+      for command in ("bench ddp", "bench pipeline", "demo") for nodes in (0, -1)),
+    *((f"lab {option} -- true", said) for option, said in (
+        ("--nodes 0", "nodes is 0; expected 1 to 256"), ("--nodes -1", "nodes is -1"), ("--rate 0", "rate '0'"),
+        ("--timeout nan", "timeout_s is nan"), ("--delay soon", "delay 'soon'"), ("--loss 100%", "loss '100%'"))),
+    *((f"{command} --seed -1", "seed=-1 is not in [0, 2**31)")
+      for command in ("demo", "bench kernels", "bench ddp", "bench pipeline", "bench adapt", "bench memory")),
+    ("demo --learning-rate nan", "learning_rate=nan must be a number above 0"),
+    ("demo --learning-rate inf", "learning_rate=inf must be a number above 0"),
+    ("bench ddp --momentum nan", "momentum=nan is not in [0, 1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
+def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line, message):
+    code, out, err = narrow(*line.split())
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert not out.strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        ("dgc", "--nodes 0", "nodes=0 must be at least 1"),
+        ("dgc", "--seeds -1", "seed=-1"),
+        ("dgc", "--markdown folder", "folder is a folder"),
+        ("dgc", "--output file", "give another place"),
+        ("dgc", "--quick --data-dir torn", "train.parquet is no parquet file, or a part of one"),
+        ("dgc", "--quick --data-dir nowhere", "there is no nowhere/cifar10/train.parquet; pass --data-dir"),
+        ("cssgd", "--slow 0", "rate '0' cannot be read"),
+        ("fidelity", "--quick --data-dir file", "there is no file/"),
+        ("lgreco_links", "--rate nonsense", "rate 'nonsense' cannot be read"),
+        ("lgreco_links", "--nodes 0", "nodes=0 must be at least 1"),
+        ("sensitivity", "--lr nan", "lr=nan must be above 0"),
+        ("sensitivity", "--quick --output sensitive", "torn or no JSON file"),
+    ],
+)
+def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, words, message):
+    from importlib import import_module
+
+    from reproduce import command
+
+    (given / "torn" / "cifar10").mkdir(parents=True, exist_ok=True)
+    for name in ("train", "test"):
+        (given / "torn" / "cifar10" / f"{name}.parquet").write_text("PAR1 and no more")
+    (given / "sensitive").mkdir(exist_ok=True)
+    (given / "sensitive" / "summary.json").write_text('{"config": ')
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(given / "cache"))
+    monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
+    run = import_module(f"reproduce.{module}")
+    try:
+        code = command.main(run.EXPERIMENT, words.split()) if module == "dgc" else run.main(words.split())
+    except SystemExit as end:  # tyro's
+        code = end.code
+    err = capsys.readouterr().err
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+# ---- the convention --------------------------------------------------------------------------------------------------
+
+
+def ended(error, **options):
+    errors = Console(record=True, width=200, file=io.StringIO())
+
+    def work():
+        raise error
+
+    code = finish(work, errors, **options)
+    return code, errors.export_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("no"), 2, "no\n"),
+        (PayloadError("short"), 2, "short\n"),
+        (UnsupportedError("cannot"), 2, "cannot\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "here"), 2, "here: No such file or directory"),
+        (PermissionError(errno.EACCES, "Permission denied", "there"), 2, "there: Permission denied; check the path"),
+        (OSError(errno.ENOSPC, "No space left on device", "full"), 1, "full: No space left on device"),
+        (RankError("a rank ended", "Traceback of a rank"), 1, "a rank ended\n"),
+        (MemoryError(), 1, "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "A smaller batch or model needs less"),
+        (KeyError("ours"), 1, "this is an error in narrowband, please report it: KeyError: 'ours'"),
+        (KeyboardInterrupt(), 130, "Stopped."),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_error_has_its_exit_code_and_no_traceback(monkeypatch, error, code, said):
+    monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
+    found, text = ended(error)
+    assert found == code
+    assert said in text
+    assert "Traceback" not in text
+
+
+def test_debug_raises_what_would_be_a_sentence(monkeypatch):
+    with pytest.raises(ValueError, match="no"):
+        ended(ValueError("no"), debug=True)
+    monkeypatch.setenv("NARROWBAND_DEBUG", "1")
+    with pytest.raises(RankError, match="Traceback of a rank"):
+        ended(RankError("a rank ended", "Traceback of a rank"))
+
+
+def test_the_convention_stands_in_the_help(narrow):
+    _, out, _ = narrow("--help")
+    assert " ".join(CONVENTION.split()) in " ".join(out.split())
+    assert re.findall(r"\d+", CONVENTION) == ["0", "1", "2", "130"]
+
+
+def test_a_path_that_looks_like_a_smiley_stays_a_path(narrow, given):
+    assert "model.py:ok" in narrow("memory", "model.py:ok")[2]
+
+
+def test_what_can_be_written_is_not_refused(tmp_path):
+    (tmp_path / "old.json").touch()
+    check_output(None, tmp_path / "old.json", tmp_path / "new" / "deep" / "one.json")
+    check_folder(None, tmp_path, tmp_path / "new" / "deep")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]  # looking makes nothing
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    def write(code):
+        (tmp_path / "worker_under_test.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return "worker_under_test"
+
+    return write
+
+
+def test_a_rank_that_fails_is_one_sentence_and_all_that_it_said_is_in_a_file(worker):
+    code = "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('unwell\\nindeed') from e\n"
+    with pytest.raises(RankError) as caught:
+        run_ranks(worker(code), {}, Loopback(1))
+    sentence = caught.value.sentence
+    assert sentence.startswith("a rank ended with exit code 1: ValueError: unwell (all that the ranks said is in ")
+    assert "\n" not in sentence
+    log = sentence.rpartition(" is in ")[2].removesuffix(")")
+    with open(log) as file:
+        assert "ZeroDivisionError" in file.read()
+
+
+def test_a_rank_that_was_killed_is_said_to_have_been(worker):
+    with pytest.raises(RankError, match="ended by SIGKILL, which is what the system does when memory runs out"):
+        run_ranks(worker("import os\nos.kill(os.getpid(), 9)\n"), {}, Loopback(1))
+
+
+def test_as_a_process_too(given):
+    """Exit codes reach the shell, and nothing is said but the sentence."""
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowband.cli", "adapt", "text.pt"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("text.pt is no file of gradients")
+    assert done.stderr.count("\n") == 1

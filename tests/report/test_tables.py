@@ -1,0 +1,102 @@
+"""Tables say what was measured, and a dash for what was not; records of earlier versions can still be drawn."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from narrowband.adapt import LayerPlan, Plan
+from narrowband.report import tables
+from narrowband.units import NOTHING
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+#: What records of the first version lack.
+NEWER = ("relative_error", "reference_relative_error", "forward_relative_error", "backward_relative_error")
+
+
+def drawn(table, width=120):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def cells(text, name):
+    (line,) = (line for line in text.splitlines() if line.strip().startswith(name))
+    return line.split()
+
+
+DRAWN = [
+    *((f"{name}.json", tables.ddp_table) for name in ("ddp-1gbit", "ddp-200mbit", "ddp-200mbit-plain-sgd")),
+    *((f"{name}.json", tables.adapt_table) for name in ("adapt", "adapt-lowrank")),
+    ("pipeline-100mbit.json", tables.pipeline_table),
+    ("kernels.json", tables.kernels_table),
+    ("demo/summary.json", tables.demo_table),
+    *(
+        (f"memory-{name}.json", lambda rows: tables.memory_table(rows, "title"))
+        for name in ("deit-tiny", "gpt-jemalloc", "resnet18-jemalloc")
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "table"), DRAWN, ids=[record for record, _ in DRAWN])
+def test_what_was_recorded_can_be_drawn_with_and_without_newer_fields(record, table):
+    rows = json.loads((RESULTS / record).read_text())["rows"]
+    for known in (True, False):
+        if not known:
+            rows = [{key: value for key, value in row.items() if key not in NEWER} for row in rows]
+        text = drawn(table(rows))
+        assert "nan" not in text.lower()
+        for row in rows:
+            name = row.get("name") or row.get("codec") or row["loop"]
+            assert name.partition("/")[0] in text
+        assert "…" not in drawn(table(rows), width=80)  # names are folded before a number is cut
+
+
+def test_relative_errors_stand_beside_the_bytes():
+    rows = [
+        {"codec": "none", "nodes": 2, "rate": "none", "step_s": 1.0, "ratio_to_compute": 1.0,
+         "sent_bytes_per_step": 1e6, "link_bytes_per_step": None, "relative_error": None},
+        {"codec": "qsgd:bits=4", "nodes": 2, "rate": "none", "step_s": 1.0, "ratio_to_compute": 1.0,
+         "sent_bytes_per_step": 1e5, "link_bytes_per_step": None, "relative_error": 0.0261},
+        {"codec": "fp16", "nodes": 2, "rate": "none", "step_s": 1.0, "ratio_to_compute": 1.0,
+         "sent_bytes_per_step": 1e5, "link_bytes_per_step": None, "relative_error": 2.31e-8},
+    ]  # fmt: skip
+    text = drawn(tables.ddp_table(rows))
+    assert cells(text, "codec")[-4:] == ["sent/step", "error", "on", "link"]
+    assert cells(text, "none")[-2:] == [NOTHING, NOTHING]
+    assert cells(text, "qsgd")[-2:] == ["0.026", NOTHING]
+    assert cells(text, "fp16")[-2:] == ["2.3e-08", NOTHING]
+    assert "‖p − C(p)‖² / ‖p‖²" in tables.RELATIVE_ERROR
+
+
+def test_a_plan_shows_the_relative_error_of_each_layer_and_of_all():
+    plan = Plan((LayerPlan("a", (8, 8), "qsgd:bits=4", 36, 3.0), LayerPlan("b", (8, 8), "none", 256, 0.0)), "mine")
+    text = drawn(tables.plan_table(plan, {"a": 6.0, "b": 8.0}))
+    assert [cells(text, name)[-1] for name in ("a ", "b ", "all")] == ["0.25", "0", "0.09"]
+    assert cells(text, "all")[-2] == "1.8"  # 512 bytes over 292
+    looked_at_nothing = Plan((LayerPlan("a", (8, 8), "none", 0, None),), "mine")
+    text = drawn(tables.plan_table(looked_at_nothing, {"a": 0.0}))
+    assert [cells(text, name)[-2:] for name in ("a ", "all")] == [[NOTHING, NOTHING]] * 2
+
+
+def demo_row(codec, sent, loss=2.4):
+    return {"codec": codec, "sent_bytes_per_step": sent, "times_less_traffic": 1e6 / sent if sent else None,
+            "relative_error": None, "step_s": 0.1, "heldout_loss": loss}  # fmt: skip
+
+
+def test_the_demo_says_plainly_that_one_rank_sends_nothing():
+    text = drawn(tables.demo_table([demo_row("none", 0.0), demo_row("sign+ef", 0.0)]))
+    assert "One rank: it sends nothing, with and without compression" in text
+    assert cells(text, "sign+ef")[1:5] == ["0", "B", NOTHING, NOTHING]
+    assert "nothing" not in drawn(tables.demo_table([demo_row("none", 1e6)]))
+
+
+def test_what_diverged_is_said_to_have():
+    text = drawn(tables.demo_table([demo_row("none", 1e6), demo_row("sign", 1e5, None), demo_row("x", 1e5, math.nan)]))
+    assert text.count("diverged") == 2
+    assert "nan" not in text

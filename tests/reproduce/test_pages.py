@@ -1,0 +1,109 @@
+"""Pages and pictures in docs/ are what ``python -m reproduce.pages`` makes of the records, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from reproduce import benchmarks
+from reproduce.pages import FRONT, PAGES, main, record_of
+from reproduce.pictures import THEMES, Bar, Panel, drawn, write
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(picture):
+    """What a reader sees, label before value."""
+    return [element.text for element in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+def bars(picture):
+    """Lengths of bars, without the ground below them."""
+    rectangles = list(ET.fromstring(picture).iter(f"{SVG}rect"))
+    whole = max(float(bar.get("width")) for bar in rectangles)
+    ground = rectangles[0].get("fill")
+    return [float(bar.get("width")) / whole for bar in rectangles if bar.get("fill") != ground]
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_a_page_says_what_its_record_says(module, tmp_path):
+    """Run ``python -m reproduce.pages`` where this fails, and look at what has changed."""
+    pictures = DOCS / "results" / "pictures" / module
+    again = tmp_path / "pictures" / module
+    again.mkdir(parents=True)
+    for picture in pictures.glob("*.png"):  # of curves, which matplotlib draws when rows are trained
+        (again / picture.name).touch()
+    PAGES[module](record_of(module), tmp_path / f"{module}.md")
+    assert (tmp_path / f"{module}.md").read_text() == (DOCS / "results" / f"{module}.md").read_text()
+    for picture in pictures.glob("*.svg"):
+        assert (again / picture.name).read_text() == picture.read_text()
+
+
+def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
+    benchmarks.page(benchmarks.records(), tmp_path / "benchmarks.md")
+    assert (tmp_path / "benchmarks.md").read_text() == (DOCS / "results" / "benchmarks.md").read_text()
+    for theme in THEMES:
+        place = f"pictures/benchmarks/opening-{theme}.svg"
+        assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_front_picture_shows_the_records_figures(theme):
+    picture = (DOCS / f"{FRONT}-{theme}.svg").read_text()
+    assert picture == drawn(benchmarks.front(benchmarks.records()), theme)
+    results = ROOT / "benchmarks" / "results"
+    steps = {row["codec"]: row for row in json.loads((results / "ddp-200mbit.json").read_text())["rows"]}
+    losses = {row["codec"]: row for row in json.loads((results / "demo" / "summary.json").read_text())["rows"]}
+    shown = texts(picture)
+    labels = ("uncompressed", "16 bits", "4 bits", "largest 1 %")
+    for label, spec in zip(labels, ("none", "fp16", "qsgd:bits=4", "topk:density=0.01+ef"), strict=True):
+        assert shown[shown.index(label) + 1] == f"{steps[spec]['ratio_to_compute']:.1f}×"
+    labels = ("uncompressed", "16 bits", "4 bits", "largest 4 %, in 8 bits")
+    shown = shown[shown.index("Demo's held-out loss") :]
+    for label, spec in zip(labels, ("none", "fp16", "qsgd:bits=4", "topk:density=0.04,values=int8+ef"), strict=True):
+        assert shown[shown.index(label) + 1] == f"{losses[spec]['heldout_loss']:.2f}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
+def test_who_cannot_see_the_front_picture_is_told_its_figures(page):
+    (alt,) = re.findall(r"(?:alt=\"|!\[)([^\"\]]*200 Mbit/s[^\"\]]*)", page.read_text())
+    for bar in itertools.chain.from_iterable(panel.bars for panel in benchmarks.front(benchmarks.records())):
+        assert re.search(rf"\b{re.escape(bar.said.rstrip('×'))}\b", alt), bar
+
+
+def test_the_command_writes_every_page_and_the_front_picture(tmp_path, capsys):
+    assert main(["--docs", str(tmp_path)]) == 0
+    assert {path.stem for path in (tmp_path / "results").glob("*.md")} == {*PAGES, "benchmarks"}
+    assert (tmp_path / f"{FRONT}-dark.svg").exists()
+    assert "dgc.md" in re.sub(r"\s", "", capsys.readouterr().out)
+
+
+PANELS = [
+    Panel("Left <b>", "s; less is better", [Bar("a & b", 9.0, "9.0 s"), Bar("c", 1.5, "1.5 s", strong=True)]),
+    Panel("Right", "MB", [Bar("nothing", 0.0, "0 MB"), Bar("none", None, "diverged"), Bar("all", 2.0, "2 MB")]),
+    Panel("Below", "MB", [Bar("d", 1.0, "1 MB")]),
+]
+
+
+def test_bars_are_as_long_as_their_values():
+    assert bars(drawn(PANELS, "light")) == pytest.approx([1.0, 1.5 / 9.0, 1.0, 1.0], abs=1e-3)
+
+
+def test_a_picture_is_read_out_and_stands_alone():
+    picture = drawn(PANELS, "dark")
+    title = ET.fromstring(picture).find(f"{SVG}title").text
+    assert title.startswith("Left <b> (s; less is better): a & b: 9.0 s; c: 1.5 s. Right (MB): nothing: 0 MB;")
+    assert texts(picture)[:4] == ["Left <b>", "s; less is better", "a & b", "9.0 s"]
+    assert not re.search(r"href|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", picture)
+
+
+def test_a_picture_is_written_for_every_theme(tmp_path):
+    write(PANELS, tmp_path / "new" / "bars")
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bars-light.svg", "bars-dark.svg"}

@@ -1,0 +1,250 @@
+"""What a visitor meets: the site as it is built, and the README."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+RESULTS = [page for page in PAGES if page.startswith("results/")]
+
+#: Where a guide's first heading is what people search for, the menu says the same.
+NAMED_AS_IN_THE_MENU = ("results/", "tutorials/", "explanation/", "architecture")
+
+
+@pytest.fixture(scope="module")
+def config():
+    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed: make docs")
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: make docs installs it")
+    built = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(built)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return built
+
+
+def entries(nav):
+    """Title and page of every entry of the menu; the title is None where the page's own is taken."""
+    for entry in nav:
+        if isinstance(entry, str):
+            yield None, entry
+            continue
+        ((title, below),) = entry.items()
+        if isinstance(below, str):
+            yield title, below
+        else:
+            yield from entries(below)
+
+
+class Elements(HTMLParser):
+    """Start tags of a page, with their attributes, in order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_menu_is_short_and_has_every_page(config):
+    assert len(config["nav"]) <= 7
+    assert sorted(page for _, page in entries(config["nav"])) == PAGES
+
+
+def test_the_menu_calls_pages_what_they_call_themselves(config):
+    for title, page in entries(config["nav"]):
+        if title is not None and page.startswith(NAMED_AS_IN_THE_MENU):
+            assert re.search(r"^# (.+)$", (DOCS / page).read_text(), re.MULTILINE)[1] == title, page
+
+
+@pytest.mark.parametrize("page", RESULTS)
+def test_a_page_of_results_begins_with_a_conclusion_and_a_picture(page):
+    text = (DOCS / page).read_text()
+    beginning = text[: text.index("| --- |")]
+    for part in (r"What is claimed|What was asked", "What was run", "What held"):
+        assert re.search(rf"^\*\*({part})\.\*\* ", beginning, re.MULTILINE), part
+    pictures = re.findall(r"!\[.+?\]\(([^)#]+)(?:#only-(?:light|dark))?\)", beginning)
+    assert pictures
+    for picture in pictures:
+        assert (DOCS / page).parent.joinpath(picture).exists(), picture
+
+
+def test_every_picture_of_the_repository_is_shown():
+    shown = {
+        (DOCS / page).parent.joinpath(place).resolve()
+        for page in PAGES
+        for place in re.findall(r"\]\(([^)#\s]+\.(?:png|svg))", (DOCS / page).read_text())
+    }
+    assert {path.resolve() for path in (*DOCS.rglob("*.png"), *DOCS.rglob("*.svg"))} == shown
+
+
+def test_pictures_are_there_and_said_in_words(site):
+    for page in site.rglob("*.html"):
+        for tag, attributes in Elements(page).found:
+            if tag == "img":
+                assert attributes["alt"], f"{page}: {attributes['src']}"
+                assert (page.parent / attributes["src"].partition("#")[0]).exists(), f"{page}: {attributes['src']}"
+
+
+def test_nothing_is_fetched_from_another_host(site):
+    for page in site.rglob("*.html"):
+        for tag, attributes in Elements(page).found:
+            place = attributes.get("src") or (attributes.get("href") if tag == "link" else None) or ""
+            assert not re.match(r"(https?:)?//", place), f"{page} fetches {place}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def documented(site, room):
+    """Names that a page of the reference documents, in its order."""
+    ids = re.findall(r'<h[2-6] id="([^"]+)"', (site / "reference" / f"{room}.html").read_text(encoding="utf-8"))
+    return [html.unescape(name) for name in ids]
+
+
+@pytest.mark.parametrize(
+    ("room", "first"),
+    [
+        ("gradients", "compress_gradients"),
+        ("activations", "compress_activations"),
+        ("pipeline", "Boundary"),
+        ("coded", "CodedDataParallel"),
+        ("adapt", "LGreCo"),
+        ("codecs", "codec"),
+    ],
+)
+def test_a_page_of_the_reference_begins_with_what_is_called_and_leaves_nothing_out(site, room, first):
+    names = documented(site, room)
+    assert names[0].rpartition(".")[2] == first
+    module = importlib.import_module(f"narrowband.{room}")
+    public = {
+        name
+        for name in module.__all__
+        if inspect.isclass(getattr(module, name)) or inspect.isroutine(getattr(module, name))
+    }
+    assert {name.rpartition(".")[2] for name in names} >= public
+
+
+def test_examples_in_docstrings_are_shown_as_code(site):
+    """Prompts would otherwise become quotations within quotations."""
+    pages = [page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html")]
+    assert not any("<blockquote>" in page for page in pages)
+    assert sum("Examples:" in page and "&gt;&gt;&gt; </span>" in page for page in pages) > 4
+
+
+def test_the_search_finds_names_and_ideas_and_needs_no_server(site):
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    titles = {entry["location"]: entry["title"] for entry in index["docs"]}
+    assert titles["reference/gradients.html#narrowband.gradients.compress_gradients"].startswith("compress_gradients")
+    assert "Error feedback" in titles.values()
+    for page in PAGES:
+        assert page.removesuffix(".md") + ".html" in titles
+    script = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert script.startswith("var __index = ")
+    assert (site / "javascripts" / "iframe-worker.js").exists()
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def readme():
+    return (ROOT / "README.md").read_text()
+
+
+def cells(page, first):
+    """The table row whose first cell holds these words."""
+    (line,) = [line for line in page.splitlines() if line.startswith("| ") and first in line.split("|")[1]]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere(readme):
+    assert len(readme.splitlines()) <= 150
+    places = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", readme)
+    for place in filter(None, (one for pair in places for one in pair)):
+        assert place.startswith("https://") or (ROOT / place.partition("#")[0]).exists(), place
+
+
+def test_the_first_screen_says_how_to_try_it(readme):
+    first = readme[: readme.index("\n## ")]
+    for words in (
+        "make demo",
+        "make test",
+        "import narrowband as nb",
+        "nb.compress_gradients(model, ",
+        "When it does not pay",
+    ):
+        assert words in first
+
+
+def record(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+
+
+def test_the_tables_of_the_readme_are_those_of_the_records(readme):
+    slow, fast = ({row["codec"]: row for row in record(f"ddp-{rate}.json")} for rate in ("200mbit", "1gbit"))
+    for words, codec in {
+        "uncompressed": "none",
+        "`fp16`": "fp16",
+        "`qsgd:bits=4`)": "qsgd:bits=4",
+        "largest 1 %": "topk:density=0.01+ef",
+        "PowerSGD (": "powersgd:rank=4",
+        "Deep Gradient": "dgc:density=0.001",
+        "own fp16 hook": "torch: fp16 hook",
+        "own PowerSGD": "torch: PowerSGD hook, rank 4",
+    }.items():
+        first = readme[: readme.index("\n## ")]
+        assert cells(first, words) == [
+            f"{slow[codec]['link_bytes_per_step'] / 1e6:.1f} MB",
+            f"{slow[codec]['ratio_to_compute']:.1f}×",
+            f"{fast[codec]['ratio_to_compute']:.1f}×",
+        ]
+    memory = {row["name"]: row for row in record("memory-deit-tiny-jemalloc.json")}
+    plain = memory["bf16"]
+    for words, name in {
+        "plain": "bf16",
+        " 8 bits": "bf16, 8 bits",
+        "4 bits (": "bf16, 4 bits",
+        "full": "bf16, checkpoint",
+    }.items():
+        kept, peak, step = cells(readme[readme.index("## In little memory") :], words)
+        assert kept == f"{memory[name]['kept_bytes'] / 1e6:.0f} MB"
+        assert peak == f"{memory[name]['peak_bytes'] / 1e6:.0f} MB"
+        assert step.rstrip("×") in (f"{memory[name]['ratio_to_plain'] / plain['ratio_to_plain']:.2f}", "1")
+
+
+def test_the_figures_of_the_front_page_are_those_of_the_records():
+    page = (DOCS / "index.md").read_text()
+    steps = {row["codec"]: row["ratio_to_compute"] for row in record("ddp-200mbit.json")}
+    stages = {row["name"]: row["times_none"] for row in record("pipeline-100mbit.json")}
+    memory = {row["name"]: row["kept_bytes"] for row in record("memory-deit-tiny-jemalloc.json")}
+    assert f"{steps['none']:.1f}× → {steps['topk:density=0.01+ef']:.1f}×" in page
+    assert f"{stages['uniform:bits=8/qsgd:bits=4']:.1f}× the tokens" in page
+    assert f"{1 - memory['bf16, 8 bits'] / memory['bf16']:.0%}".replace("%", " %") + " less kept" in page
