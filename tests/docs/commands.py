@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,7 +170,8 @@ def _check_python(words: list[str], folder: Path) -> None:
     if module.startswith("reproduce."):
         if importlib.util.find_spec(module) is None:
             raise CommandError(f"there is no module {module}")
-        with mock.patch.object(sys, "argv", [module, *rest]):
+        with mock.patch.object(sys, "argv", [module, *rest]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a test may have imported it before
             _parse(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), module)
     elif module not in ("venv", "pip") and importlib.util.find_spec(module) is None:
         raise CommandError(f"there is no module {module}")
