@@ -1,0 +1,731 @@
+"""Which codec goes with which optimizer? A small GPT, trained by four optimizers with gradients compressed in many ways.
+
+An optimizer decides what becomes of a codec's error. AdamW divides by a running size of the gradient, element by element,
+SGD adds up what arrives, Muon makes all directions of a matrix equally large, and LoRA has thin matrices only. No paper
+is reproduced here: rows answer the question for a small model, on two ranks of this machine.
+
+How it is done:
+
+* the model learns bytes of tiny shakespeare; with LoRA, adapters learn them, on a base that was trained for a short while
+  on bytes of WikiText-2;
+* every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once, without compression and
+  with a seed of its own, from a few (:data:`RATES`); all codecs get the same;
+* a codec's *gap* is how far its held-out loss is above that without compression, of the same seed, in per cent;
+* seeds differ, and so do gaps. From the variance of a codec's gaps over seeds, averaged over all codecs of an optimizer,
+  comes a *margin*: twice the standard error of a mean gap. A gap within it is not resolved.
+
+Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
+``--help``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from narrowband.adapt import correlation
+from narrowband.bench.ranks import Loopback, run_ranks
+from narrowband.report.plots import can_plot
+from narrowband.report.record import commit, provenance, write_json
+from narrowband.report.units import format_count, format_seconds
+from reproduce.command import command_line, progress
+from reproduce.data import locate
+from reproduce.optimizers_ranks import MIN_NUMEL, Optimizer, Row
+from reproduce.report import NOTHING, Column, Layout, closing, table
+from reproduce.training import key
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["ABOUT", "RATES", "SPECS", "Line", "Options", "chosen_rates", "draw", "lines", "main", "page", "run"]
+
+_MODULE = "optimizers"
+DENSE = "none"
+
+#: What each optimizer is, with its settings, in tables' captions; and its short name.
+NAMES: dict[str, str] = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "lora": "LoRA"}
+ABOUT: dict[str, str] = {
+    "adamw": "AdamW with betas 0.9 and 0.95, weight decay 0.1 on matrices",
+    "sgd": "SGD with momentum 0.9, weight decay 0.0001; with `dgc`, `nb.DGCSGD` with the same settings",
+    "muon": (
+        "`torch.optim.Muon` for the matrices of the blocks, with momentum 0.95 (Nesterov's), weight decay 0.1; AdamW as "
+        "above at a learning rate of 0.003 for embeddings, head, norms and biases"
+    ),
+    "lora": (
+        "adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and 0.999 "
+        "and no weight decay"
+    ),
+}
+
+#: Learning rates that are tried without compression.
+RATES: dict[str, tuple[float, ...]] = {
+    "adamw": (0.001, 0.003, 0.01),
+    "sgd": (0.1, 0.3, 1.0),
+    "muon": (0.01, 0.02, 0.04),
+    "lora": (0.003, 0.01, 0.03),
+}
+
+#: What gradients are compressed with; and what is for momentum before the wire, so for SGD alone.
+SPECS: tuple[str, ...] = (
+    DENSE,
+    "fp16",
+    "uniform:bits=8",
+    "qsgd:bits=4",
+    "powersgd:rank=4",
+    "sign+ef",
+    "topk:density=0.04,values=int8+ef",
+    "topk:density=0.01+ef",
+)
+_OF_SGD: tuple[str, ...] = (
+    "dgc:density=0.01,clip=1,warmup_steps={warmup}",
+    "dgc:density=0.01,clip=1,warmup_steps={warmup},accumulate=steps",
+)
+
+#: The seed with which learning rates are chosen: none of those that gaps are about.
+_TUNING_SEED = 1000
+
+#: Gaps, in per cent, that recommendations are about.
+_CLOSE, _NEAR = 1.0, 5.0
+
+SIZES: dict[str, dict[str, int]] = {
+    "small": {},
+    "medium": {"dim": 192, "blocks": 4, "heads": 6, "sequence": 128, "steps": 1000, "base_steps": 1000},
+    "tiny": {
+        "dim": 16,
+        "blocks": 1,
+        "heads": 2,
+        "sequence": 16,
+        "batch": 8,
+        "steps": 6,
+        "base_steps": 4,
+        "limit": 20_000,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which codec goes with AdamW, SGD, Muon and LoRA? Trains a small GPT with each, without and with compression.
+
+    Rows that are finished are kept, each as soon as it is done: after Ctrl-C, the same command goes on from there.
+    """
+
+    optimizers: tuple[Optimizer, ...] = get_args(Optimizer)
+    """Only these."""
+    specs: tuple[str, ...] = ()
+    """Only these specs, beside none; all when left out."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Seeds; each codec is compared with none of the same seed."""
+    size: Literal["small", "medium"] = "small"
+    """Of model and training: small takes half an hour of one core, medium hours."""
+    nodes: int = 2
+    """Ranks on this machine."""
+    data_dir: Path | None = None
+    """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
+    output: Path | None = None
+    """Directory of the results; reproduce/results/optimizers when left out."""
+    resume: bool = True
+    """Take rows that an earlier run finished."""
+    recorded: bool = False
+    """Train nothing: tables of the rows that are finished."""
+    quick: bool = False
+    """A tiny model, six steps, two codecs, one learning rate: to see in seconds that everything works."""
+    markdown: Path | None = None
+    """Also write the page for the documentation to this file, with pictures beside it."""
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def tuning(options: Options) -> list[Row]:
+    """Rows without compression, one for every learning rate that is tried."""
+    size = SIZES["tiny" if options.quick else options.size]
+    return [
+        Row(optimizer, DENSE, lr, seed=_TUNING_SEED, **size)
+        for optimizer in options.optimizers
+        for lr in RATES[optimizer][: 1 if options.quick else None]
+    ]
+
+
+def chosen_rates(results: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """For each optimizer the learning rate with the lowest held-out loss.
+
+    Raises:
+        ValueError: an optimizer's training diverged with all of them.
+    """
+    best: dict[str, tuple[float, float]] = {}
+    for result in results:
+        loss = math.inf if result["loss"] is None else result["loss"]
+        best[result["optimizer"]] = min(best.get(result["optimizer"], (math.inf, math.inf)), (loss, result["lr"]))
+    for optimizer, (loss, _) in best.items():
+        if not math.isfinite(loss):
+            raise ValueError(f"{optimizer}: training diverged with every learning rate of {RATES[optimizer]}")
+    return {optimizer: lr for optimizer, (_, lr) in best.items()}
+
+
+def compared(options: Options, rates: dict[str, float]) -> list[Row]:
+    """Rows that are compared, seed by seed.
+
+    Raises:
+        ValueError: a spec that is not among them.
+    """
+    there = (*SPECS, *_OF_SGD)
+    for spec in options.specs:
+        if spec not in there:
+            raise ValueError(f"{_MODULE} has no spec {spec!r}; there are: {'; '.join(there)}")
+    size = SIZES["tiny" if options.quick else options.size]
+    wanted = options.specs or (("fp16", "topk:density=0.01+ef") if options.quick else there)
+    return [
+        Row(optimizer, spec, rates[optimizer], seed=seed, **size)
+        for seed in options.seeds
+        for optimizer in options.optimizers
+        if optimizer in rates
+        for spec in ((*SPECS, *_OF_SGD) if optimizer == "sgd" else SPECS)
+        if spec == DENSE or spec in wanted
+    ]
+
+
+def run(
+    rows: Sequence[Row],
+    directory: Path,
+    *,
+    nodes: int,
+    data_dir: Path | None = None,
+    resume: bool = True,
+    recorded: bool = False,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Train rows one after the other and return what each came to; see :func:`reproduce.optimizers_ranks.train`.
+
+    Args:
+        rows: trained in this order.
+        directory: finished rows are kept in its ``rows/``.
+        nodes: ranks on this machine.
+        data_dir: the data folder, see :mod:`reproduce.data`.
+        resume: take rows that an earlier run finished.
+        recorded: take these only, and train nothing.
+        on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}`` and
+            ``{"event": "row", "row": …, "result": …}``.
+
+    Raises:
+        FileNotFoundError: data is missing.
+        RankError: a rank ended early.
+    """
+    digest = {kind: _digest(kind, data_dir) for kind in {row.optimizer == "lora" for row in rows}}
+    kept = [directory / "rows" / f"{key(row, nodes, digest[row.optimizer == 'lora'])}.json" for row in rows]
+    results: dict[int, dict[str, Any]] = {}
+    for number, path in enumerate(kept):
+        if (resume or recorded) and path.exists():
+            results[number] = json.loads(path.read_text())
+            on_event({"event": "row", "row": number, "result": results[number]})
+
+    def note(event: dict[str, Any]) -> None:
+        if event["event"] == "row":
+            results[event["row"]] = event["result"]
+            write_json(kept[event["row"]], event["result"])
+        on_event(event)
+
+    missing = [[number, asdict(row)] for number, row in enumerate(rows) if number not in results]
+    if missing and not recorded:
+        config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit(), "rows": missing}
+        run_ranks("reproduce.optimizers_ranks", config, Loopback(nodes), note)
+    return [results[number] for number in sorted(results)]
+
+
+def _digest(with_base: bool, data_dir: Path | None) -> str:
+    """Of the files that a row reads."""
+    digest = hashlib.sha256()
+    base = ("wikitext2/validation.parquet", "wikitext2/test.parquet") if with_base else ()
+    for name in ("tinyshakespeare/input.txt", *base):
+        digest.update(locate(name, data_dir).read_bytes())
+    return digest.hexdigest()
+
+
+# ---- what they come to -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One optimizer with one spec, over its seeds.
+
+    Attributes:
+        optimizer: of the rows.
+        spec: of the rows.
+        lr: of the rows.
+        seeds: one per row, each of which has one without compression.
+        loss: held out, nats per byte; the mean over seeds; None where one diverged.
+        gap: how far the loss is above that without compression, in per cent; the mean over seeds; None as above.
+        margin: a mean gap below it is not told from none, in per cent; None where one seed alone was trained.
+        ratio: how many times less was sent than by a ring all-reduce without compression.
+        relative_error: what the statistics said last; the mean over seeds.
+        parameters: that are trained.
+        nodes: ranks.
+        steps: of training.
+        base_loss: before the first step, where a base is adapted.
+    """
+
+    optimizer: str
+    spec: str
+    lr: float
+    seeds: tuple[int, ...]
+    loss: float | None
+    gap: float | None
+    margin: float | None
+    ratio: float
+    relative_error: float | None
+    parameters: int
+    nodes: int
+    steps: int
+    base_loss: float | None
+
+    def verdict(self) -> str:
+        """In words."""
+        if self.spec == DENSE:
+            return NOTHING
+        if self.gap is None:
+            return "diverged"
+        if self.margin is None:
+            return "one seed"
+        if abs(self.gap) <= self.margin:
+            return "not resolved"
+        return "worse" if self.gap > 0 else "better"
+
+    def within(self, most: float) -> bool:
+        """Whether the loss is no further above that without compression than so many per cent."""
+        return self.gap is not None and self.gap <= most
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
+    """Rows put together by optimizer and spec, in order of appearance; rows without one to compare with are left out.
+
+    Example:
+        >>> [line.verdict() for line in lines(rows)]
+        ['–', 'not resolved', 'worse']
+    """
+    dense = {(row["optimizer"], row["seed"]): row["loss"] for row in rows if row["spec"] == DENSE}
+    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if dense.get((row["optimizer"], row["seed"])) is not None:
+            together.setdefault((row["optimizer"], row["spec"]), []).append(row)
+    gaps = {place: [_gap(row, dense) for row in own] for place, own in together.items()}
+    found = []
+    for optimizer in dict.fromkeys(optimizer for optimizer, _ in together):
+        spread = _spread([own for (kind, spec), own in gaps.items() if kind == optimizer and spec != DENSE])
+        for (kind, spec), own in together.items():
+            if kind != optimizer:
+                continue
+            found.append(
+                Line(
+                    optimizer=optimizer,
+                    spec=spec,
+                    lr=own[0]["lr"],
+                    seeds=tuple(row["seed"] for row in own),
+                    loss=_mean([row["loss"] for row in own]),
+                    gap=_mean(gaps[optimizer, spec]),
+                    margin=None if spread is None else 2.0 * spread / math.sqrt(len(own)),
+                    ratio=statistics.mean(row["ratio"] for row in own),
+                    relative_error=_mean([row["relative_error"] for row in own]),
+                    parameters=own[0]["parameters"],
+                    nodes=own[0]["nodes"],
+                    steps=own[0]["steps"],
+                    base_loss=_mean([row["base_loss"] for row in own]),
+                )
+            )
+    return found
+
+
+def _gap(row: dict[str, Any], dense: dict[tuple[str, int], float | None]) -> float | None:
+    """How far a row's loss is above that without compression, of the same seed, in per cent."""
+    without = dense[row["optimizer"], row["seed"]]
+    return None if row["loss"] is None or without is None else 100.0 * (row["loss"] / without - 1.0)
+
+
+def _spread(gaps: Sequence[Sequence[float | None]]) -> float | None:
+    """The standard deviation of a codec's gap over seeds, from the variances of all codecs together."""
+    squares, freedom = 0.0, 0
+    for own in gaps:
+        there = [gap for gap in own if gap is not None]
+        if len(there) == len(own) > 1:
+            squares += (len(there) - 1) * statistics.variance(there)
+            freedom += len(there) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.mean(there) if len(there) == len(values) else None
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def conclusion(found: Sequence[Line]) -> list[str]:
+    """What was asked, what was run, what held: a sentence each."""
+    compressed = [line for line in found if line.spec != DENSE]
+    optimizers = list(dict.fromkeys(line.optimizer for line in found))
+    first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
+    said = [
+        f"Asked: which codecs train as well as no compression with {_listed([NAMES[o] for o in optimizers])}, and which "
+        "number of the statistics warns when one does not?",
+        f"Run: a small GPT on bytes of tiny shakespeare, {first.nodes} ranks, {first.steps} steps of training, "
+        f"{'seed' if len(seeds) == 1 else 'seeds'} {_listed(seeds)}; every optimizer at the learning rate that is best "
+        "for it without compression, and every codec at the same.",
+    ]
+    specs = list(dict.fromkeys(line.spec for line in compressed))
+    own = {spec: [line for line in compressed if line.spec == spec] for spec in specs}
+    close = [spec for spec in specs if all(line.within(_CLOSE) for line in own[spec])]
+    far = [spec for spec in specs if not any(line.within(_CLOSE) for line in own[spec])]
+    mixed = [spec for spec in specs if spec not in close and spec not in far]
+    parts = []
+    if close:
+        parts.append(f"{_codes(close)} stayed within {_CLOSE:g} % of the held-out loss without compression everywhere")
+    if mixed:
+        kept = [
+            f"{_code(spec)} with {_listed([NAMES[line.optimizer] for line in own[spec] if line.within(_CLOSE)])} only"
+            for spec in mixed
+        ]
+        parts.append(("so did " if close else f"within {_CLOSE:g} % stayed ") + _listed(kept))
+    if far:
+        parts.append(f"{_codes(far)} did not with any optimizer that was tried")
+    return [*said, f"Held: {'; '.join(parts)}." if parts else "Held: nothing was compared."]
+
+
+def warning(found: Sequence[Line]) -> list[str]:
+    """What the relative error of the statistics had to do with gaps."""
+    there = [line for line in found if line.spec != DENSE and line.gap is not None and line.relative_error is not None]
+    if len(there) < 3:  # noqa: PLR2004 - two points are always on a line
+        return []
+    said = [
+        f"{NAMES[optimizer]} {correlation([line.relative_error for line in own], [line.gap for line in own])[1]:.2f}"
+        for optimizer in dict.fromkeys(line.optimizer for line in there)
+        if len(own := [line for line in there if line.optimizer == optimizer]) > 2  # noqa: PLR2004
+    ]
+    least_far = min((line.relative_error or 0.0 for line in there if not line.within(_CLOSE)), default=None)
+    below = [line for line in there if least_far is None or (line.relative_error or 0.0) < least_far]
+    above = [line for line in there if line not in below]
+    fine = [line for line in above if line.within(_CLOSE)]
+    sentences = []
+    if said:
+        sentences.append(
+            f"`relative_error` and the gap have this rank correlation over codecs: {'; '.join(said)} (1: the codec with "
+            "the larger error always lost more; 0: no relation)."
+        )
+    if least_far is not None:
+        sentences.append(
+            f"Below a relative error of {least_far:.2g} no codec lost more than {_CLOSE:g} %; at or above it "
+            f"{len(above) - len(fine)} of {len(above)} did"
+            + (f", and these did not: {_listed([f'{_code(line.spec)} with {NAMES[line.optimizer]}' for line in fine])}."
+               if fine else ".")
+        )  # fmt: skip
+    return sentences
+
+
+def recommended(found: Sequence[Line], optimizer: str) -> tuple[Line | None, Line | None, Line | None]:
+    """Of the codecs of an optimizer: the one that sends least with a gap of at most one per cent, the same with five,
+    and the one that is furthest from no compression.
+    """
+    own = [line for line in found if line.optimizer == optimizer and line.spec != DENSE]
+
+    def least(most: float) -> Line | None:
+        return max((line for line in own if line.within(most)), key=lambda line: line.ratio, default=None)
+
+    furthest = max(own, key=lambda line: math.inf if line.gap is None else line.gap, default=None)
+    return least(_CLOSE), least(_NEAR), furthest
+
+
+def _listed(words: Iterable[Any]) -> str:
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _code(spec: str) -> str:
+    return f"`{spec}`"
+
+
+def _codes(specs: Iterable[str]) -> str:
+    return _listed(map(_code, specs))
+
+
+def _signed(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:+.2f} %"
+
+
+def _said(line: Line | None) -> str:
+    if line is None:
+        return NOTHING
+    gap = "diverged" if line.gap is None else _signed(line.gap)
+    return f"{_code(line.spec)}: {line.ratio:.1f} × less, {gap}"
+
+
+#: A heading, and what the column says of a line.
+_COLUMNS: tuple[Column, ...] = (
+    ("spec", lambda line: line.spec),
+    ("loss", lambda line: "diverged" if line.loss is None else f"{line.loss:.4f}"),
+    ("gap", lambda line: NOTHING if line.spec == DENSE else _signed(line.gap)),
+    ("margin", lambda line: NOTHING if line.spec == DENSE or line.margin is None else f"{line.margin:.2f} %"),
+    ("verdict", lambda line: line.verdict()),
+    ("times less", lambda line: f"{line.ratio:.1f}"),
+    ("relative error", lambda line: NOTHING if line.relative_error is None else f"{line.relative_error:.2g}"),
+)
+
+_LEGEND = (
+    "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far that is above the loss without "
+    "compression, paired by seed; margin: twice the standard error of a mean gap, from the spread over seeds of all "
+    "codecs of the optimizer; a gap within it is not resolved. Times less: bytes of a dense ring all-reduce over bytes "
+    "sent by a rank, over all of training, among two ranks; of what is gathered (top-k, sign, dgc, and quantizers of "
+    "small models) N ranks save 2/N of that. Relative error: ‖p − C(p)‖²/‖p‖², `handle.stats().total.relative_error` at "
+    "the end of training; with error feedback p has what was owed in it."
+)
+
+
+def _caption(title: str, own: Sequence[Line]) -> str:
+    base = "" if own[0].base_loss is None else f"; the base alone has a loss of {own[0].base_loss:.4f}"
+    return (
+        f"{title}: learning rate {own[0].lr:g}, {own[0].parameters:,} parameters that are trained, {own[0].steps} steps, "
+        f"{own[0].nodes} ranks, seeds {_listed(own[0].seeds)}{base}"
+    )
+
+
+_LAYOUT = Layout(
+    tables=lambda found: [
+        (optimizer, [line for line in found if line.optimizer == optimizer])
+        for optimizer in dict.fromkeys(line.optimizer for line in found)
+    ],
+    columns=lambda _: _COLUMNS,
+    legend=_LEGEND,
+    caption=_caption,
+    notes=lambda _: [],
+)
+
+
+def page(
+    found: Sequence[Line],
+    tuned: Sequence[dict[str, Any]],
+    pictures: Sequence[Path],
+    record: dict[str, Any],
+    commits: Sequence[str],
+) -> str:
+    """The page for the documentation.
+
+    Args:
+        found: what rows come to.
+        tuned: rows that learning rates were chosen by.
+        pictures: beside the page, from :func:`draw`; the first is about gaps, the second about errors.
+        record: what :func:`narrowband.report.record.provenance` says.
+        commits: those at which rows were trained.
+    """
+    optimizers = list(dict.fromkeys(line.optimizer for line in found))
+    shown = [f"![{_ALT[picture.stem]}]({picture.name})" for picture in pictures]
+    out = ["# Which codec goes with which optimizer?", "", *(f"{said}\n" for said in conclusion(found)), *shown[:1], ""]
+    out += ["## What to take", ""]
+    out += [
+        f"Of all codecs that were tried with an optimizer: the one that sends least among those with a gap of at most "
+        f"{_CLOSE:g} %, the same for {_NEAR:g} %, and the one that is furthest from training without compression.",
+        "",
+        f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | furthest off |",
+        "| --- | --- | --- | --- |",
+    ]
+    for optimizer in optimizers:
+        cells = (NAMES[optimizer], *map(_said, recommended(found, optimizer)))
+        out.append("| " + " | ".join(cells) + " |")
+    out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *shown[1:], ""]
+    out += ["## All codecs", "", _LEGEND, ""]
+    for optimizer, own in _LAYOUT.tables(found):
+        out += [f"### {NAMES[optimizer]}", "", f"{_caption(ABOUT[optimizer], own)}.", ""]
+        out += [
+            "| " + " | ".join(heading for heading, _ in _COLUMNS) + " |",
+            "| --- |" + " ---: |" * (len(_COLUMNS) - 1),
+        ]
+        for line in own:
+            first, *rest = (cell(line) for _, cell in _COLUMNS)
+            out.append("| " + " | ".join((_code(first), *rest)) + " |")
+        out.append("")
+    out += ["## How it was done", "", *(f"- {said}" for said in _how(tuned))]
+    return "\n".join([*out, *closing([], record, commits)]) + "\n"
+
+
+def _how(tuned: Sequence[dict[str, Any]]) -> list[str]:
+    first = tuned[0]
+    rates = []
+    for optimizer in dict.fromkeys(row["optimizer"] for row in tuned):
+        own = [row for row in tuned if row["optimizer"] == optimizer]
+        tried = ", ".join(
+            f"{row['lr']:g} ({'diverged' if row['loss'] is None else format(row['loss'], '.3f')})" for row in own
+        )
+        rates.append(f"{NAMES[optimizer]} {tried}")
+    return [
+        f"Model: a GPT with {first['blocks']} blocks of width {first['dim']} and {first['heads']} heads over "
+        f"{first['sequence']} bytes; {first['batch']} samples in a global batch.",
+        "The learning rate rises over the first tenth of the steps, and then falls along a cosine to a tenth of its peak. "
+        "Averaged gradients are clipped at a norm of 1; with `dgc` each rank clips before its gradient enters the "
+        "velocity (`clip=1`).",
+        f"Learning rates that were tried without compression, with the held-out loss (seed {first['seed']}): "
+        f"{'; '.join(rates)}.",
+        f"Tensors of fewer than {MIN_NUMEL} elements, biases and norms travel uncompressed: in a model this small they "
+        "bound how many times less is sent.",
+        f"LoRA's base had {first['base_steps']} steps of AdamW on bytes of WikiText-2.",
+    ]
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+_GAPS, _ERRORS = "optimizers-gaps", "optimizers-errors"
+_ALT = {
+    _GAPS: "Bars: the gap of every codec in per cent, a panel per optimizer",
+    _ERRORS: "Points: the gap of every codec over its relative error, a colour per optimizer",
+}
+
+
+def draw(found: Sequence[Line], directory: Path) -> list[Path]:
+    """Gaps as bars, and gaps over relative errors; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    compressed = [line for line in found if line.spec != DENSE]
+    if not compressed:
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    tables = [(NAMES[optimizer], own) for optimizer, own in _LAYOUT.tables(compressed)]
+    specs = sorted({line.spec for line in compressed}, key=lambda spec: _place(spec))
+    figure = Figure(figsize=(11.0, 0.42 * len(specs) + 1.4), layout="constrained")
+    panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for axes, (name, own) in zip(panels, tables, strict=True):
+        for line in own:
+            at, gap = specs.index(line.spec), 0.0 if line.gap is None else line.gap
+            colour = "C7" if line.verdict() == "not resolved" else "C0" if line.within(_CLOSE) else "C1"
+            axes.barh(at, gap, color=colour, xerr=line.margin, error_kw={"elinewidth": 0.8, "ecolor": "0.3"})
+            text = "diverged" if line.gap is None else f"{gap:+.1f} %  ({line.ratio:.0f} × less)"
+            axes.annotate(text, (max(gap, 0.0) + (line.margin or 0.0), at), (4, 0), textcoords="offset points",
+                          va="center", fontsize=8)  # fmt: skip
+        axes.set(title=name, xlabel="gap, %")
+        axes.margins(x=0.75)
+        axes.axvline(0.0, color="0.3", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(specs)), [_short(spec) for spec in specs])
+    panels[0].invert_yaxis()
+    paths = [directory / f"{_GAPS}.png"]
+    figure.savefig(paths[0], dpi=120)
+
+    known = [line for line in compressed if line.relative_error and line.gap is not None]
+    if known:
+        figure = Figure(figsize=(8.0, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for optimizer, own in _LAYOUT.tables(known):
+            axes.plot(
+                [line.relative_error for line in own],
+                [line.gap for line in own],
+                "o",
+                label=NAMES[optimizer],
+                alpha=0.8,
+            )
+        axes.axhline(_CLOSE, color="0.5", linewidth=0.8, linestyle="--")
+        axes.set(xlabel="relative error, as the statistics say it", ylabel="gap, %", xscale="log")
+        axes.set_yscale("symlog", linthresh=_CLOSE)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        paths.append(directory / f"{_ERRORS}.png")
+        figure.savefig(paths[1], dpi=120)
+    return paths
+
+
+def _place(spec: str) -> int:
+    """Where a spec stands among all; those of dgc have their warm-up in steps by then."""
+    known = [each.split("{")[0] for each in (*SPECS, *_OF_SGD)]
+    if spec.endswith("accumulate=steps"):
+        return len(known) - 1
+    return next((at for at, each in enumerate(known) if spec.startswith(each) and len(each) > 0), len(known))
+
+
+def _short(spec: str) -> str:
+    """A spec without what all of its kind have."""
+    if not spec.startswith("dgc"):
+        return spec
+    return "dgc:density=0.01" + (",accumulate=steps" if spec.endswith("accumulate=steps") else "")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
+    return command_line(
+        _MODULE,
+        Options,
+        _run,
+        argv,
+        stopped="Rows that were finished are kept: the same command goes on from there.",
+    )
+
+
+def _run(options: Options, command: list[str], console: Console) -> None:
+    if not options.seeds or not options.optimizers:
+        raise ValueError("give at least one seed and one optimizer, as in --seeds 0 1 --optimizers adamw")
+    output = options.output or Path(__file__).parent / "results" / _MODULE
+    compared(options, {})  # says what is wrong before anything is trained
+    record = provenance(options.seeds[0], command)
+
+    def train(rows: Sequence[Row], what: str) -> list[dict[str, Any]]:
+        with progress(console) as bars:
+            bar = bars.add_task(what, total=len(rows), said="")
+
+            def note(event: dict[str, Any]) -> None:
+                if event["event"] == "step":
+                    row = rows[event["row"]]
+                    said = f"{row.optimizer} {row.spec}: step {event['step']}, loss {event['loss']:.2f}"
+                    bars.update(bar, said=said)
+                elif event["event"] == "row":
+                    told = event["result"]
+                    loss = "diverged" if told["loss"] is None else f"{told['loss']:.4f}"
+                    bars.update(bar, advance=1)
+                    bars.console.print(
+                        f"{told['optimizer']} {told['spec']}, learning rate {told['lr']:g}, seed {told['seed']}: {loss}, "
+                        f"{format_seconds(told['wall_s'])}",
+                        markup=False,
+                        highlight=False,
+                    )
+
+            return run(
+                rows, output, nodes=options.nodes, data_dir=options.data_dir, resume=options.resume,
+                recorded=options.recorded, on_event=note,
+            )  # fmt: skip
+
+    tuned = train(tuning(options), "learning rates")
+    results = train(compared(options, chosen_rates(tuned)), "codecs")
+    found = lines(results)
+    if not found:
+        raise ValueError(f"no row is finished in {output}: leave --recorded out to train them")
+    for drawn in table(found, ABOUT, _LAYOUT):
+        console.print(drawn)
+    console.print(_LEGEND, style="dim", highlight=False, markup=False)
+    said = [*conclusion(found), *warning(found)]
+    for sentence in said:
+        console.print(sentence, highlight=False, markup=False)
+    commits = sorted({str(row["commit"]) for row in (*tuned, *results)})
+    written = output / "summary.json"
+    write_json(
+        written,
+        record
+        | {
+            "seeds": list(options.seeds),
+            "commits": commits,
+            "conclusion": said,
+            "tuning": tuned,
+            "lines": [asdict(line) for line in found],
+            "rows": results,
+        },
+    )
+    pictures = draw(found, options.markdown.parent if options.markdown else output) if can_plot() else []
+    if options.markdown is not None:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(page(found, tuned, pictures, record, commits))
+    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
