@@ -1,18 +1,18 @@
-"""Which codec goes with which optimizer? A small GPT, trained by four optimizers with gradients compressed in many ways.
+"""Which codec goes with which optimizer? A small GPT, trained by four optimizers, with and without compression.
 
-An optimizer decides what becomes of a codec's error. AdamW divides by a running size of the gradient, element by element,
-SGD adds up what arrives, Muon makes all directions of a matrix equally large, and LoRA has thin matrices only. No paper
-is reproduced here: rows answer the question for a small model, on two ranks of this machine.
+The optimizer decides what becomes of a codec's error. AdamW divides every element by a running size of its gradient.
+SGD adds up what arrives. Muon makes all directions of a matrix equally large. LoRA has thin matrices only. No paper is
+reproduced here: rows answer the question for one small model, on two ranks of this machine.
 
 How it is done:
 
-* the model learns bytes of tiny shakespeare; with LoRA, adapters learn them, on a base that was trained for a short while
-  on bytes of WikiText-2;
+* the model learns bytes of tiny shakespeare; with LoRA, adapters learn them, on a base that was trained for a short
+  while on bytes of WikiText-2;
 * every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once, without compression and
   with a seed of its own, from a few (:data:`RATES`); all codecs get the same;
 * a codec's *gap* is how far its held-out loss is above that without compression, of the same seed, in per cent;
-* seeds differ, and so do gaps. From the variance of a codec's gaps over seeds, averaged over all codecs of an optimizer,
-  comes a *margin*: twice the standard error of a mean gap. A gap within it is not resolved.
+* a gap differs from seed to seed. Its variance over seeds, averaged over all codecs of an optimizer, gives a *margin*:
+  twice the standard error of a mean gap. A gap within the margin is not resolved.
 
 Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
 ``--help``.
@@ -23,10 +23,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -34,10 +35,10 @@ from narrowband.adapt import correlation
 from narrowband.bench.ranks import Loopback, run_ranks
 from narrowband.report.plots import can_plot
 from narrowband.report.record import commit, provenance, write_json
-from narrowband.report.units import format_count, format_seconds
+from narrowband.report.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import locate
-from reproduce.optimizers_ranks import MIN_NUMEL, Optimizer, Row
+from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
 from reproduce.report import NOTHING, Column, Layout, closing, table
 from reproduce.training import key
 
@@ -49,26 +50,26 @@ __all__ = ["ABOUT", "RATES", "SPECS", "Line", "Options", "chosen_rates", "draw",
 _MODULE = "optimizers"
 DENSE = "none"
 
-#: What each optimizer is, with its settings, in tables' captions; and its short name.
+#: What each optimizer is called, and its settings.
 NAMES: dict[str, str] = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "lora": "LoRA"}
 ABOUT: dict[str, str] = {
     "adamw": "AdamW with betas 0.9 and 0.95, weight decay 0.1 on matrices",
     "sgd": "SGD with momentum 0.9, weight decay 0.0001; with `dgc`, `nb.DGCSGD` with the same settings",
     "muon": (
-        "`torch.optim.Muon` for the matrices of the blocks, with momentum 0.95 (Nesterov's), weight decay 0.1; AdamW as "
-        "above at a learning rate of 0.003 for embeddings, head, norms and biases"
+        "`torch.optim.Muon` for the matrices of the blocks, with momentum 0.95 (Nesterov's) and weight decay 0.1; for "
+        f"embeddings, head, norms and biases AdamW as above, at a learning rate of {ADAMW_LR:g}"
     ),
     "lora": (
-        "adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and 0.999 "
-        "and no weight decay"
+        "adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and "
+        "0.999, without weight decay"
     ),
 }
 
 #: Learning rates that are tried without compression.
 RATES: dict[str, tuple[float, ...]] = {
-    "adamw": (0.001, 0.003, 0.01),
+    "adamw": (0.001, 0.003, 0.01, 0.03),
     "sgd": (0.1, 0.3, 1.0),
-    "muon": (0.01, 0.02, 0.04),
+    "muon": (0.01, 0.02, 0.04, 0.08, 0.16),
     "lora": (0.003, 0.01, 0.03),
 }
 
@@ -93,6 +94,9 @@ _TUNING_SEED = 1000
 
 #: Gaps, in per cent, that recommendations are about.
 _CLOSE, _NEAR = 1.0, 5.0
+
+#: Codecs of an optimizer from which a rank correlation says something.
+_RANKED = 4
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {},
@@ -371,13 +375,15 @@ def conclusion(found: Sequence[Line]) -> list[str]:
     compressed = [line for line in found if line.spec != DENSE]
     optimizers = list(dict.fromkeys(line.optimizer for line in found))
     first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
-    said = [
-        f"Asked: which codecs train as well as no compression with {_listed([NAMES[o] for o in optimizers])}, and which "
-        "number of the statistics warns when one does not?",
+    asked = (
+        f"Asked: which codecs train as well as no compression with {_listed([NAMES[o] for o in optimizers])}, and "
+        "which number of the statistics warns when one does not?"
+    )
+    trained = (
         f"Run: a small GPT on bytes of tiny shakespeare, {first.nodes} ranks, {first.steps} steps of training, "
-        f"{'seed' if len(seeds) == 1 else 'seeds'} {_listed(seeds)}; every optimizer at the learning rate that is best "
-        "for it without compression, and every codec at the same.",
-    ]
+        f"{_seeds(seeds)}; every optimizer at the learning rate that is best for it without compression, and every "
+        "codec at the same."
+    )
     specs = list(dict.fromkeys(line.spec for line in compressed))
     own = {spec: [line for line in compressed if line.spec == spec] for spec in specs}
     close = [spec for spec in specs if all(line.within(_CLOSE) for line in own[spec])]
@@ -394,36 +400,35 @@ def conclusion(found: Sequence[Line]) -> list[str]:
         parts.append(("so did " if close else f"within {_CLOSE:g} % stayed ") + _listed(kept))
     if far:
         parts.append(f"{_codes(far)} did not with any optimizer that was tried")
-    return [*said, f"Held: {'; '.join(parts)}." if parts else "Held: nothing was compared."]
+    return [asked, trained, f"Held: {'; '.join(parts)}." if parts else "Held: nothing was compared."]
 
 
 def warning(found: Sequence[Line]) -> list[str]:
-    """What the relative error of the statistics had to do with gaps."""
-    there = [line for line in found if line.spec != DENSE and line.gap is not None and line.relative_error is not None]
-    if len(there) < 3:  # noqa: PLR2004 - two points are always on a line
-        return []
-    said = [
-        f"{NAMES[optimizer]} {correlation([line.relative_error for line in own], [line.gap for line in own])[1]:.2f}"
-        for optimizer in dict.fromkeys(line.optimizer for line in there)
-        if len(own := [line for line in there if line.optimizer == optimizer]) > 2  # noqa: PLR2004
+    """What the relative error of the statistics had to do with gaps, in sentences; none where few rows have both."""
+    known = [
+        (line, line.relative_error, line.gap)
+        for line in found
+        if line.spec != DENSE and line.gap is not None and line.relative_error is not None
     ]
-    least_far = min((line.relative_error or 0.0 for line in there if not line.within(_CLOSE)), default=None)
-    below = [line for line in there if least_far is None or (line.relative_error or 0.0) < least_far]
-    above = [line for line in there if line not in below]
-    fine = [line for line in above if line.within(_CLOSE)]
+    said = []
+    for optimizer in dict.fromkeys(line.optimizer for line, _, _ in known):
+        errors, gaps = zip(*((error, gap) for line, error, gap in known if line.optimizer == optimizer), strict=True)
+        if len(errors) >= _RANKED:
+            said.append(f"{NAMES[optimizer]} {correlation(errors, gaps)[1]:.2f}")
     sentences = []
     if said:
         sentences.append(
-            f"`relative_error` and the gap have this rank correlation over codecs: {'; '.join(said)} (1: the codec with "
-            "the larger error always lost more; 0: no relation)."
+            f"Rank correlation of `relative_error` with the gap, over codecs: {', '.join(said)}. 1 would mean that of "
+            "two codecs the one with the larger error always lost more; 0, that error and gap are unrelated."
         )
-    if least_far is not None:
+    lost = [error for line, error, _ in known if not line.within(_CLOSE)]
+    if lost:
+        above = [line for line, error, _ in known if error >= min(lost)]
+        spared = [f"{_code(_short(line.spec))} with {NAMES[line.optimizer]}" for line in above if line.within(_CLOSE)]
         sentences.append(
-            f"Below a relative error of {least_far:.2g} no codec lost more than {_CLOSE:g} %; at or above it "
-            f"{len(above) - len(fine)} of {len(above)} did"
-            + (f", and these did not: {_listed([f'{_code(line.spec)} with {NAMES[line.optimizer]}' for line in fine])}."
-               if fine else ".")
-        )  # fmt: skip
+            f"Below a relative error of {min(lost):.2g} nothing lost more than {_CLOSE:g} %. At or above it "
+            f"{len(above) - len(spared)} of {len(above)} did{f'; these did not: {_listed(spared)}' if spared else ''}."
+        )
     return sentences
 
 
@@ -445,6 +450,10 @@ def _listed(words: Iterable[Any]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {_listed(seeds)}"
+
+
 def _code(spec: str) -> str:
     return f"`{spec}`"
 
@@ -453,44 +462,55 @@ def _codes(specs: Iterable[str]) -> str:
     return _listed(map(_code, specs))
 
 
-def _signed(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:+.2f} %"
-
-
 def _said(line: Line | None) -> str:
     if line is None:
         return NOTHING
-    gap = "diverged" if line.gap is None else _signed(line.gap)
-    return f"{_code(line.spec)}: {line.ratio:.1f} × less, {gap}"
+    gap = "diverged" if line.gap is None else f"{line.gap:+.2f} %"
+    return f"{_code(_short(line.spec))}: {line.ratio:.1f} times less, {gap}"
+
+
+def _short(spec: str) -> str:
+    """A spec without the settings that all of its kind have here."""
+    return re.sub(r",clip=1,warmup_steps=[^,]*", "", spec)
+
+
+def _figure(form: str, value: float | None) -> str:
+    return NOTHING if value is None else format(value, form)
 
 
 #: A heading, and what the column says of a line.
 _COLUMNS: tuple[Column, ...] = (
-    ("spec", lambda line: line.spec),
-    ("loss", lambda line: "diverged" if line.loss is None else f"{line.loss:.4f}"),
-    ("gap", lambda line: NOTHING if line.spec == DENSE else _signed(line.gap)),
-    ("margin", lambda line: NOTHING if line.spec == DENSE or line.margin is None else f"{line.margin:.2f} %"),
-    ("verdict", lambda line: line.verdict()),
-    ("times less", lambda line: f"{line.ratio:.1f}"),
-    ("relative error", lambda line: NOTHING if line.relative_error is None else f"{line.relative_error:.2g}"),
+    ("spec", lambda line: _short(line.spec)),
+    ("loss", lambda line: "diverged" if line.loss is None else f"{line.loss:.3f}"),
+    ("gap, %", lambda line: NOTHING if line.spec == DENSE else _figure("+.2f", line.gap)),
+    ("margin", lambda line: NOTHING if line.spec == DENSE else _figure(".2f", line.margin)),
+    ("verdict", Line.verdict),
+    ("ratio", lambda line: f"{line.ratio:.1f}"),
+    ("error", lambda line: _figure(".2g", line.relative_error)),
 )
 
 _LEGEND = (
-    "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far that is above the loss without "
-    "compression, paired by seed; margin: twice the standard error of a mean gap, from the spread over seeds of all "
-    "codecs of the optimizer; a gap within it is not resolved. Times less: bytes of a dense ring all-reduce over bytes "
-    "sent by a rank, over all of training, among two ranks; of what is gathered (top-k, sign, dgc, and quantizers of "
-    "small models) N ranks save 2/N of that. Relative error: ‖p − C(p)‖²/‖p‖², `handle.stats().total.relative_error` at "
-    "the end of training; with error feedback p has what was owed in it."
+    "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far the loss is above that "
+    "without compression of the same seed; the mean over seeds. Margin: twice the standard error of a mean gap, from "
+    "the spread over seeds of all codecs of the optimizer; a gap within the margin is not resolved. Ratio: how many "
+    "times less a rank sends than a dense ring all-reduce does, over all of training. Payloads that all ranks gather "
+    "(top-k, sign, dgc) have this ratio with two ranks, and 2/N of it with N. Error: "
+    "`handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for a gradient p and what arrives "
+    "of it, C(p). With error feedback p includes what was owed."
 )
 
 
 def _caption(title: str, own: Sequence[Line]) -> str:
-    base = "" if own[0].base_loss is None else f"; the base alone has a loss of {own[0].base_loss:.4f}"
+    base = "" if own[0].base_loss is None else f"; the base without adapters has a loss of {own[0].base_loss:.3f}"
     return (
-        f"{title}: learning rate {own[0].lr:g}, {own[0].parameters:,} parameters that are trained, {own[0].steps} steps, "
-        f"{own[0].nodes} ranks, seeds {_listed(own[0].seeds)}{base}"
+        f"{title}; learning rate {own[0].lr:g}, {own[0].parameters:,} parameters that are trained, {own[0].steps} "
+        f"steps, {own[0].nodes} ranks, {_seeds(own[0].seeds)}{base}"
     )
+
+
+def _whole(own: Sequence[Line]) -> list[str]:
+    """Specs that a table shows without some of their settings."""
+    return [f"{_short(line.spec)}: `{line.spec}`" for line in own if line.spec != _short(line.spec)]
 
 
 _LAYOUT = Layout(
@@ -501,7 +521,7 @@ _LAYOUT = Layout(
     columns=lambda _: _COLUMNS,
     legend=_LEGEND,
     caption=_caption,
-    notes=lambda _: [],
+    notes=_whole,
 )
 
 
@@ -521,57 +541,60 @@ def page(
         record: what :func:`narrowband.report.record.provenance` says.
         commits: those at which rows were trained.
     """
-    optimizers = list(dict.fromkeys(line.optimizer for line in found))
-    shown = [f"![{_ALT[picture.stem]}]({picture.name})" for picture in pictures]
-    out = ["# Which codec goes with which optimizer?", "", *(f"{said}\n" for said in conclusion(found)), *shown[:1], ""]
-    out += ["## What to take", ""]
-    out += [
-        f"Of all codecs that were tried with an optimizer: the one that sends least among those with a gap of at most "
-        f"{_CLOSE:g} %, the same for {_NEAR:g} %, and the one that is furthest from training without compression.",
-        "",
-        f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | furthest off |",
-        "| --- | --- | --- | --- |",
-    ]
-    for optimizer in optimizers:
-        cells = (NAMES[optimizer], *map(_said, recommended(found, optimizer)))
-        out.append("| " + " | ".join(cells) + " |")
-    out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *shown[1:], ""]
+    shown = [f"![{_ALT[picture.stem]}]({picture.name})\n" for picture in pictures]
+    out = ["# Optimizers and codecs", "", *(f"{said}\n" for said in conclusion(found)), *shown[:1]]
+    out += ["## What to take", "", _ADVICE, ""]
+    out += [f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | lost most |"]
+    out += ["| --- | --- | --- | --- |"]
+    for optimizer, _ in _LAYOUT.tables(found):
+        out.append(f"| {' | '.join((NAMES[optimizer], *map(_said, recommended(found, optimizer))))} |")
+    out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *shown[1:]]
     out += ["## All codecs", "", _LEGEND, ""]
     for optimizer, own in _LAYOUT.tables(found):
         out += [f"### {NAMES[optimizer]}", "", f"{_caption(ABOUT[optimizer], own)}.", ""]
-        out += [
-            "| " + " | ".join(heading for heading, _ in _COLUMNS) + " |",
-            "| --- |" + " ---: |" * (len(_COLUMNS) - 1),
-        ]
+        out += [f"| {' | '.join(heading for heading, _ in _COLUMNS)} |"]
+        out += ["| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
         for line in own:
             first, *rest = (cell(line) for _, cell in _COLUMNS)
-            out.append("| " + " | ".join((_code(first), *rest)) + " |")
-        out.append("")
+            out.append(f"| {' | '.join((_code(first), *rest))} |")
+        out += ["", *(f"- {note}" for note in _whole(own)), ""]
     out += ["## How it was done", "", *(f"- {said}" for said in _how(tuned))]
     return "\n".join([*out, *closing([], record, commits)]) + "\n"
 
 
+_ADVICE = (
+    f"Of the codecs that were tried with an optimizer: the one that sends least with a gap of at most {_CLOSE:g} %, "
+    f"the one that sends least with at most {_NEAR:g} %, and the one that lost most."
+)
+
+
 def _how(tuned: Sequence[dict[str, Any]]) -> list[str]:
+    """Settings that are the same for all optimizers, and the learning rates that were tried."""
     first = tuned[0]
-    rates = []
-    for optimizer in dict.fromkeys(row["optimizer"] for row in tuned):
-        own = [row for row in tuned if row["optimizer"] == optimizer]
-        tried = ", ".join(
-            f"{row['lr']:g} ({'diverged' if row['loss'] is None else format(row['loss'], '.3f')})" for row in own
-        )
-        rates.append(f"{NAMES[optimizer]} {tried}")
-    return [
-        f"Model: a GPT with {first['blocks']} blocks of width {first['dim']} and {first['heads']} heads over "
-        f"{first['sequence']} bytes; {first['batch']} samples in a global batch.",
-        "The learning rate rises over the first tenth of the steps, and then falls along a cosine to a tenth of its peak. "
-        "Averaged gradients are clipped at a norm of 1; with `dgc` each rank clips before its gradient enters the "
-        "velocity (`clip=1`).",
-        f"Learning rates that were tried without compression, with the held-out loss (seed {first['seed']}): "
-        f"{'; '.join(rates)}.",
-        f"Tensors of fewer than {MIN_NUMEL} elements, biases and norms travel uncompressed: in a model this small they "
-        "bound how many times less is sent.",
-        f"LoRA's base had {first['base_steps']} steps of AdamW on bytes of WikiText-2.",
+    tried: dict[str, list[str]] = {}
+    for row in tuned:
+        loss = "diverged" if row["loss"] is None else f"{row['loss']:.3f}"
+        tried.setdefault(NAMES[row["optimizer"]], []).append(f"{row['lr']:g} ({loss})")
+    rates = "; ".join(f"{name} {', '.join(own)}" for name, own in tried.items())
+    said = [
+        (
+            f"Model: a GPT with {first['blocks']} blocks of width {first['dim']} and {first['heads']} heads over "
+            f"{first['sequence']} bytes; {first['batch']} samples in a step, shared by the ranks."
+        ),
+        (
+            "The learning rate rises over the first tenth of the steps, and then falls along a cosine to a tenth of "
+            "its peak. Averaged gradients are clipped at a norm of 1; with `dgc` each rank clips, before its gradient "
+            "enters the velocity (`clip=1`)."
+        ),
+        f"Learning rates that were tried without compression, and the held-out loss (seed {first['seed']}): {rates}.",
+        (
+            f"Tensors of fewer than {MIN_NUMEL} elements, biases and norms travel uncompressed; in a model this small "
+            "they are much of what is sent where the rest is compressed most."
+        ),
     ]
+    if any(row["optimizer"] == "lora" for row in tuned):
+        said.append(f"The base that LoRA adapts had {first['base_steps']} steps of AdamW on bytes of WikiText-2.")
+    return said
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -592,7 +615,7 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
         return []
     directory.mkdir(parents=True, exist_ok=True)
     tables = [(NAMES[optimizer], own) for optimizer, own in _LAYOUT.tables(compressed)]
-    specs = sorted({line.spec for line in compressed}, key=lambda spec: _place(spec))
+    specs = sorted({line.spec for line in compressed}, key=_place)
     figure = Figure(figsize=(11.0, 0.42 * len(specs) + 1.4), layout="constrained")
     panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
     for axes, (name, own) in zip(panels, tables, strict=True):
@@ -635,18 +658,8 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
 
 
 def _place(spec: str) -> int:
-    """Where a spec stands among all; those of dgc have their warm-up in steps by then."""
-    known = [each.split("{")[0] for each in (*SPECS, *_OF_SGD)]
-    if spec.endswith("accumulate=steps"):
-        return len(known) - 1
-    return next((at for at, each in enumerate(known) if spec.startswith(each) and len(each) > 0), len(known))
-
-
-def _short(spec: str) -> str:
-    """A spec without what all of its kind have."""
-    if not spec.startswith("dgc"):
-        return spec
-    return "dgc:density=0.01" + (",accumulate=steps" if spec.endswith("accumulate=steps") else "")
+    """Where a spec stands among all that there are."""
+    return [_short(each) for each in (*SPECS, *_OF_SGD)].index(_short(spec))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -684,8 +697,8 @@ def _run(options: Options, command: list[str], console: Console) -> None:
                     loss = "diverged" if told["loss"] is None else f"{told['loss']:.4f}"
                     bars.update(bar, advance=1)
                     bars.console.print(
-                        f"{told['optimizer']} {told['spec']}, learning rate {told['lr']:g}, seed {told['seed']}: {loss}, "
-                        f"{format_seconds(told['wall_s'])}",
+                        f"{told['optimizer']} {told['spec']}, learning rate {told['lr']:g}, seed {told['seed']}: "
+                        f"{loss}, {format_seconds(told['wall_s'])}",
                         markup=False,
                         highlight=False,
                     )
@@ -700,7 +713,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     found = lines(results)
     if not found:
         raise ValueError(f"no row is finished in {output}: leave --recorded out to train them")
-    for drawn in table(found, ABOUT, _LAYOUT):
+    for drawn in table(found, NAMES, _LAYOUT):
         console.print(drawn)
     console.print(_LEGEND, style="dim", highlight=False, markup=False)
     said = [*conclusion(found), *warning(found)]
