@@ -26,7 +26,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -39,7 +39,7 @@ from narrowband.report.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import locate
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
-from reproduce.report import NOTHING, Column, Layout, closing, table
+from reproduce.report import NOTHING, Column, Layout, table
 from reproduce.training import key
 
 if TYPE_CHECKING:
@@ -370,37 +370,36 @@ def _mean(values: Sequence[float | None]) -> float | None:
 # ---- what it says ----------------------------------------------------------------------------------------------------
 
 
-def conclusion(found: Sequence[Line]) -> list[str]:
+def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
     """What was asked, what was run, what held: a sentence each."""
     compressed = [line for line in found if line.spec != DENSE]
     optimizers = list(dict.fromkeys(line.optimizer for line in found))
     first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
     asked = (
-        f"Asked: which codecs train as well as no compression with {_listed([NAMES[o] for o in optimizers])}, and "
-        "which number of the statistics warns when one does not?"
+        f"Which codecs train as well as no compression with {_listed([NAMES[each] for each in optimizers])}, and which "
+        "number of the statistics warns when one does not?"
     )
-    trained = (
-        f"Run: a small GPT on bytes of tiny shakespeare, {first.nodes} ranks, {first.steps} steps of training, "
-        f"{_seeds(seeds)}; every optimizer at the learning rate that is best for it without compression, and every "
+    ran = (
+        f"A small GPT learned bytes of tiny shakespeare on {first.nodes} ranks, for {first.steps} steps, with "
+        f"{_seeds(seeds)}: every optimizer at the learning rate that is best for it without compression, and every "
         "codec at the same."
     )
-    specs = list(dict.fromkeys(line.spec for line in compressed))
-    own = {spec: [line for line in compressed if line.spec == spec] for spec in specs}
-    close = [spec for spec in specs if all(line.within(_CLOSE) for line in own[spec])]
-    far = [spec for spec in specs if not any(line.within(_CLOSE) for line in own[spec])]
-    mixed = [spec for spec in specs if spec not in close and spec not in far]
-    parts = []
-    if close:
-        parts.append(f"{_codes(close)} stayed within {_CLOSE:g} % of the held-out loss without compression everywhere")
-    if mixed:
-        kept = [
-            f"{_code(spec)} with {_listed([NAMES[line.optimizer] for line in own[spec] if line.within(_CLOSE)])} only"
-            for spec in mixed
-        ]
-        parts.append(("so did " if close else f"within {_CLOSE:g} % stayed ") + _listed(kept))
-    if far:
-        parts.append(f"{_codes(far)} did not with any optimizer that was tried")
-    return [asked, trained, f"Held: {'; '.join(parts)}." if parts else "Held: nothing was compared."]
+    if not compressed:
+        return asked, ran, "Nothing was compressed."
+    own = {line.spec: [each for each in compressed if each.spec == line.spec] for line in compressed}
+    kept = {spec: [NAMES[line.optimizer] for line in rows if line.within(_CLOSE)] for spec, rows in own.items()}
+    whole = [spec for spec, names in kept.items() if len(names) == len(optimizers)]
+    parts = [f"{_codes(whole)} with every optimizer"] if whole else []
+    parts += [
+        f"{_code(_short(spec))} with {_listed(names)}" for spec, names in kept.items() if names and spec not in whole
+    ]
+    worst = max(compressed, key=lambda line: math.inf if line.gap is None else line.gap)
+    lost = "diverged" if worst.gap is None else f"lost {worst.gap:.1f} %"
+    held = (
+        f"Within {_CLOSE:g} % of the loss without compression stayed {_listed(parts) if parts else 'no codec'}; "
+        f"{_code(_short(worst.spec))} with {NAMES[worst.optimizer]} {lost}, more than any other."
+    )
+    return asked, ran, held
 
 
 def warning(found: Sequence[Line]) -> list[str]:
@@ -459,7 +458,7 @@ def _code(spec: str) -> str:
 
 
 def _codes(specs: Iterable[str]) -> str:
-    return _listed(map(_code, specs))
+    return _listed(_code(_short(spec)) for spec in specs)
 
 
 def _said(line: Line | None) -> str:
@@ -525,30 +524,28 @@ _LAYOUT = Layout(
 )
 
 
-def page(
-    found: Sequence[Line],
-    tuned: Sequence[dict[str, Any]],
-    pictures: Sequence[Path],
-    record: dict[str, Any],
-    commits: Sequence[str],
-) -> str:
-    """The page for the documentation.
+def page(record: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a record, and its pictures into the folder ``pictures/`` beside it.
 
     Args:
-        found: what rows come to.
-        tuned: rows that learning rates were chosen by.
-        pictures: beside the page, from :func:`draw`; the first is about gaps, the second about errors.
-        record: what :func:`narrowband.report.record.provenance` says.
-        commits: those at which rows were trained.
+        record: what is in ``summary.json``.
+        path: of the page. Where matplotlib is missing, it has pictures only if they are there already.
     """
-    shown = [f"![{_ALT[picture.stem]}]({picture.name})\n" for picture in pictures]
-    out = ["# Optimizers and codecs", "", *(f"{said}\n" for said in conclusion(found)), *shown[:1]]
-    out += ["## What to take", "", _ADVICE, ""]
+    found = lines(record["rows"])
+    folder = path.parent / "pictures" / path.stem
+    if can_plot():
+        draw(found, folder)
+    gaps, errors = (
+        [f"![{alt}](pictures/{path.stem}/{name})", ""] if (folder / name).exists() else [] for name, alt in _ALT.items()
+    )
+    asked, ran, held = conclusion(found)
+    out = ["# Optimizers and codecs", "", f"**What was asked.** {asked}", "", f"**What was run.** {ran}", ""]
+    out += [f"**What held.** {held}", "", *gaps, "## What to take", "", _ADVICE, ""]
     out += [f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | lost most |"]
     out += ["| --- | --- | --- | --- |"]
     for optimizer, _ in _LAYOUT.tables(found):
         out.append(f"| {' | '.join((NAMES[optimizer], *map(_said, recommended(found, optimizer))))} |")
-    out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *shown[1:]]
+    out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *errors]
     out += ["## All codecs", "", _LEGEND, ""]
     for optimizer, own in _LAYOUT.tables(found):
         out += [f"### {NAMES[optimizer]}", "", f"{_caption(ABOUT[optimizer], own)}.", ""]
@@ -557,9 +554,15 @@ def page(
         for line in own:
             first, *rest = (cell(line) for _, cell in _COLUMNS)
             out.append(f"| {' | '.join((_code(first), *rest))} |")
-        out += ["", *(f"- {note}" for note in _whole(own)), ""]
-    out += ["## How it was done", "", *(f"- {said}" for said in _how(tuned))]
-    return "\n".join([*out, *closing([], record, commits)]) + "\n"
+        notes = [f"- {note}" for note in _whole(own)]
+        out += ["", *notes, ""] if notes else [""]
+    out += ["## How it was done", "", *(f"- {said}" for said in _how(record["tuning"])), ""]
+    machine, versions = record["machine"], record["versions"]
+    commits = ", ".join(each[:12] for each in record["commits"])
+    where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
+    out += [f"Command: `{record['command']}`, on {where}, commit {commits}."]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(out) + "\n", encoding="utf-8")
 
 
 _ADVICE = (
@@ -599,7 +602,7 @@ def _how(tuned: Sequence[dict[str, Any]]) -> list[str]:
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-_GAPS, _ERRORS = "optimizers-gaps", "optimizers-errors"
+_GAPS, _ERRORS = "gaps.png", "errors.png"
 _ALT = {
     _GAPS: "Bars: the gap of every codec in per cent, a panel per optimizer",
     _ERRORS: "Points: the gap of every codec over its relative error, a colour per optimizer",
@@ -632,7 +635,7 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(specs)), [_short(spec) for spec in specs])
     panels[0].invert_yaxis()
-    paths = [directory / f"{_GAPS}.png"]
+    paths = [directory / _GAPS]
     figure.savefig(paths[0], dpi=120)
 
     known = [line for line in compressed if line.relative_error and line.gap is not None]
@@ -652,7 +655,7 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
         axes.set_yscale("symlog", linthresh=_CLOSE)
         axes.grid(alpha=0.3)
         axes.legend()
-        paths.append(directory / f"{_ERRORS}.png")
+        paths.append(directory / _ERRORS)
         figure.savefig(paths[1], dpi=120)
     return paths
 
@@ -716,27 +719,16 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     for drawn in table(found, NAMES, _LAYOUT):
         console.print(drawn)
     console.print(_LEGEND, style="dim", highlight=False, markup=False)
-    said = [*conclusion(found), *warning(found)]
-    for sentence in said:
+    for sentence in (*conclusion(found), *warning(found)):
         console.print(sentence, highlight=False, markup=False)
     commits = sorted({str(row["commit"]) for row in (*tuned, *results)})
     written = output / "summary.json"
-    write_json(
-        written,
-        record
-        | {
-            "seeds": list(options.seeds),
-            "commits": commits,
-            "conclusion": said,
-            "tuning": tuned,
-            "lines": [asdict(line) for line in found],
-            "rows": results,
-        },
-    )
-    pictures = draw(found, options.markdown.parent if options.markdown else output) if can_plot() else []
+    record |= {"commits": commits, "tuning": tuned, "lines": [asdict(line) for line in found], "rows": results}
+    write_json(written, record)
     if options.markdown is not None:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(page(found, tuned, pictures, record, commits))
+        page(record, options.markdown)
+    elif can_plot():
+        draw(found, output)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
 
 
