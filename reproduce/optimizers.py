@@ -525,19 +525,15 @@ _LAYOUT = Layout(
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record, and its pictures into the folder ``pictures/`` beside it.
+    """Write the page of a record, with those pictures of :func:`draw` that are in its folder.
 
     Args:
         record: what is in ``summary.json``.
-        path: of the page. Where matplotlib is missing, it has pictures only if they are there already.
+        path: of the page.
     """
     found = lines(record["rows"])
-    folder = path.parent / "pictures" / path.stem
-    if can_plot():
-        draw(found, folder)
-    gaps, errors = (
-        [f"![{alt}](pictures/{path.stem}/{name})", ""] if (folder / name).exists() else [] for name, alt in _ALT.items()
-    )
+    there = {name: (_pictures_of(path) / name).exists() for name in _ALT}
+    gaps, errors = ([f"![{alt}](pictures/{path.stem}/{name})", ""] if there[name] else [] for name, alt in _ALT.items())
     asked, ran, held = conclusion(found)
     out = ["# Optimizers and codecs", "", f"**What was asked.** {asked}", "", f"**What was run.** {ran}", ""]
     out += [f"**What held.** {held}", "", *gaps, "## What to take", "", _ADVICE, ""]
@@ -563,6 +559,11 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     out += [f"Command: `{record['command']}`, on {where}, commit {commits}."]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(out) + "\n", encoding="utf-8")
+
+
+def _pictures_of(page: Path) -> Path:
+    """The folder of a page's pictures."""
+    return page.parent / "pictures" / page.stem
 
 
 _ADVICE = (
@@ -619,22 +620,22 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     tables = [(NAMES[optimizer], own) for optimizer, own in _LAYOUT.tables(compressed)]
     specs = sorted({line.spec for line in compressed}, key=_place)
+    gaps = [line.gap for line in compressed if line.gap is not None]
+    left, right = min([0.0, *gaps]), max([_CLOSE, *gaps])
     figure = Figure(figsize=(11.0, 0.42 * len(specs) + 1.4), layout="constrained")
-    panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(tables), sharey=True, sharex=True, squeeze=False)[0]
     for axes, (name, own) in zip(panels, tables, strict=True):
         for line in own:
             at, gap = specs.index(line.spec), 0.0 if line.gap is None else line.gap
-            colour = "C7" if line.verdict() == "not resolved" else "C0" if line.within(_CLOSE) else "C1"
-            axes.barh(at, gap, color=colour, xerr=line.margin, error_kw={"elinewidth": 0.8, "ecolor": "0.3"})
-            text = "diverged" if line.gap is None else f"{gap:+.1f} %  ({line.ratio:.0f} × less)"
-            axes.annotate(text, (max(gap, 0.0) + (line.margin or 0.0), at), (4, 0), textcoords="offset points",
-                          va="center", fontsize=8)  # fmt: skip
-        axes.set(title=name, xlabel="gap, %")
-        axes.margins(x=0.75)
+            axes.barh(at, gap, color="C0" if line.gap is not None and line.within(_CLOSE) else "C1")
+            said = "diverged" if line.gap is None else f"{round(gap, 1) + 0.0:+.1f} %, {line.ratio:.0f} × less"
+            axes.annotate(said, (max(gap, 0.0), at), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set(title=name, xlabel="gap, %", xlim=(left - 0.02 * right, 2.1 * right))
         axes.axvline(0.0, color="0.3", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(specs)), [_short(spec) for spec in specs])
     panels[0].invert_yaxis()
+    figure.suptitle(f"Held-out loss above that without compression (blue: at most {_CLOSE:g} %)", fontsize=11)
     paths = [directory / _GAPS]
     figure.savefig(paths[0], dpi=120)
 
@@ -725,10 +726,10 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     written = output / "summary.json"
     record |= {"commits": commits, "tuning": tuned, "lines": [asdict(line) for line in found], "rows": results}
     write_json(written, record)
+    if can_plot():
+        draw(found, output if options.markdown is None else _pictures_of(options.markdown))
     if options.markdown is not None:
         page(record, options.markdown)
-    elif can_plot():
-        draw(found, output)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
 
 
