@@ -166,6 +166,14 @@ def test_what_is_recommended_sends_least_within_a_gap():
     assert recommended(lines([*rows, row(SIGN, None)]), "adamw")[2].spec == SIGN
 
 
+def test_where_the_same_error_costs_one_optimizer_more_that_is_said():
+    rows = [row("none", 2.0, optimizer=each) for each in ("adamw", "sgd", "muon")]
+    rows += [row(TOP, 2.01, optimizer="sgd", relative_error=0.9), row(TOP, 2.2, relative_error=0.95)]
+    said = "`topk:density=0.01+ef` had 0.9 with SGD and 0.95 with AdamW, and its gaps were +0.5 % and +10.0 %."
+    assert said in warning(lines(rows))[-1]
+    assert said in warning(lines([*rows, row(TOP, 2.9, optimizer="muon", relative_error=0.5)]))[-1]
+
+
 def test_the_conclusion_names_what_was_kept_with_which_optimizer_and_what_lost_most():
     rows = [row("none", 2.0, optimizer=each) for each in ("adamw", "sgd")]
     rows += [row("fp16", 2.0, optimizer=each) for each in ("adamw", "sgd")]
