@@ -11,8 +11,9 @@ How it is done:
 * every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once, without compression and
   with a seed of its own, from a few (:data:`RATES`); all codecs get the same;
 * a codec's *gap* is how far its held-out loss is above that without compression, of the same seed, in per cent;
-* a gap differs from seed to seed. Its variance over seeds, averaged over all codecs of an optimizer, gives a *margin*:
-  twice the standard error of a mean gap. A gap within the margin is not resolved.
+* a gap differs from seed to seed, so a mean gap has a *margin*: twice its standard error, from the variance of the
+  codec's own gaps over seeds, or of the median codec's of the same optimizer where that is larger, since two or three
+  seeds may be alike by chance. A gap within the margin is not resolved.
 
 Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
 ``--help``.
@@ -291,10 +292,17 @@ class Line:
     steps: int
     base_loss: float | None
 
+    @property
+    def compressed(self) -> bool:
+        """Whether anything was: the statistics have an error then."""
+        return self.relative_error is not None
+
     def verdict(self) -> str:
         """In words."""
         if self.spec == DENSE:
             return NOTHING
+        if not self.compressed:
+            return "not compressed"
         if self.gap is None:
             return "diverged"
         if self.margin is None:
@@ -323,7 +331,9 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
     gaps = {place: [_gap(row, dense) for row in own] for place, own in together.items()}
     found = []
     for optimizer in dict.fromkeys(optimizer for optimizer, _ in together):
-        spread = _spread([own for (kind, spec), own in gaps.items() if kind == optimizer and spec != DENSE])
+        usual = statistics.median(
+            [v for (kind, _), own in gaps.items() if kind == optimizer if (v := _variance(own))] or [0.0]
+        )
         for (kind, spec), own in together.items():
             if kind != optimizer:
                 continue
@@ -335,7 +345,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
                     seeds=tuple(row["seed"] for row in own),
                     loss=_mean([row["loss"] for row in own]),
                     gap=_mean(gaps[optimizer, spec]),
-                    margin=None if spread is None else 2.0 * spread / math.sqrt(len(own)),
+                    margin=_margin(gaps[optimizer, spec], usual),
                     ratio=statistics.mean(row["ratio"] for row in own),
                     relative_error=_mean([row["relative_error"] for row in own]),
                     parameters=own[0]["parameters"],
@@ -353,15 +363,16 @@ def _gap(row: dict[str, Any], dense: dict[tuple[str, int], float | None]) -> flo
     return None if row["loss"] is None or without is None else 100.0 * (row["loss"] / without - 1.0)
 
 
-def _spread(gaps: Sequence[Sequence[float | None]]) -> float | None:
-    """The standard deviation of a codec's gap over seeds, from the variances of all codecs together."""
-    squares, freedom = 0.0, 0
-    for own in gaps:
-        there = [gap for gap in own if gap is not None]
-        if len(there) == len(own) > 1:
-            squares += (len(there) - 1) * statistics.variance(there)
-            freedom += len(there) - 1
-    return math.sqrt(squares / freedom) if freedom else None
+def _variance(gaps: Sequence[float | None]) -> float:
+    """Of a codec's gaps over seeds; 0 where one seed alone was trained, or one diverged."""
+    there = [gap for gap in gaps if gap is not None]
+    return statistics.variance(there) if len(there) == len(gaps) > 1 else 0.0
+
+
+def _margin(gaps: Sequence[float | None], usual: float) -> float | None:
+    """Twice the standard error of the mean gap; ``usual`` is the variance of the median codec's."""
+    variance = max(_variance(gaps), usual)
+    return 2.0 * math.sqrt(variance / len(gaps)) if variance else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -374,7 +385,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
     """What was asked, what was run, what held: a sentence each."""
-    compressed = [line for line in found if line.spec != DENSE]
+    compressed = [line for line in found if line.compressed]
     optimizers = list(dict.fromkeys(line.optimizer for line in found))
     first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
     asked = (
@@ -409,7 +420,7 @@ def warning(found: Sequence[Line]) -> list[str]:
     known = [
         (line, line.relative_error, line.gap)
         for line in found
-        if line.spec != DENSE and line.gap is not None and line.relative_error is not None
+        if line.gap is not None and line.relative_error is not None
     ]
     said = []
     for optimizer in dict.fromkeys(line.optimizer for line, _, _ in known):
@@ -451,7 +462,7 @@ def recommended(found: Sequence[Line], optimizer: str) -> tuple[Line | None, Lin
     """Of the codecs of an optimizer: the one that sends least with a gap of at most one per cent, the same with five,
     and the one that is furthest from no compression.
     """
-    own = [line for line in found if line.optimizer == optimizer and line.spec != DENSE]
+    own = [line for line in found if line.optimizer == optimizer and line.compressed]
 
     def least(most: float) -> Line | None:
         return max((line for line in own if line.within(most)), key=lambda line: line.ratio, default=None)
@@ -506,8 +517,9 @@ _COLUMNS: tuple[Column, ...] = (
 
 _LEGEND = (
     "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far the loss is above that "
-    "without compression of the same seed; the mean over seeds. Margin: twice the standard error of a mean gap, from "
-    "the spread over seeds of all codecs of the optimizer; a gap within the margin is not resolved. Ratio: how many "
+    "without compression of the same seed; the mean over seeds. Margin: twice the standard error of that mean, "
+    "from the spread over seeds of the codec's gaps, or of the median codec's where that is larger; a gap within the "
+    "margin is not resolved. Ratio: how many "
     "times less a rank sends than a dense ring all-reduce does, over all of training. Payloads that all ranks gather "
     "(top-k, sign, dgc) have this ratio with two ranks, and 2/N of it with N. Error: "
     "`handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for a gradient p and what arrives "
@@ -533,7 +545,7 @@ _LAYOUT = Layout(
         (optimizer, [line for line in found if line.optimizer == optimizer])
         for optimizer in dict.fromkeys(line.optimizer for line in found)
     ],
-    columns=lambda _: _COLUMNS,
+    columns=lambda _: [column for column in _COLUMNS if column[0] != "loss"],  # a terminal is narrow
     legend=_LEGEND,
     caption=_caption,
     notes=_whole,
@@ -568,6 +580,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
             out.append(f"| {' | '.join((_code(first), *rest))} |")
         notes = [f"- {note}" for note in _whole(own)]
         out += ["", *notes, ""] if notes else [""]
+        out += [f"{_code(line.spec)}: {_AS_IT_IS}\n" for line in own if line.verdict() == "not compressed"]
     out += ["## How it was done", "", *(f"- {said}" for said in _how(record["tuning"])), ""]
     machine, versions = record["machine"], record["versions"]
     commits = ", ".join(each[:12] for each in record["commits"])
@@ -581,6 +594,11 @@ def _pictures_of(page: Path) -> Path:
     """The folder of a page's pictures."""
     return page.parent / "pictures" / page.stem
 
+
+_AS_IT_IS = (
+    "every gradient was sent as it is. PowerSGD does so where its two factors are not less than half of a matrix; for "
+    "thin matrices such as these adapters that begins at a low rank."
+)
 
 _ADVICE = (
     f"Of the codecs that were tried with an optimizer: the one that sends least with a gap of at most {_CLOSE:g} %, "
@@ -630,7 +648,7 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
     """Gaps as bars, and gaps over relative errors; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    compressed = [line for line in found if line.spec != DENSE]
+    compressed = [line for line in found if line.compressed]
     if not compressed:
         return []
     directory.mkdir(parents=True, exist_ok=True)
@@ -668,7 +686,7 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
                 alpha=0.8,
             )
         axes.axhline(_CLOSE, color="0.5", linewidth=0.8, linestyle="--")
-        axes.set(xlabel="relative error, as the statistics say it", ylabel="gap, %", xscale="log")
+        axes.set(xlabel="relative error, as the statistics say it", ylabel="gap, %")
         axes.set_yscale("symlog", linthresh=_CLOSE)
         axes.grid(alpha=0.3)
         axes.legend()

@@ -118,19 +118,14 @@ def test_the_rate_with_the_lowest_loss_is_chosen():
 
 
 def test_gaps_are_paired_by_seed_and_judged_by_their_spread():
-    rows = [
-        row("none", 2.0),
-        row("none", 4.0, 1),
-        row(BITS, 2.002),
-        row(BITS, 3.996, 1),
-        row(TOP, 2.2),
-        row(TOP, 4.4, 1),
-    ]
-    dense, bits, top = lines(rows)
+    rows = [row("none", 2.0), row("none", 4.0, 1), row("fp16", 2.0), row("fp16", 4.0004, 1)]
+    rows += [row(BITS, 2.002), row(BITS, 3.996, 1), row(TOP, 2.18), row(TOP, 4.44, 1)]
+    dense, half, bits, top = lines(rows)
     assert (bits.gap, top.gap) == pytest.approx((0.0, 10.0))
-    # Gaps of 0.1 and -0.1 have a variance of 0.02, those of top-k none; two codecs, two seeds.
-    assert bits.margin == top.margin == pytest.approx(2 * math.sqrt(0.01) / math.sqrt(2))
-    assert [line.verdict() for line in (dense, bits, top)] == ["–", "not resolved", "worse"]
+    # Gaps of 0.1 and -0.1 have a variance of 0.02. They are the median codec's; those of 9 and 11 have a larger one.
+    assert half.margin == bits.margin == pytest.approx(2 * math.sqrt(0.02 / 2))
+    assert top.margin == pytest.approx(2 * math.sqrt(2 / 2))
+    assert [line.verdict() for line in (dense, half, bits, top)] == ["–", "not resolved", "not resolved", "worse"]
     assert one(lines([*rows, row(SIGN, 1.8), row(SIGN, 3.6, 1)]), SIGN).verdict() == "better"
 
 
@@ -156,6 +151,14 @@ def test_a_row_that_diverged_has_no_gap_and_does_not_widen_margins():
     found = lines(rows)
     assert (one(found, TOP).gap, one(found, TOP).verdict()) == (None, "diverged")
     assert one(found, BITS).margin == pytest.approx(0.2)
+
+
+def test_what_was_sent_as_it_is_is_no_recommendation():
+    whole = "powersgd:rank=4"
+    found = lines([row("none", 2.0), row(whole, 2.0, relative_error=None, ratio=1.0), row(SIGN, 2.5)])
+    assert one(found, whole).verdict() == "not compressed"
+    assert [line and line.spec for line in recommended(found, "adamw")] == [None, None, SIGN]
+    assert "powersgd" not in conclusion(found)[2]
 
 
 def test_what_is_recommended_sends_least_within_a_gap():
