@@ -370,9 +370,8 @@ def _variance(gaps: Sequence[float | None]) -> float:
 
 
 def _margin(gaps: Sequence[float | None], usual: float) -> float | None:
-    """Twice the standard error of the mean gap; ``usual`` is the variance of the median codec's."""
-    variance = max(_variance(gaps), usual)
-    return 2.0 * math.sqrt(variance / len(gaps)) if variance else None
+    """Twice the standard error of the mean gap, of two seeds or more; ``usual``: the variance of the median codec's."""
+    return 2.0 * math.sqrt(max(_variance(gaps), usual) / len(gaps)) if len(gaps) > 1 else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -491,7 +490,8 @@ def _codes(specs: Iterable[str]) -> str:
 def _said(line: Line | None) -> str:
     if line is None:
         return NOTHING
-    gap = "diverged" if line.gap is None else f"{line.gap:+.2f} %"
+    margin = "" if line.margin is None else f" ± {line.margin:.1f}"
+    gap = "diverged" if line.gap is None else f"{line.gap:+.1f}{margin} %"
     return f"{_code(_short(line.spec))}: {line.ratio:.1f} times less, {gap}"
 
 
@@ -602,7 +602,7 @@ _AS_IT_IS = (
 
 _ADVICE = (
     f"Of the codecs that were tried with an optimizer: the one that sends least with a gap of at most {_CLOSE:g} %, "
-    f"the one that sends least with at most {_NEAR:g} %, and the one that lost most."
+    f"the one that sends least with at most {_NEAR:g} %, and the one that lost most; the gap with its margin."
 )
 
 
@@ -688,6 +688,11 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
         axes.axhline(_CLOSE, color="0.5", linewidth=0.8, linestyle="--")
         axes.set(xlabel="relative error, as the statistics say it", ylabel="gap, %")
         axes.set_yscale("symlog", linthresh=_CLOSE)
+        ticks = [
+            tick for tick in (-1, 0, 1, 3, 10, 30, 100) if tick <= max(_CLOSE, *(line.gap or 0.0 for line in known))
+        ]
+        axes.set_yticks(ticks, map(str, ticks))
+        axes.margins(y=0.1)
         axes.grid(alpha=0.3)
         axes.legend()
         paths.append(directory / _ERRORS)
