@@ -214,17 +214,7 @@ def test_a_quick_run_trains_all_optimizers_on_real_ranks_and_goes_on_from_what_i
     arguments += ["--data-dir", str(tmp_path / "data"), "--output", str(tmp_path / "out")]
     assert main([*arguments, "--markdown", str(tmp_path / "page.md")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert {
-        "command",
-        "commit",
-        "machine",
-        "versions",
-        "seed",
-        "conclusion",
-        "tuning",
-        "lines",
-        "rows",
-    } <= summary.keys()
+    assert {"command", "commit", "machine", "versions", "seed", "tuning", "lines", "rows"} <= summary.keys()
     found = {(line["optimizer"], line["spec"]): line for line in summary["lines"]}
     ran = dgc.format(warmup=1)
     assert set(found) == {*((each, spec) for each in NAMES for spec in ("none", TOP)), ("sgd", ran)}
