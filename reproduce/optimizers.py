@@ -61,7 +61,7 @@ ABOUT: dict[str, str] = {
         f"embeddings, head, norms and biases AdamW as above, at a learning rate of {ADAMW_LR:g}"
     ),
     "lora": (
-        "adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and "
+        "Adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and "
         "0.999, without weight decay"
     ),
 }
