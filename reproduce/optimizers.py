@@ -407,9 +407,16 @@ def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
     ]
     worst = max(compressed, key=lambda line: math.inf if line.gap is None else line.gap)
     lost = "diverged" if worst.gap is None else f"lost {worst.gap:.1f} %"
+    rough = []
+    for optimizer in optimizers:
+        margins = [line.margin for line in compressed if line.optimizer == optimizer and line.margin is not None]
+        if margins and min(margins) > _CLOSE:
+            rough.append(f"with {NAMES[optimizer]} gaps below {min(margins):.1f} % are not resolved")
     held = (
-        f"Within {_CLOSE:g} % of the loss without compression stayed {_listed(parts) if parts else 'no codec'}; "
-        f"{_code(_short(worst.spec))} with {NAMES[worst.optimizer]} {lost}, more than any other."
+        f"The mean gap to the loss without compression was at most {_CLOSE:g} % for "
+        f"{_listed(parts) if parts else 'no codec'}; "
+        + "".join(f"{said}; " for said in rough)
+        + f"{_code(_short(worst.spec))} with {NAMES[worst.optimizer]} {lost}, more than any other."
     )
     return asked, ran, held
 
@@ -429,8 +436,9 @@ def warning(found: Sequence[Line]) -> list[str]:
     sentences = []
     if said:
         sentences.append(
-            f"Rank correlation of `relative_error` with the gap, over codecs: {', '.join(said)}. 1 would mean that of "
-            "two codecs the one with the larger error always lost more; 0, that error and gap are unrelated."
+            "Rank correlation of the gap with `handle.stats().total.relative_error`, over codecs: "
+            f"{', '.join(said)}. 1 would mean that of two codecs the one with the larger error always lost more; 0, "
+            "that error and gap are unrelated."
         )
     lost = [error for line, error, _ in known if not line.within(_CLOSE)]
     if lost:
@@ -625,6 +633,7 @@ def _how(tuned: Sequence[dict[str, Any]]) -> list[str]:
             "enters the velocity (`clip=1`)."
         ),
         f"Learning rates that were tried without compression, and the held-out loss (seed {first['seed']}): {rates}.",
+        "A codec might lose less at a learning rate of its own, or in longer training; neither was tried.",
         (
             f"Tensors of fewer than {MIN_NUMEL} elements, biases and norms travel uncompressed; in a model this small "
             "they are much of what is sent where the rest is compressed most."
