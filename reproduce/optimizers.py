@@ -665,20 +665,23 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
     specs = sorted({line.spec for line in compressed}, key=_place)
     gaps = [line.gap for line in compressed if line.gap is not None]
     left, right = min([0.0, *gaps]), max([_CLOSE, *gaps])
-    figure = Figure(figsize=(11.0, 0.42 * len(specs) + 1.4), layout="constrained")
-    panels = figure.subplots(1, len(tables), sharey=True, sharex=True, squeeze=False)[0]
-    for axes, (name, own) in zip(panels, tables, strict=True):
+    high = math.ceil(len(tables) / 2)
+    figure = Figure(figsize=(8.0, high * (0.26 * len(specs) + 0.8) + 0.4), layout="constrained")
+    panels = figure.subplots(high, min(2, len(tables)), sharey=True, sharex=True, squeeze=False).flatten().tolist()
+    for axes in panels[len(tables) :]:
+        axes.remove()
+    for axes, (name, own) in zip(panels, tables, strict=False):
         for line in own:
             at, gap = specs.index(line.spec), 0.0 if line.gap is None else line.gap
             axes.barh(at, gap, color="C0" if line.gap is not None and line.within(_CLOSE) else "C1")
             said = "diverged" if line.gap is None else f"{round(gap, 1) + 0.0:+.1f} %, {line.ratio:.0f} × less"
-            axes.annotate(said, (max(gap, 0.0), at), (4, 0), textcoords="offset points", va="center", fontsize=8)
-        axes.set(title=name, xlabel="gap, %", xlim=(left - 0.02 * right, 2.1 * right))
+            axes.annotate(said, (max(gap, 0.0), at), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.set(title=name, xlim=(left - 0.02 * right, 2.1 * right))
         axes.axvline(0.0, color="0.3", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(specs)), [_short(spec) for spec in specs])
     panels[0].invert_yaxis()
-    figure.suptitle(f"Held-out loss above that without compression (blue: at most {_CLOSE:g} %)", fontsize=11)
+    figure.supxlabel(f"held-out loss above that without compression, % (blue: at most {_CLOSE:g})", fontsize=10)
     paths = [directory / _GAPS]
     figure.savefig(paths[0], dpi=120)
 
