@@ -112,19 +112,23 @@ def mnist(directory: Path | None = None) -> Images:
     return _images("mnist", directory, functools.partial(_decoded, column="image", mode="L", side=28))
 
 
-def tiny_shakespeare(directory: Path | None = None) -> Text:
+def tiny_shakespeare(directory: Path | None = None, *, as_bytes: bool = False) -> Text:
     """Tiny shakespeare (Karpathy 2015): 1.1 million characters; the last tenth is held out.
 
-    Ids are the characters' places among those that occur, sorted.
+    Args:
+        directory: the data folder; None: as the module says.
+        as_bytes: ids are the bytes themselves, as those of :func:`wikitext2`; otherwise the characters' places among
+            those that occur, sorted.
 
     Raises:
         FileNotFoundError: the file is not to be had; says how it could be.
     """
     file = locate("tinyshakespeare/input.txt", directory)
-    characters, ids = np.unique(np.frombuffer(file.read_bytes(), dtype=np.uint8), return_inverse=True)
-    tokens = torch.from_numpy(ids.astype(np.uint8))
+    read = np.frombuffer(file.read_bytes(), dtype=np.uint8)
+    characters, ids = np.unique(read, return_inverse=True)
+    tokens = torch.from_numpy(read.copy() if as_bytes else ids.astype(np.uint8))
     cut = int(_TRAINED_ON * tokens.numel())
-    return Text(tokens[:cut], tokens[cut:], len(characters), _digest([file]))
+    return Text(tokens[:cut], tokens[cut:], 256 if as_bytes else len(characters), _digest([file]))
 
 
 def wikitext2(directory: Path | None = None) -> Text:

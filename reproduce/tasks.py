@@ -203,7 +203,7 @@ class Language(Task):
 
     metric = "held-out perplexity"
     higher_is_better = False
-    length: ClassVar[int]
+    length: int
 
     def __init__(self, batch: int, seed: int, rank: int, world_size: int, text: Text) -> None:
         super().__init__(batch, seed, rank, world_size)

@@ -98,6 +98,9 @@ def test_characters_become_ids_and_the_end_is_held_out(tmp_path):
     assert text.vocabulary == len(characters)
     assert text.train.numel() == int(0.9 * len(PLAY * 10))
     assert "".join(characters[i] for i in [*text.train.tolist(), *text.heldout.tolist()]) == PLAY * 10
+    plain = data.tiny_shakespeare(tmp_path, as_bytes=True)
+    assert bytes([*plain.train.tolist(), *plain.heldout.tolist()]).decode() == PLAY * 10
+    assert (plain.vocabulary, plain.train.numel()) == (256, text.train.numel())
 
 
 def test_wikitext_is_trained_on_its_validation_split(tmp_path):

@@ -1,0 +1,788 @@
+"""Which codec goes with which optimizer? A small GPT, trained by four optimizers, with and without compression.
+
+The optimizer decides what becomes of a codec's error. AdamW divides every element by a running size of its gradient.
+SGD adds up what arrives. Muon makes all directions of a matrix equally large. LoRA has thin matrices only. No paper is
+reproduced here: rows answer the question for one small model, on two ranks of this machine.
+
+How it is done:
+
+* the model learns bytes of tiny shakespeare; with LoRA, adapters learn them, on a base that was trained for a short
+  while on bytes of WikiText-2;
+* every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once, without compression and
+  with a seed of its own, from a few (:data:`RATES`); all codecs get the same;
+* a codec's *gap* is how far its held-out loss is above that without compression, of the same seed, in per cent;
+* a gap differs from seed to seed, so a mean gap has a *margin*: twice its standard error, from the variance of the
+  codec's own gaps over seeds, or of the median codec's of the same optimizer where that is larger, since two or three
+  seeds may be alike by chance. A gap within the margin is not resolved.
+
+Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
+``--help``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from narrowband.adapt import correlation
+from narrowband.bench.ranks import Loopback, run_ranks
+from narrowband.report.plots import can_plot
+from narrowband.report.record import commit, provenance, write_json
+from narrowband.report.units import format_seconds
+from reproduce.command import command_line, progress
+from reproduce.data import locate
+from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
+from reproduce.report import NOTHING, Column, Layout, table
+from reproduce.training import key
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["ABOUT", "RATES", "SPECS", "Line", "Options", "chosen_rates", "draw", "lines", "main", "page", "run"]
+
+_MODULE = "optimizers"
+DENSE = "none"
+
+#: What each optimizer is called, and its settings.
+NAMES: dict[str, str] = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "lora": "LoRA"}
+ABOUT: dict[str, str] = {
+    "adamw": "AdamW with betas 0.9 and 0.95, weight decay 0.1 on matrices",
+    "sgd": "SGD with momentum 0.9, weight decay 0.0001; with `dgc`, `nb.DGCSGD` with the same settings",
+    "muon": (
+        "`torch.optim.Muon` for the matrices of the blocks, with momentum 0.95 (Nesterov's) and weight decay 0.1; for "
+        f"embeddings, head, norms and biases AdamW as above, at a learning rate of {ADAMW_LR:g}"
+    ),
+    "lora": (
+        "Adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and "
+        "0.999, without weight decay"
+    ),
+}
+
+#: Learning rates that are tried without compression.
+RATES: dict[str, tuple[float, ...]] = {
+    "adamw": (0.001, 0.003, 0.01, 0.03),
+    "sgd": (0.1, 0.3, 1.0),
+    "muon": (0.01, 0.02, 0.04, 0.08, 0.16),
+    "lora": (0.003, 0.01, 0.03),
+}
+
+#: What gradients are compressed with; and what is for momentum before the wire, so for SGD alone.
+SPECS: tuple[str, ...] = (
+    DENSE,
+    "fp16",
+    "uniform:bits=8",
+    "qsgd:bits=4",
+    "powersgd:rank=4",
+    "sign+ef",
+    "topk:density=0.04,values=int8+ef",
+    "topk:density=0.01+ef",
+)
+_OF_SGD: tuple[str, ...] = (
+    "dgc:density=0.01,clip=1,warmup_steps={warmup}",
+    "dgc:density=0.01,clip=1,warmup_steps={warmup},accumulate=steps",
+)
+
+#: The seed with which learning rates are chosen: none of those that gaps are about.
+_TUNING_SEED = 1000
+
+#: Gaps, in per cent, that recommendations are about.
+_CLOSE, _NEAR = 1.0, 5.0
+
+#: Codecs of an optimizer from which a rank correlation says something; and a share by which two errors may differ that
+#: are called alike.
+_RANKED = 4
+_ALIKE = 0.1
+
+SIZES: dict[str, dict[str, int]] = {
+    "small": {},
+    "medium": {"dim": 192, "blocks": 4, "heads": 6, "sequence": 128, "steps": 1000, "base_steps": 1000},
+    "tiny": {
+        "dim": 16,
+        "blocks": 1,
+        "heads": 2,
+        "sequence": 16,
+        "batch": 8,
+        "steps": 6,
+        "base_steps": 4,
+        "limit": 20_000,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which codec goes with AdamW, SGD, Muon and LoRA? Trains a small GPT with each, without and with compression.
+
+    Rows that are finished are kept, each as soon as it is done: after Ctrl-C, the same command goes on from there.
+    """
+
+    optimizers: tuple[Optimizer, ...] = get_args(Optimizer)
+    """Only these."""
+    specs: tuple[str, ...] = ()
+    """Only these specs, beside none; all when left out."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds; each codec is compared with none of the same seed."""
+    size: Literal["small", "medium"] = "small"
+    """Of model and training: small takes half an hour of one core, medium hours."""
+    nodes: int = 2
+    """Ranks on this machine."""
+    data_dir: Path | None = None
+    """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
+    output: Path | None = None
+    """Directory of the results; reproduce/results/optimizers when left out."""
+    resume: bool = True
+    """Take rows that an earlier run finished."""
+    recorded: bool = False
+    """Train nothing: tables of the rows that are finished."""
+    quick: bool = False
+    """A tiny model, six steps, two codecs, one learning rate: to see in seconds that everything works."""
+    markdown: Path | None = None
+    """Also write the page for the documentation to this file, with pictures beside it."""
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def tuning(options: Options) -> list[Row]:
+    """Rows without compression, one for every learning rate that is tried."""
+    size = SIZES["tiny" if options.quick else options.size]
+    return [
+        Row(optimizer, DENSE, lr, seed=_TUNING_SEED, **size)
+        for optimizer in options.optimizers
+        for lr in RATES[optimizer][: 1 if options.quick else None]
+    ]
+
+
+def chosen_rates(results: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """For each optimizer the learning rate with the lowest held-out loss.
+
+    Raises:
+        ValueError: an optimizer's training diverged with all of them.
+    """
+    best: dict[str, tuple[float, float]] = {}
+    for result in results:
+        loss = math.inf if result["loss"] is None else result["loss"]
+        best[result["optimizer"]] = min(best.get(result["optimizer"], (math.inf, math.inf)), (loss, result["lr"]))
+    for optimizer, (loss, _) in best.items():
+        if not math.isfinite(loss):
+            raise ValueError(f"{optimizer}: training diverged with every learning rate of {RATES[optimizer]}")
+    return {optimizer: lr for optimizer, (_, lr) in best.items()}
+
+
+def compared(options: Options, rates: dict[str, float]) -> list[Row]:
+    """Rows that are compared, seed by seed.
+
+    Raises:
+        ValueError: a spec that is not among them.
+    """
+    there = (*SPECS, *_OF_SGD)
+    for spec in options.specs:
+        if spec not in there:
+            raise ValueError(f"{_MODULE} has no spec {spec!r}; there are: {'; '.join(there)}")
+    size = SIZES["tiny" if options.quick else options.size]
+    wanted = options.specs or (("fp16", "topk:density=0.01+ef") if options.quick else there)
+    return [
+        Row(optimizer, spec, rates[optimizer], seed=seed, **size)
+        for seed in options.seeds
+        for optimizer in options.optimizers
+        if optimizer in rates
+        for spec in ((*SPECS, *_OF_SGD) if optimizer == "sgd" else SPECS)
+        if spec == DENSE or spec in wanted
+    ]
+
+
+def run(
+    rows: Sequence[Row],
+    directory: Path,
+    *,
+    nodes: int,
+    data_dir: Path | None = None,
+    resume: bool = True,
+    recorded: bool = False,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Train rows one after the other and return what each came to; see :func:`reproduce.optimizers_ranks.train`.
+
+    Args:
+        rows: trained in this order.
+        directory: finished rows are kept in its ``rows/``.
+        nodes: ranks on this machine.
+        data_dir: the data folder, see :mod:`reproduce.data`.
+        resume: take rows that an earlier run finished.
+        recorded: take these only, and train nothing.
+        on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}`` and
+            ``{"event": "row", "row": …, "result": …}``.
+
+    Raises:
+        FileNotFoundError: data is missing.
+        RankError: a rank ended early.
+    """
+    digest = {kind: _digest(kind, data_dir) for kind in {row.optimizer == "lora" for row in rows}}
+    kept = [directory / "rows" / f"{key(row, nodes, digest[row.optimizer == 'lora'])}.json" for row in rows]
+    results: dict[int, dict[str, Any]] = {}
+    for number, path in enumerate(kept):
+        if (resume or recorded) and path.exists():
+            results[number] = json.loads(path.read_text())
+            on_event({"event": "row", "row": number, "result": results[number]})
+
+    def note(event: dict[str, Any]) -> None:
+        if event["event"] == "row":
+            results[event["row"]] = event["result"]
+            write_json(kept[event["row"]], event["result"])
+        on_event(event)
+
+    missing = [[number, asdict(row)] for number, row in enumerate(rows) if number not in results]
+    if missing and not recorded:
+        config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit(), "rows": missing}
+        run_ranks("reproduce.optimizers_ranks", config, Loopback(nodes), note)
+    return [results[number] for number in sorted(results)]
+
+
+def _digest(with_base: bool, data_dir: Path | None) -> str:
+    """Of the files that a row reads."""
+    digest = hashlib.sha256()
+    base = ("wikitext2/validation.parquet", "wikitext2/test.parquet") if with_base else ()
+    for name in ("tinyshakespeare/input.txt", *base):
+        digest.update(locate(name, data_dir).read_bytes())
+    return digest.hexdigest()
+
+
+# ---- what they come to -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One optimizer with one spec, over its seeds.
+
+    Attributes:
+        optimizer: of the rows.
+        spec: of the rows.
+        lr: of the rows.
+        seeds: one per row, each of which has one without compression.
+        loss: held out, nats per byte; the mean over seeds; None where one diverged.
+        gap: how far the loss is above that without compression, in per cent; the mean over seeds; None as above.
+        margin: a mean gap below it is not told from none, in per cent; None where one seed alone was trained.
+        ratio: how many times less was sent than by a ring all-reduce without compression.
+        relative_error: what the statistics said last; the mean over seeds.
+        parameters: that are trained.
+        nodes: ranks.
+        steps: of training.
+        base_loss: before the first step, where a base is adapted.
+    """
+
+    optimizer: str
+    spec: str
+    lr: float
+    seeds: tuple[int, ...]
+    loss: float | None
+    gap: float | None
+    margin: float | None
+    ratio: float
+    relative_error: float | None
+    parameters: int
+    nodes: int
+    steps: int
+    base_loss: float | None
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything was: the statistics have an error then."""
+        return self.relative_error is not None
+
+    def verdict(self) -> str:
+        """In words."""
+        if self.spec == DENSE:
+            return NOTHING
+        if not self.compressed:
+            return "not compressed"
+        if self.gap is None:
+            return "diverged"
+        if self.margin is None:
+            return "one seed"
+        if abs(self.gap) <= self.margin:
+            return "not resolved"
+        return "worse" if self.gap > 0 else "better"
+
+    def within(self, most: float) -> bool:
+        """Whether the loss is no further above that without compression than so many per cent."""
+        return self.gap is not None and self.gap <= most
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
+    """Rows put together by optimizer and spec, in order of appearance; rows without one to compare with are left out.
+
+    Example:
+        >>> [line.verdict() for line in lines(rows)]
+        ['–', 'not resolved', 'worse']
+    """
+    dense = {(row["optimizer"], row["seed"]): row["loss"] for row in rows if row["spec"] == DENSE}
+    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if dense.get((row["optimizer"], row["seed"])) is not None:
+            together.setdefault((row["optimizer"], row["spec"]), []).append(row)
+    gaps = {place: [_gap(row, dense) for row in own] for place, own in together.items()}
+    found = []
+    for optimizer in dict.fromkeys(optimizer for optimizer, _ in together):
+        usual = statistics.median(
+            [v for (kind, _), own in gaps.items() if kind == optimizer if (v := _variance(own))] or [0.0]
+        )
+        for (kind, spec), own in together.items():
+            if kind != optimizer:
+                continue
+            found.append(
+                Line(
+                    optimizer=optimizer,
+                    spec=spec,
+                    lr=own[0]["lr"],
+                    seeds=tuple(row["seed"] for row in own),
+                    loss=_mean([row["loss"] for row in own]),
+                    gap=_mean(gaps[optimizer, spec]),
+                    margin=_margin(gaps[optimizer, spec], usual),
+                    ratio=statistics.mean(row["ratio"] for row in own),
+                    relative_error=_mean([row["relative_error"] for row in own]),
+                    parameters=own[0]["parameters"],
+                    nodes=own[0]["nodes"],
+                    steps=own[0]["steps"],
+                    base_loss=_mean([row["base_loss"] for row in own]),
+                )
+            )
+    return found
+
+
+def _gap(row: dict[str, Any], dense: dict[tuple[str, int], float | None]) -> float | None:
+    """How far a row's loss is above that without compression, of the same seed, in per cent."""
+    without = dense[row["optimizer"], row["seed"]]
+    return None if row["loss"] is None or without is None else 100.0 * (row["loss"] / without - 1.0)
+
+
+def _variance(gaps: Sequence[float | None]) -> float:
+    """Of a codec's gaps over seeds; 0 where one seed alone was trained, or one diverged."""
+    there = [gap for gap in gaps if gap is not None]
+    return statistics.variance(there) if len(there) == len(gaps) > 1 else 0.0
+
+
+def _margin(gaps: Sequence[float | None], usual: float) -> float | None:
+    """Twice the standard error of the mean gap, of two seeds or more; ``usual``: the variance of the median codec's."""
+    return 2.0 * math.sqrt(max(_variance(gaps), usual) / len(gaps)) if len(gaps) > 1 else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.mean(there) if len(there) == len(values) else None
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
+    """What was asked, what was run, what held: a sentence each."""
+    compressed = [line for line in found if line.compressed]
+    optimizers = list(dict.fromkeys(line.optimizer for line in found))
+    first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
+    asked = (
+        f"Which codecs train as well as no compression with {_listed([NAMES[each] for each in optimizers])}, and which "
+        "number of the statistics warns when one does not?"
+    )
+    ran = (
+        f"A small GPT learned bytes of tiny shakespeare on {first.nodes} ranks, for {first.steps} steps, with "
+        f"{_seeds(seeds)}: every optimizer at the learning rate that is best for it without compression, and every "
+        "codec at the same."
+    )
+    if not compressed:
+        return asked, ran, "Nothing was compressed."
+    own = {line.spec: [each for each in compressed if each.spec == line.spec] for line in compressed}
+    kept = {spec: [NAMES[line.optimizer] for line in rows if line.within(_CLOSE)] for spec, rows in own.items()}
+    whole = [spec for spec, names in kept.items() if len(names) == len(optimizers)]
+    parts = [f"{_codes(whole)} with every optimizer"] if whole else []
+    parts += [
+        f"{_code(_short(spec))} with {_listed(names)}" for spec, names in kept.items() if names and spec not in whole
+    ]
+    worst = max(compressed, key=lambda line: math.inf if line.gap is None else line.gap)
+    lost = "diverged" if worst.gap is None else f"lost {worst.gap:.1f} %"
+    rough = []
+    for optimizer in optimizers:
+        margins = [line.margin for line in compressed if line.optimizer == optimizer and line.margin is not None]
+        if margins and min(margins) > _CLOSE:
+            rough.append(f"with {NAMES[optimizer]} gaps below {min(margins):.1f} % are not resolved")
+    held = (
+        f"The mean gap to the loss without compression was at most {_CLOSE:g} % for "
+        f"{_listed(parts) if parts else 'no codec'}; "
+        + "".join(f"{said}; " for said in rough)
+        + f"{_code(_short(worst.spec))} with {NAMES[worst.optimizer]} {lost}, more than any other."
+    )
+    return asked, ran, held
+
+
+def warning(found: Sequence[Line]) -> list[str]:
+    """What the relative error of the statistics had to do with gaps, in sentences; none where few rows have both."""
+    known = [
+        (line, line.relative_error, line.gap)
+        for line in found
+        if line.gap is not None and line.relative_error is not None
+    ]
+    said = []
+    for optimizer in dict.fromkeys(line.optimizer for line, _, _ in known):
+        errors, gaps = zip(*((error, gap) for line, error, gap in known if line.optimizer == optimizer), strict=True)
+        if len(errors) >= _RANKED:
+            said.append(f"{NAMES[optimizer]} {correlation(errors, gaps)[1]:.2f}")
+    sentences = []
+    if said:
+        sentences.append(
+            "Rank correlation of the gap with `handle.stats().total.relative_error`, over codecs: "
+            f"{', '.join(said)}. 1 would mean that of two codecs the one with the larger error always lost more; 0, "
+            "that error and gap are unrelated."
+        )
+    lost = [error for line, error, _ in known if not line.within(_CLOSE)]
+    if lost:
+        above = [line for line, error, _ in known if error >= min(lost)]
+        spared = [f"{_code(_short(line.spec))} with {NAMES[line.optimizer]}" for line in above if line.within(_CLOSE)]
+        sentences.append(
+            f"Below a relative error of {min(lost):.2g} nothing lost more than {_CLOSE:g} %. At or above it "
+            f"{len(above) - len(spared)} of {len(above)} did{f'; these did not: {_listed(spared)}' if spared else ''}."
+        )
+    alike = [
+        (much - little, one, other)
+        for one, error, little in known
+        for other, theirs, much in known
+        if one.spec == other.spec and abs(error - theirs) <= _ALIKE * max(error, theirs)
+        if little <= _CLOSE < much
+    ]
+    if alike:
+        _, one, other = max(alike, key=lambda pair: pair[0])
+        sentences.append(
+            f"The same error costs one optimizer more than another: {_code(_short(one.spec))} had "
+            f"{one.relative_error:.2g} with {NAMES[one.optimizer]} and {other.relative_error:.2g} with "
+            f"{NAMES[other.optimizer]}, and its gaps were {one.gap:+.1f} % and {other.gap:+.1f} %."
+        )
+    return sentences
+
+
+def recommended(found: Sequence[Line], optimizer: str) -> tuple[Line | None, Line | None, Line | None]:
+    """Of the codecs of an optimizer: the one that sends least with a gap of at most one per cent, the same with five,
+    and the one that is furthest from no compression.
+    """
+    own = [line for line in found if line.optimizer == optimizer and line.compressed]
+
+    def least(most: float) -> Line | None:
+        return max((line for line in own if line.within(most)), key=lambda line: line.ratio, default=None)
+
+    furthest = max(own, key=lambda line: math.inf if line.gap is None else line.gap, default=None)
+    return least(_CLOSE), least(_NEAR), furthest
+
+
+def _listed(words: Iterable[Any]) -> str:
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {_listed(seeds)}"
+
+
+def _code(spec: str) -> str:
+    return f"`{spec}`"
+
+
+def _codes(specs: Iterable[str]) -> str:
+    return _listed(_code(_short(spec)) for spec in specs)
+
+
+def _said(line: Line | None) -> str:
+    if line is None:
+        return NOTHING
+    margin = "" if line.margin is None else f" ± {line.margin:.1f}"
+    gap = "diverged" if line.gap is None else f"{line.gap:+.1f}{margin} %"
+    return f"{_code(_short(line.spec))}: {line.ratio:.1f} times less, {gap}"
+
+
+def _short(spec: str) -> str:
+    """A spec without the settings that all of its kind have here."""
+    return re.sub(r",clip=1,warmup_steps=[^,]*", "", spec)
+
+
+def _figure(form: str, value: float | None) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+#: A heading, and what the column says of a line.
+_COLUMNS: tuple[Column, ...] = (
+    ("spec", lambda line: _short(line.spec)),
+    ("loss", lambda line: "diverged" if line.loss is None else f"{line.loss:.3f}"),
+    ("gap, %", lambda line: NOTHING if line.spec == DENSE else _figure("+.2f", line.gap)),
+    ("margin", lambda line: NOTHING if line.spec == DENSE else _figure(".2f", line.margin)),
+    ("verdict", Line.verdict),
+    ("ratio", lambda line: f"{line.ratio:.1f}"),
+    ("error", lambda line: _figure(".2g", line.relative_error)),
+)
+
+_LEGEND = (
+    "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far the loss is above that "
+    "without compression of the same seed; the mean over seeds. Margin: twice the standard error of that mean, "
+    "from the spread over seeds of the codec's gaps, or of the median codec's where that is larger; a gap within the "
+    "margin is not resolved. Ratio: how many "
+    "times less a rank sends than a dense ring all-reduce does, over all of training. Payloads that all ranks gather "
+    "(top-k, sign, dgc) have this ratio with two ranks, and 2/N of it with N. Error: "
+    "`handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for a gradient p and what arrives "
+    "of it, C(p). With error feedback p includes what was owed."
+)
+
+
+def _caption(title: str, own: Sequence[Line]) -> str:
+    base = "" if own[0].base_loss is None else f"; the base without adapters has a loss of {own[0].base_loss:.3f}"
+    return (
+        f"{title}; learning rate {own[0].lr:g}, {own[0].parameters:,} parameters that are trained, {own[0].steps} "
+        f"steps, {own[0].nodes} ranks, {_seeds(own[0].seeds)}{base}"
+    )
+
+
+def _whole(own: Sequence[Line]) -> list[str]:
+    """Specs that a table shows without some of their settings."""
+    return [f"{_short(line.spec)}: `{line.spec}`" for line in own if line.spec != _short(line.spec)]
+
+
+_LAYOUT = Layout(
+    tables=lambda found: [
+        (optimizer, [line for line in found if line.optimizer == optimizer])
+        for optimizer in dict.fromkeys(line.optimizer for line in found)
+    ],
+    columns=lambda _: [column for column in _COLUMNS if column[0] != "loss"],  # a terminal is narrow
+    legend=_LEGEND,
+    caption=_caption,
+    notes=_whole,
+)
+
+
+def page(record: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a record, with those pictures of :func:`draw` that are in its folder.
+
+    Args:
+        record: what is in ``summary.json``.
+        path: of the page.
+    """
+    found = lines(record["rows"])
+    there = {name: (_pictures_of(path) / name).exists() for name in _ALT}
+    gaps, errors = ([f"![{alt}](pictures/{path.stem}/{name})", ""] if there[name] else [] for name, alt in _ALT.items())
+    asked, ran, held = conclusion(found)
+    out = ["# Optimizers and codecs", "", f"**What was asked.** {asked}", "", f"**What was run.** {ran}", ""]
+    out += [f"**What held.** {held}", "", *gaps, "## What to take", "", _ADVICE, ""]
+    out += [f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | lost most |"]
+    out += ["| --- | --- | --- | --- |"]
+    for optimizer, _ in _LAYOUT.tables(found):
+        out.append(f"| {' | '.join((NAMES[optimizer], *map(_said, recommended(found, optimizer))))} |")
+    out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *errors]
+    out += ["## All codecs", "", _LEGEND, ""]
+    for optimizer, own in _LAYOUT.tables(found):
+        out += [f"### {NAMES[optimizer]}", "", f"{_caption(ABOUT[optimizer], own)}.", ""]
+        out += [f"| {' | '.join(heading for heading, _ in _COLUMNS)} |"]
+        out += ["| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
+        for line in own:
+            first, *rest = (cell(line) for _, cell in _COLUMNS)
+            out.append(f"| {' | '.join((_code(first), *rest))} |")
+        notes = [f"- {note}" for note in _whole(own)]
+        out += ["", *notes, ""] if notes else [""]
+        out += [f"{_code(line.spec)}: {_AS_IT_IS}\n" for line in own if line.verdict() == "not compressed"]
+    out += ["## How it was done", "", *(f"- {said}" for said in _how(record["tuning"])), ""]
+    machine, versions = record["machine"], record["versions"]
+    commits = ", ".join(each[:12] for each in record["commits"])
+    where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
+    out += [f"Command: `{record['command']}`, on {where}, commit {commits}."]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(out) + "\n", encoding="utf-8")
+
+
+def _pictures_of(page: Path) -> Path:
+    """The folder of a page's pictures."""
+    return page.parent / "pictures" / page.stem
+
+
+_AS_IT_IS = (
+    "every gradient was sent as it is. PowerSGD does so where its two factors are not less than half of a matrix; for "
+    "thin matrices such as these adapters that begins at a low rank."
+)
+
+_ADVICE = (
+    f"Of the codecs that were tried with an optimizer: the one that sends least with a gap of at most {_CLOSE:g} %, "
+    f"the one that sends least with at most {_NEAR:g} %, and the one that lost most; the gap with its margin."
+)
+
+
+def _how(tuned: Sequence[dict[str, Any]]) -> list[str]:
+    """Settings that are the same for all optimizers, and the learning rates that were tried."""
+    first = tuned[0]
+    tried: dict[str, list[str]] = {}
+    for row in tuned:
+        loss = "diverged" if row["loss"] is None else f"{row['loss']:.3f}"
+        tried.setdefault(NAMES[row["optimizer"]], []).append(f"{row['lr']:g} ({loss})")
+    rates = "; ".join(f"{name} {', '.join(own)}" for name, own in tried.items())
+    said = [
+        (
+            f"Model: a GPT with {first['blocks']} blocks of width {first['dim']} and {first['heads']} heads over "
+            f"{first['sequence']} bytes; {first['batch']} samples in a step, shared by the ranks."
+        ),
+        (
+            "The learning rate rises over the first tenth of the steps, and then falls along a cosine to a tenth of "
+            "its peak. Averaged gradients are clipped at a norm of 1; with `dgc` each rank clips, before its gradient "
+            "enters the velocity (`clip=1`)."
+        ),
+        f"Learning rates that were tried without compression, and the held-out loss (seed {first['seed']}): {rates}.",
+        "A codec might lose less at a learning rate of its own, or in longer training; neither was tried.",
+        (
+            f"Tensors of fewer than {MIN_NUMEL} elements, biases and norms travel uncompressed; in a model this small "
+            "they are much of what is sent where the rest is compressed most."
+        ),
+    ]
+    if any(row["optimizer"] == "lora" for row in tuned):
+        said.append(f"The base that LoRA adapts had {first['base_steps']} steps of AdamW on bytes of WikiText-2.")
+    return said
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+_GAPS, _ERRORS = "gaps.png", "errors.png"
+_ALT = {
+    _GAPS: "Bars: the gap of every codec in per cent, a panel per optimizer",
+    _ERRORS: "Points: the gap of every codec over its relative error, a colour per optimizer",
+}
+
+
+def draw(found: Sequence[Line], directory: Path) -> list[Path]:
+    """Gaps as bars, and gaps over relative errors; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    compressed = [line for line in found if line.compressed]
+    if not compressed:
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    tables = [(NAMES[optimizer], own) for optimizer, own in _LAYOUT.tables(compressed)]
+    specs = sorted({line.spec for line in compressed}, key=_place)
+    gaps = [line.gap for line in compressed if line.gap is not None]
+    left, right = min([0.0, *gaps]), max([_CLOSE, *gaps])
+    high = math.ceil(len(tables) / 2)
+    figure = Figure(figsize=(8.0, high * (0.26 * len(specs) + 0.8) + 0.4), layout="constrained")
+    panels = figure.subplots(high, min(2, len(tables)), sharey=True, sharex=True, squeeze=False).flatten().tolist()
+    for axes in panels[len(tables) :]:
+        axes.remove()
+    for axes, (name, own) in zip(panels, tables, strict=False):
+        for line in own:
+            at, gap = specs.index(line.spec), 0.0 if line.gap is None else line.gap
+            axes.barh(at, gap, color="C0" if line.gap is not None and line.within(_CLOSE) else "C1")
+            said = "diverged" if line.gap is None else f"{round(gap, 1) + 0.0:+.1f} %, {line.ratio:.0f} × less"
+            axes.annotate(said, (max(gap, 0.0), at), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.set(title=name, xlim=(left - 0.02 * right, 2.1 * right))
+        axes.axvline(0.0, color="0.3", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(specs)), [_short(spec) for spec in specs])
+    panels[0].invert_yaxis()
+    figure.supxlabel(f"held-out loss above that without compression, % (blue: at most {_CLOSE:g})", fontsize=10)
+    paths = [directory / _GAPS]
+    figure.savefig(paths[0], dpi=120)
+
+    known = [line for line in compressed if line.relative_error and line.gap is not None]
+    if known:
+        figure = Figure(figsize=(8.0, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for optimizer, own in _LAYOUT.tables(known):
+            axes.plot(
+                [line.relative_error for line in own],
+                [line.gap for line in own],
+                "o",
+                label=NAMES[optimizer],
+                alpha=0.8,
+            )
+        axes.axhline(_CLOSE, color="0.5", linewidth=0.8, linestyle="--")
+        axes.set(xlabel="relative error, as the statistics say it", ylabel="gap, %")
+        axes.set_yscale("symlog", linthresh=_CLOSE)
+        ticks = [
+            tick for tick in (-1, 0, 1, 3, 10, 30, 100) if tick <= max(_CLOSE, *(line.gap or 0.0 for line in known))
+        ]
+        axes.set_yticks(ticks, map(str, ticks))
+        axes.margins(y=0.1)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        paths.append(directory / _ERRORS)
+        figure.savefig(paths[1], dpi=120)
+    return paths
+
+
+def _place(spec: str) -> int:
+    """Where a spec stands among all that there are."""
+    return [_short(each) for each in (*SPECS, *_OF_SGD)].index(_short(spec))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
+    return command_line(
+        _MODULE,
+        Options,
+        _run,
+        argv,
+        stopped="Rows that were finished are kept: the same command goes on from there.",
+    )
+
+
+def _run(options: Options, command: list[str], console: Console) -> None:
+    if not options.seeds or not options.optimizers:
+        raise ValueError("give at least one seed and one optimizer, as in --seeds 0 1 --optimizers adamw")
+    output = options.output or Path(__file__).parent / "results" / _MODULE
+    compared(options, {})  # says what is wrong before anything is trained
+    record = provenance(options.seeds[0], command)
+
+    def train(rows: Sequence[Row], what: str) -> list[dict[str, Any]]:
+        with progress(console) as bars:
+            bar = bars.add_task(what, total=len(rows), said="")
+
+            def note(event: dict[str, Any]) -> None:
+                if event["event"] == "step":
+                    row = rows[event["row"]]
+                    said = f"{row.optimizer} {row.spec}: step {event['step']}, loss {event['loss']:.2f}"
+                    bars.update(bar, said=said)
+                elif event["event"] == "row":
+                    told = event["result"]
+                    loss = "diverged" if told["loss"] is None else f"{told['loss']:.4f}"
+                    bars.update(bar, advance=1)
+                    bars.console.print(
+                        f"{told['optimizer']} {told['spec']}, learning rate {told['lr']:g}, seed {told['seed']}: "
+                        f"{loss}, {format_seconds(told['wall_s'])}",
+                        markup=False,
+                        highlight=False,
+                    )
+
+            return run(
+                rows, output, nodes=options.nodes, data_dir=options.data_dir, resume=options.resume,
+                recorded=options.recorded, on_event=note,
+            )  # fmt: skip
+
+    tuned = train(tuning(options), "learning rates")
+    results = train(compared(options, chosen_rates(tuned)), "codecs")
+    found = lines(results)
+    if not found:
+        raise ValueError(f"no row is finished in {output}: leave --recorded out to train them")
+    for drawn in table(found, NAMES, _LAYOUT):
+        console.print(drawn)
+    console.print(_LEGEND, style="dim", highlight=False, markup=False)
+    for sentence in (*conclusion(found), *warning(found)):
+        console.print(sentence, highlight=False, markup=False)
+    commits = sorted({str(row["commit"]) for row in (*tuned, *results)})
+    written = output / "summary.json"
+    record |= {"commits": commits, "tuning": tuned, "lines": [asdict(line) for line in found], "rows": results}
+    write_json(written, record)
+    if can_plot():
+        draw(found, output if options.markdown is None else _pictures_of(options.markdown))
+    if options.markdown is not None:
+        page(record, options.markdown)
+    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""One rank of ``reproduce.optimizers``: a small GPT, trained by one optimizer, with gradients compressed by one spec.
+
+The model reads bytes of tiny shakespeare. With LoRA it is first trained on bytes of WikiText-2, without compression,
+and only its adapters learn from tiny shakespeare. That base is trained once for all rows of a process.
+
+Run by :func:`reproduce.optimizers.run`; this module run as ``python -m`` is one rank.
+
+Shapes: B batch, L sequence, D inputs and E outputs of a linear layer, R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowband as nb
+from narrowband.bench.models import GPT, GPTConfig
+from narrowband.bench.ranks import Worker
+from reproduce.data import Text, tiny_shakespeare, wikitext2
+from reproduce.tasks import Language
+
+__all__ = ["ADAMW_LR", "MIN_NUMEL", "LoRA", "Optimizer", "Row", "adapt", "train"]
+
+Optimizer = Literal["adamw", "sgd", "muon", "lora"]
+
+#: Usual settings of each optimizer; its learning rate is the row's.
+_ADAMW_BETAS = (0.9, 0.95)
+_LORA_BETAS = (0.9, 0.999)
+_MOMENTUM = 0.9
+_SGD_DECAY = 1e-4
+_DECAY = 0.1
+#: Of AdamW where it is not what a row is about: for what Muon leaves to it, and of the base that adapters adapt.
+ADAMW_LR = 3e-3
+
+#: An adapter's rank, and what its product is scaled by: alpha / rank.
+_LORA_RANK = 8
+_LORA_ALPHA = 16
+
+#: Averaged gradients are scaled down to this norm.
+_CLIP = 1.0
+
+#: Share of steps over which the learning rate rises; then it falls along a cosine to this share of its peak.
+_RISING = 0.1
+_LEAST = 0.1
+
+#: Tensors with fewer elements travel uncompressed: adapters of a model this small have few.
+MIN_NUMEL = 256
+
+_TELL_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training run.
+
+    Attributes:
+        optimizer: ``adamw``; ``sgd``, with momentum; ``muon``, for matrices of blocks, with AdamW for the rest;
+            ``lora``: adapters by AdamW.
+        spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps over which the learning rate rises.
+        lr: learning rate at its peak; of Muon where the optimizer is Muon.
+        seed: of parameters, order of samples and codecs.
+        dim: of the model.
+        blocks: of the model.
+        heads: of attention.
+        sequence: bytes of a sample.
+        batch: global.
+        steps: of training.
+        base_steps: of training the base that adapters adapt.
+        limit: use no more bytes than this of each text; None: all.
+    """
+
+    optimizer: Optimizer
+    spec: str
+    lr: float
+    seed: int = 0
+    dim: int = 64
+    blocks: int = 2
+    heads: int = 4
+    sequence: int = 64
+    batch: int = 16
+    steps: int = 300
+    base_steps: int = 300
+    limit: int | None = None
+
+    @property
+    def task(self) -> str:
+        """What the row's file begins with."""
+        return self.optimizer
+
+    @property
+    def name(self) -> str:
+        """What the row's file goes on with."""
+        return self.spec
+
+
+class Bytes(Language):
+    """One rank's windows of a text of bytes."""
+
+    name = "bytes"
+
+    def __init__(self, row: Row, text: Text, rank: int, world_size: int) -> None:
+        super().__init__(row.batch, row.seed, rank, world_size, text)
+        self.row = row
+        self.length = row.sequence
+        if self.steps < 1:
+            raise ValueError(
+                f"a text of {text.train.numel():,} bytes is less than one batch of {row.batch} windows of "
+                f"{row.sequence}"
+            )
+
+    def model(self) -> GPT:
+        row = self.row
+        return GPT(GPTConfig(self.text.vocabulary, row.dim, row.blocks, row.heads, row.sequence, row.batch))
+
+    def endless(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches, epoch after epoch."""
+        for epoch in itertools.count():
+            yield from self.batches(epoch)
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A linear layer that stays as it is, plus a product of two thin matrices that learns (Hu et al. 2021, arXiv
+    2106.09685, section 4.1): ``y = W·x + b + (alpha/rank)·up·down·x``. ``up`` begins at zero.
+
+    Args:
+        linear: the layer.
+        rank: columns of ``up`` and rows of ``down``.
+        alpha: over the rank, what the product is scaled by.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int = _LORA_RANK, alpha: float = _LORA_ALPHA) -> None:
+        super().__init__()
+        self.linear = linear
+        self.scale = alpha / rank
+        self.down_RD = nn.Parameter(torch.empty(rank, linear.in_features))
+        self.up_ER = nn.Parameter(torch.zeros(linear.out_features, rank))
+        nn.init.kaiming_uniform_(self.down_RD, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y + self.scale * F.linear(F.linear(x, self.down_RD), self.up_ER)
+
+
+def adapt(model: GPT) -> None:
+    """Freeze a model, and give each linear layer of its blocks an adapter."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name, linear in list(block.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(block, name, LoRA(linear))
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train(row: Row, base: dict[str, Tensor] | None, text: Text, tell: Callable[..., None]) -> dict[str, Any]:
+    """Train one row on this process's group; equal on all ranks but for times.
+
+    What returns has the row's fields, with the spec as it was used, and
+
+    * ``loss``: held out, nats per byte, after the last step; None where training diverged. ``base_loss``: before the
+      first step, of a row that adapts a base;
+    * ``raw_bytes`` and ``sent_bytes``: of this rank over all of training, and ``ratio``, the former over the latter;
+    * ``relative_error``: what the statistics say last, and ``relative_errors``, what they said: [step, error];
+    * ``parameters``: that are trained; ``nodes``: ranks; ``wall_s``.
+
+    Args:
+        row: what to train.
+        base: parameters to adapt; None for a row that begins anew.
+        text: to train on and to be judged by.
+        tell: called with events, see :func:`reproduce.optimizers.run`.
+    """
+    begin = time.perf_counter()
+    task = Bytes(row, text, dist.get_rank(), dist.get_world_size())
+    torch.manual_seed(row.seed)
+    module = task.model()
+    if base is not None:
+        module.load_state_dict(base)
+        adapt(module)
+    base_loss = None if base is None else _heldout(module, task)
+    model = DDP(module, gradient_as_bucket_view=True)
+    spec = row.spec.replace("{warmup}", str(_rising(row.steps)))
+    optimizers = _optimizers(row, spec, module)
+    extra: dict[str, Any] = {"optimizer": optimizers[0]} if spec.startswith("dgc") else {}
+    handle = nb.compress_gradients(model, spec, seed=row.seed, min_numel=MIN_NUMEL, **extra)
+    errors: list[tuple[int, float]] = []
+
+    def note(step: int) -> None:
+        error = handle.stats().last.relative_error
+        if error is not None and math.isfinite(error):
+            errors.append((step, error))
+
+    # With dgc, each rank clips its own gradient, before it enters the velocity.
+    _steps(model, optimizers, task, row.steps, None if spec.startswith("dgc") else _CLIP, tell, note)
+    total = handle.stats().total
+    return {
+        **asdict(row),
+        "spec": spec,
+        "loss": _heldout(model, task),
+        "base_loss": base_loss,
+        "raw_bytes": total.raw_bytes,
+        "sent_bytes": total.sent_bytes,
+        "ratio": total.raw_bytes / total.sent_bytes,
+        "relative_error": errors[-1][1] if errors else None,
+        "relative_errors": errors,
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "nodes": task.world_size,
+        "wall_s": time.perf_counter() - begin,
+    }
+
+
+def trained_base(row: Row, text: Text, tell: Callable[..., None]) -> dict[str, Tensor]:
+    """Parameters of the row's model after ``base_steps`` of AdamW on a text, without compression, from seed 0."""
+    row = replace(row, optimizer="adamw", spec="none", lr=ADAMW_LR, seed=0)
+    task = Bytes(row, text, dist.get_rank(), dist.get_world_size())
+    torch.manual_seed(row.seed)
+    model = DDP(task.model(), gradient_as_bucket_view=True)
+    _steps(model, _optimizers(row, row.spec, model.module), task, row.base_steps, _CLIP, tell)
+    state: dict[str, Tensor] = model.module.state_dict()
+    return state
+
+
+def _steps(
+    model: DDP,
+    optimizers: list[torch.optim.Optimizer],
+    task: Bytes,
+    steps: int,
+    clip: float | None,
+    tell: Callable[..., None],
+    note: Callable[[int], None] = lambda _: None,
+) -> None:
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    for step, (x, y) in enumerate(itertools.islice(task.endless(), steps)):
+        for optimizer, own in zip(optimizers, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, own, strict=True):
+                group["lr"] = peak * _rate(step, steps)
+        model.zero_grad()
+        loss = task.loss(model(x), y)
+        torch.autograd.backward(loss)
+        note(step)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for optimizer in optimizers:
+            optimizer.step()
+        if (step + 1) % _TELL_EVERY == 0 or step + 1 == steps:
+            tell(event="step", step=step + 1, of=steps, loss=loss.item())
+
+
+def _optimizers(row: Row, spec: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Those that train the row; the first is the one that the row is about."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if row.optimizer == "lora":
+        return [torch.optim.AdamW(trained.values(), lr=row.lr, betas=_LORA_BETAS, weight_decay=0.0, fused=True)]
+    if row.optimizer == "sgd":
+        kind: Any = nb.DGCSGD if spec.startswith("dgc") else torch.optim.SGD
+        return [kind(trained.values(), lr=row.lr, momentum=_MOMENTUM, weight_decay=_SGD_DECAY)]
+    if row.optimizer == "adamw":
+        return [_adamw(trained.values(), row.lr)]
+    if not hasattr(torch.optim, "Muon"):
+        raise nb.UnsupportedError(
+            f"torch.optim.Muon came with PyTorch 2.9, and this is {torch.__version__}: take a newer one, or leave muon "
+            "out with --optimizers adamw sgd lora"
+        )
+    hidden = {name: p for name, p in trained.items() if name.startswith("blocks.") and p.dim() == 2}
+    rest = [p for name, p in trained.items() if name not in hidden]
+    return [torch.optim.Muon(hidden.values(), lr=row.lr, weight_decay=_DECAY), _adamw(rest, ADAMW_LR)]
+
+
+def _adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """AdamW that decays matrices alone."""
+    own = list(parameters)
+    groups = [
+        {"params": [p for p in own if p.dim() >= 2], "weight_decay": _DECAY},
+        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=_ADAMW_BETAS, fused=True)
+
+
+def _rising(steps: int) -> int:
+    """Steps over which the learning rate rises."""
+    return max(1, round(_RISING * steps))
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate's share of its peak."""
+    rising = _rising(steps)
+    if step < rising:
+        return (step + 1) / rising
+    return _LEAST + (1.0 - _LEAST) * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+@torch.no_grad()
+def _heldout(model: nn.Module, task: Bytes) -> float | None:
+    """Mean loss over held-out windows, each rank looking at its share; None where it is not finite."""
+    tally = torch.tensor(task.tally(model), dtype=torch.float64)
+    dist.all_reduce(tally)
+    nats, count = tally.tolist()
+    return nats / count if math.isfinite(nats) else None
+
+
+# ---- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def _limited(text: Text, limit: int | None) -> Text:
+    return replace(text, train=text.train[:limit], heldout=text.heldout[:limit])
+
+
+def _work(worker: Worker) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    told = worker.config["data_dir"]
+    directory = None if told is None else Path(told)
+    bases: dict[Row, dict[str, Tensor]] = {}
+    for number, fields in worker.config["rows"]:
+        row = Row(**fields)
+        tell = functools.partial(worker.tell, row=number)
+        base = None
+        if row.optimizer == "lora":
+            shape = replace(row, spec="none", lr=ADAMW_LR, seed=0)
+            if shape not in bases:
+                bases[shape] = trained_base(row, _limited(wikitext2(directory), row.limit), tell)
+            base = bases[shape]
+        text = _limited(tiny_shakespeare(directory, as_bytes=True), row.limit)
+        result = train(row, base, text, tell)
+        tell(event="row", result=result | {"commit": worker.config["commit"]})
+    worker.finish(None)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(Worker(sys.argv[1]))
