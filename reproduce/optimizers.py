@@ -36,7 +36,7 @@ from narrowband.adapt import correlation
 from narrowband.bench.ranks import Loopback, run_ranks
 from narrowband.report.plots import can_plot
 from narrowband.report.record import commit, provenance, write_json
-from narrowband.report.units import format_seconds
+from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import locate
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
