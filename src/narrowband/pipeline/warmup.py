@@ -47,5 +47,5 @@ def _use_once(channel: Channel, x: torch.Tensor) -> None:
         return
     for step in range(2):
         channel.pack(x, At(step, 0), arrived=torch.empty_like(x))
-        if channel.keeps_places:
-            return  # those of one message are what the gradient's wants
+        if channel.keeps_places or channel.reuses:
+            return  # the gradient takes the indices of the one message that went forward
