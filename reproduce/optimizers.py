@@ -40,7 +40,8 @@ from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import locate
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
-from reproduce.report import NOTHING, Column, Layout, table
+from reproduce.pictures import Bar, Panel, embedded, write
+from reproduce.report import NOTHING, Column, Layout, pictures_of, source, table
 from reproduce.training import key
 
 if TYPE_CHECKING:
@@ -561,24 +562,27 @@ _LAYOUT = Layout(
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record, with those pictures of :func:`draw` that are in its folder.
+    """Write the page of a record and its opening's picture, with those of :func:`draw` that are in the same folder.
 
     Args:
         record: what is in ``summary.json``.
         path: of the page.
     """
     found = lines(record["rows"])
-    there = {name: (_pictures_of(path) / name).exists() for name in _ALT}
+    folder, panels = pictures_of(path), _panels(found)
+    write(panels, folder / "opening")
+    opening = [embedded(panels, f"pictures/{path.stem}/opening"), ""]
+    there = {name: (folder / name).exists() for name in _ALT}
     gaps, errors = ([f"![{alt}](pictures/{path.stem}/{name})", ""] if there[name] else [] for name, alt in _ALT.items())
     asked, ran, held = conclusion(found)
     out = ["# Optimizers and codecs", "", f"**What was asked.** {asked}", "", f"**What was run.** {ran}", ""]
-    out += [f"**What held.** {held}", "", *gaps, "## What to take", "", _ADVICE, ""]
+    out += [f"**What held.** {held}", "", *opening, "## What to take", "", _ADVICE, ""]
     out += [f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | lost most |"]
     out += ["| --- | --- | --- | --- |"]
     for optimizer, _ in _LAYOUT.tables(found):
         out.append(f"| {' | '.join((NAMES[optimizer], *map(_said, recommended(found, optimizer))))} |")
     out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *errors]
-    out += ["## All codecs", "", _LEGEND, ""]
+    out += ["## All codecs", "", *gaps, _LEGEND, ""]
     for optimizer, own in _LAYOUT.tables(found):
         out += [f"### {NAMES[optimizer]}", "", f"{_caption(ABOUT[optimizer], own)}.", ""]
         out += [f"| {' | '.join(heading for heading, _ in _COLUMNS)} |"]
@@ -590,17 +594,8 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         out += ["", *notes, ""] if notes else [""]
         out += [f"{_code(line.spec)}: {_AS_IT_IS}\n" for line in own if line.verdict() == "not compressed"]
     out += ["## How it was done", "", *(f"- {said}" for said in _how(record["tuning"])), ""]
-    machine, versions = record["machine"], record["versions"]
-    commits = ", ".join(each[:12] for each in record["commits"])
-    where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
-    out += [f"Command: `{record['command']}`, on {where}, commit {commits}."]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    out += [source(dict(record), record["commits"])]
     path.write_text("\n".join(out) + "\n", encoding="utf-8")
-
-
-def _pictures_of(page: Path) -> Path:
-    """The folder of a page's pictures."""
-    return page.parent / "pictures" / page.stem
 
 
 _AS_IT_IS = (
@@ -651,6 +646,36 @@ _ALT = {
     _GAPS: "Bars: the gap of every codec in per cent, a panel per optimizer",
     _ERRORS: "Points: the gap of every codec over its relative error, a colour per optimizer",
 }
+
+
+def _panels(found: Sequence[Line]) -> list[Panel]:
+    """What the page opens with: what each optimizer's codecs save, and what the same codec costs each of them."""
+    saved, cost = [], []
+    for optimizer, own in _LAYOUT.tables(found):
+        close, _, _ = recommended(found, optimizer)
+        called = "" if close is None else f", {_CALLED.get(close.spec, close.spec)}"
+        saved.append(
+            Bar(
+                f"{NAMES[optimizer]}{called}",
+                None if close is None else close.ratio,
+                NOTHING if close is None else f"{close.ratio:.1f}×",
+                strong=True,
+            )
+        )
+        cost += [
+            Bar(NAMES[optimizer], line.gap and max(0.0, line.gap), _figure("+.1f", line.gap) + " %")
+            for line in own
+            if line.spec == _SPARSE
+        ]
+    return [
+        Panel(f"Loss within {_CLOSE:g} %", "times less sent; higher is better", saved),
+        Panel("Cost of the largest 1 %", "loss above uncompressed", cost),
+    ]
+
+
+#: What the opening's picture calls codecs, and the one whose costs it compares.
+_CALLED = {"fp16": "16 bits", "uniform:bits=8": "8 bits", "qsgd:bits=4": "4 bits", "powersgd:rank=4": "PowerSGD 4"}
+_SPARSE = "topk:density=0.01+ef"
 
 
 def draw(found: Sequence[Line], directory: Path) -> list[Path]:
@@ -778,7 +803,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     record |= {"commits": commits, "tuning": tuned, "lines": [asdict(line) for line in found], "rows": results}
     write_json(written, record)
     if can_plot():
-        draw(found, output if options.markdown is None else _pictures_of(options.markdown))
+        draw(found, output if options.markdown is None else pictures_of(options.markdown))
     if options.markdown is not None:
         page(record, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)

@@ -14,7 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reproduce import benchmarks, command, cssgd, dgc, fidelity, lgreco, mesa, model_parallel, powersgd, sensitivity
+from reproduce import (
+    benchmarks,
+    command,
+    cssgd,
+    dgc,
+    fidelity,
+    lgreco,
+    mesa,
+    model_parallel,
+    optimizers,
+    powersgd,
+    sensitivity,
+)
 from reproduce.pictures import write
 
 if TYPE_CHECKING:
@@ -40,6 +52,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     },
     "cssgd": cssgd.page,
     "fidelity": fidelity.page,
+    "optimizers": optimizers.page,
     "sensitivity": sensitivity.page,
 }
 

@@ -265,7 +265,7 @@ def test_a_wrong_choice_is_one_line(tmp_path, capsys, arguments, message):
 
 
 def test_the_page_of_the_documentation_is_what_the_recorded_rows_say(tmp_path):
-    """Run ``python -m reproduce.optimizers --recorded --markdown docs/results/optimizers.md`` where this fails."""
+    """Run ``python -m reproduce.pages`` where this fails."""
     summary = json.loads((RESULTS / "summary.json").read_text())
     pictures = Path("pictures") / "optimizers"
     (tmp_path / pictures).mkdir(parents=True)
