@@ -521,8 +521,13 @@ def _errors(places: Iterable[str]) -> tuple[Column, ...]:
     return _NAME, *map(column, places)
 
 
-def _layout(found: Sequence[Fidelity]) -> Layout:
-    """Three tables per model: the whole gradient, kinds of layers, blocks."""
+def _layout(found: Sequence[Fidelity], trained: Mapping[str, str]) -> Layout:
+    """Three tables per model: the whole gradient, kinds of layers, blocks.
+
+    Args:
+        found: all rows.
+        trained: title of a model's first table → what was trained, and how often it was measured.
+    """
     columns: dict[str, tuple[Column, ...]] = {}
     for row in found:
         columns |= {
@@ -534,7 +539,7 @@ def _layout(found: Sequence[Fidelity]) -> Layout:
         tables=lambda rows: ((key, [row for row in rows if row.task == key.split()[0]]) for key in columns),
         columns=columns.__getitem__,
         legend=_LEGEND,
-        caption=lambda title, _: title,
+        caption=lambda title, _: f"{title}: {trained[title]}" if title in trained else title,
         notes=lambda _: (),
     )
 
@@ -605,26 +610,27 @@ _OPENING = Opening(
 )
 
 
+def _trained(record: Mapping[str, Any]) -> dict[str, str]:
+    """As :func:`_layout` takes it."""
+    times = f"{record['batches']} batches, {record['roundings']} roundings"
+    return {setting["title"]: f"{record['trained'][setting['task']]}; {times}" for setting in record["settings"]}
+
+
 def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of a record: what is in ``summary.json``."""
     rows = [Fidelity(**row) for row in record["rows"]]
-    settings, trained = record["settings"], record["trained"]
+    settings = record["settings"]
     titles: dict[str, str] = {}
     for setting in settings:
         titles |= _titles(setting["title"], setting["task"])
-    layout = _layout(rows)
-    told = {
-        setting["title"]: f"{setting['title']}: {trained[setting['task']]}; {record['batches']} batches, "
-        f"{record['roundings']} roundings"
-        for setting in settings
-    }
+    layout = _layout(rows, _trained(record))
     write_page(
         path,
         lambda pictures: markdown(
             rows,
             titles,
             [Claim(**claim) for claim in record["claims"]],
-            replace(layout, caption=lambda title, _: told.get(title, title)),
+            layout,
             opening=_OPENING,
             paper=_PAPER,
             page=path.stem,
@@ -695,9 +701,6 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             titles |= _titles(setting.title, setting.task)
             told[setting.task] = trained
     judged = [] if options.quick else claims(found)
-    layout = _layout(found)
-    show(console, found, titles, judged, layout)
-    written = output / "summary.json"
     whole = record | {
         "settings": [asdict(setting) for setting in settings],
         "trained": told,
@@ -706,6 +709,8 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         "claims": [asdict(claim) for claim in judged],
         "rows": [asdict(row) for row in found],
     }
+    show(console, found, titles, judged, _layout(found, _trained(whole)))
+    written = output / "summary.json"
     write_json(written, whole)
     if options.markdown is not None:
         page(whole, options.markdown)
