@@ -45,7 +45,6 @@ def _use_once(channel: Channel, x: torch.Tensor) -> None:
         kernels.difference(flat, flat, torch.empty_like(flat))
         channel.codec.decode(channel.codec.encode(x), torch.empty_like(x))
         return
-    for step in range(2):
+    steps = 1 if channel.reuses or channel.keeps_places else 2  # a gradient takes the places of one message
+    for step in range(steps):
         channel.pack(x, At(step, 0), arrived=torch.empty_like(x))
-        if channel.keeps_places or channel.reuses:
-            return  # the gradient takes the indices of the one message that went forward

@@ -15,7 +15,7 @@ from narrowband.errors import PayloadError
 from narrowband.kernels import elias_fano_low_bits
 from narrowband.kernels.cpu.loops import F32, I32, U8, At, inlined, instruction, loop
 from narrowband.kernels.cpu.selection import lowest
-from narrowband.kernels.cpu.threads import spread
+from narrowband.kernels.cpu.threads import spread, threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -241,6 +241,13 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
     rows = payloads.as_strided(((count - 1) * stride + width,), (1,)).numpy()  # a value and an index: eight bytes
     indices = np.empty(count * k, np.int32)
     form = rows, stride, 4 * k, elias_fano_low_bits(k, n), n, k, indices
+    bounds, shifts = _layout_of_rows(count, k, stride)
+    if threads_for(n) == 1:
+        if not _elias_fano_rows(*form, 0, count):
+            raise _damaged(k, n)
+        values, at = rows.view(np.float32), np.empty_like(shifts)
+        _sum_range(out.numpy(), indices, values, bounds, at, shifts, F32(weight), 0, n)
+        return
     if not all(spread(count, 8 * indices.size, lambda a, b: _elias_fano_rows(*form, a, b))):
         raise _damaged(k, n)
-    _sum(out, indices, rows.view(np.float32), *_layout_of_rows(count, k, stride), weight)
+    _sum(out, indices, rows.view(np.float32), bounds, shifts, weight)
