@@ -47,5 +47,5 @@ def _use_once(channel: Channel, x: torch.Tensor) -> None:
         return
     for step in range(2):
         channel.pack(x, At(step, 0), arrived=torch.empty_like(x))
-        if channel.keeps_places:
-            return  # those of one message are what the gradient's wants
+        if channel.keeps_places or channel.reuses:
+            return  # one message's places are kept, and the other direction takes them once
