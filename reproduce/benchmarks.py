@@ -1,4 +1,5 @@
-"""The page of benchmarks and the picture of the front page, from the records in ``benchmarks/results``.
+"""The page of benchmarks and the picture of the front page, from the records in ``benchmarks/results`` and, for what
+compression costs in loss, of :mod:`reproduce.optimizers`.
 
 Nothing is measured here: ``narrowband bench`` and ``narrowband demo`` do that; ``benchmarks/README.md`` has the
 commands.
@@ -29,15 +30,19 @@ _FILES = {
     "loops": "kernels.json",
 }
 
-#: What the front page shows: codecs of the benchmark and of the demo, what they are called, and which it is about.
-_STEPS = {"none": "uncompressed", "fp16": "16 bits", "qsgd:bits=4": "4 bits", "topk:density=0.01+ef": "largest 1 %"}
-_LOSSES = {
+#: Where the losses of codecs under usual optimizers are recorded.
+_LOSSES = Path(__file__).parent / "results" / "optimizers" / "summary.json"
+
+#: What the front page shows, and what it is called there.
+_FRONT = {
     "none": "uncompressed",
     "fp16": "16 bits",
     "qsgd:bits=4": "4 bits",
-    "topk:density=0.04,values=int8+ef": "largest 4 %, in 8 bits",
+    "powersgd:rank=4": "PowerSGD, rank 4",
+    "topk:density=0.01+ef": "largest 1 %",
 }
-_SPARSE = "topk:"
+#: The one that its first lines name.
+_NAMED = "qsgd:bits=4"
 
 #: Loops of the kernels' benchmark, and what they do.
 _LOOPS = {
@@ -61,7 +66,8 @@ Records = Mapping[str, Mapping[str, Any]]
 
 def records() -> dict[str, dict[str, Any]]:
     """What is recorded, by what it is about."""
-    return {about: json.loads((_RESULTS / name).read_text()) for about, name in _FILES.items()}
+    found = {about: json.loads((_RESULTS / name).read_text()) for about, name in _FILES.items()}
+    return {**found, "losses": json.loads(_LOSSES.read_text())}
 
 
 def _rows(found: Records, about: str, key: str = "codec") -> dict[str, dict[str, Any]]:
@@ -70,32 +76,39 @@ def _rows(found: Records, about: str, key: str = "codec") -> dict[str, dict[str,
 
 
 def front(found: Records) -> list[Panel]:
-    """How long a step takes on a slow link, and what became of the loss.
+    """How long a step takes on a slow link, and what becomes of the loss under usual optimizers.
 
-    The two panels are of different runs: the benchmark takes too few steps to judge a loss by, and the demo has no slow
-    link.
+    The two panels are of different runs: the benchmark takes too few steps to judge a loss by.
     """
-    steps, losses = _rows(found, "slow"), _rows(found, "demo")
+    steps = _rows(found, "slow")
+    gaps = {(line["optimizer"], line["spec"]): float(line["gap"]) for line in found["losses"]["lines"]}
     return [
         Panel(
             "Step time at 200 Mbit/s",
             "over a step that sends nothing",
             [
-                Bar(label, steps[spec]["ratio_to_compute"], _times(steps[spec]), spec.startswith(_SPARSE))
-                for spec, label in _STEPS.items()
+                Bar(label, steps[spec]["ratio_to_compute"], _times(steps[spec]), spec == _NAMED)
+                for spec, label in _FRONT.items()
             ],
         ),
         Panel(
-            "Demo's held-out loss",
-            "nats per byte; lower is better",
+            "Loss above uncompressed",
+            "in %, with AdamW / with SGD",
             [
                 Bar(
-                    label, losses[spec]["heldout_loss"], f"{losses[spec]['heldout_loss']:.2f}", spec.startswith(_SPARSE)
+                    label,
+                    max(0.0, gaps["adamw", spec]),
+                    f"{_gap(gaps['adamw', spec])} / {_gap(gaps['sgd', spec])}",
+                    spec == _NAMED,
                 )
-                for spec, label in _LOSSES.items()
+                for spec, label in _FRONT.items()
             ],
         ),
     ]
+
+
+def _gap(per_cent: float) -> str:
+    return f"{per_cent:.1f}".replace("-0.0", "0.0").replace("-", "−")
 
 
 def _times(row: Mapping[str, Any], digits: int = 1) -> str:
@@ -111,13 +124,13 @@ def _conclusion(found: Records) -> str:
     stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
     kept = 1 - memory["bf16, 8 bits"]["kept_bytes"] / memory["bf16"]["kept_bytes"]
     longer = memory["bf16, 8 bits"]["ratio_to_plain"] / memory["bf16"]["ratio_to_plain"]
-    sparse = next(spec for spec in _LOSSES if spec.startswith(_SPARSE))
+    sparse = "topk:density=0.04,values=int8+ef"
     return (
         f"At 200 Mbit/s a step takes {_times(slow[whole])} as long as one that sends nothing, in 16 bits "
         f"{_times(slow[half])}, and with the largest 1 % of the gradient {_times(slow[own])}; at 1 Gbit/s "
         f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}. The demo's held-out loss is "
-        f"{demo[whole]['heldout_loss']:.2f} uncompressed and {demo[sparse]['heldout_loss']:.2f} with the "
-        f"{_LOSSES[sparse]}. Between stages 8 bits forward and 4 back train "
+        f"{demo[whole]['heldout_loss']:.2f} uncompressed and {demo[sparse]['heldout_loss']:.2f} with the largest 4 % in "
+        f"8 bits. Between stages 8 bits forward and 4 back train "
         f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second. In 8 bits a vision "
         f"transformer under bf16 keeps {kept:.0%} less for backward, in steps {longer:.2f} times as long."
     )

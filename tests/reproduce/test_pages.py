@@ -60,22 +60,31 @@ def test_the_front_picture_shows_the_records_figures(theme):
     assert picture == drawn(benchmarks.front(benchmarks.records()), theme)
     results = ROOT / "benchmarks" / "results"
     steps = {row["codec"]: row for row in json.loads((results / "ddp-200mbit.json").read_text())["rows"]}
-    losses = {row["codec"]: row for row in json.loads((results / "demo" / "summary.json").read_text())["rows"]}
+    record = json.loads((ROOT / "reproduce" / "results" / "optimizers" / "summary.json").read_text())
+    gaps = {(line["optimizer"], line["spec"]): line["gap"] for line in record["lines"]}
+    specs = {
+        "uncompressed": "none",
+        "16 bits": "fp16",
+        "4 bits": "qsgd:bits=4",
+        "PowerSGD, rank 4": "powersgd:rank=4",
+        "largest 1 %": "topk:density=0.01+ef",
+    }
     shown = texts(picture)
-    labels = ("uncompressed", "16 bits", "4 bits", "largest 1 %")
-    for label, spec in zip(labels, ("none", "fp16", "qsgd:bits=4", "topk:density=0.01+ef"), strict=True):
+    for label, spec in specs.items():
         assert shown[shown.index(label) + 1] == f"{steps[spec]['ratio_to_compute']:.1f}×"
-    labels = ("uncompressed", "16 bits", "4 bits", "largest 4 %, in 8 bits")
-    shown = shown[shown.index("Demo's held-out loss") :]
-    for label, spec in zip(labels, ("none", "fp16", "qsgd:bits=4", "topk:density=0.04,values=int8+ef"), strict=True):
-        assert shown[shown.index(label) + 1] == f"{losses[spec]['heldout_loss']:.2f}"
+    shown = shown[shown.index("Loss above uncompressed") :]
+    for label, spec in specs.items():
+        with_adamw, with_sgd = (float(text.replace("−", "-")) for text in shown[shown.index(label) + 1].split(" / "))
+        assert with_adamw == pytest.approx(gaps["adamw", spec], abs=0.051)
+        assert with_sgd == pytest.approx(gaps["sgd", spec], abs=0.051)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
 def test_who_cannot_see_the_front_picture_is_told_its_figures(page):
     (alt,) = re.findall(r"(?:alt=\"|!\[)([^\"\]]*200 Mbit/s[^\"\]]*)", page.read_text())
     for bar in itertools.chain.from_iterable(panel.bars for panel in benchmarks.front(benchmarks.records())):
-        assert re.search(rf"\b{re.escape(bar.said.rstrip('×'))}\b", alt), bar
+        for figure in bar.said.rstrip("×").split(" / "):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", alt), (bar, figure)
 
 
 def test_the_command_writes_every_page_and_the_front_picture(tmp_path, capsys):

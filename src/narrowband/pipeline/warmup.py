@@ -48,4 +48,4 @@ def _use_once(channel: Channel, x: torch.Tensor) -> None:
     for step in range(2):
         channel.pack(x, At(step, 0), arrived=torch.empty_like(x))
         if channel.keeps_places or channel.reuses:
-            return  # one message's places are kept, and the other direction takes them once
+            return  # the gradient takes the indices of the one message that went forward
