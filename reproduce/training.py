@@ -36,6 +36,7 @@ from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
 from narrowband.collectives import allreduce_nbytes, choose
 from narrowband.lab import LabConfig
+from narrowband.pipeline import Channel
 from narrowband.report.record import commit, read_json, versions, write_json
 from reproduce.activations import Activations, read_policy
 from reproduce.data import locate
@@ -143,7 +144,7 @@ class Row:
                 f"forward={self.forward!r} and backward={self.backward!r} go together; none is a spec, too"
             )
         if self.forward:
-            nb.Boundary(self.forward, self.backward)
+            Channel(self.backward, forward=Channel(self.forward))  # checks both; a Boundary compiles its loops, too
         if self.activations:
             read_policy(self.activations)
         if self.forward and self.activations:
