@@ -22,7 +22,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 RESULTS = [page for page in PAGES if page.startswith("results/")]
 
 #: Where a guide's first heading is what people search for, the menu says the same.
-NAMED_AS_IN_THE_MENU = ("results/", "tutorials/", "explanation/", "architecture")
+NAMED_AS_IN_THE_MENU = ("how-to/", "results/", "tutorials/", "explanation/", "architecture")
 
 
 @pytest.fixture(scope="module")

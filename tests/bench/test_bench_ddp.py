@@ -7,6 +7,7 @@ import pytest
 from narrowband.bench.ddp import NO_COMMUNICATION, Config, run
 from narrowband.bench.models import MODELS
 from narrowband.lab import LabConfig, requirements
+from tests.gradients.training import FINGERPRINT
 
 RAW = MODELS["gpt-tiny"].numel() * 4  # with two ranks a ring all-reduce sends 2·(2 − 1)/2 of it
 
@@ -26,7 +27,7 @@ def test_on_loopback_with_peers():
     assert ordered[0]["codec"] == NO_COMMUNICATION
     assert rows[NO_COMMUNICATION]["ratio_to_compute"] == 1.0
     assert rows[NO_COMMUNICATION]["sent_bytes_per_step"] == 0
-    assert rows["none"]["sent_bytes_per_step"] == RAW
+    assert rows["none"]["sent_bytes_per_step"] == RAW + FINGERPRINT
     assert rows["qsgd:bits=4"]["sent_bytes_per_step"] < RAW / 6
     for name in (NO_COMMUNICATION, "none", "qsgd:bits=4", "torch: DDP fp32", "torch: fp16 hook"):
         row = rows[name]

@@ -14,7 +14,20 @@ import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives.exchange import allreduce_nbytes
 from tests.codecs.common import backend
-from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, refusal, same, sgd, train, wrap
+from tests.gradients.training import (
+    FINGERPRINT,
+    HUGE,
+    TINY,
+    data,
+    flat,
+    heard,
+    loss_of,
+    refusal,
+    same,
+    sgd,
+    train,
+    wrap,
+)
 from tests.ranks import run_ranks
 
 SPEC = "powersgd:rank=2"
@@ -177,7 +190,7 @@ def test_a_bucket_takes_two_all_reduces_and_what_is_not_worth_it_rides_along():
     whole = 4 * 40 + 8 * 4
     for calls, last in run_ranks(counted, 4, HUGE):
         assert calls == [small, 2 * sum(n for n, _ in pairs) + whole, 2 * sum(m for _, m in pairs)]
-        assert last.sent_bytes == sum(allreduce_nbytes(4 * numel, 4) for numel in calls)
+        assert last.sent_bytes == sum(allreduce_nbytes(4 * numel, 4) for numel in calls) + 3 * FINGERPRINT
         assert last.raw_bytes == allreduce_nbytes(4 * sum(p.numel() for p in net().parameters()), 4)
         assert 0 < last.relative_error < 1 if last.relative_error is not None else True
     for calls, _ in run_ranks(counted, 2, TINY):
@@ -351,7 +364,7 @@ def test_the_rank_of_a_layer_can_change_while_training():
     for seen, kept, owed in run_ranks(another_rank, 2):
         assert [shape for shape, _, _ in seen] == [(3, 60), (5, 60), (1, 60), (1, 60)]
         assert [rank for _, rank, _ in seen][:3] == [3, 5, 1]
-        assert [sent - 4 for _, _, sent in seen] == [4 * 110 * 3, 4 * 110 * 5, 4 * 110, 4 * 3000]
+        assert [sent - 4 - FINGERPRINT for _, _, sent in seen] == [4 * 110 * 3, 4 * 110 * 5, 4 * 110, 4 * 3000]
         assert kept == (True, True)
         assert owed == 0
 
@@ -392,6 +405,25 @@ def test_a_rank_that_matrices_do_not_have_is_cut_and_said_once():
     assert of_rank_1 == []
     assert finite
     assert also_finite
+
+
+def too_narrow(rank, world_size):
+    said = []
+    for module in (nn.Linear(300, 8, bias=False), nn.Linear(300, 80, bias=False)):
+        with heard() as messages:
+            model, handle = compressed("powersgd:rank=4", module=module)
+        model(torch.randn(4, 300)).sum().backward()
+        said.append((messages, handle.stats().last.ratio))
+    return said
+
+
+def test_matrices_that_are_too_narrow_to_be_factored_are_said_to_travel_uncompressed():
+    (narrow, ratio), (wide, much) = run_ranks(too_narrow, 2)[0]
+    assert len(narrow) == 1
+    assert "factors none of this model's matrices" in narrow[0]
+    assert ratio == pytest.approx(1.0, abs=0.01)
+    assert wide == []
+    assert much > 10
 
 
 def scaled(rank, world_size):

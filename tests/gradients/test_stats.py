@@ -13,7 +13,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.gradients import step as one_step
-from tests.gradients.training import HUGE, TINY, buckets, loss_of, mlp, owed, train, wrap
+from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, loss_of, mlp, owed, train, wrap
 from tests.ranks import run_ranks
 
 WEIGHTS = [(40, 24), (32, 40), (16, 32), (8, 16)]
@@ -23,8 +23,6 @@ INDICES = [0, 4, 6, 8]
 REST = 4 * (40 + 40 + 40 + 32 + 16 + 8)
 #: Four bytes that follow each bucket's payloads.
 TRAILER = 4
-#: By which a rank tells every other one what it is about to do, once per step.
-FINGERPRINT = 8
 
 
 def ring(nbytes, size):

@@ -15,6 +15,9 @@ from narrowband.gradients import step as one_step
 #: One bucket for everything; a bucket for every parameter.
 HUGE, TINY = 100.0, 1e-6
 
+#: Bytes by which a rank tells every other one what it is about to do, once per step.
+FINGERPRINT = 8
+
 #: Small buckets travel together where users are. Here each travels by itself, so that much is on the wire at once,
 #: unless a test wants it otherwise.
 ENOUGH_NBYTES = one_step.ENOUGH_NBYTES

@@ -257,12 +257,13 @@ def test_rows_that_are_there_are_taken_and_each_is_kept_when_it_is_done(tmp_path
         Row("bytes", "bytes", f"r = {r}", nodes, "1gbit", batch=nodes, redundancy=r) for nodes, r in ((4, 2), (5, 2))
     ]
     places = [tmp_path / f"{at}.json" for at in range(2)]
-    places[0].write_text(json.dumps({"kept": True}))
+    named = {"kind": "bytes", "task": "bytes", "name": "r = 2"}
+    places[0].write_text(json.dumps({**named, "kept": True}))
     started = []
 
     def interrupted(module, config, where, note):
         started.append((where.nodes, where.rate, [number for number, _ in config["rows"]]))
-        note({"event": "row", "row": 1, "result": {"kept": False}})
+        note({"event": "row", "row": 1, "result": {**named, "kept": False}})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cssgd, "run_ranks", interrupted)

@@ -372,7 +372,7 @@ def test_a_wrong_option_is_one_line(arguments, message, tmp_path, capsys):
 
 def test_missing_data_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert fidelity.main(["--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
+    assert fidelity.main(["--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "--data-dir" in said
     assert "Traceback" not in said

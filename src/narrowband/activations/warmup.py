@@ -73,6 +73,8 @@ def _use_once(
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:
             kernels.mask_positive(x, mask)
             kernels.apply_mask(mask, x, out)
+            ones = torch.ones(256)  # dropout's factors are made in float32, whatever they are for
+            kernels.apply_mask(mask, ones, ones)
     if any(isinstance(module, _MAX_POOLS) for module in model.modules()):
         windows = Windows(1, 2, 2, 1, 4, 2, (2, 2), (0, 0))
         places, position = torch.empty(4, dtype=torch.uint8), torch.tensor([0, 2, 8, 10])

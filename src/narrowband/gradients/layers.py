@@ -424,6 +424,16 @@ class Layers:
         for method in self.states.values():
             if isinstance(method, PowerSGD):
                 method.prepare(rooms.get(method.name, []))
+        shapes = [known.shape for known in self.parameters.values() if known.compressed]
+        if isinstance(self.state, PowerSGD) and shapes and not self._own and not self._said_rank:
+            codec = cast("LowRank", self.usual.codec)
+            if not any(self.state.factors(codec, shape)[2] for shape in shapes):
+                self._said_rank = True
+                self.warn(
+                    "%s factors none of this model's matrices, which are too narrow for it: all travel uncompressed. "
+                    "Do not compress, or take a quantizer such as qsgd:bits=4",
+                    self.usual,
+                )
         if cut and not self._said_rank:
             self._said_rank = True
             self.warn("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
