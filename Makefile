@@ -15,7 +15,7 @@ help:  ## show this list
 demo: $(DEV)  ## train a small GPT on four ranks with and without compression, and print a verdict (minutes)
 	$(BIN)/narrowband demo
 
-test: $(DEV)  ## run the tests, two files at a time (about 10 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
+test: $(DEV)  ## run the tests, two files at a time (about 15 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(DEV)  ## ruff (lint and format), mypy, and the floors of the architecture
