@@ -92,7 +92,7 @@ def front(found: Records) -> list[Panel]:
             ],
         ),
         Panel(
-            "Loss above uncompressed",
+            "Loss that it adds",
             "in %, with AdamW / with SGD",
             [
                 Bar(

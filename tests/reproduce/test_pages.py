@@ -72,7 +72,7 @@ def test_the_front_picture_shows_the_records_figures(theme):
     shown = texts(picture)
     for label, spec in specs.items():
         assert shown[shown.index(label) + 1] == f"{steps[spec]['ratio_to_compute']:.1f}×"
-    shown = shown[shown.index("Loss above uncompressed") :]
+    shown = shown[shown.index("Loss that it adds") :]
     for label, spec in specs.items():
         with_adamw, with_sgd = (float(text.replace("−", "-")) for text in shown[shown.index(label) + 1].split(" / "))
         assert with_adamw == pytest.approx(gaps["adamw", spec], abs=0.051)
