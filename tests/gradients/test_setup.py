@@ -105,6 +105,20 @@ def disagree(rank, world_size):
     return errors, flat(model)
 
 
+def disagree_often(rank, world_size):
+    groups = set()
+    for _ in range(3):
+        refusal(lambda: nb.compress_gradients(wrap(mlp()), "none", seed=rank))
+        handle = nb.compress_gradients(wrap(mlp()), "none")
+        groups.add(id(handle.process_group))
+        handle.remove()
+    return len(groups)
+
+
+def test_a_set_up_that_was_refused_gives_its_process_group_back():
+    assert run_ranks(disagree_often, 2) == [1, 1]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_disagree_all_hear_of_it(world_size):
     answers = run_ranks(disagree, world_size)

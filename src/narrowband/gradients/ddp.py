@@ -40,7 +40,7 @@ from narrowband.adapt import Plan, Policy
 from narrowband.codecs import Codec, Identity
 from narrowband.collectives import COLLECTIVES, Engine, Loan, Peers, Worker, borrow
 from narrowband.collectives.exchange import check
-from narrowband.errors import UnsupportedError
+from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.feedback import DGC, Compression, PowerSGD
 from narrowband.gradients.agreement import Agreement
 from narrowband.gradients.chooser import Chooser
@@ -314,7 +314,11 @@ class GradientCompression:
             self._chooser.follow(plan)
         kinds = self._kinds()
         self._find_pairs()
-        self._agree(min_numel)
+        try:
+            self._agree(min_numel)
+        except DisagreementError:  # all ranks know of it, and nothing is on its way in the group
+            self._loan.give_back()
+            raise
         warm_up(kinds, policy, device, self._peers)
 
         myself = weakref.ref(self)
