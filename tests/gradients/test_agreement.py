@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.gradients.agreement import _differences
+from narrowband.averaging.agreement import _differences
 from tests.gradients.training import TINY, flat, loss_of, mlp, owed, refusal, same, train, wrap
 from tests.ranks import run_ranks
 

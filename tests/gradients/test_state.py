@@ -174,7 +174,7 @@ BROKEN = {
         lambda state: state.update(others={"powersgd": {"owed/0.weight": torch.zeros(960)}}),
         "residuals of powersgd, and no layer here has that feedback",
     ),
-    "a broken plan": (lambda state: state.update(chooser={"plan": "{"}), "this is no plan"),
+    "a broken plan": (lambda state: state.update(controller={"plan": "{"}), "this is no plan"),
 }
 
 

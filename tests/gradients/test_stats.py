@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import narrowband as nb
-from narrowband.gradients import step as one_step
+from narrowband.averaging import step as one_step
 from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, loss_of, mlp, owed, train, wrap
 from tests.ranks import run_ranks
 

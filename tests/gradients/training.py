@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.gradients import layers as all_layers
-from narrowband.gradients import step as one_step
+from narrowband.averaging import layers as all_layers
+from narrowband.averaging import step as one_step
 
 #: One bucket for everything; a bucket for every parameter.
 HUGE, TINY = 100.0, 1e-6

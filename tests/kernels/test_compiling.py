@@ -155,7 +155,7 @@ class Compiled(event.Listener):
 listener = Compiled()
 event.register("numba:compile", listener)
 import torch
-from narrowband.gradients.warmup import use_all
+from narrowband.averaging.warmup import use_all
 use_all(sys.argv[1:], torch.device("cpu"))
 print(len(listener.names), *listener.names)
 """

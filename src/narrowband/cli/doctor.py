@@ -102,12 +102,12 @@ def _compile() -> None:
 
     from narrowband import ActivationPolicy
     from narrowband.activations import warmup as activations
-    from narrowband.gradients import warmup as gradients
+    from narrowband.averaging import warmup as averaging
     from narrowband.kernels.compiling import announced
 
     model = nn.Sequential(nn.BatchNorm1d(1), nn.MaxPool2d(2), nn.Linear(1, 1, dtype=torch.bfloat16))
     with announced("all usual specs", say=True):
-        gradients.use_all(_SPECS, torch.device("cpu"))
+        averaging.use_all(_SPECS, torch.device("cpu"))
         for bits in (8, 4, 2):
             activations.warm_up(model, ActivationPolicy(bits=bits))
 

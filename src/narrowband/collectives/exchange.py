@@ -21,6 +21,7 @@ out.
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from narrowband import kernels
 from narrowband.codecs import Codec, Shape
 from narrowband.codecs.base import dims, numel_of, squared_norm
-from narrowband.collectives.engine import Lane, Wire
+from narrowband.collectives.engine import Lane, Wire, Worker
 from narrowband.errors import UnsupportedError
 from narrowband.feedback.base import Norms
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.collectives.engine import Job, Pending, Worker
+    from narrowband.collectives.engine import Job, Pending
     from narrowband.feedback import Feedback, State
 
 __all__ = ["COLLECTIVES", "Collective", "Exchange", "Item", "Peers", "allreduce_nbytes", "choose", "exchange"]
@@ -56,7 +57,7 @@ TRAILER = 4
 PHASE_NBYTES = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Peers:
     """The ranks that average together.
 
@@ -70,6 +71,17 @@ class Peers:
     size: int
     pairs: Worker | None = None
 
+    def open_pairs(self) -> None:
+        """Have a thread for exchanges from rank to rank, where the backend has no better way."""
+        if self.pairs is None and dist.get_backend(self.group) == "gloo":
+            self.pairs = Worker("narrowband-pairs")
+            weakref.finalize(self, self.pairs.close)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.pairs is not None:
+            self.pairs.close()
+
 
 @dataclass(eq=False)
 class Item:
@@ -77,12 +89,13 @@ class Item:
 
     Args:
         key: names its feedback state.
-        x: flat, contiguous; the gradient before, the average after.
+        x: flat, contiguous: the gradient. Until the end of the step its content belongs to the exchange.
         shape: the shape the codec should see.
         codec: what to send it with.
         feedback: what to do about what the codec loses.
         seed: rank → seed of that rank's encoding in this step.
         index: among the tensors of the model, whatever exchange it is in.
+        out: where the average goes, flat, contiguous, of the dtype of ``x``; None: into ``x``.
     """
 
     key: str
@@ -92,6 +105,7 @@ class Item:
     feedback: Feedback | None
     seed: Callable[[int], int]
     index: int = 0
+    out: Tensor | None = None
     #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank
     #: sends nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
     #: Where feedback is incremental it always does: the change to zero has to be sent.
@@ -108,6 +122,11 @@ class Item:
     def dtype(self) -> torch.dtype:
         """Of what is encoded and decoded."""
         return torch.float32 if self.incremental else self.x.dtype
+
+    @property
+    def average(self) -> Tensor:
+        """Where the average goes."""
+        return self.x if self.out is None else self.out
 
     def seed_of(self, rank: int) -> int:
         return self.seed(0 if self.codec.shared_seed else rank)
@@ -233,14 +252,15 @@ class Exchange(ABC):
 
         A change of what all ranks hold is no gradient, so in a step that does not count NaN is delivered in its place.
         """
-        mean = item.x if item.dtype == item.x.dtype else torch.empty(item.x.numel(), device=item.x.device)
+        out = item.average
+        mean = out if item.dtype == out.dtype else torch.empty(out.numel(), device=out.device)
         yield mean.view(dims(item.shape))
         if item.feedback is not None and good:
             item.feedback.arrived(item.key, mean)
         elif item.incremental:
             mean.fill_(torch.nan)
-        if mean is not item.x:
-            item.x.copy_(mean)
+        if mean is not out:
+            out.copy_(mean)
 
     def deliver(self, good: bool) -> None:
         """Write the averages; commit the feedback if the whole step is good on all ranks, and restore it if not."""
@@ -250,7 +270,7 @@ class Exchange(ABC):
             self._write(good)
         else:
             for item in self.items:
-                item.x.fill_(torch.nan)
+                item.average.fill_(torch.nan)
         self._own.clear()
         self.decode_seconds += time.perf_counter() - begin
 

@@ -268,13 +268,13 @@ class LowRankReduce(Exchange):
     def _write(self, good: bool) -> None:
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
-                x = matrix.item.x
-                out = x if x.dtype == torch.float32 else torch.empty(x.numel(), device=x.device)
+                average = matrix.item.average
+                out = average if average.dtype == torch.float32 else torch.empty(average.numel(), device=average.device)
                 kernels.low_rank_product(out, p, q)
-                if out is not x:
-                    x.copy_(out)
+                if out is not average:
+                    average.copy_(out)
         for matrix, part in zip(self._whole, self._parts, strict=True):
-            matrix.item.x.copy_(part)
+            matrix.item.average.copy_(part)
             if good and matrix.owed is not None and matrix.takes_part:
                 matrix.owed.zero_()
 

@@ -125,7 +125,7 @@ class Hook:
 def _on_bucket(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     if hook.watch is not None:
         hook.watch.used = True
-    return _average(hook, bucket) if hook.handle is None else hook.handle._on_bucket(bucket)
+    return _average(hook, bucket) if hook.handle is None else hook.handle.on_bucket(bucket)
 
 
 # DDP compares annotations with these very types; postponed evaluation would leave strings.

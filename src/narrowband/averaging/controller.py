@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.adapt import Policy
+    from narrowband.averaging.layers import Layers, Parameter
     from narrowband.collectives import Peers
-    from narrowband.gradients.layers import Layers
 
-__all__ = ["Chooser"]
+__all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 LOOKS = 32
 
 
-class Chooser:
+class Controller:
     """Rank 0 adds up gradients and decides; all ranks follow in the same step.
 
     Args:
@@ -62,8 +62,8 @@ class Chooser:
         self._layers.set(plan.specs())
         self.plan = plan
 
-    def look(self, step: int, buffer: Tensor, parameters: Sequence[Tensor], weight: float) -> None:
-        """Add a bucket's gradients, times ``weight``, if this step is one of those that are looked at."""
+    def look(self, step: int, buffer: Tensor, parameters: Sequence[Parameter], weight: float) -> None:
+        """Add a group's gradients, times ``weight``, if this step is one of those that are looked at."""
         policy = self.policy
         if policy is None or step % max(1, policy.every // LOOKS):
             return
@@ -71,18 +71,17 @@ class Chooser:
         if self._peers.rank:
             return
         at = 0
-        for p in parameters:
-            known = self._layers.parameters[p]
-            part = buffer[at : at + p.numel()]
-            at += p.numel()
-            if not known.compressed:
+        for parameter in parameters:
+            part = buffer[at : at + parameter.shape.numel()]
+            at += parameter.shape.numel()
+            if not parameter.compressed:
                 continue
             part = part.float()
             if not kernels.all_finite(part):
                 continue  # one broken step must not spoil the sum of all
-            if known.name not in self._sums:
-                self._sums[known.name] = torch.zeros_like(part)
-            self._sums[known.name].add_(part, alpha=weight)
+            if parameter.name not in self._sums:
+                self._sums[parameter.name] = torch.zeros_like(part)
+            self._sums[parameter.name].add_(part, alpha=weight)
 
     def is_due(self, step: int) -> bool:
         """Whether :meth:`decide` is to be called before this step."""

@@ -7,7 +7,7 @@ What a layer owes then moves along to its new feedback.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
@@ -34,13 +34,12 @@ from narrowband.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-    from torch.nn.parallel import DistributedDataParallel
+    from torch import Tensor, nn
 
+    from narrowband.averaging.agreement import Facts
     from narrowband.feedback import Method
-    from narrowband.gradients.agreement import Facts
 
-__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Vector", "Way", "for_gradients"]
+__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Vector", "Way", "for_gradients", "norms_of"]
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +124,8 @@ class Layers:
     """The layers of a model, its small parameters, and what they are compressed with.
 
     Args:
-        model: whose parameters these are.
+        parameters: name and tensor of each parameter of the model, in its order.
+        norms: those that belong to normalization layers; they count as small.
         chosen: what all layers have that have nothing of their own.
         min_numel: parameters with fewer elements are small.
         small: ``dense``, ``together`` or a codec, see :func:`~narrowband.compress_gradients`.
@@ -136,7 +136,8 @@ class Layers:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        parameters: Iterable[tuple[str, Tensor]],
+        norms: Collection[Tensor],
         chosen: Compression,
         *,
         min_numel: int,
@@ -161,13 +162,16 @@ class Layers:
         self._ways: dict[type, Way] = {}
         #: How many elements each vector of small parameters has.
         self.vectors: dict[Vector, int] = {}
-        self.parameters = self._classify(model, min_numel)
+        self.parameters = self._classify(list(parameters), {id(p) for p in norms}, min_numel)
+        self.named = {parameter.name: parameter for parameter in self.parameters.values()}
+        self._warned: set[str] = set()
         self._said_rank = False
         self._settle()
 
-    def _classify(self, model: DistributedDataParallel, min_numel: int) -> dict[Tensor, Parameter]:
-        norms = {id(p) for m in model.module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
-        known = [(index, *one) for index, one in enumerate(model.module.named_parameters()) if one[1].requires_grad]
+    def _classify(
+        self, parameters: Sequence[tuple[str, Tensor]], norms: Collection[int], min_numel: int
+    ) -> dict[Tensor, Parameter]:
+        known = [(index, *one) for index, one in enumerate(parameters) if one[1].requires_grad]
         small = {p for _, _, p in known if p.dim() < 2 or p.numel() < min_numel or id(p) in norms}
         odd = [f"{name} ({p.dtype})" for _, name, p in known if p.dtype not in COMPRESSIBLE]
         vectors = self._vectors([p for _, _, p in known], small)
@@ -193,6 +197,12 @@ class Layers:
         """Log what holds on all ranks, on one of them."""
         if self._rank == 0:
             log.warning(message, *args)
+
+    def warn_once(self, message: str) -> None:
+        """:meth:`warn`, but not again."""
+        if message not in self._warned:
+            self._warned.add(message)
+            self.warn("%s", message)
 
     def _vectors(self, parameters: Sequence[Tensor], small: Collection[Tensor]) -> dict[Tensor, Vector]:
         """The vector of each parameter, if it is small.
@@ -572,6 +582,11 @@ class Layers:
                     f"the state holds {value.numel()} elements for {key!r}, of which this model compresses {here}; "
                     "it is the state of another model, or was saved with another min_numel"
                 )
+
+
+def norms_of(model: nn.Module) -> list[Tensor]:
+    """The parameters of a model's normalization layers."""
+    return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
 
 
 def for_gradients(spec: str | Codec | Compression | Method) -> Compression:

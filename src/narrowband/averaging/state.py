@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.gradients.agreement import Facts
+    from narrowband.averaging.agreement import Facts
 
 __all__ = ["VERSION", "check_state", "facts_of", "kept", "states_of_all_ranks"]
 
@@ -54,7 +54,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a dictionary from feedbacks to their residuals",
         lambda value: isinstance(value, Mapping) and all(map(_is_mapping, value.values())),
     ),
-    "chooser": ("a dictionary", _is_mapping),
+    "controller": ("a dictionary", _is_mapping),
 }
 
 #: What has to be the same in the states of all ranks.
@@ -127,7 +127,7 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
         "version": str(state["version"]),
         **{key: repr(state[key]) for key in _SHARED},
         "spec of layer": dict(state["layers"]),
-        "plan": str(state["chooser"].get("plan")),
+        "plan": str(state["controller"].get("plan")),
     }
 
 

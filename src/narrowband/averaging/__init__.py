@@ -1,0 +1,7 @@
+"""The core of averaging: one step over all ranks, compressed, whatever made the tensors and whatever they are for."""
+
+from __future__ import annotations
+
+from narrowband.averaging.stats import Stats, StepStats
+
+__all__ = ["Stats", "StepStats"]

@@ -1,0 +1,124 @@
+"""How to average: what users say at set-up, checked."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from narrowband.adapt import Plan, Policy
+from narrowband.averaging.layers import for_gradients
+from narrowband.averaging.optim import check_momentum
+from narrowband.collectives import COLLECTIVES
+from narrowband.collectives.exchange import check
+from narrowband.errors import UnsupportedError
+from narrowband.feedback import DGC, Compression, PowerSGD
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec
+    from narrowband.collectives.exchange import Collective
+    from narrowband.feedback import Method
+
+__all__ = ["Settings"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`~narrowband.compress_gradients` and :class:`~narrowband.Averager` are told.
+
+    Attributes:
+        compression: of layers that a plan gives nothing else.
+        policy: that plans during training, if any does.
+        plan: to begin with, if there is one.
+        rates: the optimizer whose learning rates feedback has to know, if it has to know any.
+    """
+
+    compression: Compression
+    policy: Policy | None
+    plan: Plan | None
+    min_numel: int
+    start_step: int
+    seed: int
+    collective: Collective | Literal["auto"]
+    small: str | Codec
+    grad_scaler: torch.amp.GradScaler | None
+    rates: torch.optim.Optimizer | None
+
+    @classmethod
+    def of(
+        cls,
+        spec: str | Codec | Compression | Method | Plan | Policy,
+        *,
+        min_numel: int,
+        start_step: int,
+        seed: int,
+        collective: Collective | Literal["auto"],
+        small: str | Codec,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> Settings:
+        """Checked settings, but for what depends on the tensors.
+
+        Raises:
+            ValueError: a spec, a number or a collective that does not exist.
+            UnsupportedError: a spec that is not for gradients, or a combination that cannot work.
+        """
+        policy, plan = spec if isinstance(spec, Policy) else None, spec if isinstance(spec, Plan) else None
+        if policy is not None:
+            chosen, start_step = for_gradients(policy.start), max(start_step, policy.warmup)
+        else:
+            chosen = for_gradients(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
+        if min_numel < 0 or start_step < 0:
+            raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
+        if small != "dense" and isinstance(chosen.feedback, PowerSGD):
+            raise UnsupportedError("powersgd factors matrices, and small parameters make none; use small='dense'")
+        if collective != "auto":
+            if collective not in COLLECTIVES:
+                raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
+            if isinstance(chosen.feedback, PowerSGD):
+                raise UnsupportedError(f"{chosen} has a way of its own to travel; use collective='auto'")
+            check(chosen.codec, collective, chosen.feedback)
+        if not dist.is_available() or not dist.is_initialized():
+            raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
+        return cls(chosen, policy, plan, min_numel, start_step, seed, collective, small, grad_scaler, None)
+
+    def with_optimizer(
+        self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, Tensor]], *, warn: bool
+    ) -> Settings:
+        """These settings, for these parameters and the optimizer that will step them.
+
+        Raises:
+            ValueError: momentum in both places, or a learning rate that nobody tells.
+            UnsupportedError: momentum of complex numbers.
+        """
+        method = self.compression.feedback
+        if not isinstance(method, DGC):
+            return self
+        if optimizer is not None:
+            check_momentum(optimizer, method, (p for _, p in parameters))
+        elif method.momentum and warn:
+            log.warning(
+                "dgc applies momentum=%s before the wire, and the optimizer must not apply it again; pass optimizer=… "
+                "to have that checked",
+                method.momentum,
+            )
+        odd = [name for name, p in parameters if p.requires_grad and p.dtype.is_complex]
+        if odd and method.momentum:
+            raise UnsupportedError(
+                f"dgc keeps the momentum of real numbers; these parameters are complex: {', '.join(odd)}"
+            )
+        if method.accumulate != "steps":
+            return self
+        if optimizer is None:
+            raise ValueError(
+                f"{self.compression} accumulates steps, gradients times the learning rate: pass optimizer=…"
+            )
+        return replace(self, rates=optimizer)

@@ -1,0 +1,51 @@
+"""What to do with a model that :func:`~narrowband.compress_gradients` cannot take."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["what_it_is"]
+
+
+def what_it_is(model: object) -> str:
+    """What was given in place of a DDP model, and what to do."""
+    inside = getattr(model, "_orig_mod", None)
+    if isinstance(inside, DistributedDataParallel):
+        return (
+            "the torch.compile wrapper of one. Pass the model inside, compress_gradients(model._orig_mod, …), and go "
+            "on calling the compiled one; or compile first: DistributedDataParallel(torch.compile(model))"
+        )
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"} and "ReplicateModule" not in kinds:
+        return (
+            f"an FSDP model ({type(model).__name__}). FSDP reduces gradients into shards by itself, and has no "
+            "communication hook. If the model fits on one device, wrap it in DistributedDataParallel instead of "
+            "sharding it; compress_activations can make room"
+        )
+    if "ReplicateModule" in kinds or _is_replicated(model):
+        return (
+            "a model of replicate(), which averages by itself and has no communication hook of its own. Leave "
+            "replicate() out, and write: model = DistributedDataParallel(model)"
+        )
+    if isinstance(model, torch.nn.DataParallel):
+        return (
+            "DataParallel, which is one process. Start one process per device with torchrun, and write: "
+            "model = DistributedDataParallel(model)"
+        )
+    if isinstance(model, torch.nn.Module):
+        return f"{type(model).__name__}; wrap it first: model = DistributedDataParallel(model)"
+    return f"{model.__name__}, a class" if isinstance(model, type) else type(model).__name__
+
+
+def _is_replicated(model: object) -> bool:
+    """Whether the composable replicate() of older versions was applied."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed._composable.replicate import replicate
+
+        return replicate.state(model) is not None
+    return False
