@@ -19,7 +19,7 @@ from narrowband.feedback import DGC, Compression, compression
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GlobalTopK", "HardThreshold", "Policy", "Uniform", "as_choice", "planned", "search_space"]
+__all__ = ["Constant", "GlobalTopK", "HardThreshold", "Policy", "as_choice", "planned", "search_space"]
 
 
 class Policy(ABC):
@@ -27,12 +27,12 @@ class Policy(ABC):
 
     Attributes:
         every: steps between two decisions.
-        warmup: steps before the first one, which are not compressed.
+        warmup_steps: steps before the first one, which are not compressed.
     """
 
     name: ClassVar[str]
     every: int
-    warmup: int
+    warmup_steps: int
 
     @property
     @abstractmethod
@@ -62,18 +62,20 @@ class Policy(ABC):
             raise ValueError(f"{self.name} keeps no state, and there is one: {', '.join(state)}")
 
     def _check_times(self) -> None:
-        if self.every < 1 or self.warmup < 0:
-            raise ValueError(f"{self.name}: every={self.every} must be at least 1 and warmup={self.warmup} at least 0")
+        if self.every < 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"{self.name}: every={self.every} must be at least 1 and warmup_steps={self.warmup_steps} at least 0"
+            )
 
 
 @dataclass
-class Uniform(Policy):
+class Constant(Policy):
     """The same for all layers: what others are compared with."""
 
     spec: str
     every: int = 1_000_000
-    warmup: int = 0
-    name: ClassVar[str] = "uniform"
+    warmup_steps: int = 0
+    name: ClassVar[str] = "constant"
 
     def __post_init__(self) -> None:
         self._check_times()
@@ -103,13 +105,13 @@ class GlobalTopK(Policy):
         density: share of all compressed elements that is sent.
         feedback: what stands behind ``topk`` in layers' specs.
         every: steps between decisions.
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
     """
 
     density: float
     feedback: str = "ef"
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     name: ClassVar[str] = "global-topk"
 
     def __post_init__(self) -> None:
@@ -143,13 +145,13 @@ class HardThreshold(Policy):
         value: the magnitude, in units of gradients.
         steps: how many gradients were added up.
         every: steps between decisions, which only take stock.
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
     """
 
     value: float
     steps: int = 1
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     name: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:

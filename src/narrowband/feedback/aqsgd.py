@@ -202,7 +202,8 @@ class AQSGD(State):
         if payload.numel() != sum(sizes):
             raise PayloadError(
                 f"the payload has {payload.numel()} bytes, and for these samples this end expects {sum(sizes)}: both "
-                "ends need the same spec, and hold the same samples (compare held(), and keep_only() what both have)"
+                "ends need the same spec, and hold the same samples (compare reference_ids(), and keep_only() what "
+                "both have)"
             )
         if not ids or not out.numel():
             return out
@@ -334,7 +335,7 @@ class AQSGD(State):
 
     # ---- what both ends hold -----------------------------------------------------------------------------------------
 
-    def held(self, key: str) -> Tensor:
+    def reference_ids(self, key: str) -> Tensor:
         """The samples that have a buffer: int64, ascending."""
         store = self._stores.get(key)
         return torch.empty(0, dtype=torch.int64) if store is None else store.ids()
@@ -346,7 +347,7 @@ class AQSGD(State):
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def owed(self, key: str) -> None:
+    def residual(self, key: str) -> None:
         """Nothing: what has not been said of a sample is in the next difference."""
         return
 

@@ -30,27 +30,27 @@ class State(ABC):
     name: ClassVar[str]
     #: True: a payload says by how much something changes that all receivers hold, and they add it up for ever. So a
     #: gradient of zero is news like any other, a sum is never encoded again, means are float32 whatever the gradients
-    #: are, and :meth:`Feedback.arrived` makes of them what is delivered.
+    #: are, and :meth:`Feedback.deliver` makes of them what is delivered.
     incremental: ClassVar[bool] = False
 
     def check(self, codec: Codec) -> None:  # noqa: B027  most take any codec
         """Raise :class:`~narrowband.errors.UnsupportedError` where this feedback cannot stand behind a codec."""
 
     @abstractmethod
-    def owed(self, key: str) -> Tensor | None:
-        """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
+    def residual(self, key: str) -> Tensor | None:
+        """The residual under ``key`` (flat float32, to be changed in place with care), or None if there is none."""
 
-    def take(self, key: str) -> Tensor | None:
-        """Owe nothing under ``key`` any more; returns what was owed, flat float32, or None if nothing ever was."""
+    def take_residual(self, key: str) -> Tensor | None:
+        """Remove and return the residual under ``key``, flat float32; None if there is none."""
         raise TypeError(f"what {self.name} keeps has no meaning elsewhere")
 
-    def give(self, key: str, owed: Tensor) -> None:
-        """Owe this under ``key``, where nothing was owed."""
-        raise TypeError(f"{self.name} cannot take over what another owed")
+    def add_residual(self, key: str, residual: Tensor) -> None:
+        """Let this be the residual under ``key``, where there is none."""
+        raise TypeError(f"{self.name} cannot take over a residual")
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply everything owed, when the unit of the gradients changes (a new loss scale)."""
+        """Multiply every residual, when the unit of the gradients changes (a new loss scale)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class State(ABC):
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What every rank starts with after a change of the number of ranks, from the states of all ranks there were.
 
-        By default their mean: it is what the average still lacks, and each new rank owes it.
+        By default their mean: it is what the average still lacks.
         """
         total: dict[str, Tensor] = {}
         for state in states:
@@ -95,14 +95,14 @@ class Feedback(State):
         shape: Shape,
         seed: int,
         out: Tensor | None = None,
-        absorb: bool = False,
+        commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        """Compensate ``x`` with what is owed under ``key``, and encode the sum.
+        """Compensate ``x`` with the residual under ``key``, and encode the sum.
 
         Args:
             x: flat and contiguous; until the step is decided, its content belongs to the feedback.
             shape: the shape that the codec should see.
-            absorb: if everything is finite, do at once what :meth:`absorb` does, cheaper; only where
+            commit: if everything is finite, do at once what :meth:`commit` does, cheaper; only where
                 :meth:`can_roll_back` says so.
 
         Returns:
@@ -110,10 +110,10 @@ class Feedback(State):
         """
 
     @abstractmethod
-    def absorb(
+    def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        """What the payload does not say is owed from now on.
+        """What the payload does not say becomes the residual.
 
         To be called when the step is known to be good, after which ``x`` is free again; or, where
         :meth:`can_roll_back` says so, right after :meth:`encode` of something finite.
@@ -122,14 +122,14 @@ class Feedback(State):
         """
 
     def can_roll_back(self, x: Tensor) -> bool:
-        """Whether :meth:`rollback` also undoes :meth:`absorb`, as long as ``x`` is not touched."""
+        """Whether :meth:`roll_back` also undoes :meth:`commit`, as long as ``x`` is not touched."""
         return False
 
     @abstractmethod
-    def rollback(self, key: str, x: Tensor) -> None:
+    def roll_back(self, key: str, x: Tensor) -> None:
         """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
 
-    def arrived(self, key: str, x: Tensor) -> None:
+    def deliver(self, key: str, x: Tensor) -> None:
         """Make of the decoded mean what is delivered, in place.
 
         To be called by every receiver, once for each key and step that is good on all ranks.

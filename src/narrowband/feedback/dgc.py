@@ -11,8 +11,8 @@ g, momentum m, velocity u and accumulated velocity v, each rank ::
 
 and the optimizer is plain SGD. Nesterov's variant (appendix B) has u = m·(u + g), v = v + u + g.
 
-With ``accumulate=steps``, beyond the paper, u = m·u + η·g with the learning rate η of the step, and v/η is sent. What
-is owed is then a step of the parameters, which the optimizer's η·(v/η) takes in full. Otherwise what waits is taken
+With ``accumulate=steps``, beyond the paper, u = m·u + η·g with the learning rate η of the step, and v/η is sent. The
+residual is then a step of the parameters, which the optimizer's η·(v/η) takes in full. Otherwise what waits is taken
 at the rate of the step in which it is sent, and where the rate falls, most of it is lost; error feedback is proven
 for steps (Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1).
 
@@ -57,7 +57,7 @@ class _Sent:
     undo: Callable[[], None]
     commit: Callable[[], None] | None  # None: done already
     at: Tensor | None = None  # what was sent; None: everything
-    rate: float = 1.0  # what is owed is so many times what is sent
+    rate: float = 1.0  # the residual is so many times what is sent
 
 
 @dataclass(unsafe_hash=True)
@@ -172,10 +172,10 @@ class DGC(Feedback):
         shape: Shape,
         seed: int,
         out: Tensor | None = None,
-        absorb: bool = False,
+        commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        if absorb and not self.can_roll_back(x):
-            raise ValueError(f"a step of {x.dtype} can be absorbed only when it is decided")
+        if commit and not self.can_roll_back(x):
+            raise ValueError(f"a step of {x.dtype} can be committed only when it is decided")
         now, before = self._now.get(key), self._before.get(key)
         if now is None or before is None:
             now, before = (torch.zeros(x.numel(), device=x.device) for _ in range(2))
@@ -191,7 +191,7 @@ class DGC(Feedback):
             finite, payload = self._encode_top(key, x, now, before, codec, shape, seed, out)
         else:
             raise TypeError(f"dgc sends what is largest, or everything, and not by {codec}")
-        if absorb and finite:
+        if commit and finite:
             self._commit(key)
         return finite, payload
 
@@ -266,7 +266,7 @@ class DGC(Feedback):
         seed: int,
         out: Tensor | None,
     ) -> tuple[bool, Tensor]:
-        """A step of momentum SGD: all of the new velocity travels, and what is owed stays as it is."""
+        """A step of momentum SGD: all of the new velocity travels, and the residual stays as it is."""
         rate, unit = self._rate(key)
         gradient = x.float() * rate
         velocity = (now - before).mul_(self.momentum).add_(gradient)
@@ -287,7 +287,7 @@ class DGC(Feedback):
         payload = codec.encode((step / unit).to(x.dtype).view(dims(shape)), seed=seed, out=out)
         return kernels.all_finite(step), payload
 
-    def absorb(
+    def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
         at, unit = self._sent[key].at, self._sent[key].rate
@@ -296,7 +296,7 @@ class DGC(Feedback):
             del self._sent[key]  # decided: let go of the sums of the step before
         if not measure or at is None:
             return None
-        lost = squared_norm(self._owed(key)) / unit**2
+        lost = squared_norm(self._residual(key)) / unit**2
         return Norms(lost + squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device))), lost)
 
     def _commit(self, key: str) -> None:
@@ -305,7 +305,7 @@ class DGC(Feedback):
             sent.commit()
             sent.commit = None
 
-    def _owed(self, key: str) -> Tensor:
+    def _residual(self, key: str) -> Tensor:
         """v."""
         now = self._now[key]
         return now + (now - self._before[key]) * self.momentum if self.nesterov else now
@@ -313,10 +313,10 @@ class DGC(Feedback):
     def can_roll_back(self, x: Tensor) -> bool:
         return x.dtype == torch.float32
 
-    def rollback(self, key: str, x: Tensor) -> None:
+    def roll_back(self, key: str, x: Tensor) -> None:
         self._sent.pop(key).undo()
 
-    def owed(self, key: str) -> Tensor | None:
+    def residual(self, key: str) -> Tensor | None:
         return self._now.get(key)
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from narrowband.gradients.ddp import GradientCompression, compress_gradients
 from narrowband.gradients.optim import DGCSGD
-from narrowband.gradients.stats import Stats, StepStats
+from narrowband.gradients.stats import StepStats
 from narrowband.gradients.timing import measure_times
 
-__all__ = ["DGCSGD", "GradientCompression", "Stats", "StepStats", "compress_gradients", "measure_times"]
+__all__ = ["DGCSGD", "GradientCompression", "StepStats", "compress_gradients", "measure_times"]

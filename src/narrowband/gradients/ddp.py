@@ -48,9 +48,10 @@ from narrowband.gradients.hook import hook_of
 from narrowband.gradients.layers import Layers, for_gradients
 from narrowband.gradients.optim import check_momentum
 from narrowband.gradients.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
-from narrowband.gradients.stats import Stats, StepStats
+from narrowband.gradients.stats import StepStats
 from narrowband.gradients.step import Step, fill_with_nan
 from narrowband.gradients.warmup import warm_up
+from narrowband.stats import Stats
 from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def compress_gradients(
     spec: str | Codec | Compression | Method | Plan | Policy,
     *,
     min_numel: int = 1024,
-    start_step: int = 0,
+    warmup_steps: int = 0,
     process_group: dist.ProcessGroup | None = None,
     seed: int = 0,
     collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
@@ -102,17 +103,17 @@ def compress_gradients(
         small: what happens to these: ``dense``, they travel uncompressed; ``together``, as one vector of the whole
             model, compressed like any layer; or, as one vector, by a codec of their own, which keeps more, such as
             ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
-        start_step: average uncompressed until this many steps are done; early gradients change fast.
+        warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
         process_group: the ranks to average over; by default the model's own.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
         collective: ``auto`` takes the one that sends least (see :mod:`narrowband.collectives.exchange`).
-        grad_scaler: the scaler of mixed-precision training, if there is one. What feedback owes is in units of scaled
+        grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
             gradients, and is rescaled when the scale changes.
         optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
             wire).
 
-    ``model.join()`` works: ranks that have run out of data send zeros, and keep what they owe (with ``ef21``, which
-    owes nothing, zero counts as their gradient). Its
+    ``model.join()`` works: ranks that have run out of data send zeros, and keep their residuals (with ``ef21``, which
+    has no residual, zero counts as their gradient). Its
     ``divide_by_initial_world_size=False`` is refused by the first backward.
 
     Returns:
@@ -136,11 +137,11 @@ def compress_gradients(
         raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {_what_it_is(ddp_model)}")
     policy, plan = spec if isinstance(spec, Policy) else None, spec if isinstance(spec, Plan) else None
     if policy is not None:
-        chosen, start_step = for_gradients(policy.start), max(start_step, policy.warmup)
+        chosen, warmup_steps = for_gradients(policy.start), max(warmup_steps, policy.warmup_steps)
     else:
         chosen = for_gradients(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
-    if min_numel < 0 or start_step < 0:
-        raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
+    if min_numel < 0 or warmup_steps < 0:
+        raise ValueError(f"min_numel={min_numel} and warmup_steps={warmup_steps} must not be negative")
     together = small != "dense"
     if together and isinstance(chosen.feedback, PowerSGD):
         raise UnsupportedError("powersgd factors matrices, and small parameters make none; use small='dense'")
@@ -169,7 +170,7 @@ def compress_gradients(
         chosen,
         hook=hook,
         min_numel=min_numel,
-        start_step=start_step,
+        warmup_steps=warmup_steps,
         group=group,
         seed=seed,
         collective=collective,
@@ -261,7 +262,7 @@ class GradientCompression:
         *,
         hook: Hook,
         min_numel: int,
-        start_step: int,
+        warmup_steps: int,
         group: dist.ProcessGroup,
         seed: int,
         collective: Collective | Literal["auto"],
@@ -273,7 +274,7 @@ class GradientCompression:
     ) -> None:
         self.compression = chosen
         self._optimizer = optimizer  # whose learning rate is followed, if any is
-        self._start_step = start_step
+        self._warmup_steps = warmup_steps
         self._seed = seed
         self._collective = collective
         self._grad_scaler = grad_scaler
@@ -349,7 +350,7 @@ class GradientCompression:
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
-    def stats(self) -> Stats:
+    def stats(self) -> Stats[StepStats]:
         """Bytes, seconds and relative error: in total, and of the last finished step."""
         with self._lock:
             return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
@@ -406,7 +407,7 @@ class GradientCompression:
         return self._paused
 
     def pause(self) -> None:
-        """Average uncompressed from the next step on; what feedback owes stays until :meth:`resume`. Call on all
+        """Average uncompressed from the next step on; the residual stays until :meth:`resume`. Call on all
         ranks.
         """
         self._paused = True
@@ -457,12 +458,12 @@ class GradientCompression:
     def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
         """Compress some layers otherwise than the rest, from the next step on. Call on all ranks, between steps.
 
-        What is owed stays, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
+        The residual stays, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
         ones.
 
         Args:
             specs: parameter name → spec, of the model's kind or another. Where the model has feedback, every layer has
-                it, and it can be left out; what a layer owes moves along. With ``ef21`` all layers have that. With
+                it, and it can be left out; its residual moves along. With ``ef21`` all layers have that. With
                 ``dgc`` only ``topk`` will do, as in ``"topk:density=0.01"``, and no layer sends less than the rest does
                 while that warms up. A later call adds to an earlier one.
 
@@ -515,7 +516,7 @@ class GradientCompression:
             "loss_scale": self._loss_scale,
             "rank": self._peers.rank,
             "world_size": self._peers.size,
-            "owed": self.layers.state.state_dict() if self.layers.state else {},
+            "feedback": self.layers.state.state_dict() if self.layers.state else {},
             "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
             "chooser": self._chooser.state_dict(),
         }
@@ -528,7 +529,7 @@ class GradientCompression:
 
         Args:
             state: this rank's own state, or a list with the states of all ranks there were. If there are as many ranks
-                now, each takes its own from the list. After a change of their number, what they owed to the average is
+                now, each takes its own from the list. After a change of their number, their residuals to the average is
                 shared evenly among the ranks there are, its sum kept. (With ``ef21`` every rank starts with what all
                 ranks had in common.)
 
@@ -600,7 +601,7 @@ class GradientCompression:
         facts = {
             "call": "compress_gradients",
             "min_numel": str(min_numel),
-            "start_step": str(self._start_step),
+            "warmup_steps": str(self._warmup_steps),
             "seed": str(self._seed),
             "collective": self._collective,
             "grad_scaler": "none" if self._grad_scaler is None else "given",
@@ -649,8 +650,8 @@ class GradientCompression:
                 "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, "
                 "which compressed averages do not know; use join(divide_by_initial_world_size=True), the default"
             )
-        compressing = not self._paused and self._step >= self._start_step
-        codec = self.compression.codec_at(max(0, self._step - self._start_step), self._epoch)
+        compressing = not self._paused and self._step >= self._warmup_steps
+        codec = self.compression.codec_at(max(0, self._step - self._warmup_steps), self._epoch)
         step = Step(self, codec if compressing else Identity(), compressing=compressing)
         step.raises = _at_the_end_of_backward(step.raise_error)
         step.facts = {
@@ -704,7 +705,7 @@ class GradientCompression:
             self._peers = replace(self._peers, pairs=pairs)
 
     def _scale_changed(self) -> None:
-        """Bring what is owed to the unit of this step's gradients."""
+        """Bring the residual to the unit of this step's gradients."""
         if self._grad_scaler is None or not self._grad_scaler.is_enabled():
             return
         scale = self._grad_scaler.get_scale()
@@ -727,11 +728,11 @@ class GradientCompression:
             raise RuntimeError(f"{what}: this handle was removed; call compress_gradients for a new one")
         if self._open_step is not None and not self._open_step.abandoned:
             raise RuntimeError(
-                f"{what} was called inside backward, where what is owed is half-way; call it between steps"
+                f"{what} was called inside backward, where the residual is half-way; call it between steps"
             )
         if self._open_step is not None and self._open_step.torn:
             raise RuntimeError(
-                f"{what}: the exchange broke off while a step was being written, so part of what was owed is sent and "
+                f"{what}: the exchange broke off while a step was being written, so part of the residual is sent and "
                 "part is not; go on from the last checkpoint"
             )
 

@@ -324,23 +324,23 @@ class Channel:
         codec, key, shape, seed = self.codec, _key(x), tuple(x.shape), self._seed_of(at)
         scratch = x.reshape(-1).to(torch.float32, copy=True)
         if training or _holds(state, key):
-            absorb = training and state.can_roll_back(scratch)
-            finite, payload = state.encode(key, scratch, codec, shape=shape, seed=seed, absorb=absorb)
+            commit = training and state.can_roll_back(scratch)
+            finite, payload = state.encode(key, scratch, codec, shape=shape, seed=seed, commit=commit)
             if not training or not finite:
-                state.rollback(key, scratch)
-            elif not absorb:
-                state.absorb(key, scratch, codec, payload, shape=shape, seed=seed)
+                state.roll_back(key, scratch)
+            elif not commit:
+                state.commit(key, scratch, codec, payload, shape=shape, seed=seed)
         else:
             finite, payload = True, codec.encode(scratch.view(shape), seed=seed)
         if not finite:  # whatever it was that overflowed, the other end has to see that this message says nothing
             payload = codec.encode(torch.full(shape, torch.nan, device=x.device), seed=seed)
         if arrived is not None:
             if isinstance(state, EF21) and finite and training:
-                told = state.told(key)
-                assert told is not None
-                arrived.copy_(told.view(shape))
+                reference = state.sent_reference(key)
+                assert reference is not None
+                arrived.copy_(reference.view(shape))
             else:
-                base = state.told(key) if isinstance(state, EF21) and finite else None
+                base = state.sent_reference(key) if isinstance(state, EF21) and finite else None
                 self._decode_onto(base, payload, arrived, seed)
         self._keep_places(payload, x, at, training)
         return payload
@@ -397,11 +397,11 @@ class Channel:
             change = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
             codec.decode(payload, change, seed=seed)
             if codec.is_finite(payload, tuple(out.shape)):
-                state.arrived(_key(out), change.view(-1))
+                state.deliver(_key(out), change.view(-1))
             if change is not out:
                 out.copy_(change)
         elif isinstance(state, Feedback):
-            base = state.held(_key(out)) if isinstance(state, EF21) else None
+            base = state.received_reference(_key(out)) if isinstance(state, EF21) else None
             self._decode_onto(base, payload, out, seed)
         else:
             codec.decode(payload, out, seed=seed)
@@ -429,9 +429,9 @@ class Channel:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def held(self) -> Tensor | None:
+    def reference_ids(self) -> Tensor | None:
         """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
-        return self.state.held(self._name) if isinstance(self.state, AQSGD) else None
+        return self.state.reference_ids(self._name) if isinstance(self.state, AQSGD) else None
 
     def keep_only(self, samples: Tensor) -> None:
         """Forget all other samples: they travel in full precision again."""
@@ -498,7 +498,7 @@ def _key(x: Tensor) -> str:
 
 
 def _holds(state: Feedback, key: str) -> bool:
-    return (state.told(key) if isinstance(state, EF21) else state.owed(key)) is not None
+    return (state.sent_reference(key) if isinstance(state, EF21) else state.residual(key)) is not None
 
 
 def _known(samples: Tensor | None) -> Tensor:
