@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from narrowband.activations import ActivationCompression, ActivationPolicy, compress_activations
 from narrowband.adapt import Accordion, Constant, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy
-from narrowband.codecs import Codec, codec
+from narrowband.codecs import Codec, codec, register_codec
 from narrowband.coded import CodedDataParallel, choose_redundancy
 from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
-from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
+from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression, register_feedback
 from narrowband.gradients import DGCSGD, GradientCompression, StepStats, compress_gradients, measure_times
 from narrowband.pipeline import Boundary
 from narrowband.stats import Stats
@@ -60,6 +60,8 @@ __all__ = [
     "compress_gradients",
     "compression",
     "measure_times",
+    "register_codec",
+    "register_feedback",
 ]
 
 

@@ -110,7 +110,7 @@ def test_dense_averages_get_the_momentum_of_sgd(nesterov):
         else:
             parameter.grad = g.clone()
         average = g.clone()
-        dgc.advance_dense([("bias", average), ("empty", torch.empty(0))])
+        dgc.advance_uncompressed([("bias", average), ("empty", torch.empty(0))])
         at -= average
         optimizer.step()
         torch.testing.assert_close(at, parameter.data)

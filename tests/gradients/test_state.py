@@ -335,7 +335,7 @@ def through_a_file(rank, world_size):
     other.load_state_dict(read)
     for residual in read["feedback"].values():
         residual.zero_()  # the file's tensors are the caller's
-    return same(residual(other), saved), other.step
+    return same(residuals(other), saved), other.step
 
 
 def test_a_state_is_saved_by_torch_and_read_as_weights_only():

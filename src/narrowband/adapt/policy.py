@@ -13,8 +13,8 @@ import torch
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.adapt.tables import ErrorTable, layer_nbytes
-from narrowband.codecs import LowRank, TopK
-from narrowband.feedback import DGC, Compression, compression
+from narrowband.codecs import TopK
+from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,7 +194,7 @@ def planned(
 
 def as_choice(chosen: Compression) -> Compression:
     """What a layer is given where the model has ``chosen``: with ``dgc``, momentum and warm-up stay the model's."""
-    return Compression(chosen.codec) if isinstance(chosen.feedback, DGC) else chosen
+    return chosen if chosen.feedback is None or chosen.feedback.mixes else Compression(chosen.codec)
 
 
 def search_space(reference: str | Compression) -> list[str]:
@@ -211,33 +211,19 @@ def search_space(reference: str | Compression) -> list[str]:
         ['qsgd:bits=2', 'qsgd:bits=3', 'qsgd:bits=4', 'qsgd:bits=5', 'qsgd:bits=6', 'qsgd:bits=7', 'qsgd:bits=8']
     """
     chosen = as_choice(compression(reference))
-    key, given, values = _scale(chosen)
-    method = chosen.feedback
-    own = method if method is not None and hasattr(method, key) else chosen.codec
+    variations = chosen.codec.variations()
+    if variations is None:
+        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to choose; give choices=[…]")
+    key, values = variations
+    method = chosen.feedback if chosen.feedback is not None and chosen.feedback.brings_codec else None
+    changing = chosen.codec if method is None else method
     found = []
     for value in values:
         try:
-            changed = replace(own, **{key: value})  # type: ignore[type-var]
+            changed = replace(changing, **{key: value})  # type: ignore[type-var]
         except ValueError:  # bits that the codec does not have, a density above 1
             continue
-        found.append(str(compression(changed) if own is method else replace(chosen, codec=changed)))  # type: ignore[arg-type]
+        found.append(str(replace(chosen, codec=changed) if method is None else compression(changed)))  # type: ignore[arg-type]
     if str(chosen) not in found:
-        raise ValueError(f"{str(chosen)!r}: {key}={given} is not in its own search space")
+        raise ValueError(f"{str(chosen)!r}: {key}={getattr(chosen.codec, key)} is not in its own search space")
     return found
-
-
-def _scale(chosen: Compression) -> tuple[str, float, list[float]]:
-    codec = chosen.codec
-    if isinstance(codec, LowRank):
-        given = codec.rank
-        return "rank", given, list(range(max(1, given // 2), 2 * given + 1))
-    if isinstance(codec, TopK):
-        return (
-            "density",
-            codec.density,
-            [codec.density if tenths == 10 else codec.density * tenths / 10 for tenths in range(1, 101)],
-        )
-    bits = getattr(codec, "bits", None)
-    if bits is None:
-        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to choose; give choices=[…]")
-    return "bits", bits, list(range(max(1, bits // 2), 2 * bits + 1))

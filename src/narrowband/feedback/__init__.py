@@ -17,13 +17,13 @@ pipeline: it keeps rows per sample (:class:`SampleStore`), and no gradient belon
 from __future__ import annotations
 
 from narrowband.feedback.aqsgd import AQSGD
-from narrowband.feedback.base import Feedback, State
+from narrowband.feedback.base import Feedback, SampleState, State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 from narrowband.feedback.ef21 import EF21
 from narrowband.feedback.mixed import MixedFeedback
 from narrowband.feedback.powersgd import PowerSGD
-from narrowband.feedback.spec import Compression, Method, available, compression, methods
+from narrowband.feedback.spec import Compression, Method, available, compression, methods, register_feedback
 from narrowband.feedback.store import SampleStore
 
 __all__ = [
@@ -36,9 +36,11 @@ __all__ = [
     "Method",
     "MixedFeedback",
     "PowerSGD",
+    "SampleState",
     "SampleStore",
     "State",
     "available",
     "compression",
     "methods",
+    "register_feedback",
 ]

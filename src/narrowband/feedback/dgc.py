@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import Identity, TopK, format_term
+from narrowband.codecs import SelectingCodec, TopK, format_term
 from narrowband.codecs.base import check_keys, dims, squared_norm
 from narrowband.feedback.base import Feedback, Norms, check_saved
 
@@ -84,6 +84,10 @@ class DGC(Feedback):
     """
 
     name: ClassVar[str] = "dgc"
+    brings_codec: ClassVar[bool] = True
+    takes_activations: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False  # the momentum of a model is in one place
+    observes_uncompressed: ClassVar[bool] = True
 
     density: float = field(default=0.001, metadata={"always": True})
     momentum: float = 0.9
@@ -134,7 +138,7 @@ class DGC(Feedback):
         """What v is sent with after warm-up."""
         return TopK(density=self.density, indices=self.indices)
 
-    def codec_at(self, step: int, epoch: int | None) -> TopK:
+    def codec_at(self, step: int, epoch: int | None = None) -> TopK:
         """What v is sent with in this step (from 0), and this epoch where that is what warm-up counts.
 
         Raises:
@@ -155,11 +159,20 @@ class DGC(Feedback):
         stretches = math.ceil(math.log(self.density) / math.log(WARM_UP) - 1e-9) - 1
         return TopK(density=WARM_UP ** (1 + stretches * position // length), indices=self.indices)
 
-    def codec_of_layer(self, own: TopK, usual: TopK) -> TopK:
-        """What a layer with a codec of its own is sent with in a step in which the others have ``usual``: that codec,
-        but no less than the others while they warm up.
-        """
-        return own if usual == self.codec else replace(own, density=max(own.density, usual.density))
+    def codec_of_layer(self, override: Codec, default: Codec) -> Codec:
+        """The layer's own codec; while the others warm up, with at least their density."""
+        if default == self.codec:
+            return override
+        assert isinstance(override, TopK)
+        assert isinstance(default, TopK)
+        return replace(override, density=max(override.density, default.density))
+
+    @property
+    def needs_learning_rates(self) -> bool:
+        return self.accumulate == "steps"
+
+    def set_learning_rates(self, rates: Mapping[str, float]) -> None:
+        self.rates = dict(rates)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -185,9 +198,9 @@ class DGC(Feedback):
                 f"the state of {key!r} has {now.numel()} elements, so {x.numel()} cannot be encoded there; "
                 "use another key, or load the state of this model"
             )
-        if isinstance(codec, Identity):
+        if codec.exact:
             finite, payload = self._encode_velocity(key, x, now, before, codec, shape, seed, out)
-        elif isinstance(codec, TopK):
+        elif isinstance(codec, SelectingCodec):
             finite, payload = self._encode_top(key, x, now, before, codec, shape, seed, out)
         else:
             raise TypeError(f"dgc sends what is largest, or everything, and not by {codec}")
@@ -201,7 +214,7 @@ class DGC(Feedback):
         x: Tensor,
         now: Tensor,
         before: Tensor,
-        codec: TopK,
+        codec: SelectingCodec,
         shape: Shape,
         seed: int,
         out: Tensor | None,
@@ -261,7 +274,7 @@ class DGC(Feedback):
         x: Tensor,
         now: Tensor,
         before: Tensor,
-        codec: Identity,
+        codec: Codec,
         shape: Shape,
         seed: int,
         out: Tensor | None,
@@ -321,7 +334,7 @@ class DGC(Feedback):
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
-    def advance_dense(self, averages: Sequence[tuple[str, Tensor]]) -> None:
+    def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:
         """Put the momentum into averages of what is not compressed, in place: they become the steps of momentum SGD.
 
         A parameter whose average is exactly zero had no gradient on any rank. Its velocity waits.

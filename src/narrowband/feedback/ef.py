@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import Identity
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.feedback.base import Feedback, Norms
 
@@ -66,7 +65,7 @@ class ErrorFeedback(Feedback):
         if commit and not self.can_roll_back(x):
             raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
         if x.dtype != torch.float32:
-            if isinstance(codec, Identity):  # sends what has 16 bits in 16 bits
+            if codec.exact:  # sends what has 16 bits in 16 bits
                 total = (residual + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
@@ -95,7 +94,7 @@ class ErrorFeedback(Feedback):
         if x.dtype != torch.float32:
             residual.add_(x)
         before = squared_norm(residual) if measure else 0.0
-        if x.dtype != torch.float32 and isinstance(codec, Identity):
+        if x.dtype != torch.float32 and codec.exact:
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
             return Norms(before, squared_norm(residual)) if measure else None
         codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)

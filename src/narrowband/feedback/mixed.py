@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband import kernels
-from narrowband.codecs import Identity, TopK
+from narrowband.codecs import SelectingCodec
 from narrowband.codecs.base import dims
 from narrowband.errors import UnsupportedError
 from narrowband.feedback.ef import ErrorFeedback
@@ -49,7 +49,7 @@ class MixedFeedback(ErrorFeedback):
     name: ClassVar[str] = "ef-mixed"
 
     def check(self, codec: Codec) -> None:
-        if not isinstance(codec, TopK):
+        if not isinstance(codec, SelectingCodec):
             raise UnsupportedError(
                 f"{self.name} chooses elements by magnitude, as 'topk' does and '{codec}' does not; write "
                 f"'{codec}+ef' or 'topk:density=0.01+{self.name}'"
@@ -66,9 +66,9 @@ class MixedFeedback(ErrorFeedback):
         out: Tensor | None,
         subtract: bool,
     ) -> tuple[bool, Tensor]:
-        if not isinstance(codec, Identity):  # which leaves nothing to choose
+        if not codec.exact:  # which leaves nothing to choose
             self.check(codec)
-        if not isinstance(codec, TopK) or not x.numel() or kernels.all_zero(residual):
+        if not isinstance(codec, SelectingCodec) or not x.numel() or kernels.all_zero(residual):
             return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
         k = codec.kept(shape) // codec.rows(shape)
         by_input = codec.largest(x, shape, -(-k // 2), seed=seed)

@@ -9,7 +9,7 @@ no rank's matrix for that: products with the same factors add up. How they trave
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import LowRank, format_term
-from narrowband.codecs.base import check_keys
+from narrowband.codecs.base import check_keys, numel_of
 from narrowband.codecs.lowrank import factors, start
-from narrowband.feedback.base import State, check_saved
+from narrowband.feedback.base import Layout, State, check_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +44,9 @@ class PowerSGD(State):
     """
 
     name: ClassVar[str] = "powersgd"
+    brings_codec: ClassVar[bool] = True
+    takes_activations: ClassVar[bool] = False
+    collective: ClassVar[str | None] = "lowrank"
 
     rank: int = field(default=4, metadata={"always": True})
     iterations: int = 1
@@ -75,6 +78,35 @@ class PowerSGD(State):
         if not isinstance(codec, LowRank):
             raise TypeError(f"powersgd averages factors of low rank; {codec} has none")
         return factors(shape, codec.rank, self.min_ratio)
+
+    @property
+    def compensates(self) -> bool:
+        return self.ef
+
+    def behind(self, codec: Codec) -> State | None:
+        """With the rank of a ``lowrank`` codec; it stands behind no other."""
+        return replace(self, rank=codec.rank) if isinstance(codec, LowRank) else None
+
+    def includes(self, other: State) -> bool:
+        return self.ef and other.name == "ef"
+
+    def shares_state_with(self, other: State) -> bool:
+        """Ranks may differ, layer by layer."""
+        return isinstance(other, PowerSGD) and replace(other, rank=self.rank) == self
+
+    def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
+        n, m, r = self.factors(codec, shape)
+        return 4 * (r * (n + m) or numel_of(shape))
+
+    def kept_rank(self, codec: Codec, shape: Shape) -> int:
+        return self.factors(codec, shape)[2]
+
+    def reserve(self, layers: Sequence[Layout]) -> None:
+        """Residuals of equal shape side by side, in this order, so that one product serves them all."""
+        sizes = [(layer, self.factors(layer.codec, layer.shape)) for layer in layers]
+        self.prepare(
+            [(layer.key, n, m, layer.device) for layer, (n, m, r) in sizes if r and not self.has_residual(layer.key)]
+        )
 
     # ---- the residual ------------------------------------------------------------------------------------------------
 
