@@ -532,7 +532,7 @@ _LEGEND = (
     "times less a rank sends than a dense ring all-reduce does, over all of training. Payloads that all ranks gather "
     "(top-k, sign, dgc) have this ratio with two ranks, and 2/N of it with N. Error: "
     "`handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for a gradient p and what arrives "
-    "of it, C(p). With error feedback p includes what was owed."
+    "of it, C(p). With error feedback p includes the residual."
 )
 
 

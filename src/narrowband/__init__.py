@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from narrowband.activations import ActivationCompression, ActivationPolicy, compress_activations
-from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy, Uniform
-from narrowband.codecs import Codec, codec
+from narrowband.adapt import Accordion, Constant, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy
+from narrowband.codecs import Codec, codec, register_codec
 from narrowband.coded import CodedDataParallel, choose_redundancy
 from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
-from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression
-from narrowband.gradients import DGCSGD, GradientCompression, Stats, StepStats, compress_gradients, measure_times
+from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression, register_feedback
+from narrowband.gradients import DGCSGD, GradientCompression, StepStats, compress_gradients, measure_times
 from narrowband.pipeline import Boundary
+from narrowband.stats import Stats
 
 if TYPE_CHECKING:
     from narrowband.pipeline import CompressedStage
@@ -37,6 +38,7 @@ __all__ = [
     "CodedDataParallel",
     "CompressedStage",
     "Compression",
+    "Constant",
     "DisagreementError",
     "Feedback",
     "GlobalTopK",
@@ -50,7 +52,6 @@ __all__ = [
     "PowerSGD",
     "Stats",
     "StepStats",
-    "Uniform",
     "UnsupportedError",
     "__version__",
     "choose_redundancy",
@@ -59,6 +60,8 @@ __all__ = [
     "compress_gradients",
     "compression",
     "measure_times",
+    "register_codec",
+    "register_feedback",
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.adapt import Accordion, GlobalTopK, KMeans, LGreCo, Plan, Uniform, error_table, search_space
+from narrowband.adapt import Accordion, Constant, GlobalTopK, KMeans, LGreCo, Plan, error_table, search_space
 
 METRICS = {"l2": 1, "l2_squared": 2}
 
@@ -45,7 +45,7 @@ def totals(plan, gradients, power):
 def test_lgreco_sends_less_at_no_more_error_than_its_reference(reference, metric):
     gradients = spread()
     plan = LGreCo(reference, metric=metric).decide(gradients, step=7)
-    uniform = Uniform(reference).decide(gradients, step=7)
+    uniform = Constant(reference).decide(gradients, step=7)
     nbytes, error = totals(plan, gradients, METRICS[metric])
     usual_nbytes, usual_error = totals(uniform, gradients, METRICS[metric])
     assert error <= usual_error * (1 + 1e-9)
@@ -249,7 +249,7 @@ def test_plans_go_through_json_and_say_what_is_wrong():
 
 def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
     path = tmp_path / "new" / "plan.json"
-    plan = Uniform("qsgd:bits=4").decide(spread(), step=0)
+    plan = Constant("qsgd:bits=4").decide(spread(), step=0)
     plan.save(path)
     assert Plan.load(path) == plan
     for content, said in ((path.read_bytes()[:40], "not JSON"), (bytes(range(128, 256)), "no text")):

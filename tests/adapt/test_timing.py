@@ -58,7 +58,7 @@ def measured(rank, world_size, spec, choices):
         optimizer.step()
         count[0] += 1
 
-    times = nb.measure_times(handle, step, choices, samples=7, steps=3, warmup=1)
+    times = nb.measure_times(handle, step, choices, samples=7, steps=3, warmup_steps=1)
     specs = {str(handle.layers.has(name)) for name in handle.layers.shapes}
     policy = nb.LGreCo(spec, objective="time", seconds_per_byte=times.seconds_per_byte)
     return times, handle.buckets, specs, count[0], sorted(policy.seconds_per_byte)

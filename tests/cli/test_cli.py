@@ -113,7 +113,7 @@ def gradients(tmp_path):
     return tmp_path / "gradients.pt"
 
 
-POLICIES = ["lgreco", "uniform", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
+POLICIES = ["lgreco", "constant", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

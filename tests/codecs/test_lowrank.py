@@ -92,7 +92,7 @@ def test_gradients_of_lower_rank_than_asked_for_are_no_trouble(kind):
 def test_a_product_that_leaves_float32_is_reported():
     codec, feedback = nb.codec("lowrank:rank=2"), ErrorFeedback()
     x = torch.full((40 * 30,), 3e38)
-    finite, _ = feedback.encode("w", x, codec, shape=(40, 30), seed=0, absorb=True)
+    finite, _ = feedback.encode("w", x, codec, shape=(40, 30), seed=0, commit=True)
     assert not finite
 
 

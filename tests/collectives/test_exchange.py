@@ -137,8 +137,8 @@ def average_in_parts(rank, world_size, ways, parts):
             items = items_of(gradients(rank, step), chosen.codec, feedback, step)
             work = average(kind, items, rank, world_size, good=step != 1, measure=step == 2, parts=parts)
             averages.append([item.x for item in items])
-        owed = {} if feedback is None else {key: value.clone() for key, value in feedback.state_dict().items()}
-        answers.append((averages, owed, work.sent_nbytes, work.norms))
+        residual = {} if feedback is None else {key: value.clone() for key, value in feedback.state_dict().items()}
+        answers.append((averages, residual, work.sent_nbytes, work.norms))
     return answers
 
 
@@ -355,7 +355,7 @@ class Remembering(ErrorFeedback):
         super().__init__()
         self.heard = []
 
-    def arrived(self, key, x):
+    def deliver(self, key, x):
         self.heard.append((key, x.clone()))
         x.fill_(7.0)
 
@@ -399,11 +399,11 @@ def one_rank_is_not_finite(rank, world_size, ways, value, place, silent):
             tensors[0].view(-1)[place] = value
         elif rank == silent:
             tensors = [torch.zeros_like(x) for x in tensors]
-        owed = feedback.state_dict() if feedback is not None else {}
-        before = {key: x.clone() for key, x in owed.items()}
+        residual = feedback.state_dict() if feedback is not None else {}
+        before = {key: x.clone() for key, x in residual.items()}
         items = items_of(tensors, chosen.codec, feedback, 1)
         work = average(kind, items, rank, world_size)
-        unchanged = all(torch.equal(before[key], x) for key, x in owed.items())
+        unchanged = all(torch.equal(before[key], x) for key, x in residual.items())
         answers.append((work.finite, bool(items[0].x.isfinite().all()), unchanged))
     return answers
 

@@ -54,7 +54,7 @@ def bytes_kept_per_parameter(rank, world_size, specs):
         ddp = DistributedDataParallel(nn.Linear(64, 512, bias=False))
         handle = nb.compress_gradients(ddp, spec)
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), rank, steps=2)
-        kept = handle.state_dict()["owed"]
+        kept = handle.state_dict()["feedback"]
         kept = {name: value for name, value in kept.items() if not name.startswith("factor/")}
         found[spec] = sum(t.numel() * t.element_size() for t in tensors(kept)) / (64 * 512)
     return found

@@ -84,7 +84,7 @@ class Pair:
     def buffers(self, key=KEY):
         """Sample → its buffer's bits, which must be the same on both ends."""
         ends = [
-            {sample: bits_of(end._stores[key].row(sample)) for sample in end.held(key).tolist()}
+            {sample: bits_of(end._stores[key].row(sample)) for sample in end.reference_ids(key).tolist()}
             for end in (self.sender, self.receiver)
         ]
         assert ends[0] == ends[1]
@@ -120,7 +120,7 @@ def test_each_visit_is_the_algorithm(spec, dtype):
             row = ends.sender._stores[KEY].row(i).double().view(SHAPE)
             torch.testing.assert_close(row, m[i], rtol=0, atol=1e-5)
     assert ends.buffers().keys() == m.keys()
-    assert ends.sender.held(KEY).tolist() == sorted(m)
+    assert ends.sender.reference_ids(KEY).tolist() == sorted(m)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_keys_have_buffers_of_their_own():
         ends.send(torch.randn(1, 9), ids, key="b")
         alone.send(x * step, ids, key="a")
     assert ends.buffers("a") == alone.buffers("a")
-    assert ends.sender.held("a").tolist() == [0]
-    assert ends.sender.held("c").tolist() == []
+    assert ends.sender.reference_ids("a").tolist() == [0]
+    assert ends.sender.reference_ids("c").tolist() == []
     ends.sender.keep_only("c", [])
 
 
@@ -352,7 +352,7 @@ def test_no_buffer_is_made_of_what_could_leave_float32():
     for value, held in ((3e38, False), (2.0**100, False), (2.0**99, True)):
         x = torch.full((1, 4), value)
         assert torch.equal(ends.send(x, ids)[1], x)
-        assert ends.sender.held(KEY).tolist() == ([5] if held else [])
+        assert ends.sender.reference_ids(KEY).tolist() == ([5] if held else [])
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -387,11 +387,11 @@ def test_loading_replaces_all_and_is_all_or_nothing():
     other.fill("b", torch.ones(1, 4), torch.tensor([0]))
     with pytest.raises(ValueError, match="use the settings"):
         other.load_state_dict({**state, "z": {**state["a"], "keep": "int8"}})
-    assert other.held("b").tolist() == [0]
-    assert other.held("a").tolist() == []
+    assert other.reference_ids("b").tolist() == [0]
+    assert other.reference_ids("a").tolist() == []
     other.load_state_dict(state)
-    assert other.held("b").tolist() == []
-    assert other.held("a").tolist() == [1, 2]
+    assert other.reference_ids("b").tolist() == []
+    assert other.reference_ids("a").tolist() == [1, 2]
     with pytest.raises(ValueError, match="this store has rows of 8 in fp16"):
         AQSGD(store="fp16").load_state_dict(state)
 
@@ -407,9 +407,9 @@ def test_an_end_whose_file_went_on_loses_its_buffers_and_both_agree_on_what_is_l
     ends = Pair("topk:density=0.1", tmp_path)
     ends.sender.load_state_dict(states[0])
     ends.receiver.load_state_dict(states[1])
-    assert ends.sender.held(KEY).tolist() == []
+    assert ends.sender.reference_ids(KEY).tolist() == []
     assert "has gone on" in caplog.text
-    held = ends.receiver.held(KEY)
+    held = ends.receiver.reference_ids(KEY)
     assert held.numel() == 5
     payload = ends.sender.pack(KEY, x, ends.codec, samples=ids, seed=9)
     out = torch.full_like(x, 3)
@@ -435,7 +435,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         second.fill("2 → 3/a", torch.ones(1, 4), torch.tensor([0]))
     second.fill("2 → 3/b", torch.ones(1, 4), torch.tensor([0]))
     second.load_state_dict(state)
-    assert second.held("2 → 3/a").tolist() == [0]
+    assert second.reference_ids("2 → 3/a").tolist() == [0]
 
 
 def test_a_buffer_takes_the_bytes_that_were_announced(tmp_path):
@@ -481,13 +481,13 @@ def test_new_feedback_has_no_state():
     chosen = nb.compression("qsgd:bits=4+aq-sgd:store=fp16")
     first, second = chosen.new_feedback(), chosen.new_feedback()
     first.fill(KEY, torch.ones(1, 4), torch.tensor([0]))
-    assert second.held(KEY).numel() == chosen.feedback.held(KEY).numel() == 0
+    assert second.reference_ids(KEY).numel() == chosen.feedback.reference_ids(KEY).numel() == 0
     assert first == second, "configuration is identity, state is not"
-    assert first.owed(KEY) is None
+    assert first.residual(KEY) is None
     with pytest.raises(TypeError, match="no loss scale"):
         first.scale(2.0)
     with pytest.raises(TypeError, match="no meaning elsewhere"):
-        first.take(KEY)
+        first.take_residual(KEY)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ def gradient(step, dtype=torch.float32):
     return torch.randn(600, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def send(method, step, codec=None, *, dtype=torch.float32, absorb=False, measure=False):
+def send(method, step, codec=None, *, dtype=torch.float32, commit=False, measure=False):
     """One good step: what arrives, and the norms."""
     x, codec = gradient(step, dtype), codec or method.codec
-    finite, payload = method.encode("w", x, codec, shape=SHAPE, seed=step, absorb=absorb)
+    finite, payload = method.encode("w", x, codec, shape=SHAPE, seed=step, commit=commit)
     assert finite
-    norms = None if absorb else method.absorb("w", x, codec, payload, shape=SHAPE, seed=step, measure=measure)
+    norms = None if commit else method.commit("w", x, codec, payload, shape=SHAPE, seed=step, measure=measure)
     return codec.decode(payload, torch.empty(SHAPE)).reshape(-1), norms
 
 
@@ -44,7 +44,7 @@ def same(a, b):
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", [None, Identity()])
-@pytest.mark.parametrize("moment", ["encoded", "absorbed early", "absorbed late", "not finite"])
+@pytest.mark.parametrize("moment", ["encoded", "committed early", "committed late", "not finite"])
 def test_a_rollback_undoes_a_step_to_the_bit(keys, dtype, codec, moment):
     dgc = method(keys)
     for step in range(5):
@@ -52,14 +52,14 @@ def test_a_rollback_undoes_a_step_to_the_bit(keys, dtype, codec, moment):
     before, x = state(dgc), gradient(5, dtype)
     if moment == "not finite":
         x[7] = math.nan
-    early = moment == "absorbed early" and dgc.can_roll_back(x)
+    early = moment == "committed early" and dgc.can_roll_back(x)
     codec = codec or dgc.codec
-    finite, payload = dgc.encode("w", x, codec, shape=SHAPE, seed=5, absorb=early)
+    finite, payload = dgc.encode("w", x, codec, shape=SHAPE, seed=5, commit=early)
     assert finite == (moment != "not finite")
-    if moment == "absorbed late" and dgc.can_roll_back(x):
-        dgc.absorb("w", x, codec, payload, shape=SHAPE, seed=5)
+    if moment == "committed late" and dgc.can_roll_back(x):
+        dgc.commit("w", x, codec, payload, shape=SHAPE, seed=5)
         assert not same(before, state(dgc))
-    dgc.rollback("w", x)
+    dgc.roll_back("w", x)
     assert same(before, state(dgc))
 
 
@@ -67,13 +67,13 @@ def test_a_rollback_undoes_a_step_to_the_bit(keys, dtype, codec, moment):
 def test_absorbing_early_or_late_is_the_same(keys):
     early, late = method(keys), method(keys)
     for step in range(8):
-        a, _ = send(early, step, absorb=True)
+        a, _ = send(early, step, commit=True)
         b, norms = send(late, step, measure=True)
         assert torch.equal(a, b)
         assert same(state(early), state(late))
         now, before = (late.state_dict()[f"{room}/w"] for room in ("now", "before"))
-        owed = now + (now - before) * late.momentum * late.nesterov
-        assert norms.lost == pytest.approx(float(owed.double().square().sum()))
+        residual = now + (now - before) * late.momentum * late.nesterov
+        assert norms.lost == pytest.approx(float(residual.double().square().sum()))
         assert norms.encoded - norms.lost == pytest.approx(float(b.double().square().sum()))
 
 
@@ -83,17 +83,17 @@ def test_half_precision_sends_what_its_float32_would():
         for step in range(6):
             a, _ = send(half, step, dtype=dtype)
             x = gradient(step, dtype).float()
-            _, payload = whole.encode("w", x, whole.codec, shape=SHAPE, seed=step, absorb=True)
+            _, payload = whole.encode("w", x, whole.codec, shape=SHAPE, seed=step, commit=True)
             assert torch.equal(a, whole.codec.decode(payload, torch.empty(SHAPE)).reshape(-1))
         assert same(state(half), state(whole))
 
 
 def test_what_was_sent_early_or_late_adds_up():
-    """With momentum 0, all that went out and what is owed make the sum of all gradients."""
+    """With momentum 0, all that went out and the residual make the sum of all gradients."""
     dgc = method(",momentum=0")
     sent = sum(send(dgc, step)[0].double() for step in range(30))
     total = sum(gradient(step).double() for step in range(30))
-    torch.testing.assert_close(sent + dgc.owed("w"), total, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sent + dgc.residual("w"), total, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -110,7 +110,7 @@ def test_dense_averages_get_the_momentum_of_sgd(nesterov):
         else:
             parameter.grad = g.clone()
         average = g.clone()
-        dgc.advance_dense([("bias", average), ("empty", torch.empty(0))])
+        dgc.advance_uncompressed([("bias", average), ("empty", torch.empty(0))])
         at -= average
         optimizer.step()
         torch.testing.assert_close(at, parameter.data)
@@ -191,6 +191,6 @@ def test_what_it_cannot_send_is_refused():
     with pytest.raises(ValueError, match="600 elements"):
         dgc.encode("w", torch.zeros(5), dgc.codec, shape=(5,), seed=0)
     with pytest.raises(ValueError, match="float16"):
-        dgc.encode("w", gradient(0, torch.float16), dgc.codec, shape=SHAPE, seed=0, absorb=True)
+        dgc.encode("w", gradient(0, torch.float16), dgc.codec, shape=SHAPE, seed=0, commit=True)
     with pytest.raises(ValueError, match="set_epoch"):
         nb.DGC(warmup_epochs=2).codec_at(0, None)

@@ -52,7 +52,7 @@ def send(feedback, key, g, codec, seed=0, shape=SHAPE):
     """One good step: what arrives on the other side, flat float32. ``g`` is used up."""
     finite, payload = feedback.encode(key, g, codec, shape=shape, seed=seed)
     assert finite
-    feedback.absorb(key, g, codec, payload, shape=shape, seed=seed)
+    feedback.commit(key, g, codec, payload, shape=shape, seed=seed)
     return codec.decode(payload, torch.empty(shape, dtype=sent_as(codec, g.dtype)), seed=seed).reshape(-1).float()
 
 
@@ -65,38 +65,38 @@ def after_some_steps(codec, steps=3):
 
 @every_codec
 def test_absorbing_at_once_is_absorbing_afterwards(spec):
-    """The same payload and the same debt to the bit, and as easily undone."""
+    """The same payload and the same residual to the bit, and as easily undone."""
     codec = nb.codec(spec)
     at_once, afterwards = after_some_steps(codec), after_some_steps(codec)
-    before = afterwards.owed("w").clone()
+    before = afterwards.residual("w").clone()
     g, same = gradient(7), gradient(7)
-    finite, payload = at_once.encode("w", g, codec, shape=SHAPE, seed=7, absorb=True)
+    finite, payload = at_once.encode("w", g, codec, shape=SHAPE, seed=7, commit=True)
     assert finite
     expected = afterwards.encode("w", same, codec, shape=SHAPE, seed=7)[1]
-    assert not torch.equal(at_once.owed("w"), afterwards.owed("w"))
-    afterwards.absorb("w", same, codec, expected, shape=SHAPE, seed=7)
+    assert not torch.equal(at_once.residual("w"), afterwards.residual("w"))
+    afterwards.commit("w", same, codec, expected, shape=SHAPE, seed=7)
     assert torch.equal(payload, expected)
-    assert torch.equal(at_once.owed("w"), afterwards.owed("w"))
-    at_once.rollback("w", g)
-    assert torch.equal(at_once.owed("w"), before)
+    assert torch.equal(at_once.residual("w"), afterwards.residual("w"))
+    at_once.roll_back("w", g)
+    assert torch.equal(at_once.residual("w"), before)
 
 
 @every_codec
 def test_what_is_not_finite_is_not_absorbed(spec):
     codec = nb.codec(spec)
     feedback = after_some_steps(codec)
-    before, g = feedback.owed("w").clone(), gradient(7)
+    before, g = feedback.residual("w").clone(), gradient(7)
     g[5] = torch.inf
-    assert not feedback.encode("w", g, codec, shape=SHAPE, seed=7, absorb=True)[0]
-    feedback.rollback("w", g)
-    assert torch.equal(feedback.owed("w"), before)
+    assert not feedback.encode("w", g, codec, shape=SHAPE, seed=7, commit=True)[0]
+    feedback.roll_back("w", g)
+    assert torch.equal(feedback.residual("w"), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_half_precision_waits_for_the_step(dtype):
     codec, feedback = nb.codec("topk:density=0.05"), ErrorFeedback()
     with pytest.raises(ValueError, match="only when the step is decided"):
-        feedback.encode("w", gradient(0, dtype), codec, shape=SHAPE, seed=0, absorb=True)
+        feedback.encode("w", gradient(0, dtype), codec, shape=SHAPE, seed=0, commit=True)
 
 
 @every_codec
@@ -115,16 +115,16 @@ def test_each_step_is_the_algorithm(spec, dtype):
         again = codec.roundtrip(p.to(wire).view(SHAPE), seed=step).view(-1)
         sent = codec.decode(payload, torch.empty(SHAPE, dtype=wire), seed=step).view(-1).double()
         assert ((sent - again.double()).abs() > 1e-5).float().mean() <= 0.01
-        feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=step)
+        feedback.commit("w", g, codec, payload, shape=SHAPE, seed=step)
         e = p - sent
-        torch.testing.assert_close(feedback.owed("w").double(), e, rtol=0, atol=1e-5)
-        e = feedback.owed("w").double()
+        torch.testing.assert_close(feedback.residual("w").double(), e, rtol=0, atol=1e-5)
+        e = feedback.residual("w").double()
 
 
 @every_codec
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_lost_it_is_late(spec, dtype):
-    """Over 30 steps: everything sent, plus what is owed, is the sum of all gradients."""
+    """Over 30 steps: everything sent, plus the residual, is the sum of all gradients."""
     codec, feedback = nb.codec(spec), ErrorFeedback()
     gradients = torch.zeros(N, dtype=torch.float64)
     arrived = torch.zeros(N, dtype=torch.float64)
@@ -132,25 +132,27 @@ def test_nothing_is_lost_it_is_late(spec, dtype):
         g = gradient(step, dtype)
         gradients += g.double()
         arrived += send(feedback, "w", g, codec, seed=step).double()
-    owed = feedback.owed("w")
-    assert owed.dtype == torch.float32
-    assert owed.shape == (N,)
-    torch.testing.assert_close(arrived + owed.double(), gradients, rtol=0, atol=1e-4)
+    residual = feedback.residual("w")
+    assert residual.dtype == torch.float32
+    assert residual.shape == (N,)
+    torch.testing.assert_close(arrived + residual.double(), gradients, rtol=0, atol=1e-4)
     if spec == "none":
-        assert float(owed.norm()) < (1e-9 if dtype == torch.float32 else 0.1), "at most what rounding to 16 bits loses"
+        assert float(residual.norm()) < (1e-9 if dtype == torch.float32 else 0.1), (
+            "at most what rounding to 16 bits loses"
+        )
     elif spec.startswith(("topk", "randomk", "sign")):
-        assert float(owed.norm()) > 1.0, "this codec loses much in each step"
+        assert float(residual.norm()) > 1.0, "this codec loses much in each step"
 
 
 @pytest.mark.parametrize("spec", ["topk:density=0.1", "topk:density=0.1,select=sampled", "sign", "randomk:density=0.1"])
-def test_what_is_owed_stays_bounded(spec):
+def test_the_residual_stays_bounded(spec):
     """A contraction by δ keeps ‖e‖ below 2/δ · ‖g‖ (Karimireddy et al., lemma 3), however long the run."""
     codec, feedback = nb.codec(spec), ErrorFeedback()
     norms = []
     for step in range(200):
         g = gradient(step)
         send(feedback, "w", g, codec, seed=step)
-        norms.append(float(feedback.owed("w").norm()))
+        norms.append(float(feedback.residual("w").norm()))
     assert max(norms) < 2 / 0.1 * (N**0.5 * 1.2)
     assert max(norms[100:]) < 2 * max(norms[50:100])
 
@@ -163,17 +165,17 @@ def test_rollback_undoes_encode_to_the_bit(spec, x, seed):
     g = x.contiguous().view(-1)
     first = g.clone()
     feedback.encode("w", first, codec, shape=x.shape, seed=seed)
-    feedback.rollback("w", first)
-    assert not any(bits_of(feedback.owed("w"))), "nothing was owed"
+    feedback.roll_back("w", first)
+    assert not any(bits_of(feedback.residual("w"))), "there was no residual"
     first = g.clone()
     _, payload = feedback.encode("w", first, codec, shape=x.shape, seed=seed)
-    feedback.absorb("w", first, codec, payload, shape=x.shape, seed=seed)
-    before = bits_of(feedback.owed("w"))
+    feedback.commit("w", first, codec, payload, shape=x.shape, seed=seed)
+    before = bits_of(feedback.residual("w"))
     again = g.clone()
     finite, _ = feedback.encode("w", again, codec, shape=x.shape, seed=seed + 1)
     assert finite
-    feedback.rollback("w", again)
-    assert bits_of(feedback.owed("w")) == before
+    feedback.roll_back("w", again)
+    assert bits_of(feedback.residual("w")) == before
 
 
 @every_codec
@@ -183,14 +185,14 @@ def test_a_gradient_that_is_not_finite_is_reported_and_can_be_rolled_back(spec, 
     codec = nb.codec(spec)
     with backend(name):
         feedback = after_some_steps(codec)
-        before = bits_of(feedback.owed("w"))
+        before = bits_of(feedback.residual("w"))
         for place, bad in itertools.product((0, 77, N - 1), (torch.inf, -torch.inf, torch.nan)):
             g = gradient(9, dtype)
             g[place] = bad
             finite, _ = feedback.encode("w", g, codec, shape=SHAPE, seed=9)
             assert finite is False
-            feedback.rollback("w", g)
-            assert bits_of(feedback.owed("w")) == before
+            feedback.roll_back("w", g)
+            assert bits_of(feedback.residual("w")) == before
         arrived = send(feedback, "w", gradient(10), codec, seed=10)
     undisturbed = after_some_steps(codec)
     with backend(name):
@@ -202,23 +204,23 @@ def test_a_sum_that_overflows_is_reported_although_both_parts_are_finite():
     large = torch.full((N,), 3e38)
     finite, payload = feedback.encode("w", large.clone(), codec, shape=SHAPE, seed=0)
     assert finite
-    feedback.absorb("w", large, codec, payload, shape=SHAPE, seed=0)
+    feedback.commit("w", large, codec, payload, shape=SHAPE, seed=0)
     g = torch.full((N,), 3e38)
-    before = bits_of(feedback.owed("w"))
+    before = bits_of(feedback.residual("w"))
     assert not feedback.encode("w", g, codec, shape=SHAPE, seed=1)[0]
-    feedback.rollback("w", g)
-    assert bits_of(feedback.owed("w")) == before
+    feedback.roll_back("w", g)
+    assert bits_of(feedback.residual("w")) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_half_precision_gradient_is_left_as_it_is(dtype):
     feedback, codec = after_some_steps(nb.codec("topk:density=0.05")), nb.codec("topk:density=0.05")
     g = gradient(4, dtype)
-    before, owed = g.clone(), bits_of(feedback.owed("w"))
+    before, residual = g.clone(), bits_of(feedback.residual("w"))
     _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=4)
-    assert bits_of(feedback.owed("w")) == owed, "nothing changes before absorb"
+    assert bits_of(feedback.residual("w")) == residual, "nothing changes before commit"
     assert torch.equal(g, before)
-    feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=4)
+    feedback.commit("w", g, codec, payload, shape=SHAPE, seed=4)
     assert torch.equal(g, before)
 
 
@@ -226,20 +228,20 @@ def test_a_half_precision_gradient_is_left_as_it_is(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_measure_gives_the_norms_of_what_was_encoded_and_what_was_lost(spec, dtype):
     codec, feedback = nb.codec(spec), after_some_steps(nb.codec("topk:density=0.05"))
-    e, g = feedback.owed("w").double(), gradient(5, dtype)
+    e, g = feedback.residual("w").double(), gradient(5, dtype)
     p = e + g.double()
     _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=5)
-    norms = feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=5, measure=True)
+    norms = feedback.commit("w", g, codec, payload, shape=SHAPE, seed=5, measure=True)
     sent = codec.decode(payload, torch.empty(SHAPE, dtype=sent_as(codec, dtype)), seed=5).view(-1).double()
     assert norms.encoded == pytest.approx(float((p**2).sum()), rel=1e-5)
     assert norms.lost == pytest.approx(float(((p - sent) ** 2).sum()), rel=1e-4, abs=1e-8)
-    assert norms.lost == squared_norm(feedback.owed("w"))
+    assert norms.lost == squared_norm(feedback.residual("w"))
 
 
 def test_without_measure_there_are_no_norms():
     feedback, codec, g = ErrorFeedback(), nb.codec("sign"), gradient(0)
     _, payload = feedback.encode("w", g, codec, shape=SHAPE, seed=0)
-    assert feedback.absorb("w", g, codec, payload, shape=SHAPE, seed=0) is None
+    assert feedback.commit("w", g, codec, payload, shape=SHAPE, seed=0) is None
 
 
 @every_codec
@@ -261,33 +263,33 @@ def test_keys_are_independent():
         send(both, "b", gradient(100 + step)[:77].clone(), codec, shape=77)
         send(alone, "a", gradient(step), codec)
     assert set(both.state_dict()) == {"a", "b"}
-    assert torch.equal(both.owed("a"), alone.owed("a"))
+    assert torch.equal(both.residual("a"), alone.residual("a"))
     g = gradient(9)
     both.encode("a", g, codec, shape=SHAPE, seed=0)
-    before = both.owed("b").clone()
-    both.rollback("a", g)
-    assert torch.equal(both.owed("b"), before)
-    assert torch.equal(both.owed("a"), alone.owed("a"))
+    before = both.residual("b").clone()
+    both.roll_back("a", g)
+    assert torch.equal(both.residual("b"), before)
+    assert torch.equal(both.residual("a"), alone.residual("a"))
 
 
-def test_owed_is_none_where_nothing_ever_was_and_the_state_itself_otherwise():
+def test_the_residual_is_none_where_nothing_ever_was_and_the_state_itself_otherwise():
     feedback, codec = ErrorFeedback(), nb.codec("topk:density=0.05")
-    assert feedback.owed("w") is None
+    assert feedback.residual("w") is None
     send(feedback, "w", gradient(0), codec)
-    feedback.owed("w").zero_()
+    feedback.residual("w").zero_()
     arrived = send(feedback, "w", gradient(1), codec)
     assert torch.equal(arrived, codec.roundtrip(gradient(1)))
 
 
-def test_scale_changes_the_unit_of_all_that_is_owed():
+def test_scale_changes_the_unit_of_all_the_residual():
     feedback, codec = ErrorFeedback(), nb.codec("topk:density=0.05")
     for key in ("a", "b"):
         send(feedback, key, gradient(len(key)), codec)
     before = {key: value.clone() for key, value in feedback.state_dict().items()}
     feedback.scale(0.25)
     for key, value in before.items():
-        assert torch.equal(feedback.owed(key), value * 0.25)
-    ErrorFeedback().scale(2.0)  # nothing owed: nothing to do
+        assert torch.equal(feedback.residual(key), value * 0.25)
+    ErrorFeedback().scale(2.0)  # nothing residual: nothing to do
 
 
 @every_codec
@@ -295,7 +297,7 @@ def test_a_run_that_is_stopped_and_resumed_goes_on_bit_by_bit(spec):
     codec = nb.codec(spec)
     feedback, resumed = after_some_steps(codec), ErrorFeedback()
     resumed.load_state_dict({key: value.clone() for key, value in feedback.state_dict().items()})
-    assert bits_of(resumed.owed("w")) == bits_of(feedback.owed("w"))
+    assert bits_of(resumed.residual("w")) == bits_of(feedback.residual("w"))
     for step in range(3, 6):
         arrived = [bits_of(send(one, "w", gradient(step), codec, seed=step)) for one in (feedback, resumed)]
         assert arrived[0] == arrived[1]
@@ -308,12 +310,12 @@ def test_loading_replaces_all_state_and_keeps_nothing_of_what_was_given():
     state = source.state_dict()
     target.load_state_dict(state)
     assert set(target.state_dict()) == {"w"}
-    assert target.owed("other") is None
-    before = target.owed("w").clone()
+    assert target.residual("other") is None
+    before = target.residual("w").clone()
     send(source, "w", gradient(7), codec)  # changes the tensors in state
     state["w"].fill_(5)
-    assert torch.equal(target.owed("w"), before)
-    target.owed("w").fill_(3)
+    assert torch.equal(target.residual("w"), before)
+    target.residual("w").fill_(3)
     assert (state["w"] == 5).all()
 
 
@@ -321,29 +323,29 @@ def test_the_state_dict_is_plain_tensors_of_the_state_itself():
     feedback = after_some_steps(nb.codec("topk:density=0.05"))
     state = feedback.state_dict()
     assert all(type(value) is torch.Tensor and not value.requires_grad for value in state.values())
-    assert state["w"].data_ptr() == feedback.owed("w").data_ptr()
+    assert state["w"].data_ptr() == feedback.residual("w").data_ptr()
     state.clear()
-    assert feedback.owed("w") is not None, "the dictionary is not"
+    assert feedback.residual("w") is not None, "the dictionary is not"
 
 
 def test_a_state_saved_in_another_form_is_loaded_as_float32():
     feedback = ErrorFeedback()
     saved = torch.randn(SHAPE).half()
     feedback.load_state_dict({"w": saved.t()})
-    assert feedback.owed("w").dtype == torch.float32
-    assert torch.equal(feedback.owed("w"), saved.t().reshape(-1).float())
+    assert feedback.residual("w").dtype == torch.float32
+    assert torch.equal(feedback.residual("w"), saved.t().reshape(-1).float())
     send(feedback, "w", gradient(0), nb.codec("sign"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("owed", [1, N - 1, N + 1])
-def test_a_state_of_another_size_is_refused_before_anything_is_written(dtype, owed):
+@pytest.mark.parametrize("residual", [1, N - 1, N + 1])
+def test_a_state_of_another_size_is_refused_before_anything_is_written(dtype, residual):
     feedback, g = ErrorFeedback(), gradient(0, dtype)
-    feedback.load_state_dict({"w": torch.ones(owed)})
-    with pytest.raises(ValueError, match=rf"{owed} elements are owed under 'w'"):
+    feedback.load_state_dict({"w": torch.ones(residual)})
+    with pytest.raises(ValueError, match=rf"the residual of 'w' has {residual} elements"):
         feedback.encode("w", g, nb.codec("topk"), shape=SHAPE, seed=0)
     assert torch.equal(g, gradient(0, dtype))
-    assert (feedback.owed("w") == 1).all()
+    assert (feedback.residual("w") == 1).all()
 
 
 def test_new_feedback_has_no_state():
@@ -353,8 +355,8 @@ def test_new_feedback_has_no_state():
     second = compression.new_feedback()
     assert second is not first
     assert second.state_dict() == {}
-    assert second.owed("w") is None
-    assert compression.feedback.owed("w") is None
+    assert second.residual("w") is None
+    assert compression.feedback.residual("w") is None
     assert nb.compression("topk").new_feedback() is None
     assert first == second, "configuration is identity, state is not"
     assert hash(first) == hash(second)

@@ -42,14 +42,14 @@ def send(feedback, key, x, codec, seed=0, *, measure=False):
     """One good step of a sender: what is decoded, flat float32, and the norms. ``x`` is used up."""
     finite, payload = feedback.encode(key, x, codec, shape=SHAPE, seed=seed)
     assert finite
-    norms = feedback.absorb(key, x, codec, payload, shape=SHAPE, seed=seed, measure=measure)
+    norms = feedback.commit(key, x, codec, payload, shape=SHAPE, seed=seed, measure=measure)
     return codec.decode(payload, torch.empty(SHAPE), seed=seed).reshape(-1), norms
 
 
 def after_some_steps(codec, steps=3):
     feedback = EF21()
     for step in range(steps):
-        feedback.arrived("w", send(feedback, "w", gradient(step), codec, seed=step)[0])
+        feedback.deliver("w", send(feedback, "w", gradient(step), codec, seed=step)[0])
     return feedback
 
 
@@ -79,9 +79,9 @@ def test_thirty_steps_of_four_nodes_are_the_algorithm(density):
             g[node] += largest(x[node].double() - g[node], codec.kept(N))  # lines 5 and 6
         decoded = [send(senders[node], "w", x[node], codec)[0] for node in range(nodes)]
         delivered = torch.stack(decoded).mean(0)
-        receiver.arrived("w", delivered)
+        receiver.deliver("w", delivered)
         for node in range(nodes):
-            torch.testing.assert_close(senders[node].told("w").double(), g[node], rtol=0, atol=1e-5)
+            torch.testing.assert_close(senders[node].sent_reference("w").double(), g[node], rtol=0, atol=1e-5)
         torch.testing.assert_close(delivered.double(), g.mean(0), rtol=0, atol=1e-5)
 
 
@@ -96,22 +96,24 @@ def test_the_payload_is_that_of_the_change_and_adds_to_what_was_told(spec, dtype
         finite, payload = feedback.encode("w", x, codec, shape=SHAPE, seed=step)
         assert finite
         assert torch.equal(payload, expected)
-        assert torch.equal(feedback.told("w"), g), "nothing changes before absorb"
-        feedback.absorb("w", x, codec, payload, shape=SHAPE, seed=step)
+        assert torch.equal(feedback.sent_reference("w"), g), "nothing changes before commit"
+        feedback.commit("w", x, codec, payload, shape=SHAPE, seed=step)
         decoded = codec.decode(payload, torch.empty(SHAPE), seed=step).reshape(-1)
-        torch.testing.assert_close(feedback.told("w").double(), g.double() + decoded.double(), rtol=0, atol=1e-6)
-        g = feedback.told("w").clone()
+        torch.testing.assert_close(
+            feedback.sent_reference("w").double(), g.double() + decoded.double(), rtol=0, atol=1e-6
+        )
+        g = feedback.sent_reference("w").clone()
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_one_receiver_holds_to_the_bit_what_the_sender_says_it_told(spec):
     codec, sender, receiver = nb.codec(spec), EF21(), EF21()
-    assert sender.told("w") is None
+    assert sender.sent_reference("w") is None
     for step in range(5):
         x, _ = send(sender, "w", gradient(step), codec, seed=step)
-        receiver.arrived("w", x)
-        assert bits_of(x) == bits_of(sender.told("w"))
-    assert receiver.told("w") is None, "it sends nothing"
+        receiver.deliver("w", x)
+        assert bits_of(x) == bits_of(sender.sent_reference("w"))
+    assert receiver.sent_reference("w") is None, "it sends nothing"
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -120,7 +122,7 @@ def test_half_precision_is_delivered_rounded_and_held_in_float32(dtype):
     for step in range(10):
         x = gradient(step, dtype=dtype)
         h += x.double()
-        receiver.arrived("w", x)
+        receiver.deliver("w", x)
         assert x.dtype == dtype
         assert torch.equal(x, receiver.state_dict()["shared/w"].to(dtype))
     torch.testing.assert_close(receiver.state_dict()["shared/w"].double(), h, rtol=0, atol=1e-5)
@@ -132,7 +134,7 @@ def test_a_gradient_that_stays_is_learnt_at_the_rate_of_the_paper(density):
     codec, feedback, x = nb.codec(f"topk:density={density}"), EF21(), gradient(0)
     for step in range(1, 25):
         send(feedback, "w", x.clone(), codec)
-        apart = float((feedback.told("w") - x).double().square().sum())
+        apart = float((feedback.sent_reference("w") - x).double().square().sum())
         assert apart <= (1 - density) ** step * float(x.double().square().sum())
 
 
@@ -147,11 +149,11 @@ def test_rollback_undoes_encode_to_the_bit(spec, x, seed):
     g = x.contiguous().view(-1)
     first = g.clone()
     _, payload = feedback.encode("w", first, codec, shape=x.shape, seed=seed)
-    feedback.absorb("w", first, codec, payload, shape=x.shape, seed=seed)
+    feedback.commit("w", first, codec, payload, shape=x.shape, seed=seed)
     before, again = state(feedback), g.clone()
     finite, _ = feedback.encode("w", again, codec, shape=x.shape, seed=seed + 1)
     assert finite
-    feedback.rollback("w", again)
+    feedback.roll_back("w", again)
     assert state(feedback) == before
 
 
@@ -165,7 +167,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(spec, dtype, bad):
         x = gradient(9, dtype=dtype)
         x[place] = bad
         assert feedback.encode("w", x, codec, shape=SHAPE, seed=9)[0] is False
-        feedback.rollback("w", x)
+        feedback.roll_back("w", x)
     assert state(feedback) == state(undisturbed)
     both = [send(one, "w", gradient(10), codec, seed=10)[0] for one in (feedback, undisturbed)]
     assert bits_of(both[0]) == bits_of(both[1])
@@ -187,7 +189,7 @@ def test_a_payload_is_taken_in_when_the_step_is_decided_and_not_before(dtype):
     before, x = state(feedback), gradient(4, dtype=dtype)
     assert not feedback.can_roll_back(x)
     with pytest.raises(ValueError, match="only when the step is decided"):
-        feedback.encode("w", x, codec, shape=SHAPE, seed=0, absorb=True)
+        feedback.encode("w", x, codec, shape=SHAPE, seed=0, commit=True)
     assert torch.equal(x, gradient(4, dtype=dtype))
     assert state(feedback) == before
 
@@ -196,7 +198,7 @@ def test_a_payload_is_taken_in_when_the_step_is_decided_and_not_before(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_measure_gives_the_norms_of_the_change_and_of_what_it_lost(spec, dtype):
     codec, feedback = nb.codec(spec), after_some_steps(nb.codec("topk:density=0.3"))
-    change = gradient(5, dtype=dtype).double() - feedback.told("w").double()
+    change = gradient(5, dtype=dtype).double() - feedback.sent_reference("w").double()
     arrived, norms = send(feedback, "w", gradient(5, dtype=dtype), codec, seed=5, measure=True)
     assert norms.encoded == pytest.approx(float(change.square().sum()), rel=1e-5)
     assert norms.lost == pytest.approx(float((change - arrived.double()).square().sum()), rel=1e-4, abs=1e-8)
@@ -218,13 +220,13 @@ def test_encode_writes_into_out():
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_owed_and_nothing_moves_elsewhere():
+def test_there_is_no_residual_and_nothing_moves_elsewhere():
     feedback = after_some_steps(nb.codec("topk"))
-    assert feedback.owed("w") is None
+    assert feedback.residual("w") is None
     with pytest.raises(TypeError, match="ef21"):
-        feedback.take("w")
+        feedback.take_residual("w")
     with pytest.raises(TypeError, match="ef21"):
-        feedback.give("w", torch.zeros(N))
+        feedback.add_residual("w", torch.zeros(N))
 
 
 def test_scale_changes_the_unit_of_both_sides():
@@ -246,19 +248,19 @@ def test_a_run_that_is_stopped_and_resumed_goes_on_bit_by_bit(spec):
         arrived = []
         for one in (feedback, resumed):
             x = send(one, "w", gradient(step), codec, seed=step)[0]
-            one.arrived("w", x)
+            one.deliver("w", x)
             arrived.append(bits_of(x))
         assert arrived[0] == arrived[1]
     assert state(feedback) == state(resumed)
-    assert not torch.equal(saved["w"], feedback.told("w")), "what was loaded is not the state"
+    assert not torch.equal(saved["w"], feedback.sent_reference("w")), "what was loaded is not the state"
 
 
 def test_loading_replaces_all_state():
     target = after_some_steps(nb.codec("topk"))
     target.load_state_dict({"other": torch.randn(SHAPE).half().t()})
     assert set(target.state_dict()) == {"other"}
-    assert target.told("other").dtype == torch.float32
-    assert target.told("w") is None
+    assert target.sent_reference("other").dtype == torch.float32
+    assert target.sent_reference("w") is None
 
 
 def test_merged_states_begin_with_what_all_receivers_held():
@@ -267,13 +269,13 @@ def test_merged_states_begin_with_what_all_receivers_held():
     for step in range(4):
         mean = torch.stack([send(node, "w", gradient(step, i), codec)[0] for i, node in enumerate(nodes)]).mean(0)
         for node in nodes:
-            node.arrived("w", mean.clone())
+            node.deliver("w", mean.clone())
     h = nodes[0].state_dict()["shared/w"]
     merged = EF21.merged([node.state_dict() for node in nodes])
     assert merged.keys() == {"w", "shared/w"}
     assert torch.equal(merged["w"], h)
     assert torch.equal(merged["shared/w"], h)
-    assert not torch.equal(nodes[0].told("w"), h), "which no rank's g was"
+    assert not torch.equal(nodes[0].sent_reference("w"), h), "which no rank's g was"
 
 
 @pytest.mark.parametrize("n", [1, N - 1, N + 1])
@@ -283,7 +285,7 @@ def test_another_size_is_refused_before_anything_is_written(n):
     with pytest.raises(ValueError, match=rf"{N} elements were sent under 'w', so {n}"):
         feedback.encode("w", x, nb.codec("topk"), shape=n, seed=0)
     with pytest.raises(ValueError, match=rf"{N} elements were sent under 'w', so {n}"):
-        feedback.arrived("w", x)
+        feedback.deliver("w", x)
     assert state(feedback) == before
     assert bool((x == 1).all())
 

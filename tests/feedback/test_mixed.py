@@ -38,7 +38,7 @@ def send(feedback, x, codec, seed=0, shape=SHAPE, **options):
     """One good step: what arrives, flat float32, and the norms. ``x`` is used up."""
     finite, payload = feedback.encode("w", x, codec, shape=shape, seed=seed)
     assert finite
-    norms = feedback.absorb("w", x, codec, payload, shape=shape, seed=seed, **options)
+    norms = feedback.commit("w", x, codec, payload, shape=shape, seed=seed, **options)
     return codec.decode(payload, torch.empty(shape), seed=seed).reshape(-1), norms
 
 
@@ -61,7 +61,7 @@ def places(x, k):
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_step_is_the_algorithm(k, rows, dtype):
-    """A: ⌈k/2⌉ by |x|, B: ⌊k/2⌋ by |e|; p = x + e is sent at A ∪ B, the rest is owed. Row by row, in float64."""
+    """A: ⌈k/2⌉ by |x|, B: ⌊k/2⌋ by |e|; p = x + e is sent at A ∪ B, the rest is residual. By rows, in float64."""
     width = N // rows
     codec = nb.codec(f"topk:density={k / width},scope={'sample' if rows > 1 else 'tensor'}")
     assert codec.kept(SHAPE) == k * rows
@@ -82,18 +82,18 @@ def test_each_step_is_the_algorithm(k, rows, dtype):
         e = e + x_RW - expected
         arrived, _ = send(feedback, x, codec)
         torch.testing.assert_close(arrived.view(rows, width).double(), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(feedback.owed("w").view(rows, width).double(), e, rtol=0, atol=1e-5)
+        torch.testing.assert_close(feedback.residual("w").view(rows, width).double(), e, rtol=0, atol=1e-5)
     assert overlapping or k < 7, "A and B had places in common now and then"
 
 
-def test_half_is_chosen_by_the_input_and_half_by_what_is_owed():
-    """What is owed outweighs the input everywhere: with plain error feedback, nothing of the input would be chosen."""
+def test_half_is_chosen_by_the_input_and_half_by_the_residual():
+    """The residual outweighs the input everywhere: with plain error feedback, nothing of the input would be chosen."""
     x, e = torch.zeros(N), torch.arange(1.0, N + 1) * 1000
-    x[:10] = torch.arange(1.0, 11)  # where least is owed
+    x[:10] = torch.arange(1.0, 11)  # where the residual is smallest
     codec, sent = nb.codec(f"topk:density={20 / N}"), {}
     for kind in (ErrorFeedback, MixedFeedback):
         feedback = kind()
-        feedback.give("w", e.clone())
+        feedback.add_residual("w", e.clone())
         sent[kind.name] = send(feedback, x.clone(), codec)[0].nonzero().view(-1).tolist()
     assert sent["ef"] == list(range(N - 20, N))
     assert sent["ef-mixed"] == [*range(10), *range(N - 10, N)]
@@ -102,18 +102,18 @@ def test_half_is_chosen_by_the_input_and_half_by_what_is_owed():
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.startswith("topk")])
 @settings(max_examples=6)
 @given(xs=st.lists(tensors(["odd", "matrix", "tensor", "seven", "one", "empty"]), min_size=3, max_size=3), seed=seeds)
-def test_what_was_sent_and_what_is_owed_is_what_was_given(spec, xs, seed):
-    """To the bit where values are float32: an element is sent whole, or owed whole. At most k places are sent."""
+def test_what_was_sent_and_the_residual_is_what_was_given(spec, xs, seed):
+    """To the bit where values are float32: an element is sent whole, or residual whole. At most k places are sent."""
     codec, feedback = nb.codec(spec), MixedFeedback()
     shape = xs[0].shape
     for step, other in enumerate(xs):
         x = other.contiguous().view(-1)
         x = torch.nn.functional.pad(x, (0, max(0, shape.numel() - x.numel())))[: shape.numel()].clone()
-        owed = feedback.owed("w")
-        total = x.float().clone() if owed is None else owed + x.float()
+        residual = feedback.residual("w")
+        total = x.float().clone() if residual is None else residual + x.float()
         arrived, _ = send(feedback, x, codec, seed=seed, shape=shape)
         assert int((arrived != 0).sum()) <= codec.kept(shape)
-        left = feedback.owed("w")
+        left = feedback.residual("w")
         if codec.values == "fp32":
             assert torch.equal(torch.where(arrived != 0, arrived, left), total), step
             assert not bool(left[arrived != 0].any())
@@ -129,21 +129,21 @@ def test_nothing_is_lost_it_is_late(spec, dtype):
     for step in range(30):
         given_ += gradient(step, dtype).double()
         arrived += send(feedback, gradient(step, dtype), codec, seed=step)[0].double()
-    torch.testing.assert_close(arrived + feedback.owed("w").double(), given_, rtol=0, atol=1e-4)
+    torch.testing.assert_close(arrived + feedback.residual("w").double(), given_, rtol=0, atol=1e-4)
 
 
 def test_where_all_is_kept_all_is_sent():
     codec, feedback = nb.codec("topk:density=1.0"), MixedFeedback()
     for step in range(4):
         assert torch.equal(send(feedback, gradient(step), codec)[0], gradient(step))
-        assert not feedback.owed("w").any()
+        assert not feedback.residual("w").any()
 
 
-def test_a_message_that_is_not_compressed_carries_all_that_is_owed():
+def test_a_message_that_is_not_compressed_carries_all_the_residual():
     feedback = after_some_steps(nb.codec("topk:density=0.05"))
-    expected = feedback.owed("w") + gradient(5)
+    expected = feedback.residual("w") + gradient(5)
     assert torch.equal(send(feedback, gradient(5), nb.codec("none"))[0], expected)
-    assert not feedback.owed("w").any()
+    assert not feedback.residual("w").any()
 
 
 # ---- the transaction -------------------------------------------------------------------------------------------------
@@ -153,15 +153,15 @@ def test_a_message_that_is_not_compressed_carries_all_that_is_owed():
 def test_absorbing_at_once_is_absorbing_afterwards(spec):
     codec = nb.codec(spec)
     at_once, afterwards = after_some_steps(codec), after_some_steps(codec)
-    before, g, same = afterwards.owed("w").clone(), gradient(7), gradient(7)
-    finite, payload = at_once.encode("w", g, codec, shape=SHAPE, seed=7, absorb=True)
+    before, g, same = afterwards.residual("w").clone(), gradient(7), gradient(7)
+    finite, payload = at_once.encode("w", g, codec, shape=SHAPE, seed=7, commit=True)
     assert finite
     expected = afterwards.encode("w", same, codec, shape=SHAPE, seed=7)[1]
-    afterwards.absorb("w", same, codec, expected, shape=SHAPE, seed=7)
+    afterwards.commit("w", same, codec, expected, shape=SHAPE, seed=7)
     assert torch.equal(payload, expected)
-    assert torch.equal(at_once.owed("w"), afterwards.owed("w"))
-    at_once.rollback("w", g)
-    assert bits_of(at_once.owed("w")) == bits_of(before)
+    assert torch.equal(at_once.residual("w"), afterwards.residual("w"))
+    at_once.roll_back("w", g)
+    assert bits_of(at_once.residual("w")) == bits_of(before)
 
 
 @every_topk
@@ -170,15 +170,15 @@ def test_absorbing_at_once_is_absorbing_afterwards(spec):
 def test_rollback_undoes_encode_to_the_bit(spec, dtype, bad):
     codec = nb.codec(spec)
     feedback, undisturbed = after_some_steps(codec), after_some_steps(codec)
-    before = bits_of(feedback.owed("w"))
+    before = bits_of(feedback.residual("w"))
     for place in (0, 77, N - 1):
         x = gradient(9, dtype)
         if bad is not None:
             x[place] = bad
         early = bad is None and feedback.can_roll_back(x)
-        assert feedback.encode("w", x, codec, shape=SHAPE, seed=9, absorb=early)[0] == (bad is None)
-        feedback.rollback("w", x)
-        assert bits_of(feedback.owed("w")) == before
+        assert feedback.encode("w", x, codec, shape=SHAPE, seed=9, commit=early)[0] == (bad is None)
+        feedback.roll_back("w", x)
+        assert bits_of(feedback.residual("w")) == before
     both = [send(one, gradient(10, dtype), codec, seed=10)[0] for one in (feedback, undisturbed)]
     assert bits_of(both[0]) == bits_of(both[1])
 
@@ -186,39 +186,39 @@ def test_rollback_undoes_encode_to_the_bit(spec, dtype, bad):
 def test_a_first_message_that_was_undone_is_first_again():
     codec, feedback, x = nb.codec("topk:density=0.05"), MixedFeedback(), gradient(0)
     feedback.encode("w", x, codec, shape=SHAPE, seed=0)
-    feedback.rollback("w", x)
+    feedback.roll_back("w", x)
     assert torch.equal(send(feedback, gradient(1), codec)[0], codec.roundtrip(gradient(1)))
 
 
 def test_a_wrong_place_for_the_payload_is_refused_before_anything_changes():
     codec = nb.codec("topk:density=0.05")
     feedback, x = after_some_steps(codec), gradient(4)
-    before = bits_of(feedback.owed("w"))
+    before = bits_of(feedback.residual("w"))
     with pytest.raises(ValueError, match="out has 3 bytes"):
         feedback.encode("w", x, codec, shape=SHAPE, seed=0, out=torch.empty(3, dtype=torch.uint8))
-    assert bits_of(feedback.owed("w")) == before
+    assert bits_of(feedback.residual("w")) == before
     assert torch.equal(x, gradient(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_measure_gives_the_norms_of_the_sum_and_of_what_is_owed(dtype):
+def test_measure_gives_the_norms_of_the_sum_and_of_the_residual(dtype):
     codec = nb.codec("topk:density=0.1")
     feedback = after_some_steps(codec)
-    p = feedback.owed("w").double() + gradient(5, dtype).double()
+    p = feedback.residual("w").double() + gradient(5, dtype).double()
     _, norms = send(feedback, gradient(5, dtype), codec, measure=True)
     assert norms.encoded == pytest.approx(float(p.square().sum()), rel=1e-5)
-    assert norms.lost == pytest.approx(float(feedback.owed("w").double().square().sum()), rel=1e-5)
+    assert norms.lost == pytest.approx(float(feedback.residual("w").double().square().sum()), rel=1e-5)
 
 
-def test_what_is_owed_moves_from_one_to_the_other():
+def test_the_residual_moves_from_one_to_the_other():
     plain, mixed = ErrorFeedback(), after_some_steps(nb.codec("topk:density=0.05"))
-    owed = mixed.owed("w").clone()
-    plain.give("w", mixed.take("w"))
-    assert torch.equal(plain.owed("w"), owed)
-    assert mixed.owed("w") is None
+    residual = mixed.residual("w").clone()
+    plain.add_residual("w", mixed.take_residual("w"))
+    assert torch.equal(plain.residual("w"), residual)
+    assert mixed.residual("w") is None
     resumed = MixedFeedback()
     resumed.load_state_dict(plain.state_dict())
-    assert torch.equal(resumed.owed("w"), owed)
+    assert torch.equal(resumed.residual("w"), residual)
 
 
 # ---- the spec --------------------------------------------------------------------------------------------------------

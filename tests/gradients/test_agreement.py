@@ -9,7 +9,7 @@ import torch
 
 import narrowband as nb
 from narrowband.averaging.agreement import _differences
-from tests.gradients.training import TINY, flat, loss_of, mlp, owed, refusal, same, train, wrap
+from tests.gradients.training import TINY, flat, loss_of, mlp, refusal, residuals, same, train, wrap
 from tests.ranks import run_ranks
 
 CALLS = {
@@ -31,11 +31,11 @@ def on_one_rank(rank, world_size, call, spec):
     model = wrap(mlp(), cap=TINY)
     handle = nb.compress_gradients(model, spec, min_numel=64)
     train(model, rank, range(2))
-    before, parameters = owed(handle), flat(model)
+    before, parameters = residuals(handle), flat(model)
     error = refusal(lambda: CALLS[call][0](handle)) if rank == 1 else None
     if error is None:
         error = refusal(lambda: train(model, rank, range(2, 3)))
-    return error, same(owed(handle), before), torch.equal(flat(model), parameters)
+    return error, same(residuals(handle), before), torch.equal(flat(model), parameters)
 
 
 @pytest.mark.parametrize("spec", ["topk:density=0.05+ef", "randomk:density=0.1+ef", "dgc:density=0.05"])
@@ -87,7 +87,7 @@ SPECS = ["randomk:density=0.1+ef", "dgc:density=0.05,warmup_steps=6", "topk:dens
 
 
 def start(spec, **options):
-    chosen = nb.LGreCo("topk:density=0.05+ef", every=2, warmup=1) if spec == POLICY else spec
+    chosen = nb.LGreCo("topk:density=0.05+ef", every=2, warmup_steps=1) if spec == POLICY else spec
     model = wrap(mlp())
     return model, nb.compress_gradients(model, chosen, min_numel=64, **options)
 
@@ -123,9 +123,9 @@ def one_rank_has_a_broken_state(rank, world_size):
     if rank == 1:
         del state["seed"]
     train(model, rank, range(2, 3))
-    before = owed(handle)
+    before = residuals(handle)
     error = refusal(lambda: handle.load_state_dict(state))
-    unchanged = same(owed(handle), before) and handle.step == 3
+    unchanged = same(residuals(handle), before) and handle.step == 3
     train(model, rank, range(3, 4))
     return error, unchanged, flat(model)
 

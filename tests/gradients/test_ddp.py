@@ -23,8 +23,8 @@ from tests.gradients.training import (
     heard,
     loss_of,
     mlp,
-    owed,
     refusal,
+    residuals,
     same,
     sgd,
     train,
@@ -320,7 +320,7 @@ def train_in_buckets(rank, world_size, specs, caps):
             model = wrap(mlp(), cap=cap, together=together)
             handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective, seed=3)
             train(model, rank, range(4))
-            answers.append((flat(model), owed(handle), buckets(model)))
+            answers.append((flat(model), residuals(handle), buckets(model)))
     return answers
 
 
@@ -337,7 +337,7 @@ def test_the_result_does_not_depend_on_the_buckets(world_size):
             for other in others:
                 assert other[2] > 1
                 assert torch.equal(other[0], huge[0]), f"{spec} {way}: other parameters"
-                assert same(other[1], huge[1]), f"{spec} {way}: owes something else"
+                assert same(other[1], huge[1]), f"{spec} {way}: has another residual"
 
 
 def large_layers_in_buckets(rank, world_size, cap):
@@ -388,12 +388,12 @@ def leave_out(rank, world_size, options):
         right = not ((step == 2 and rank == 1) or step in (3, 4))
         (model(x, right=right) - y).square().mean().backward()
         grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()}
-        history.append((grads, owed(handle)))
+        history.append((grads, residuals(handle)))
     return history
 
 
 @pytest.mark.parametrize("options", [{}, {"cap": TINY, "gradient_as_bucket_view": True}], ids=["one bucket", "views"])
-def test_a_layer_that_is_left_out_keeps_what_it_is_owed(options):
+def test_a_layer_that_is_left_out_keeps_the_residual(options):
     by_rank = run_ranks(leave_out, 2, options)
     name = "right.weight"
     for history in by_rank:
@@ -403,7 +403,7 @@ def test_a_layer_that_is_left_out_keeps_what_it_is_owed(options):
             assert not torch.equal(history[step][1]["left.weight"], history[step - 1][1]["left.weight"])
             grad = history[step][0][name]
             assert grad is None or not grad.any()
-    # Used by rank 0 only: rank 1 keeps what it owes, and both get the average of one.
+    # Used by rank 0 only: rank 1 keeps its residual, and both get the average of one.
     assert torch.equal(by_rank[1][2][1][name], by_rank[1][1][1][name])
     assert not torch.equal(by_rank[0][2][1][name], by_rank[0][1][1][name])
     for step in range(6):
@@ -417,12 +417,12 @@ def test_a_layer_that_is_left_out_keeps_what_it_is_owed(options):
 
 def begin_late(rank, world_size):
     plain, model = wrap(mlp()), wrap(mlp())
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64, start_step=2)
+    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64, warmup_steps=2)
     history = []
     for step in range(4):
         train(plain, rank, [step])
         train(model, rank, [step])
-        history.append((torch.equal(flat(plain), flat(model)), len(owed(handle)), handle.stats().last))
+        history.append((torch.equal(flat(plain), flat(model)), len(residuals(handle)), handle.stats().last))
     return history
 
 
@@ -439,21 +439,21 @@ def pause_and_resume(rank, world_size):
     model = wrap(mlp())
     handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))
-    before = owed(handle)
+    before = residuals(handle)
     plain = wrap(mlp())
     plain.module.load_state_dict(model.module.state_dict())
     handle.pause()
     train(model, rank, range(2, 4))
     train(plain, rank, range(2, 4))
-    answers = [torch.equal(flat(model), flat(plain)), same(before, owed(handle))]
+    answers = [torch.equal(flat(model), flat(plain)), same(before, residuals(handle))]
     paused = handle.stats().last
     handle.resume()
     train(model, rank, range(4, 5))
-    answers.append(not same(before, owed(handle)))
+    answers.append(not same(before, residuals(handle)))
     return answers, paused, handle.stats().last, flat(model)
 
 
-def test_paused_is_plain_ddp_and_keeps_what_is_owed():
+def test_paused_is_plain_ddp_and_keeps_the_residual():
     answers = run_ranks(pause_and_resume, 2)
     for facts, paused, resumed, parameters in answers:
         assert facts == [True, True, True]

@@ -31,7 +31,7 @@ def like_momentum_sgd(rank, world_size, nesterov):
     key = f",nesterov={nesterov}"
     for name, spec, start in (("everything", WHOLE + key, 0), ("not yet", SPARSE + key, 20), ("later", WHOLE + key, 7)):
         model, optimizer, _ = compressed(
-            spec, optimizer=lambda m: nb.DGCSGD(m.parameters(), **options), start_step=start
+            spec, optimizer=lambda m: nb.DGCSGD(m.parameters(), **options), warmup_steps=start
         )
         train(model, rank, range(20), optimizer)
         apart[name] = float((flat(model) - flat(plain)).abs().max())
@@ -130,7 +130,7 @@ def test_fifty_steps_of_four_ranks_follow_the_paper(keys, clip):
 
 @pytest.mark.parametrize("keys", ["", ",nesterov=true", ",masking=false"])
 def test_steps_are_accumulated_at_the_rates_of_their_gradients(keys):
-    """A rate that rises from nothing, falls, and is zero in between: what is owed are steps of the parameters."""
+    """A rate that rises from nothing, falls, and is zero in between: the residual are steps of the parameters."""
     spec = f"dgc:density=0.03,accumulate=steps{keys}"
     ranks, steps = 4, 30
     rates = [0.0, 0.05, 0.1, *(0.1 * 0.8**step for step in range(steps - 3))]
@@ -166,10 +166,10 @@ def follows(rank, world_size, cap):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
         optimizer.step()
-    owed = handle.state_dict()["owed"]
+    residual = handle.state_dict()["feedback"]
     names = [name for name, p in model.module.named_parameters() if p.dim() > 1]
-    left = {name: owed[f"now/{name}"] for name in names}
-    vector = owed["now/(torch.float32)"]
+    left = {name: residual[f"now/{name}"] for name in names}
+    vector = residual["now/(torch.float32)"]
     at, parts = 0, []
     for name, p in model.module.named_parameters():
         parts.append(left[name] if name in left else vector[at : at + p.numel()])
@@ -183,9 +183,9 @@ def test_where_the_rate_falls_no_step_is_lost(cap):
     assert all("pass optimizer=" in without[1] for without, *_ in answers)
     taken = answers[0][1]
     wanted = sum(wanted for _, _, wanted, _ in answers) / 2
-    owed = sum(owed for *_, owed in answers) / 2
-    torch.testing.assert_close(taken + owed, wanted, rtol=1e-4, atol=1e-6)
-    assert float(owed.abs().max()) > 100 * float((taken + owed - wanted).abs().max())
+    residual = sum(residual for *_, residual in answers) / 2
+    torch.testing.assert_close(taken + residual, wanted, rtol=1e-4, atol=1e-6)
+    assert float(residual.abs().max()) > 100 * float((taken + residual - wanted).abs().max())
 
 
 def together(rank, world_size, spec, steps, cap, small):
@@ -377,7 +377,7 @@ def test_gradient_accumulation_is_one_step_on_the_sum():
 
 
 def state_of(handle):
-    return {key: value.clone() for key, value in handle.state_dict()["owed"].items()}
+    return {key: value.clone() for key, value in handle.state_dict()["feedback"].items()}
 
 
 def not_finite(rank, world_size, dtype, clip):
@@ -413,16 +413,24 @@ def resumed(rank, world_size, cap):
 
     first, optimizer, handle = compressed(spec, cap=cap, optimizer=nesterov)
     train(first, rank, range(5), optimizer)
-    state = {key: value for key, value in handle.state_dict().items() if key != "owed"} | {"owed": state_of(handle)}
+    state = {key: value for key, value in handle.state_dict().items() if key != "feedback"} | {
+        "feedback": state_of(handle)
+    }
     second = mlp()
     second.load_state_dict(first.module.state_dict())
     second, optimizer, handle = compressed(spec, cap=cap, module=second, optimizer=nesterov)
     handle.load_state_dict(state)
     train(second, rank, range(5, 12), optimizer)
     wrong = {
-        "saved with ef": {**state, "owed": {"0.weight": torch.zeros(960)}},
-        "half a state": {**state, "owed": {k: v for k, v in state["owed"].items() if not k.startswith("before/")}},
-        "a norm compressed": {**state, "owed": {"now/1.weight": torch.zeros(40), "before/1.weight": torch.zeros(40)}},
+        "saved with ef": {**state, "feedback": {"0.weight": torch.zeros(960)}},
+        "half a state": {
+            **state,
+            "feedback": {k: v for k, v in state["feedback"].items() if not k.startswith("before/")},
+        },
+        "a norm compressed": {
+            **state,
+            "feedback": {"now/1.weight": torch.zeros(40), "before/1.weight": torch.zeros(40)},
+        },
     }
     said = {name: refusal(lambda bad=bad: handle.load_state_dict(bad)) for name, bad in wrong.items()}
     return torch.equal(flat(whole), flat(second)), said
@@ -439,16 +447,16 @@ def fewer_ranks(rank, world_size, states):
     model, _, handle = compressed(SPARSE)
     if states is None:
         train(model, rank, range(5), sgd(model, lr=0.0))
-        return {**handle.state_dict(), "owed": state_of(handle)}
+        return {**handle.state_dict(), "feedback": state_of(handle)}
     handle.load_state_dict(states)
     return state_of(handle)
 
 
-def test_another_number_of_ranks_shares_what_was_owed():
+def test_another_number_of_ranks_shares_the_residual():
     states = run_ranks(fewer_ranks, 3, None)
-    for owed in run_ranks(fewer_ranks, 2, states):
-        for key, value in owed.items():
-            mean = sum(state["owed"][key] for state in states) / 3
+    for residual in run_ranks(fewer_ranks, 2, states):
+        for key, value in residual.items():
+            mean = sum(state["feedback"][key] for state in states) / 3
             torch.testing.assert_close(value, mean)
 
 
@@ -543,5 +551,5 @@ def paused(rank, world_size):
     return torch.equal(before[key], after[key]), torch.equal(before["before/0.weight"], after["before/0.weight"])
 
 
-def test_a_pause_keeps_what_is_owed_and_moves_the_velocity():
+def test_a_pause_keeps_the_residual_and_moves_the_velocity():
     assert run_ranks(paused, 2) == [(True, False)] * 2

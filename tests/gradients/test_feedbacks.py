@@ -10,7 +10,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.adapt import LGreCo
-from tests.gradients.training import TINY, data, flat, loss_of, mlp, owed, refusal, same, sgd, train, wrap
+from tests.gradients.training import TINY, data, flat, loss_of, mlp, refusal, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SHAPES = {"one": (20, 30), "two": (16, 40), "bias": (30,), "gain": (7,)}
@@ -48,13 +48,13 @@ def delivered(rank, world_size, spec, options, dtype=torch.float32):
         given = gradients(step, rank, dtype)
         if step == BAD and rank == 1:
             given["two"][3, 3] = torch.inf
-        before = owed(handle)
+        before = residuals(handle)
         model.zero_grad()
         model(given).backward()
         averages.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
         if step == BAD:
-            kept = same(before, owed(handle))
-    return averages, kept, owed(handle)
+            kept = same(before, residuals(handle))
+    return averages, kept, residuals(handle)
 
 
 def cut(x, k):
@@ -75,7 +75,7 @@ class DerivedEF21:
 
 
 class DerivedMixed:
-    """EF-mixed, and a rank whose gradient is exactly zero keeps what it owes."""
+    """EF-mixed, and a rank whose gradient is exactly zero keeps its residual."""
 
     def __init__(self, ranks, numel):
         self.e = torch.zeros(ranks, numel, dtype=torch.float64)
@@ -148,7 +148,7 @@ EVERY_WAY = [
 @pytest.mark.parametrize("spec", EVERY_WAY)
 def test_what_is_delivered_is_the_mean_of_what_each_rank_told(spec, dtype):
     """With every codec, whichever way it travels; in float32, also where gradients are not."""
-    answers = run_ranks(delivered, 3, spec, {"start_step": 2}, dtype)
+    answers = run_ranks(delivered, 3, spec, {"warmup_steps": 2}, dtype)
     for averages, kept, state in answers:
         assert kept
         for name in LAYERS:
@@ -162,14 +162,14 @@ def test_what_is_delivered_is_the_mean_of_what_each_rank_told(spec, dtype):
 def beginning(rank, world_size, dtype):
     """Steps that are not compressed: at first, and while it is paused."""
     model = wrap(Given(dtype), TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.1+ef21", min_numel=64, start_step=2, small="together")
+    handle = nb.compress_gradients(model, "topk:density=0.1+ef21", min_numel=64, warmup_steps=2, small="together")
     found = []
     for step in range(6):
         if step == 4:
             handle.pause()
         model.zero_grad()
         model(gradients(step, rank, dtype)).backward()
-        found.append(({name: p.grad.clone() for name, p in model.module.named_parameters()}, owed(handle)))
+        found.append(({name: p.grad.clone() for name, p in model.module.named_parameters()}, residuals(handle)))
     return found
 
 
@@ -209,7 +209,7 @@ def halves(rank, world_size, spec, small, stop):
             optimizer = sgd(model, momentum=0.5)
             optimizer.load_state_dict(momenta)
             train(model, rank, range(at, 8), optimizer)
-        ends.append((flat(model), owed(handle)))
+        ends.append((flat(model), residuals(handle)))
     return ends
 
 
@@ -236,16 +236,16 @@ def on_other_ranks(rank, world_size, spec, states):
     model = wrap(mlp(), TINY)
     handle = nb.compress_gradients(model, spec, min_numel=64, small="together")
     handle.load_state_dict(states)
-    begins = owed(handle)
+    begins = residuals(handle)
     train(model, rank, range(3, 6))
-    return begins, owed(handle), flat(model)
+    return begins, residuals(handle), flat(model)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (1, 2), (2, 1)])
 def test_ranks_of_another_number_begin_with_what_all_had_in_common(before, after):
     spec = "topk:density=0.1+ef21"
     states = run_ranks(some_steps, before, spec)
-    shared = {name: h for name, h in states[0]["owed"].items() if name.startswith("shared/")}
+    shared = {name: h for name, h in states[0]["feedback"].items() if name.startswith("shared/")}
     assert len(shared) == 5
     answers = run_ranks(on_other_ranks, after, spec, list(reversed(states)))
     for begins, _, parameters in answers:
@@ -269,18 +269,18 @@ def what_is_not_its_own(rank, world_size):
     said = {}
     for there, state in saved.items():
         for here, handle in handles.items():
-            before = owed(handle)
+            before = residuals(handle)
             other = {**state, "rank": 1 - rank}
             said[there, here] = [
                 refusal(lambda h=handle, s=state: h.load_state_dict(s)),
                 refusal(lambda h=handle, s=state, o=other: h.load_state_dict([s, o])),
             ]
-            assert said[there, here] == [None, None] or same(before, owed(handle))
-    empty = {**saved[specs[0]], "owed": {}}
+            assert said[there, here] == [None, None] or same(before, residuals(handle))
+    empty = {**saved[specs[0]], "feedback": {}}
     return said, refusal(lambda: handles[specs[2]].load_state_dict(empty))
 
 
-def test_what_others_owe_is_refused_and_the_other_way_round():
+def test_the_residuals_of_others_are_refused_and_the_other_way_round():
     for said, empty in run_ranks(what_is_not_its_own, 2):
         for (there, here), refusals in said.items():
             if there.endswith("ef21") == here.endswith("ef21"):
@@ -299,15 +299,15 @@ def plans(rank, world_size):
     model = wrap(mlp(), TINY)
     handle = nb.compress_gradients(model, "topk:density=0.1+ef21", min_numel=64)
     train(model, rank, range(2))
-    before = owed(handle)
+    before = residuals(handle)
     refused = [
         refusal(lambda spec=spec: handle.set_layers({"0.weight": "topk:density=0.5", "3.weight": spec}))
         for spec in ("topk:density=0.1+ef", "topk+ef-mixed", "powersgd:rank=1,min_ratio=1", "sign+ef")
     ]
-    unchanged = same(before, owed(handle)) and str(handle.layers.has("0.weight")) == "topk:density=0.1+ef21"
+    unchanged = same(before, residuals(handle)) and str(handle.layers.has("0.weight")) == "topk:density=0.1+ef21"
     handle.set_layers({"0.weight": "topk:density=0.5", "3.weight": "uniform:bits=8", "5.weight": "none"})
     has = [str(handle.layers.has(name)) for name in NAMES]
-    begins = owed(handle)
+    begins = residuals(handle)
     train(model, rank, range(2, 5))
     state = copy.deepcopy(handle.state_dict())
     again = wrap(mlp(), TINY)
@@ -315,7 +315,7 @@ def plans(rank, world_size):
     other = nb.compress_gradients(wrap(mlp(), TINY), "topk:density=0.1+ef", min_numel=64)
     refused.append(refusal(lambda: other.set_layers({"3.weight": "topk:density=0.1+ef21"})))
     ways = {handle.layers.way(handle.layers.has(name)) for name in NAMES}
-    return refused, unchanged and same(before, begins), has, owed(handle), ways
+    return refused, unchanged and same(before, begins), has, residuals(handle), ways
 
 
 def test_all_layers_of_a_model_have_ef21_or_none_has():
@@ -332,7 +332,7 @@ def test_all_layers_of_a_model_have_ef21_or_none_has():
 
 
 def mixing(rank, world_size):
-    """What a layer of ef-mixed owes goes along when it leaves topk, and comes back."""
+    """The residual of a layer with ef-mixed goes along when it leaves topk, and comes back."""
     model = wrap(mlp(), TINY)
     handle = nb.compress_gradients(model, "topk:density=0.1+ef-mixed", min_numel=64)
     sent, given, has = 0, 0, []
@@ -349,7 +349,7 @@ def mixing(rank, world_size):
             given = given + plain[3].weight.grad.double()
             sent = sent + model.module[3].weight.grad.double()
     states = handle.layers.states.values()
-    held = sum(state.owed("3.weight").double() for state in states if state.owed("3.weight") is not None)
+    held = sum(state.residual("3.weight").double() for state in states if state.residual("3.weight") is not None)
     return sent, given, held, has
 
 
@@ -439,7 +439,7 @@ def missing(rank, world_size):
             p.grad = None
         model(data(step, rank)[0], both[rank]).square().mean().backward()
         grad = model.module.sometimes.weight.grad
-        found.append((None if grad is None else grad.clone(), owed(handle)))
+        found.append((None if grad is None else grad.clone(), residuals(handle)))
     return found
 
 

@@ -31,7 +31,7 @@ def let_go(rank, world_size):
     handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(3))
     mine = [thread for thread in engines() if thread not in before]
-    residual = weakref.ref(handle.state_dict()["owed"]["0.weight"])
+    residual = weakref.ref(handle.state_dict()["feedback"]["0.weight"])
     del handle
     gc.collect()
     kept = [thread.is_alive() for thread in mine]  # the model needs it
@@ -51,7 +51,7 @@ PROLOGUE = """
 import os, signal, sys, torch, torch.distributed as dist
 from datetime import timedelta
 import narrowband as nb
-from tests.gradients.training import TINY, flat, loss_of, mlp, owed, refusal, same, train, wrap
+from tests.gradients.training import TINY, flat, loss_of, mlp, residuals, refusal, same, train, wrap
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -95,17 +95,17 @@ def test_the_process_exits_cleanly(tmp_path, ending):
     ("spec", "collective"),
     [("topk:density=0.05+ef", "gather"), ("qsgd:bits=4+ef", "scatter_reduce"), ("fp16+ef", "dense")],
 )
-def test_a_peer_that_dies_is_an_error_and_what_is_owed_is_as_before(tmp_path, spec, collective):
+def test_a_peer_that_dies_is_an_error_and_the_residual_is_as_before(tmp_path, spec, collective):
     survivor, dead = run_script(
         tmp_path,
         """
-        before, parameters = owed(handle), flat(model)
+        before, parameters = residuals(handle), flat(model)
         loss = loss_of(model, 2, rank)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         error = refusal(loss.backward)
         print(error[0])
-        print(same(owed(handle), before), handle.step, bool(torch.equal(flat(model), parameters)))
+        print(same(residuals(handle), before), handle.step, bool(torch.equal(flat(model), parameters)))
         print(refusal(lambda: loss_of(model.module, 3, rank).backward()))  # the model alone goes on
         model.require_forward_param_sync = False
         print(refusal(lambda: loss_of(model, 3, rank).backward())[0])
@@ -124,15 +124,15 @@ def stop_in_an_encoding(rank, world_size):
     model = wrap(mlp(), cap=TINY)
     handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))
-    before = {name: value.clone() for name, value in handle.state_dict()["owed"].items()}
-    handle.layers.state.state_dict()["3.weight"].resize_(7)  # a broken program: what is owed has another size
+    before = {name: value.clone() for name, value in handle.state_dict()["feedback"].items()}
+    handle.layers.state.state_dict()["3.weight"].resize_(7)  # a broken program: the residual has another size
     errors = []
     for _ in range(3):
         try:
             train(model, rank, range(2, 3))
         except (RuntimeError, ValueError) as error:
             errors.append(str(error))
-    after = handle.state_dict()["owed"]
+    after = handle.state_dict()["feedback"]
     return errors, [name for name in before if name != "3.weight" and not torch.equal(before[name], after[name])]
 
 

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank: all ranks skip that step, and what is owed stays as it was."""
+"""A gradient that is not finite on one rank: all ranks skip that step, and the residual stays as it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.collectives import Exchange
-from tests.gradients.training import HUGE, TINY, flat, loss_of, mlp, owed, same, sgd, train, wrap
+from tests.gradients.training import HUGE, TINY, flat, loss_of, mlp, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPECS = [
@@ -55,7 +55,7 @@ def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
             finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
             scaler.step(optimizer)
             scaler.update()
-            history.append((finite, flat(model), owed(handle), scaler.get_scale()))
+            history.append((finite, flat(model), residuals(handle), scaler.get_scale()))
         answers.append(history)
     return answers
 
@@ -68,7 +68,7 @@ def check_skipped(answers, specs):
             assert [finite for finite, *_ in of_rank[index]] == [True, True, False, True], name
             assert torch.equal(bad[1], before[1]), f"{name}: did not skip"
             assert bad[3] == before[3] / 2, f"{name}: the scaler did not see it"
-            assert same(bad[2], before[2]), f"{name}: what is owed has changed"
+            assert same(bad[2], before[2]), f"{name}: the residual has changed"
             assert not torch.equal(after[1], bad[1]), f"{name}: does not go on"
             assert not same(after[2], bad[2]), f"{name}: does not go on"
             assert all(value.isfinite().all() for value in after[2].values()), name
@@ -130,7 +130,7 @@ def sparse_inf(rank, world_size):
             )
         loss.backward()
         grad = model.module.table.weight.grad.coalesce().values()
-        history.append((bool(grad.isfinite().all()), owed(handle)))
+        history.append((bool(grad.isfinite().all()), residuals(handle)))
     return history
 
 
@@ -197,7 +197,7 @@ def with_scaler(rank, world_size, spec, tell, growth_interval):
     return (
         flat(model),
         scaler.get_scale(),
-        {name: e / handle.state_dict()["loss_scale"] for name, e in owed(handle).items()} if tell else {},
+        {name: e / handle.state_dict()["loss_scale"] for name, e in residuals(handle).items()} if tell else {},
     )
 
 
@@ -209,11 +209,11 @@ def without_scaler(rank, world_size, spec):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
         optimizer.step()
-    return flat(model), owed(handle)
+    return flat(model), residuals(handle)
 
 
 @pytest.mark.parametrize("spec", ["topk:density=0.1+ef", "qsgd:bits=4+ef", "topk:density=0.1+ef21"])
-def test_what_is_owed_follows_the_loss_scale(spec):
+def test_the_residual_follows_the_loss_scale(spec):
     parameters, residual = run_ranks(without_scaler, 2, spec)[0]
     scaled, scale, unscaled_residual = run_ranks(with_scaler, 2, spec, True, 2)[0]
     assert scale == 64.0 * 2**3

@@ -83,7 +83,7 @@ def test_a_family_that_nobody_has_any_more_leaves_nothing_behind():
 
 
 def changing(rank, world_size, order):
-    """Families that change every other step; what was sent and what is owed, against what there was to send."""
+    """Families that change every other step; what was sent and the residual, against what there was to send."""
     model = wrap(mlp(), TINY)
     handle = nb.compress_gradients(model, plan_of(dict.fromkeys(LAYERS, order[0])), min_numel=64)
     sent = {name: torch.zeros(model.module.get_parameter(name).numel(), dtype=torch.float64) for name in LAYERS}
@@ -98,11 +98,13 @@ def changing(rank, world_size, order):
         for name in LAYERS:
             given[name] += plain.get_parameter(name).grad.flatten()
             sent[name] += model.module.get_parameter(name).grad.flatten()
-    owed = {
-        name: sum(state.owed(name).double() for state in handle.layers.states.values() if state.owed(name) is not None)
+    residual = {
+        name: sum(
+            state.residual(name).double() for state in handle.layers.states.values() if state.residual(name) is not None
+        )
         for name in LAYERS
     }
-    return sent, given, owed
+    return sent, given, residual
 
 
 @pytest.mark.parametrize(
@@ -113,14 +115,14 @@ def changing(rank, world_size, order):
         ("qsgd:bits=3+ef", "topk:density=0.1+ef", "qsgd:bits=2+ef"),
     ],
 )
-def test_what_is_owed_moves_along_with_a_layer(order):
+def test_the_residual_moves_along_with_a_layer(order):
     results = run_ranks(changing, 2, order)
     for name in LAYERS:
         given = sum(given[name] for _, given, _ in results) / 2
-        owed = sum(owed[name] for _, _, owed in results) / 2
+        residual = sum(residual[name] for _, _, residual in results) / 2
         sent = results[0][0][name]
         assert torch.equal(sent, results[1][0][name])
-        torch.testing.assert_close(sent + owed, given, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sent + residual, given, rtol=1e-4, atol=1e-5)
         assert float((given - sent).norm()) > 0.01 * float(given.norm()) or order[-1].startswith("none")
 
 
@@ -129,8 +131,8 @@ class Scripted(Policy):
 
     name = "scripted"
 
-    def __init__(self, plans, every=4, warmup=0, fails=()):
-        self.plans, self.every, self.warmup, self.fails = list(plans), every, warmup, fails
+    def __init__(self, plans, every=4, warmup_steps=0, fails=()):
+        self.plans, self.every, self.warmup_steps, self.fails = list(plans), every, warmup_steps, fails
         self.seen = []
 
     @property
@@ -203,7 +205,7 @@ def test_a_broken_step_does_not_spoil_what_is_seen():
 def policies():
     return {
         "densities of dgc": LGreCo("dgc:density=0.03,momentum=0.5,warmup_steps=6", every=4),
-        "lgreco": LGreCo("topk:density=0.05+ef", every=4, warmup=2),
+        "lgreco": LGreCo("topk:density=0.05+ef", every=4, warmup_steps=2),
         "lgreco mixed": LGreCo(
             "powersgd:rank=2,min_ratio=1",
             [

@@ -49,7 +49,7 @@ def compressed(spec=SPEC, *, cap=TINY, module=None, together=False, **options):
 
 
 def state_of(handle):
-    return {key: value.clone() for key, value in handle.state_dict()["owed"].items()}
+    return {key: value.clone() for key, value in handle.state_dict()["feedback"].items()}
 
 
 def beside_pytorchs_hook(rank, world_size, batched):
@@ -64,7 +64,7 @@ def beside_pytorchs_hook(rank, world_size, batched):
 
     other.register_comm_hook(state, hook)
     train(other, rank, range(2))
-    ours, handle = compressed(cap=HUGE, start_step=2)
+    ours, handle = compressed(cap=HUGE, warmup_steps=2)
     train(ours, rank, range(2))
     # What their first compressed step will draw, in their order: one shape after the other.
     names = {id(p): name for name, p in other.module.named_parameters()}
@@ -100,17 +100,17 @@ class Deriving:
     """The paper's algorithm in float64 for one matrix on all ranks; Q is orthogonalized, as its code does."""
 
     def __init__(self, ranks, shape, q, method):
-        self.owed = torch.zeros(ranks, *shape, dtype=torch.float64)
+        self.residual = torch.zeros(ranks, *shape, dtype=torch.float64)
         self.q, self.method = q.double(), method
 
     def step(self, gradients, q=None):
-        m = gradients + (self.owed if self.method.ef else 0.0)
+        m = gradients + (self.residual if self.method.ef else 0.0)
         self.q = self.q if q is None else q.double()
         for _ in range(self.method.iterations):
             p = torch.linalg.qr((m @ torch.linalg.qr(self.q).Q).mean(0)).Q
             self.q = (m.mT @ p).mean(0)
         average = p @ self.q.T
-        self.owed = m - average
+        self.residual = m - average
         return average
 
 
@@ -160,8 +160,8 @@ def test_steps_of_four_ranks_follow_the_paper(keys, cap, kind):
     for rank, (_, state, _) in enumerate(results):
         for name, one in derived.items():
             if method.ef:
-                owed = state[f"owed/{name}"].view(one.owed.shape[1:]).double()
-                torch.testing.assert_close(owed, one.owed[rank], rtol=1e-3, atol=1e-5)
+                residual = state[f"residual/{name}"].view(one.residual.shape[1:]).double()
+                torch.testing.assert_close(residual, one.residual[rank], rtol=1e-3, atol=1e-5)
     # Four of 40 × 24 or 40 × 40 pay off. With a rank as large as a matrix has, everything can be factored.
     assert len(derived) == (6 if "min_ratio=0" in keys else 4)
 
@@ -207,14 +207,14 @@ def however_bucketed(rank, world_size, cap, steps, together=False):
 
 
 def test_the_result_does_not_depend_on_the_buckets():
-    (one, owed), *others = (
+    (one, residual), *others = (
         run_ranks(however_bucketed, 2, cap, 10, together)[0]
         for cap, together in ((HUGE, False), (TINY, False), (TINY, True))
     )
-    for many, owing in others:
+    for many, others_residual in others:
         torch.testing.assert_close(one, many, rtol=0, atol=1e-7)
-        for key, value in owed.items():
-            torch.testing.assert_close(value, owing[key], rtol=1e-4, atol=1e-6)
+        for key, value in residual.items():
+            torch.testing.assert_close(value, others_residual[key], rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_end_with_the_same_parameters():
@@ -223,9 +223,9 @@ def test_ranks_end_with_the_same_parameters():
 
 
 def conserved(rank, world_size):
-    """The sum of all averages, and what is still owed, against the sum of all gradients."""
-    averages, owed, _ = frozen_steps(rank, world_size, SPEC, TINY, 15)
-    return {name: sum(step[name].double() for step in averages) for name in averages[0]}, owed
+    """The sum of all averages, and the residual, against the sum of all gradients."""
+    averages, residual, _ = frozen_steps(rank, world_size, SPEC, TINY, 15)
+    return {name: sum(step[name].double() for step in averages) for name in averages[0]}, residual
 
 
 def test_nothing_is_lost():
@@ -236,8 +236,10 @@ def test_nothing_is_lost():
             total[name] = total.get(name, 0) + gradients.mean(0)
     for name, gradients in total.items():
         sent = results[0][0][name]
-        owing = [owed[f"owed/{name}"].double() for _, owed in results if f"owed/{name}" in owed]
-        late = sum(owing).view_as(sent) / 3 if owing else 0.0
+        others_residual = [
+            residual[f"residual/{name}"].double() for _, residual in results if f"residual/{name}" in residual
+        ]
+        late = sum(others_residual).view_as(sent) / 3 if others_residual else 0.0
         torch.testing.assert_close(sent + late, gradients, rtol=0, atol=1e-5)
 
 
@@ -257,7 +259,7 @@ class Fork(nn.Module):
 def missing(rank, world_size):
     model = wrap(Fork(), find_unused_parameters=True)
     handle = nb.compress_gradients(model, SPEC, min_numel=64)
-    sent, owed = torch.zeros(30, 30), []
+    sent, residual = torch.zeros(30, 30), []
     local = torch.zeros(30, 30)
     plain = Fork()
     for step, both in enumerate(((True, True), (True, False), (False, False), (False, True), (True, True))):
@@ -270,16 +272,16 @@ def missing(rank, world_size):
             sent += model.module.sometimes.weight.grad
         if plain.sometimes.weight.grad is not None:
             local += plain.sometimes.weight.grad
-        owed.append(state_of(handle)["owed/sometimes.weight"].view(30, 30))
-    return sent, local, owed
+        residual.append(state_of(handle)["residual/sometimes.weight"].view(30, 30))
+    return sent, local, residual
 
 
 def test_a_layer_without_a_gradient_loses_nothing():
     """On one rank it takes what the others send; where no rank has one, nobody's state changes."""
-    (sent, mine, owed), (_, yours, owing) = run_ranks(missing, 2)
-    torch.testing.assert_close(sent + (owed[-1] + owing[-1]) / 2, (mine + yours) / 2, rtol=0, atol=1e-6)
-    assert torch.equal(owed[1], owed[2])
-    assert not torch.equal(owing[0], owing[1])
+    (sent, mine, residual), (_, yours, others_residual) = run_ranks(missing, 2)
+    torch.testing.assert_close(sent + (residual[-1] + others_residual[-1]) / 2, (mine + yours) / 2, rtol=0, atol=1e-6)
+    assert torch.equal(residual[1], residual[2])
+    assert not torch.equal(others_residual[0], others_residual[1])
 
 
 def not_finite(rank, world_size, dtype, value):
@@ -314,16 +316,16 @@ def resumed(rank, world_size):
     train(first, rank, range(5))
     handle.set_layers({"2.weight": "powersgd:rank=1"})
     train(first, rank, range(5, 6))
-    state = {**handle.state_dict(), "owed": state_of(handle)}
+    state = {**handle.state_dict(), "feedback": state_of(handle)}
     module = net()
     module.load_state_dict(first.module.state_dict())
     second, handle = compressed(module=module)
     handle.load_state_dict(state)
     train(second, rank, range(6, 10))
     bad = {
-        "ef": {**state, "owed": {"0.weight": torch.zeros(960)}},
-        "size": {**state, "owed": {"owed/0.weight": torch.zeros(7)}},
-        "factor": {**state, "owed": {"factor/0.weight": torch.zeros(2, 23)}},
+        "ef": {**state, "feedback": {"0.weight": torch.zeros(960)}},
+        "size": {**state, "feedback": {"residual/0.weight": torch.zeros(7)}},
+        "factor": {**state, "feedback": {"factor/0.weight": torch.zeros(2, 23)}},
     }
     said = {name: refusal(lambda wrong=wrong: handle.load_state_dict(wrong)) for name, wrong in bad.items()}
     return torch.equal(flat(whole), flat(second)), said
@@ -348,25 +350,25 @@ def another_rank(rank, world_size):
         seen.append((tuple(factor["weight"].shape), rank_of, handle.stats().last.sent_bytes))
 
     step(0)
-    before, owed = factor["weight"].clone(), state_of(handle)["owed/weight"]
+    before, residual = factor["weight"].clone(), state_of(handle)["residual/weight"]
     handle.set_layers({"weight": "powersgd:rank=5"})
     grown = handle.layers.state.factor("weight", 5, 60, 9, torch.device("cpu"))
-    kept = torch.equal(grown[:3], before), torch.equal(owed, state_of(handle)["owed/weight"])
+    kept = torch.equal(grown[:3], before), torch.equal(residual, state_of(handle)["residual/weight"])
     step(1)
     handle.set_layers({"weight": "powersgd:rank=1"})
     step(2)
-    handle.set_layers({"weight": "powersgd:rank=40"})  # no longer worth factoring: all that is owed goes
+    handle.set_layers({"weight": "powersgd:rank=40"})  # no longer worth factoring: all residuals goes
     step(3)
-    return seen, kept, float(state_of(handle)["owed/weight"].abs().max())
+    return seen, kept, float(state_of(handle)["residual/weight"].abs().max())
 
 
 def test_the_rank_of_a_layer_can_change_while_training():
-    for seen, kept, owed in run_ranks(another_rank, 2):
+    for seen, kept, residual in run_ranks(another_rank, 2):
         assert [shape for shape, _, _ in seen] == [(3, 60), (5, 60), (1, 60), (1, 60)]
         assert [rank for _, rank, _ in seen][:3] == [3, 5, 1]
         assert [sent - 4 - FINGERPRINT for _, _, sent in seen] == [4 * 110 * 3, 4 * 110 * 5, 4 * 110, 4 * 3000]
         assert kept == (True, True)
-        assert owed == 0
+        assert residual == 0
 
 
 def bad_layers(rank, world_size):
@@ -441,7 +443,7 @@ def scaled(rank, world_size):
     return ends
 
 
-def test_a_new_loss_scale_rescales_what_is_owed():
+def test_a_new_loss_scale_rescales_the_residual():
     for once, twice in run_ranks(scaled, 2):
         torch.testing.assert_close(once, twice, rtol=0, atol=1e-6)
 
@@ -450,17 +452,17 @@ def fewer_ranks(rank, world_size, states):
     model, handle = compressed()
     if states is None:
         train(model, rank, range(5))
-        return {**handle.state_dict(), "owed": state_of(handle)}
+        return {**handle.state_dict(), "feedback": state_of(handle)}
     handle.load_state_dict(states)
     return state_of(handle)
 
 
-def test_another_number_of_ranks_shares_what_was_owed():
+def test_another_number_of_ranks_shares_the_residual():
     states = run_ranks(fewer_ranks, 3, None)
-    for owed in run_ranks(fewer_ranks, 2, states):
-        assert any(key.startswith("factor/") for key in owed)
-        for key, value in owed.items():
-            torch.testing.assert_close(value, sum(state["owed"][key] for state in states) / 3)
+    for residual in run_ranks(fewer_ranks, 2, states):
+        assert any(key.startswith("factor/") for key in residual)
+        for key, value in residual.items():
+            torch.testing.assert_close(value, sum(state["feedback"][key] for state in states) / 3)
 
 
 def test_a_spec_is_its_canonical_form():

@@ -29,10 +29,10 @@ def wrong_calls(rank, world_size):
         "dense cannot": refusal(lambda: compress(model, "qsgd:bits=4", collective="dense")),
         "scatter_reduce cannot": refusal(lambda: compress(model, "topk:density=0.1", collective="scatter_reduce")),
         "negative min_numel": refusal(lambda: compress(model, "none", min_numel=-1)),
-        "negative start_step": refusal(lambda: compress(model, "none", start_step=-1)),
+        "negative warmup_steps": refusal(lambda: compress(model, "none", warmup_steps=-1)),
         "per sample": refusal(lambda: compress(model, "qsgd:bits=4+aq-sgd")),
         "per sample, small": refusal(lambda: compress(model, "qsgd:bits=4", small="qsgd:bits=8+aq-sgd")),
-        "per sample, by a policy": refusal(lambda: compress(model, nb.Uniform("qsgd:bits=4+aq-sgd"))),
+        "per sample, by a policy": refusal(lambda: compress(model, nb.Constant("qsgd:bits=4+aq-sgd"))),
     }
     train(model, rank, range(1))  # none of these has touched the model
     hooked = wrap(mlp())
@@ -66,7 +66,7 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "dense cannot": ("UnsupportedError", "use 'auto'"),
         "scatter_reduce cannot": ("UnsupportedError", "use 'gather' or 'auto'"),
         "negative min_numel": ("ValueError", "min_numel=-1"),
-        "negative start_step": ("ValueError", "start_step=-1"),
+        "negative warmup_steps": ("ValueError", "warmup_steps=-1"),
         "hook": ("UnsupportedError", "fp16_compress_hook"),
         "optimizer in backward": ("UnsupportedError", "step it after backward instead"),
         "twice": ("UnsupportedError", "compressed already"),
@@ -91,7 +91,7 @@ def disagree(rank, world_size):
         {"spec": "topk:density=0.01" if odd else "topk:density=0.01+ef"},
         {"seed": 1 if odd else 0},
         {"min_numel": 10 if odd else 100},
-        {"start_step": 5 if odd else 0},
+        {"warmup_steps": 5 if odd else 0},
         {"collective": "gather" if odd else "auto"},
     ]
     errors = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
-from tests.gradients.training import TINY, data, flat, loss_of, mlp, owed, refusal, same, sgd, train, wrap
+from tests.gradients.training import TINY, data, flat, loss_of, mlp, refusal, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 RUNS = [
@@ -64,10 +64,10 @@ def test_a_run_that_was_stopped_and_resumed_has_the_same_bits():
     for rank in range(4):
         for index, (spec, collective) in enumerate(RUNS):
             assert torch.equal(resumed[rank][index], whole[rank][index][0]), f"{spec} {collective}"
-    # The state matters: resuming without what is owed, and without the step that seeds, gives another run.
+    # The state matters: resuming without the residual, and without the step that seeds, gives another run.
     for of_rank in saved:
         for _, _, handle_state in of_rank:
-            handle_state["owed"].clear()
+            handle_state["feedback"].clear()
             handle_state["seed"] += 1
     forgetful = run_ranks(second_half, 4, RUNS, saved)
     for index in range(len(RUNS)):
@@ -83,18 +83,18 @@ def states_after_two_steps(rank, world_size, spec):
 def load_list(rank, world_size, spec, states):
     model, handle = start(spec)
     handle.load_state_dict(states)
-    loaded = owed(handle)
+    loaded = residuals(handle)
     train(model, rank, range(2, 4))
     return loaded, handle.step, flat(model)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 2), (2, 1), (2, 2)])
-def test_what_is_owed_to_the_average_survives_a_change_of_the_number_of_ranks(before, after):
+def test_the_residual_to_the_average_survives_a_change_of_the_number_of_ranks(before, after):
     spec = "topk:density=0.05+ef"
     states = run_ranks(states_after_two_steps, before, spec)
     answers = run_ranks(load_list, after, spec, list(reversed(states)))
-    for name in states[0]["owed"]:
-        there = sum(state["owed"][name].double() for state in states) / before
+    for name in states[0]["feedback"]:
+        there = sum(state["feedback"][name].double() for state in states) / before
         here = sum(loaded[name].double() for loaded, _, _ in answers) / after
         assert there.any()
         torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-7)
@@ -117,13 +117,13 @@ def wrong_states(rank, world_size):
     load("one of several", [good])
     load("one twice", [good, good])
     load("none at all", [])
-    load("unknown layer", {**good, "owed": {**good["owed"], "9.weight": torch.zeros(4)}})
-    load("another shape", {**good, "owed": {**good["owed"], "0.weight": torch.zeros(4)}})
-    load("a dense layer", {**good, "owed": {**good["owed"], "0.bias": torch.zeros(40)}})
+    load("unknown layer", {**good, "feedback": {**good["feedback"], "9.weight": torch.zeros(4)}})
+    load("another shape", {**good, "feedback": {**good["feedback"], "0.weight": torch.zeros(4)}})
+    load("a dense layer", {**good, "feedback": {**good["feedback"], "0.bias": torch.zeros(40)}})
     _, bare = start("topk:density=0.05")
     load("no feedback", good, bare)
-    load("no feedback, nothing owed", {**good, "owed": {}}, bare)
-    unchanged = same(owed(handle), good["owed"]) and handle.step == 2
+    load("no feedback, nothing residual", {**good, "feedback": {}}, bare)
+    unchanged = same(residuals(handle), good["feedback"]) and handle.step == 2
     train(model, rank, range(2, 3))
     return errors, unchanged, flat(model)
 
@@ -132,7 +132,7 @@ def test_states_that_do_not_belong_here_are_refused_and_change_nothing():
     answers = run_ranks(wrong_states, 2)
     for errors, unchanged, parameters in answers:
         assert unchanged
-        assert errors.pop("no feedback, nothing owed") is None
+        assert errors.pop("no feedback, nothing residual") is None
         assert {error and error[0] for error in errors.values()} == {"ValueError"}
         assert "every rank loads its own" in errors["another rank"][1]
         assert "every rank loads its own" in errors["another world size"][1]
@@ -159,19 +159,19 @@ BROKEN = {
     "spec of nothing": (lambda state: state.update(spec="topkk"), "a spec that does not exist here"),
     "layers are a list": (lambda state: state.update(layers=["0.weight"]), "for 'layers'"),
     "unknown layer": (lambda state: state.update(layers={"9.weight": "topk:density=0.1"}), "9.weight"),
-    "NaN": (lambda state: state["owed"]["0.weight"].fill_(float("nan")), "inf or NaN for '0.weight'"),
-    "inf": (lambda state: state["owed"]["0.weight"][3:4].fill_(float("inf")), "inf or NaN for '0.weight'"),
+    "NaN": (lambda state: state["feedback"]["0.weight"].fill_(float("nan")), "inf or NaN for '0.weight'"),
+    "inf": (lambda state: state["feedback"]["0.weight"][3:4].fill_(float("inf")), "inf or NaN for '0.weight'"),
     "int64": (
-        lambda state: state["owed"].update({"0.weight": torch.zeros(960, dtype=torch.int64)}),
+        lambda state: state["feedback"].update({"0.weight": torch.zeros(960, dtype=torch.int64)}),
         "int64 for '0.weight', and float32 is expected",
     ),
     "float64": (
-        lambda state: state["owed"].update({"0.weight": state["owed"]["0.weight"].double()}),
+        lambda state: state["feedback"].update({"0.weight": state["feedback"]["0.weight"].double()}),
         "float64 for '0.weight', and float32 is expected",
     ),
-    "a list of numbers": (lambda state: state["owed"].update({"0.weight": [0.0] * 960}), "list for '0.weight'"),
+    "a list of numbers": (lambda state: state["feedback"].update({"0.weight": [0.0] * 960}), "list for '0.weight'"),
     "residuals of another": (
-        lambda state: state.update(others={"powersgd": {"owed/0.weight": torch.zeros(960)}}),
+        lambda state: state.update(others={"powersgd": {"residual/0.weight": torch.zeros(960)}}),
         "residuals of powersgd, and no layer here has that feedback",
     ),
     "a broken plan": (lambda state: state.update(controller={"plan": "{"}), "this is no plan"),
@@ -183,14 +183,14 @@ def load_broken_states(rank, world_size):
     train(model, rank, range(2))
     good = copy.deepcopy(handle.state_dict())
     train(model, rank, range(2, 3))
-    before, errors = owed(handle), {}
+    before, errors = residuals(handle), {}
     for name, (breaking, _) in BROKEN.items():
         state = copy.deepcopy(good)
         breaking(state)
         errors[name] = refusal(lambda state=state: handle.load_state_dict(state))
     for name, what in (("no state", 7), ("a word", "state.pt"), ("numbers", [1, 2])):
         errors[name] = refusal(lambda what=what: handle.load_state_dict(what))
-    unchanged = same(owed(handle), before) and handle.step == 3
+    unchanged = same(residuals(handle), before) and handle.step == 3
     train(model, rank, range(3, 4))  # and it goes on
     return errors, unchanged, flat(model)
 
@@ -330,12 +330,12 @@ def through_a_file(rank, world_size):
     torch.save(handle.state_dict(), file)
     file.seek(0)
     read = torch.load(file, weights_only=True)
-    saved = owed(handle)
+    saved = residuals(handle)
     _, other = start("topk:density=0.05+ef")
     other.load_state_dict(read)
-    for residual in read["owed"].values():
+    for residual in read["feedback"].values():
         residual.zero_()  # the file's tensors are the caller's
-    return same(owed(other), saved), other.step
+    return same(residuals(other), saved), other.step
 
 
 def test_a_state_is_saved_by_torch_and_read_as_weights_only():

@@ -13,7 +13,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.averaging import step as one_step
-from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, loss_of, mlp, owed, train, wrap
+from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, loss_of, mlp, residuals, train, wrap
 from tests.ranks import run_ranks
 
 WEIGHTS = [(40, 24), (32, 40), (16, 32), (8, 16)]
@@ -156,11 +156,11 @@ def measured_error(rank, world_size, spec):
     loss_of(local, 0, rank).backward()
     loss_of(model, 0, rank).backward()
     matrices = {name: p.grad for name, p in local.named_parameters() if p.dim() == 2}
-    lost = sum(owed(handle)[name].double().square().sum() for name in matrices)
+    lost = sum(residuals(handle)[name].double().square().sum() for name in matrices)
     return handle.stats().last.relative_error, float(lost / sum(g.double().square().sum() for g in matrices.values()))
 
 
-def test_the_relative_error_is_the_share_of_the_gradient_that_is_still_owed():
+def test_the_relative_error_is_the_share_of_the_gradient_the_residual():
     for measured, expected in run_ranks(measured_error, 2, "topk:density=0.05+ef"):
         assert 0.05 < expected < 0.95
         assert measured == pytest.approx(expected, rel=1e-4)

@@ -81,9 +81,9 @@ def flat(model):
     return torch.cat([part.detach().double().reshape(-1) for part in parts])
 
 
-def owed(handle):
-    """A copy of what is owed."""
-    return {name: value.clone() for name, value in handle.state_dict()["owed"].items()}
+def residuals(handle):
+    """A copy of the residual."""
+    return {name: value.clone() for name, value in handle.state_dict()["feedback"].items()}
 
 
 def same(a, b):

@@ -9,13 +9,14 @@ from narrowband.adapt.accordion import Accordion
 from narrowband.adapt.kmeans import KMeans
 from narrowband.adapt.lgreco import LGreCo
 from narrowband.adapt.plan import LayerPlan, Plan
-from narrowband.adapt.policy import GlobalTopK, HardThreshold, Policy, Uniform, search_space
+from narrowband.adapt.policy import Constant, GlobalTopK, HardThreshold, Policy, search_space
 from narrowband.adapt.sensitivity import correlation, loss_table
 from narrowband.adapt.tables import ErrorTable, error_table, layer_nbytes
 from narrowband.adapt.timing import Times, bucket_priority, fit_times
 
 __all__ = [
     "Accordion",
+    "Constant",
     "ErrorTable",
     "GlobalTopK",
     "HardThreshold",
@@ -25,7 +26,6 @@ __all__ = [
     "Plan",
     "Policy",
     "Times",
-    "Uniform",
     "bucket_priority",
     "correlation",
     "error_table",

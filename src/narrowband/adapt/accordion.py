@@ -31,14 +31,14 @@ class Accordion(Policy):
         high: the spec of much compression.
         eta: the share of change from which a regime is critical (0.5 in the paper).
         every: steps between decisions (10 epochs in the paper).
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
     """
 
     low: str
     high: str
     eta: float = 0.5
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     name: ClassVar[str] = "accordion"
 
     _norms: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)

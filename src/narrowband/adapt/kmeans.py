@@ -34,7 +34,7 @@ class KMeans(Policy):
         choices: specs from which clusters get theirs; by default those around the reference.
         clusters: how many (6 in the L-GreCo paper's comparison).
         every: steps between decisions.
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
         seed: of k-means.
     """
 
@@ -42,7 +42,7 @@ class KMeans(Policy):
     choices: Sequence[str] | None = None
     clusters: int = 6
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     seed: int = 0
     name: ClassVar[str] = "kmeans"
 

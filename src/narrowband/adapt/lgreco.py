@@ -42,7 +42,7 @@ class LGreCo(Policy):
         choices: specs that a layer may get, of one family or several, ``none`` among them if that is allowed; by
             default those around the reference that the paper searches (:func:`~narrowband.adapt.search_space`).
         every: steps between decisions; an epoch's is usual.
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
         alpha: the budget, as a multiple of the reference's error.
         metric: what adds up over layers: L2 norms of errors, as in the paper, or their squares.
         objective: what is smallest in the end: ``bytes``, or ``time``.
@@ -58,7 +58,7 @@ class LGreCo(Policy):
     reference: str | Policy
     choices: Sequence[str] | None = None
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     alpha: float = 1.0
     metric: Literal["l2", "l2_squared"] = "l2"
     objective: Literal["bytes", "time"] = "bytes"

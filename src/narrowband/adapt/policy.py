@@ -13,13 +13,13 @@ import torch
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.adapt.tables import ErrorTable, layer_nbytes
-from narrowband.codecs import LowRank, TopK
-from narrowband.feedback import DGC, Compression, compression
+from narrowband.codecs import TopK
+from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GlobalTopK", "HardThreshold", "Policy", "Uniform", "as_choice", "planned", "search_space"]
+__all__ = ["Constant", "GlobalTopK", "HardThreshold", "Policy", "as_choice", "planned", "search_space"]
 
 
 class Policy(ABC):
@@ -27,12 +27,12 @@ class Policy(ABC):
 
     Attributes:
         every: steps between two decisions.
-        warmup: steps before the first one, which are not compressed.
+        warmup_steps: steps before the first one, which are not compressed.
     """
 
     name: ClassVar[str]
     every: int
-    warmup: int
+    warmup_steps: int
 
     @property
     @abstractmethod
@@ -62,18 +62,20 @@ class Policy(ABC):
             raise ValueError(f"{self.name} keeps no state, and there is one: {', '.join(state)}")
 
     def _check_times(self) -> None:
-        if self.every < 1 or self.warmup < 0:
-            raise ValueError(f"{self.name}: every={self.every} must be at least 1 and warmup={self.warmup} at least 0")
+        if self.every < 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"{self.name}: every={self.every} must be at least 1 and warmup_steps={self.warmup_steps} at least 0"
+            )
 
 
 @dataclass
-class Uniform(Policy):
+class Constant(Policy):
     """The same for all layers: what others are compared with."""
 
     spec: str
     every: int = 1_000_000
-    warmup: int = 0
-    name: ClassVar[str] = "uniform"
+    warmup_steps: int = 0
+    name: ClassVar[str] = "constant"
 
     def __post_init__(self) -> None:
         self._check_times()
@@ -103,13 +105,13 @@ class GlobalTopK(Policy):
         density: share of all compressed elements that is sent.
         feedback: what stands behind ``topk`` in layers' specs.
         every: steps between decisions.
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
     """
 
     density: float
     feedback: str = "ef"
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     name: ClassVar[str] = "global-topk"
 
     def __post_init__(self) -> None:
@@ -143,13 +145,13 @@ class HardThreshold(Policy):
         value: the magnitude, in units of gradients.
         steps: how many gradients were added up.
         every: steps between decisions, which only take stock.
-        warmup: steps before the first decision, which are not compressed.
+        warmup_steps: steps before the first decision, which are not compressed.
     """
 
     value: float
     steps: int = 1
     every: int = 500
-    warmup: int = 0
+    warmup_steps: int = 0
     name: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:
@@ -192,7 +194,7 @@ def planned(
 
 def as_choice(chosen: Compression) -> Compression:
     """What a layer is given where the model has ``chosen``: with ``dgc``, momentum and warm-up stay the model's."""
-    return Compression(chosen.codec) if isinstance(chosen.feedback, DGC) else chosen
+    return chosen if chosen.feedback is None or chosen.feedback.mixes else Compression(chosen.codec)
 
 
 def search_space(reference: str | Compression) -> list[str]:
@@ -209,33 +211,19 @@ def search_space(reference: str | Compression) -> list[str]:
         ['qsgd:bits=2', 'qsgd:bits=3', 'qsgd:bits=4', 'qsgd:bits=5', 'qsgd:bits=6', 'qsgd:bits=7', 'qsgd:bits=8']
     """
     chosen = as_choice(compression(reference))
-    key, given, values = _scale(chosen)
-    method = chosen.feedback
-    own = method if method is not None and hasattr(method, key) else chosen.codec
+    variations = chosen.codec.variations()
+    if variations is None:
+        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to choose; give choices=[…]")
+    key, values = variations
+    method = chosen.feedback if chosen.feedback is not None and chosen.feedback.brings_codec else None
+    changing = chosen.codec if method is None else method
     found = []
     for value in values:
         try:
-            changed = replace(own, **{key: value})  # type: ignore[type-var]
+            changed = replace(changing, **{key: value})  # type: ignore[type-var]
         except ValueError:  # bits that the codec does not have, a density above 1
             continue
-        found.append(str(compression(changed) if own is method else replace(chosen, codec=changed)))  # type: ignore[arg-type]
+        found.append(str(replace(chosen, codec=changed) if method is None else compression(changed)))  # type: ignore[arg-type]
     if str(chosen) not in found:
-        raise ValueError(f"{str(chosen)!r}: {key}={given} is not in its own search space")
+        raise ValueError(f"{str(chosen)!r}: {key}={getattr(chosen.codec, key)} is not in its own search space")
     return found
-
-
-def _scale(chosen: Compression) -> tuple[str, float, list[float]]:
-    codec = chosen.codec
-    if isinstance(codec, LowRank):
-        given = codec.rank
-        return "rank", given, list(range(max(1, given // 2), 2 * given + 1))
-    if isinstance(codec, TopK):
-        return (
-            "density",
-            codec.density,
-            [codec.density if tenths == 10 else codec.density * tenths / 10 for tenths in range(1, 101)],
-        )
-    bits = getattr(codec, "bits", None)
-    if bits is None:
-        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to choose; give choices=[…]")
-    return "bits", bits, list(range(max(1, bits // 2), 2 * bits + 1))

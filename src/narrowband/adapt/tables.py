@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import Identity, LowRank, TopK
-from narrowband.codecs.base import Shape, dims, squared_norm
-from narrowband.codecs.lowrank import factors, start
-from narrowband.feedback import Compression, PowerSGD, compression
+from narrowband.codecs.base import Shape, squared_norm
+from narrowband.codecs.lowrank import start
+from narrowband.feedback import Compression, compression
 
 __all__ = ["POWER_STEPS", "ErrorTable", "error_table", "layer_nbytes"]
 
@@ -69,10 +68,7 @@ class ErrorTable:
 
 def layer_nbytes(chosen: Compression, shape: Shape) -> float:
     """Bytes of one rank's payload for a layer."""
-    if isinstance(chosen.feedback, PowerSGD):
-        n, m, r = chosen.feedback.factors(chosen.codec, shape)
-        return 4.0 * (r * (n + m) or math.prod(dims(shape)))
-    return float(chosen.codec.payload_nbytes(shape))
+    return float(chosen.layer_nbytes(shape))
 
 
 def error_table(
@@ -126,12 +122,13 @@ def _squared_errors(x: Tensor, choices: Sequence[Compression], energy: float, se
     ranks: dict[int, int] = {}
     for at, choice in enumerate(choices):
         codec = choice.codec
-        if isinstance(codec, Identity):
+        k, rank = codec.kept_largest(x.shape), choice.kept_rank(x.shape)
+        if codec.exact:
             found[at] = 0.0
-        elif isinstance(codec, TopK) and codec.scope == "tensor" and codec.values == "fp32":
-            sparse[at] = codec.kept(x.shape)
-        elif isinstance(codec, LowRank):
-            ranks[at] = _rank(choice, codec, x.shape)
+        elif k is not None:
+            sparse[at] = k
+        elif rank is not None:
+            ranks[at] = rank
         else:
             found[at] = codec.squared_error(x, seed=seed)
     if sparse:
@@ -153,13 +150,6 @@ def _behind_k(x: Tensor, ks: NDArray[np.intp], energy: float) -> NDArray[np.floa
     behind = np.concatenate([np.cumsum(squares[::-1])[::-1], [0.0]])
     rest = 0.0 if most >= x.numel() else max(0.0, energy - behind[0])
     return behind[np.minimum(ks, x.numel())] + rest
-
-
-def _rank(choice: Compression, codec: LowRank, shape: Shape) -> int:
-    """The rank that a layer gets; 0: it is sent as it is."""
-    if isinstance(choice.feedback, PowerSGD):
-        return choice.feedback.factors(codec, shape)[2]
-    return factors(shape, codec.rank)[2]
 
 
 def _behind_rank(x: Tensor, ranks: NDArray[np.intp], energy: float, seed: int) -> NDArray[np.float64]:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from narrowband.averaging.stats import Stats, StepStats
+from narrowband.averaging.stats import StepStats
 
-__all__ = ["Stats", "StepStats"]
+__all__ = ["StepStats"]

@@ -50,7 +50,7 @@ class Controller:
     def identity(self) -> list[object]:
         """What has to be the same on all ranks; how rank 0 decides is its own business."""
         policy = self.policy
-        return [] if policy is None else [policy.name, policy.every, policy.warmup, policy.specs()]
+        return [] if policy is None else [policy.name, policy.every, policy.warmup_steps, policy.specs()]
 
     def follow(self, plan: Plan) -> None:
         """Give layers what a plan says.
@@ -86,9 +86,9 @@ class Controller:
     def is_due(self, step: int) -> bool:
         """Whether :meth:`decide` is to be called before this step."""
         policy = self.policy
-        if policy is None or not self._looked or step < policy.warmup:
+        if policy is None or not self._looked or step < policy.warmup_steps:
             return False
-        return (step - policy.warmup) % policy.every == 0
+        return (step - policy.warmup_steps) % policy.every == 0
 
     def decide(self, step: int) -> bool:
         """Decide anew; whether anything changed. A collective, to be called where it :meth:`is_due`."""

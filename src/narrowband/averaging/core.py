@@ -33,12 +33,13 @@ from narrowband.averaging.controller import Controller
 from narrowband.averaging.layers import Layers
 from narrowband.averaging.loss_scale import LossScale
 from narrowband.averaging.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
-from narrowband.averaging.stats import Stats, StepStats
+from narrowband.averaging.stats import StepStats
 from narrowband.averaging.step import ADVICE, MEASURE_EVERY, Group, Parts, Step, fill_with_nan
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Codec, Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow
 from narrowband.errors import DisagreementError
+from narrowband.stats import Stats
 from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Averaging:
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
-    def stats(self) -> Stats:
+    def stats(self) -> Stats[StepStats]:
         """Bytes, seconds and relative error: in total, and of the last finished step."""
         with self._lock:
             return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
@@ -220,7 +221,7 @@ class Averaging:
         return self._paused
 
     def pause(self) -> None:
-        """Average uncompressed from the next step on; what feedback owes stays until :meth:`resume`. Call on all
+        """Average uncompressed from the next step on; the residuals stay until :meth:`resume`. Call on all
         ranks.
         """
         self._paused = True
@@ -266,12 +267,12 @@ class Averaging:
     def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
         """Compress some layers otherwise than the rest, from the next step on. Call on all ranks, between steps.
 
-        What is owed stays, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
+        Residuals stay, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
         ones.
 
         Args:
             specs: parameter name → spec, of the model's kind or another. Where the model has feedback, every layer has
-                it, and it can be left out; what a layer owes moves along. With ``ef21`` all layers have that. With
+                it, and it can be left out; its residual moves along. With ``ef21`` all layers have that. With
                 ``dgc`` only ``topk`` will do, as in ``"topk:density=0.01"``, and no layer sends less than the rest does
                 while that warms up. A later call adds to an earlier one.
 
@@ -319,7 +320,7 @@ class Averaging:
             "loss_scale": self._loss_scale.value,
             "rank": self._ranks.rank,
             "world_size": self._ranks.size,
-            "owed": self.layers.state.state_dict() if self.layers.state else {},
+            "feedback": self.layers.state.state_dict() if self.layers.state else {},
             "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
             "controller": self._controller.state_dict(),
         }
@@ -332,8 +333,8 @@ class Averaging:
 
         Args:
             state: this rank's own state, or a list with the states of all ranks there were. If there are as many ranks
-                now, each takes its own from the list. After a change of their number, what they owed to the average is
-                shared evenly among the ranks there are, its sum kept. (With ``ef21`` every rank starts with what all
+                now, each takes its own from the list. After a change of their number, the sum of their residuals is
+                shared evenly among the ranks there are. (With ``ef21`` every rank starts with what all
                 ranks had in common.)
 
         Raises:
@@ -405,7 +406,7 @@ class Averaging:
         return {
             "call": call,
             "min_numel": str(settings.min_numel),
-            "start_step": str(settings.start_step),
+            "warmup_steps": str(settings.warmup_steps),
             "seed": str(settings.seed),
             "collective": settings.collective,
             "grad_scaler": "none" if settings.grad_scaler is None else "given",
@@ -467,7 +468,7 @@ class Averaging:
         return future
 
     def _new_step(self) -> Step:
-        total, number, start = self._total, self._step, self._settings.start_step
+        total, number, start = self._total, self._step, self._settings.warmup_steps
         compressing = not self._paused and number >= start
         codec = self.compression.codec_at(max(0, number - start), self._epoch) if compressing else Identity()
         facts: Facts = {
@@ -523,11 +524,11 @@ class Averaging:
             raise RuntimeError(f"{what}: this handle was removed; make a new one")
         if self._open_step is not None and not self._open_step.abandoned:
             raise RuntimeError(
-                f"{what} was called inside backward, where what is owed is half-way; call it between steps"
+                f"{what} was called inside backward, where residuals are half-way; call it between steps"
             )
         if self._open_step is not None and self._open_step.torn:
             raise RuntimeError(
-                f"{what}: the exchange broke off while a step was being written, so part of what was owed is sent and "
+                f"{what}: the exchange broke off while a step was being written, so part of the residuals is sent and "
                 "part is not; go on from the last checkpoint"
             )
 

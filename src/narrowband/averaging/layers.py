@@ -1,7 +1,7 @@
 """What each layer of a model is compressed with: codec, feedback, and the way it travels.
 
 At first all have what the model was given; a plan gives layers something of their own, at any time between two steps.
-What a layer owes then moves along to its new feedback.
+the layer's residual then moves along to its new feedback.
 """
 
 from __future__ import annotations
@@ -335,9 +335,9 @@ class Layers:
         for name, was in before.items():
             now = self._state_of(self.has(name))
             if was is not None and now is not None and was is not now:
-                owed = was.take(name)
-                if owed is not None:
-                    now.give(name, owed)
+                residual = was.take_residual(name)
+                if residual is not None:
+                    now.add_residual(name, residual)
 
     def _check_layers(self, names: Collection[str]) -> None:
         unknown = sorted(set(names) - self.shapes.keys())
@@ -380,7 +380,7 @@ class Layers:
         if layer.feedback is not None and layer.feedback.incremental != self.incremental:
             raise ValueError(
                 f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.usual)!r}: what ef21 keeps cannot "
-                "become what others owe, nor the other way round; leave this layer's feedback out"
+                "become others' residuals, nor the other way round; leave this layer's feedback out"
             )
         if isinstance(layer.feedback, PowerSGD):
             if not layer.feedback.ef:
@@ -404,7 +404,7 @@ class Layers:
         return ErrorFeedback()
 
     def _settle(self) -> None:
-        """Choose the ways of what there is now, and make room for what low rank will owe."""
+        """Choose the ways of what there is now, and make room for low rank's residuals."""
         kinds: dict[type, tuple[Codec, int]] = {}
         for known in self.parameters.values():
             if known.compressed:
@@ -415,7 +415,7 @@ class Layers:
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Make room for what low rank will owe, and say where a rank is more than a matrix has."""
+        """Make room for low rank's residuals, and say where a rank is more than a matrix has."""
         rooms: dict[str, list[tuple[str, int, int, torch.device]]] = {}
         cut: list[str] = []
         most = 0
@@ -426,7 +426,7 @@ class Layers:
                 continue
             codec = cast("LowRank", chosen.codec)
             n, m, r = method.factors(codec, known.shape)
-            if r and not method.owes(known.name):
+            if r and not method.has_residual(known.name):
                 rooms.setdefault(method.name, []).append((known.name, n, m, parameter.device))
             if codec.rank > min(n, m):
                 most = max(most, codec.rank)
@@ -507,17 +507,17 @@ class Layers:
         names = dict.fromkeys(name for state in states for name in state)
         return {name: kinds.get(name, State).merged([state.get(name, {}) for state in states]) for name in names}
 
-    def check_load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
+    def check_load(self, specs: Mapping[str, str], saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
         """Raise ValueError unless :meth:`load` can take all of this; nothing changes.
 
         Raises:
             ValueError: residuals that nothing here could send, of another model, or with values that are none.
         """
-        self._check_kind(owed, saved_with)
-        if self.state is None and any(owed.values()):
+        self._check_kind(saved, saved_with)
+        if self.state is None and any(saved.values()):
             raise ValueError(
-                f"the state was saved with {saved_with!r} and holds what was still owed; {str(self.usual)!r} "
-                "has no feedback that could send it. Use a spec with a feedback, or clear state['owed'] to drop it"
+                f"the state was saved with {saved_with!r} and holds the residual; {str(self.usual)!r} "
+                "has no feedback that could send it. Use a spec with a feedback, or clear state['feedback'] to drop it"
             )
         self._check_layers(specs)
         others, self._others = self._others, {}
@@ -531,20 +531,20 @@ class Layers:
             for chosen in own
             if chosen.feedback is not None and type(chosen.feedback) is not type(self.state)
         }
-        for name, values in owed.items():
+        for name, values in saved.items():
             if name in states:
                 states[name].check_state(values)
                 self._check_fits(values)
             elif values:
                 raise ValueError(f"the state holds residuals of {name}, and no layer here has that feedback")
 
-    def load(self, specs: Mapping[str, str], owed: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on with these specs, and what was owed under each state's name; :meth:`check_load` has seen both."""
+    def load(self, specs: Mapping[str, str], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on with these specs, and the saved feedback under each state's name; :meth:`check_load` has seen both."""
         device = next(iter(self.parameters)).device
         self._own, self._others = {}, {}
         self.set(specs)
         for name, state in self.states.items():
-            state.load_state_dict({key: value.to(device) for key, value in owed.get(name, {}).items()})
+            state.load_state_dict({key: value.to(device) for key, value in saved.get(name, {}).items()})
 
     def clear(self) -> None:
         """Give the memory back that feedback takes."""
@@ -552,17 +552,17 @@ class Layers:
         self.method = self.state if isinstance(self.state, DGC) else None
         self._others.clear()
 
-    def _check_kind(self, owed: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
+    def _check_kind(self, saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
         """Raise ValueError where a state is there that no feedback of this kind can go on with."""
-        saved = compression(saved_with).feedback
-        if self.state is None or saved is None or saved.incremental == self.incremental or not any(owed.values()):
+        before = compression(saved_with).feedback
+        if self.state is None or before is None or before.incremental == self.incremental or not any(saved.values()):
             return
         raise ValueError(
             f"the state was saved with {saved_with!r}, and what that keeps means nothing to {str(self.usual)!r}; go on "
-            "with the former, or clear state['owed'] on all ranks to begin anew"
+            "with the former, or clear state['feedback'] on all ranks to begin anew"
         )
 
-    def _check_fits(self, owed: Mapping[str, Tensor]) -> None:
+    def _check_fits(self, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError where a state has a size that no state of this model can have."""
         numel = {p.name: p.shape.numel() for p in self.parameters.values()}
         compressed = {p.name for p in self.parameters.values() if p.compressed}
@@ -570,7 +570,7 @@ class Layers:
             together = {vector.key: n for vector, n in self.vectors.items() if vector.compressed}
             numel |= together
             compressed |= together.keys()
-        for key, value in owed.items():
+        for key, value in saved.items():
             room, _, name = key.rpartition("/")
             here = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
             if room == "factor":

@@ -46,7 +46,7 @@ class Settings:
     policy: Policy | None
     plan: Plan | None
     min_numel: int
-    start_step: int
+    warmup_steps: int
     seed: int
     collective: Collective | Literal["auto"]
     small: str | Codec
@@ -59,7 +59,7 @@ class Settings:
         spec: str | Codec | Compression | Method | Plan | Policy,
         *,
         min_numel: int,
-        start_step: int,
+        warmup_steps: int,
         seed: int,
         collective: Collective | Literal["auto"],
         small: str | Codec,
@@ -73,11 +73,13 @@ class Settings:
         """
         policy, plan = spec if isinstance(spec, Policy) else None, spec if isinstance(spec, Plan) else None
         if policy is not None:
-            chosen, start_step = for_gradients(policy.start), max(start_step, policy.warmup)
+            chosen, warmup_steps = for_gradients(policy.start), max(warmup_steps, policy.warmup_steps)
         else:
-            chosen = for_gradients(plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec))
-        if min_numel < 0 or start_step < 0:
-            raise ValueError(f"min_numel={min_numel} and start_step={start_step} must not be negative")
+            chosen = for_gradients(
+                plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec)
+            )
+        if min_numel < 0 or warmup_steps < 0:
+            raise ValueError(f"min_numel={min_numel} and warmup_steps={warmup_steps} must not be negative")
         if small != "dense" and isinstance(chosen.feedback, PowerSGD):
             raise UnsupportedError("powersgd factors matrices, and small parameters make none; use small='dense'")
         if collective != "auto":
@@ -88,7 +90,7 @@ class Settings:
             check(chosen.codec, collective, chosen.feedback)
         if not dist.is_available() or not dist.is_initialized():
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
-        return cls(chosen, policy, plan, min_numel, start_step, seed, collective, small, grad_scaler, None)
+        return cls(chosen, policy, plan, min_numel, warmup_steps, seed, collective, small, grad_scaler, None)
 
     def with_optimizer(
         self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, Tensor]], *, warn: bool

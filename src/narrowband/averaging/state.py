@@ -49,7 +49,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "rank": ("a rank from 0 on", _is_count),
     "world_size": ("a number of ranks", lambda value: _is_count(value) and value > 0),
-    "owed": ("a dictionary from layers to residuals", _is_mapping),
+    "feedback": ("a dictionary from layers to residuals", _is_mapping),
     "others": (
         "a dictionary from feedbacks to their residuals",
         lambda value: isinstance(value, Mapping) and all(map(_is_mapping, value.values())),
@@ -133,7 +133,7 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 
 def kept(state: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
     """What a rank's feedback kept, by the names of :attr:`Layers.states`."""
-    return {"": state["owed"], **state["others"]}
+    return {"": state["feedback"], **state["others"]}
 
 
 def _short(value: object) -> str:

@@ -371,7 +371,7 @@ class Step:
             method = self._layers.method
             if method is not None and good:
                 dense = [(known.name, place) for known, _, place in self._small_back if not known.vector.compressed]
-                method.advance_dense(dense)
+                method.advance_uncompressed(dense)
             for _, part, place in self._small_back:
                 part.copy_(place)
         if self._open_jobs:

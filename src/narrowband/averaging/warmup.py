@@ -80,11 +80,11 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     if isinstance(feedback, DGC):
         feedback.rates = {"": 1.0}
     if isinstance(feedback, Feedback):
-        for absorb in {False, feedback.can_roll_back(x)}:
+        for commit in {False, feedback.can_roll_back(x)}:
             total = x.flatten()
-            payload = feedback.encode("", total, codec, shape=x.shape, seed=0, absorb=absorb)[1]
-            if not absorb:
-                feedback.absorb("", total, codec, payload, shape=x.shape, seed=0)
+            payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
+            if not commit:
+                feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
     if isinstance(codec, TopK):  # of a layer that is mostly zeros, such as an embedding, a sample says nothing
         codec.encode(torch.zeros_like(x))
     payload, out = codec.encode(x), torch.zeros_like(x)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapt"]
 
-Name = Literal["lgreco", "uniform", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
+Name = Literal["lgreco", "constant", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Adapt:
     gradients: Annotated[Path, tyro.conf.Positional]
     """File with the gradients."""
     policy: Name = "lgreco"
-    """What decides. lgreco: fewest bytes at the error of the reference; uniform: the reference for all; kmeans: CGX's
+    """What decides. lgreco: fewest bytes at the error of the reference; constant: the reference for all; kmeans: CGX's
     clusters of layers; accordion: the low spec where norms changed since the gradients of --before, the high one
     elsewhere; lgreco+accordion: fewest bytes at accordion's error; global-topk: the largest of the whole model;
     threshold: whatever is at least --value."""
@@ -106,7 +106,7 @@ class Adapt:
         return DONE
 
     def _policy(self) -> Policy:
-        from narrowband.adapt import Accordion, GlobalTopK, HardThreshold, KMeans, LGreCo, Uniform
+        from narrowband.adapt import Accordion, Constant, GlobalTopK, HardThreshold, KMeans, LGreCo
 
         choices = self.choices or None
         accordion = Accordion(low=self.low, high=self.high, eta=self.eta)
@@ -120,7 +120,7 @@ class Adapt:
             )
         else:
             made |= {
-                "uniform": Uniform(self.reference),
+                "constant": Constant(self.reference),
                 "accordion": accordion,
                 "global-topk": GlobalTopK(self.density),
                 "threshold": HardThreshold(self.value),

@@ -6,12 +6,13 @@ sent after all, is the business of :mod:`narrowband.feedback`.
 
 from __future__ import annotations
 
-from narrowband.codecs.base import ALIGNMENT, Codec, Shape, aligned, format_term
+from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, format_term
 from narrowband.codecs.dense import BF16, FP16, Identity
 from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
+from narrowband.codecs.registry import Registry
 from narrowband.codecs.sparse import RandomK, Threshold, TopK
-from narrowband.codecs.spec import parse_term
+from narrowband.codecs.spec import name_of, parse_term
 
 __all__ = [
     "ALIGNMENT",
@@ -22,6 +23,7 @@ __all__ = [
     "Identity",
     "LowRank",
     "RandomK",
+    "SelectingCodec",
     "Shape",
     "Sign",
     "Threshold",
@@ -30,16 +32,59 @@ __all__ = [
     "aligned",
     "available",
     "codec",
+    "find",
     "format_term",
+    "name_of",
     "parse_term",
+    "register_codec",
 ]
 
-_CODECS: tuple[type[Codec], ...] = (Identity, FP16, BF16, Uniform, QSGD, Sign, TopK, Threshold, RandomK, LowRank)
+_REGISTRY: Registry[Codec] = Registry(
+    "codec",
+    "narrowband.codecs",
+    Codec,  # type: ignore[type-abstract]
+    (Identity, FP16, BF16, Uniform, QSGD, Sign, TopK, Threshold, RandomK, LowRank),
+)
+
+
+def register_codec(kind: type[Codec]) -> type[Codec]:
+    """Let spec strings name this codec by ``kind.name``.
+
+    A package that is installed can name its class as an entry point of the group ``narrowband.codecs`` instead.
+
+    Args:
+        kind: a frozen dataclass whose fields are the keys; :class:`Codec` says what it has to do.
+
+    Returns:
+        ``kind``, so that this can be a decorator.
+
+    Raises:
+        TypeError: no dataclass, or not derived from :class:`Codec`.
+        ValueError: no name, one that a spec string cannot hold, or one that another codec has already.
+
+    Example:
+        >>> @nb.register_codec
+        ... @dataclass(frozen=True)
+        ... class Ternary(nb.Codec):
+        ...     name: ClassVar[str] = "ternary"
+        >>> nb.codec("ternary")
+        Ternary()
+    """
+    return _REGISTRY.register(kind)
 
 
 def available() -> dict[str, type[Codec]]:
-    """Every codec by its name in a spec string, in the order of the documentation."""
-    return {kind.name: kind for kind in _CODECS}
+    """Every codec by its name in a spec string, in the order of the documentation; then those of other packages."""
+    return _REGISTRY.all()
+
+
+def find(name: str) -> type[Codec] | None:
+    """The codec of this name, or None.
+
+    Raises:
+        ValueError: an installed package brings it, and could not be loaded.
+    """
+    return _REGISTRY.find(name)
 
 
 def codec(spec: str | Codec) -> Codec:
@@ -62,4 +107,5 @@ def codec(spec: str | Codec) -> Codec:
             f"{spec!r} names a feedback after '+'; a codec is what stands before it. "
             "Where feedback is possible, as in nb.compress_gradients, pass the whole string"
         )
-    return parse_term(spec, available(), "codec")
+    kind = find(name_of(spec))
+    return parse_term(spec, available() if kind is None else {kind.name: kind}, "codec")

@@ -28,7 +28,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.errors import PayloadError
 
-__all__ = ["ALIGNMENT", "Codec", "Shape", "aligned"]
+__all__ = ["ALIGNMENT", "Codec", "SelectingCodec", "Shape", "aligned"]
 
 #: A number of elements, or a shape.
 Shape: TypeAlias = "int | Sequence[int]"
@@ -82,6 +82,8 @@ class Codec(ABC):
     shared_seed: ClassVar[bool] = False
     #: True: a sum of decoded tensors may be encoded again without losing the point (quantizers, not sparse codecs).
     requantizes: ClassVar[bool] = False
+    #: True: what is decoded is the tensor itself, to the bit and in its dtype.
+    exact: ClassVar[bool] = False
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
@@ -237,6 +239,31 @@ class Codec(ABC):
         """Tensors may be cut at multiples of this many elements without changing what a piece decodes to."""
         return 1
 
+    # ---- what policies ask -------------------------------------------------------------------------------------------
+
+    def kept_largest(self, shape: Shape) -> int | None:
+        """k, if decoding gives the k largest elements of a tensor unchanged and zeros elsewhere; otherwise None.
+
+        A policy then finds the errors of many such codecs from one sorted list, without encoding.
+        """
+        return None
+
+    def kept_rank(self, shape: Shape) -> int | None:
+        """r, if decoding gives an approximation of rank r to a matrix of this shape; otherwise None.
+
+        0 stands for a tensor that is sent as it is. A policy then finds the errors of many such codecs from one list
+        of singular values.
+        """
+        return None
+
+    def variations(self) -> tuple[str, list[float]] | None:
+        """The key that decides how much is sent, and the values around the present one that a policy may try.
+
+        From half to twice the present value where the key counts bits or ranks; from a tenth to ten times a density.
+        None: the codec has no such key. Values that the codec refuses are skipped.
+        """
+        return None
+
     # ---- what a codec implements, on flat contiguous float32 ---------------------------------------------------------
 
     @abstractmethod
@@ -320,6 +347,82 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         return format_term(self)
+
+
+class SelectingCodec(Codec):
+    """A codec that sends a selection of elements by magnitude, each with its index.
+
+    A feedback may then choose the indices itself (``ef-mixed``, ``dgc``), and the other direction of a pipeline's
+    boundary may use them again (``reuse=forward``).
+
+    Attributes:
+        density: the share of elements that is sent.
+    """
+
+    density: float
+
+    @abstractmethod
+    def rows(self, shape: Shape) -> int:
+        """How many parts of a tensor of this shape are selected from, each by itself and as much."""
+
+    @abstractmethod
+    def kept(self, shape: Shape) -> int:
+        """How many elements of a tensor of this shape are sent."""
+
+    @abstractmethod
+    def values_nbytes(self, k: int) -> int:
+        """Bytes of k values, without their indices."""
+
+    @abstractmethod
+    def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
+        """The indices (int32, ascending, into the flat tensor) of the k elements of largest magnitude in each row.
+
+        Args:
+            x: flat contiguous float32, not empty.
+            shape: that of the tensor, which says what its :meth:`rows` are.
+            k: how many of each; a codec that samples may find less.
+            seed: of the sample.
+        """
+
+    @abstractmethod
+    def pack(self, indices: Tensor, values: Tensor, *, shape: Shape, out: Tensor | None = None) -> Tensor:
+        """The payload of a tensor of this shape that is zero but for these elements.
+
+        Args:
+            indices: int32, ascending, into the flat tensor; at most :meth:`kept` of them.
+            values: float32, one for each.
+            out: as for :meth:`encode`.
+        """
+
+    @abstractmethod
+    def places(self, payload: Tensor, shape: Shape) -> Tensor:
+        """The indices that a payload names: int32, ascending, into the flat tensor.
+
+        Raises:
+            PayloadError: it is none of a tensor of this shape.
+        """
+
+    @abstractmethod
+    def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
+        """A payload of values alone, :meth:`values_nbytes` long, for a receiver that has their indices.
+
+        Args:
+            x: float32, float16 or bfloat16, any shape.
+            places: int32 (k,), ascending, into the flat tensor: the :meth:`places` of another payload.
+        """
+
+    @abstractmethod
+    def decode_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
+        """``out ←`` the values of :meth:`encode_at` at these indices, and zero elsewhere; returns ``out``.
+
+        Raises:
+            PayloadError: another number of values. Nothing has been written then.
+        """
+
+
+def around(given: int) -> list[float]:
+    """Whole numbers from half of this one to twice as much."""
+    return [*range(max(1, given // 2), 2 * given + 1)]
 
 
 @functools.lru_cache(maxsize=1 << 14)

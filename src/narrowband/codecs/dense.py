@@ -57,6 +57,7 @@ class Identity(_Cast):
     """The tensor as it is."""
 
     name: ClassVar[str] = "none"
+    exact: ClassVar[bool] = True
     wire_dtype = None
 
 

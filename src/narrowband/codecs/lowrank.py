@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, check_keys, dims, numel_of
+from narrowband.codecs.base import Codec, Shape, around, check_keys, dims, numel_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,12 @@ class LowRank(Codec):
         for key in ("rank", "iterations"):
             if getattr(self, key) < 1:
                 raise ValueError(f"lowrank: {key}={getattr(self, key)} must be at least 1")
+
+    def kept_rank(self, shape: Shape) -> int:
+        return factors(shape, self.rank)[2]
+
+    def variations(self) -> tuple[str, list[float]]:
+        return "rank", around(self.rank)
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         n, m, r = factors(shape, self.rank)

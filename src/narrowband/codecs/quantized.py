@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, check_keys, numel_of
+from narrowband.codecs.base import Codec, Shape, aligned, around, check_keys, numel_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +105,9 @@ class Uniform(_Grouped):
             raise ValueError(f"uniform: bits={self.bits} is not in [{lowest}, 8] with symmetric={self.symmetric}")
         _check_group("uniform", "group", self.group)
 
+    def variations(self) -> tuple[str, list[float]]:
+        return "bits", around(self.bits)
+
     def _grouping(self) -> _Grouping:
         return _Grouping(self.bits, self.group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic")
 
@@ -132,6 +135,9 @@ class QSGD(_Grouped):
         if not 2 <= self.bits <= 8:
             raise ValueError(f"qsgd: bits={self.bits} is not in [2, 8]; the sign takes one (for one bit, use sign)")
         _check_group("qsgd", "bucket", self.bucket)
+
+    def variations(self) -> tuple[str, list[float]]:
+        return "bits", around(self.bits)
 
     def _grouping(self) -> _Grouping:
         return _Grouping(self.bits, self.bucket, "absmax" if self.norm == "max" else "l2", stochastic=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, check_keys, dims, flattened, numel_of
+from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, check_keys, dims, flattened, numel_of
 from narrowband.codecs.quantized import Uniform
 from narrowband.errors import PayloadError
 
@@ -125,7 +125,7 @@ def _scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate:
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(SelectingCodec):
     """The elements of largest magnitude (Aji & Heafield, arXiv 1704.05021). Use with ``+ef``.
 
     Args:
@@ -150,18 +150,22 @@ class TopK(Codec):
         _check_density("topk", self.density)
 
     def rows(self, shape: Shape) -> int:
-        """How many parts of a tensor of this shape are selected from, each by itself and as much."""
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
             return 1
         return shape[0]
 
     def kept(self, shape: Shape) -> int:
-        """How many elements of a tensor of this shape are kept."""
         rows = self.rows(shape)
         return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
+    def kept_largest(self, shape: Shape) -> int | None:
+        return self.kept(shape) if self.scope == "tensor" and self.values == "fp32" else None
+
+    def variations(self) -> tuple[str, list[float]]:
+        shares = [self.density if tenths == 10 else self.density * tenths / 10 for tenths in range(1, 101)]
+        return "density", shares
+
     def values_nbytes(self, k: int) -> int:
-        """Bytes of k values, without their indices."""
         if self.values == "int8":
             return _INT8.payload_nbytes(k)
         return aligned(k * (2 if self.values == "fp16" else 4))
@@ -175,14 +179,6 @@ class TopK(Codec):
         self._write(at, x.index_select(0, at), shape, out)
 
     def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
-        """The indices (int32, ascending, into the flat tensor) of the k elements of largest magnitude in each row.
-
-        Args:
-            x: flat contiguous float32, not empty.
-            shape: that of the tensor, which says what its :meth:`rows` are.
-            k: how many of each; ``select="sampled"`` may find less.
-            seed: of the sample.
-        """
         rows, sampled = self.rows(shape), self.select == "sampled"
         width = x.numel() // rows
         if rows > 1 and not sampled:
@@ -194,13 +190,6 @@ class TopK(Codec):
         return torch.cat(parts) if rows > 1 else parts[0]
 
     def pack(self, indices: Tensor, values: Tensor, *, shape: Shape, out: Tensor | None = None) -> Tensor:
-        """The payload of a tensor of this shape that is zero but for these elements.
-
-        Args:
-            indices: int32, ascending, into the flat tensor; at most :meth:`kept` of them.
-            values: float32, one for each.
-            out: as for :meth:`encode`.
-        """
         out, target = self._target(out, shape, values.dtype, values.device)
         if target.numel():
             self._write(indices, values, shape, target)
@@ -209,20 +198,9 @@ class TopK(Codec):
         return out
 
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
-        """The indices that a payload names: int32, ascending, into the flat tensor.
-
-        Raises:
-            PayloadError: it is none of a tensor of this shape.
-        """
         return self._read(self._checked(payload, shape, torch.float32), shape, numel_of(shape))[0]
 
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
-        """A payload of values alone, :meth:`values_nbytes` long, for a receiver that knows their places.
-
-        Args:
-            x: float32, float16 or bfloat16, any shape.
-            places: int32 (k,), ascending, into the flat tensor: the :meth:`places` of another payload.
-        """
         values = x.detach().reshape(-1).index_select(0, places).float()
         if places.numel() > 1:  # sampled selection fills up with the last place, which is to be said once
             values[1:].masked_fill_(places[1:] == places[:-1], 0.0)
@@ -231,11 +209,6 @@ class TopK(Codec):
         return out
 
     def decode_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
-        """``out ←`` the values of :meth:`encode_at` at these places, and zero elsewhere; returns ``out``.
-
-        Raises:
-            PayloadError: another number of values. Nothing has been written then.
-        """
         expected = self.values_nbytes(places.numel())
         if payload.dtype != torch.uint8 or tuple(payload.shape) != (expected,):
             raise PayloadError(

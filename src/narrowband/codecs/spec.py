@@ -16,11 +16,16 @@ from narrowband.codecs.base import keys_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["parse_term"]
+__all__ = ["name_of", "parse_term"]
 
 T = TypeVar("T")
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def name_of(text: object) -> str:
+    """The name that a term begins with; empty for what is no string."""
+    return text.strip().partition(":")[0] if isinstance(text, str) else ""
 
 
 def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
@@ -47,21 +52,21 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     if colon and not rest:
         raise ValueError(f"{text!r} ends with ':'; write {name!r}, or {name}:key=value with {_keys(kind)}")
     hints = get_type_hints(kind)
-    known = {f.name: f for f in keys_of(kind)}
+    keys = {f.name: f for f in keys_of(kind)}
     values: dict[str, Any] = {}
     for pair in rest.split(",") if rest else ():
         if not pair.strip():
             raise ValueError(f"{text!r} has a comma with no key=value beside it")
         key, equals, value = pair.partition("=")
         key = key.strip()
-        if key not in known:
-            raise ValueError(f"{name} has no key {key!r} (in {text!r}){_nearest(key, known)}; it has: {_keys(kind)}")
+        if key not in keys:
+            raise ValueError(f"{name} has no key {key!r} (in {text!r}){_nearest(key, keys)}; it has: {_keys(kind)}")
         if not equals or not value.strip():
             raise ValueError(f"{key!r} in {text!r} needs a value: {key}=…")
         if key in values:
             raise ValueError(f"{key!r} is given twice in {text!r}")
         values[key] = _convert(value.strip(), hints[key], key, text)
-    missing = [key for key, f in known.items() if f.default is MISSING and key not in values]
+    missing = [key for key, f in keys.items() if f.default is MISSING and key not in values]
     if missing:
         raise ValueError(f"{name} needs {' and '.join(missing)}: {name}:{','.join(f'{key}=…' for key in missing)}")
     return kind(**values)

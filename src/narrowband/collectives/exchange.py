@@ -11,7 +11,7 @@ collective           what happens                                         bytes 
 
 Each way is a generator for :class:`~narrowband.collectives.engine.Engine` and ends with everything received but the
 tensors as they were: :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step is good,
-or what feedback makes of them (:meth:`~narrowband.feedback.Feedback.arrived`). A trailer of four bytes in every payload
+or what feedback makes of them (:meth:`~narrowband.feedback.Feedback.deliver`). A trailer of four bytes in every payload
 says whether its sender saw inf or NaN, so all ranks agree on that with no further collective.
 
 Ranks decode in rank order, so all of them compute the same bits, and so does a resumed run however its buckets are laid
@@ -107,11 +107,11 @@ class Item:
     index: int = 0
     out: Tensor | None = None
     #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: there this rank
-    #: sends nothing and keeps what it owes, so that a layer no rank used (whose average DDP ignores) loses nothing.
+    #: sends nothing and keeps its residual, so that a layer no rank used (whose average DDP ignores) loses nothing.
     #: Where feedback is incremental it always does: the change to zero has to be sent.
     compensated: bool = field(default=False, init=False)
     #: Whether the feedback has taken in already what the payload does not say.
-    absorbed: bool = field(default=False, init=False)
+    committed: bool = field(default=False, init=False)
 
     @property
     def incremental(self) -> bool:
@@ -256,7 +256,7 @@ class Exchange(ABC):
         mean = out if item.dtype == out.dtype else torch.empty(out.numel(), device=out.device)
         yield mean.view(dims(item.shape))
         if item.feedback is not None and good:
-            item.feedback.arrived(item.key, mean)
+            item.feedback.deliver(item.key, mean)
         elif item.incremental:
             mean.fill_(torch.nan)
         if mean is not out:
@@ -286,10 +286,10 @@ class Exchange(ABC):
             if item.compensated:
                 assert item.feedback is not None
                 if not good:
-                    item.feedback.rollback(item.key, item.x)
+                    item.feedback.roll_back(item.key, item.x)
                     self.norms.clear()
-                elif not item.absorbed:
-                    self._absorb(item, payload)
+                elif not item.committed:
+                    self._commit(item, payload)
             elif self.measure and good:
                 lost = item.x.float().clone()
                 before = squared_norm(lost)
@@ -297,9 +297,9 @@ class Exchange(ABC):
                 lost.sub_(self._codec(item).decode(payload, sent, seed=seed).view(-1))
                 self.norms.append(Norms(before, squared_norm(lost)))
 
-    def _absorb(self, item: Item, payload: Tensor) -> None:
+    def _commit(self, item: Item, payload: Tensor) -> None:
         assert item.feedback is not None
-        norms = item.feedback.absorb(
+        norms = item.feedback.commit(
             item.key,
             item.x,
             self._codec(item),
@@ -308,7 +308,7 @@ class Exchange(ABC):
             seed=item.seed_of(self.peers.rank),
             measure=self.measure,
         )
-        item.absorbed = True
+        item.committed = True
         if norms:
             self.norms.append(norms)
 
@@ -316,22 +316,22 @@ class Exchange(ABC):
         return item.codec
 
     def _encode(self, item: Item, out: Tensor | None = None) -> tuple[bool, Tensor]:
-        """(whether it is finite, its payload), compensated by what is owed."""
+        """(whether it is finite, its payload), compensated by the residual."""
         seed = item.seed_of(self.peers.rank)
         codec = self._codec(item)
-        # At first also where it is zero: a chunk's error in scatter_reduce needs a place to be owed in.
+        # At first also where it is zero: a chunk's error in scatter_reduce needs a residual to go into.
         if item.feedback is not None and (
-            item.incremental or item.feedback.owed(item.key) is None or _any_nonzero(item.x)
+            item.incremental or item.feedback.residual(item.key) is None or _any_nonzero(item.x)
         ):
-            early = item.feedback.can_roll_back(item.x)  # absorb while it is in the caches and others still compute
+            early = item.feedback.can_roll_back(item.x)  # commit while it is in the caches and others still compute
             fused = early and not self.measure
             finite, payload = item.feedback.encode(
-                item.key, item.x, codec, shape=item.shape, seed=seed, out=out, absorb=fused
+                item.key, item.x, codec, shape=item.shape, seed=seed, out=out, commit=fused
             )
             item.compensated = True
-            item.absorbed = fused and finite
+            item.committed = fused and finite
             if early and finite and not fused:
-                self._absorb(item, payload)
+                self._commit(item, payload)
         else:
             finite = kernels.all_finite(item.x.float())
             payload = codec.encode(item.x.view(dims(item.shape)), seed=seed, out=out)
@@ -511,7 +511,7 @@ class _Chunked(Codec):
 class ScatterReduce(Exchange):
     """Each rank averages one chunk of every tensor, and sends that average to all.
 
-    What encoding the average loses is owed by the rank that did it: with feedback, N times that error goes into its
+    What encoding the average loses is residual of the rank that did it: with feedback, N times that error goes into its
     residual, as one rank's residual counts 1/N in a later average.
     """
 
@@ -576,9 +576,9 @@ class ScatterReduce(Exchange):
         if good:
             for item, error in zip((i for i in self.items if i.feedback is not None), self._errors, strict=True):
                 assert item.feedback is not None
-                owed = item.feedback.owed(item.key)
-                if owed is not None:
-                    owed[self._codec(item).cut(item.x.numel())[self.peers.rank]].add_(error, alpha=self.peers.size)
+                residual = item.feedback.residual(item.key)
+                if residual is not None:
+                    residual[self._codec(item).cut(item.x.numel())[self.peers.rank]].add_(error, alpha=self.peers.size)
 
     def _write(self, good: bool) -> None:
         spans = [_spans(column) for column in self._columns]

@@ -5,7 +5,7 @@ For every matrix M (n × m) of a rank, and a factor Q that all ranks have in com
     Q: orthogonalize
     P = M·Q           all-reduce, orthogonalize
     Q = Mᵀ·P          all-reduce, divide by the number of ranks
-    average ≈ P·Qᵀ    what M has more or less than that is owed
+    average ≈ P·Qᵀ    what M has more or less than that is the residual
 
 The P of all matrices of an exchange travel as one all-reduce, and so do the Q. Matrices that are not worth factoring
 ride along with P. Matrices of equal shape take part in one batched product, as far as their memory lies side by side.
@@ -54,11 +54,11 @@ class _Matrix:
     n: int
     m: int
     r: int
-    #: The gradient with what was owed; after the step, with what is owed then.
-    owed: Tensor | None
-    #: What is averaged: ``owed``, or else the gradient.
+    #: The gradient with the residual; after the step, with the residual then.
+    residual: Tensor | None
+    #: What is averaged: ``residual``, or else the gradient.
     values: Tensor
-    #: What was owed before, where the gradient's own memory cannot hold it.
+    #: The residual before, where the gradient's own memory cannot hold it.
     before: Tensor | None = None
     #: Whether this rank has a gradient here; where it is exactly zero it only hears what the others have.
     takes_part: bool = True
@@ -130,39 +130,41 @@ class LowRankReduce(Exchange):
         method, x = self._method, item.x
         n, m, r = method.factors(item.codec, item.shape)
         takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
-        if not method.ef or (not r and not method.owes(item.key)):
+        if not method.ef or (not r and not method.has_residual(item.key)):
             values = x if x.dtype == torch.float32 else x.float()
             self._mine_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
             return _Matrix(item, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
         if not r or not takes_part:
-            method.owed(item.key)  # with all that was said taken away
-        owed = method.matrix(item.key, *((n, m) if r else (1, x.numel())), x.device)
-        matrix = _Matrix(item, n, m, r, owed, owed, takes_part=takes_part)
+            method.residual(item.key)  # with all that was said taken away
+        residual = method.matrix(item.key, *((n, m) if r else (1, x.numel())), x.device)
+        matrix = _Matrix(item, n, m, r, residual, residual, takes_part=takes_part)
         if takes_part:
-            matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold what was owed before
+            matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold the residual before
             if not r:
-                self._mine_finite &= kernels.compensate(matrix.before, owed.view(-1), below=TOO_LARGE)
+                self._mine_finite &= kernels.compensate(matrix.before, residual.view(-1), below=TOO_LARGE)
         return matrix
 
     def _compensate(self, block: _Block) -> None:
-        """Add what is owed to the gradients, and P of the sums: in one pass, matrix by matrix, or in one product."""
+        """Add the residual to the gradients, and P of the sums: in one pass, matrix by matrix, or in one product."""
         one_pass = kernels.fuses(block.values)
         for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
             if matrix.before is None:
                 continue
-            assert matrix.owed is not None
-            owed, said = matrix.owed.view(-1), self._method.said(matrix.item.key)
+            assert matrix.residual is not None
+            residual, said = matrix.residual.view(-1), self._method.said(matrix.item.key)
             if one_pass:
-                self._mine_finite &= kernels.compensate_project(matrix.before, owed, q, p, said=said, below=TOO_LARGE)
+                self._mine_finite &= kernels.compensate_project(
+                    matrix.before, residual, q, p, said=said, below=TOO_LARGE
+                )
             else:
-                old = owed.clone()
+                old = residual.clone()
                 if said is not None:
-                    kernels.low_rank_product(owed, *said, weight=-1.0, accumulate=True)
-                self._mine_finite &= kernels.compensate(matrix.before, owed, below=TOO_LARGE)
+                    kernels.low_rank_product(residual, *said, weight=-1.0, accumulate=True)
+                self._mine_finite &= kernels.compensate(matrix.before, residual, below=TOO_LARGE)
                 matrix.before.copy_(old)
         if one_pass and all(matrix.before is not None for matrix in block.matrices):
             return
-        if one_pass and block.matrices[0].owed is not None:
+        if one_pass and block.matrices[0].residual is not None:
             self._leave_out(block, block.p)
         else:
             self._project(block)
@@ -171,7 +173,7 @@ class LowRankReduce(Exchange):
         """Cut where the memory of the next matrix does not follow."""
         cut: list[tuple[list[_Matrix], Tensor]] = []
         for matrix in alike:
-            if cut and matrix.owed is not None:
+            if cut and matrix.residual is not None:
                 some = [*cut[-1][0], matrix]
                 values = self._method.block([x.item.key for x in some])
                 if values is not None:
@@ -256,13 +258,13 @@ class LowRankReduce(Exchange):
             self.norms.clear()
         for matrix in itertools.chain(self._whole, *(block.matrices for block in self._blocks)):
             if matrix.before is not None and not good:
-                assert matrix.owed is not None
-                matrix.owed.view(-1).copy_(matrix.before)
+                assert matrix.residual is not None
+                matrix.residual.view(-1).copy_(matrix.before)
         if good:
             for block in self._blocks:
                 for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
                     self._method.keep(matrix.item.key, q)
-                    if matrix.owed is not None:
+                    if matrix.residual is not None:
                         self._method.say(matrix.item.key, p, q)
 
     def _write(self, good: bool) -> None:
@@ -275,8 +277,8 @@ class LowRankReduce(Exchange):
                     average.copy_(out)
         for matrix, part in zip(self._whole, self._parts, strict=True):
             matrix.item.average.copy_(part)
-            if good and matrix.owed is not None and matrix.takes_part:
-                matrix.owed.zero_()
+            if good and matrix.residual is not None and matrix.takes_part:
+                matrix.residual.zero_()
 
 
 def _views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:

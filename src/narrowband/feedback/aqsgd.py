@@ -29,7 +29,7 @@ from narrowband import kernels
 from narrowband.codecs import Identity
 from narrowband.codecs.base import check_keys
 from narrowband.errors import PayloadError, UnsupportedError
-from narrowband.feedback.base import State
+from narrowband.feedback.base import SampleState
 from narrowband.feedback.store import SampleStore
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _TOO_LARGE = 2.0**100
 
 
 @dataclass(unsafe_hash=True)
-class AQSGD(State):
+class AQSGD(SampleState):
     """For activations between stages: sends how each sample has changed since its last visit, and keeps a buffer of it.
 
     One object per end of a boundary, or one for both ends where they are in one process. A key names the boundary.
@@ -97,18 +97,6 @@ class AQSGD(State):
     def payload_nbytes(
         self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None
     ) -> int:
-        """Bytes of the payload of this batch, as :meth:`pack` would make it now. Both ends come to the same.
-
-        Args:
-            key: names the boundary.
-            codec: what differences are encoded with.
-            shape: that of the batch, (B, …).
-            dtype: that of the batch.
-            samples: int64 (B,): which samples these are.
-
-        Raises:
-            UnsupportedError, TypeError, ValueError: as :meth:`pack`.
-        """
         return sum(self._sizes(key, codec, shape, dtype, self._checked(shape, dtype, samples)))
 
     def pack(
@@ -202,7 +190,8 @@ class AQSGD(State):
         if payload.numel() != sum(sizes):
             raise PayloadError(
                 f"the payload has {payload.numel()} bytes, and for these samples this end expects {sum(sizes)}: both "
-                "ends need the same spec, and hold the same samples (compare held(), and keep_only() what both have)"
+                "ends need the same spec, and hold the same samples (compare reference_ids(), and keep_only() what "
+                "both have)"
             )
         if not ids or not out.numel():
             return out
@@ -334,19 +323,17 @@ class AQSGD(State):
 
     # ---- what both ends hold -----------------------------------------------------------------------------------------
 
-    def held(self, key: str) -> Tensor:
-        """The samples that have a buffer: int64, ascending."""
+    def reference_ids(self, key: str) -> Tensor:
         store = self._stores.get(key)
         return torch.empty(0, dtype=torch.int64) if store is None else store.ids()
 
     def keep_only(self, key: str, ids: Tensor | Iterable[int]) -> None:
-        """Let go of the buffers of all samples but these: where one end has lost some, both keep what both hold."""
         if key in self._stores:
             self._stores[key].keep_only(ids)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def owed(self, key: str) -> None:
+    def residual(self, key: str) -> None:
         """Nothing: what has not been said of a sample is in the next difference."""
         return
 

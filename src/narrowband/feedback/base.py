@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowband.errors import UnsupportedError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
 
-__all__ = ["Feedback", "Norms", "State", "check_saved"]
+__all__ = ["Feedback", "Layout", "Norms", "SampleState", "State", "check_saved"]
 
 
 class Norms(NamedTuple):
@@ -23,6 +25,15 @@ class Norms(NamedTuple):
     lost: float
 
 
+class Layout(NamedTuple):
+    """A layer whose state will be needed."""
+
+    key: str
+    codec: Codec
+    shape: Shape
+    device: torch.device
+
+
 class State(ABC):
     """What stays between two steps, per key."""
 
@@ -30,27 +41,107 @@ class State(ABC):
     name: ClassVar[str]
     #: True: a payload says by how much something changes that all receivers hold, and they add it up for ever. So a
     #: gradient of zero is news like any other, a sum is never encoded again, means are float32 whatever the gradients
-    #: are, and :meth:`Feedback.arrived` makes of them what is delivered.
+    #: are, and :meth:`Feedback.deliver` makes of them what is delivered.
     incremental: ClassVar[bool] = False
+    #: True: it names its codec itself (``dgc:density=…``), so that no codec stands before it in a spec string.
+    brings_codec: ClassVar[bool] = False
+    #: True: its state is of samples, whose ids it has to be given with every tensor (activations between stages).
+    per_sample: ClassVar[bool] = False
+    #: Whether it works between the stages of a pipeline.
+    takes_activations: ClassVar[bool] = True
+    #: Whether layers of one model may have it beside layers with other feedbacks.
+    mixes: ClassVar[bool] = True
+    #: The collective that averages its payloads, where it brings one; None: any that the codec allows.
+    collective: ClassVar[str | None] = None
+    #: True: :meth:`advance_uncompressed` has to be given every average that was not compressed.
+    observes_uncompressed: ClassVar[bool] = False
+
+    @property
+    def codec(self) -> Codec:
+        """The codec that it brings, where :attr:`brings_codec`."""
+        raise TypeError(f"{self.name} stands behind a codec and brings none")
+
+    @property
+    def needs_learning_rates(self) -> bool:
+        """Whether :meth:`set_learning_rates` has to be called before every step."""
+        return False
+
+    @property
+    def compensates(self) -> bool:
+        """Whether it makes up for what the codec loses. False: what is lost is lost, as with a codec alone."""
+        return True
 
     def check(self, codec: Codec) -> None:  # noqa: B027  most take any codec
         """Raise :class:`~narrowband.errors.UnsupportedError` where this feedback cannot stand behind a codec."""
 
-    @abstractmethod
-    def owed(self, key: str) -> Tensor | None:
-        """What is owed under ``key`` (flat float32, to be changed in place with care), or None if nothing ever was."""
+    def behind(self, codec: Codec) -> State | None:
+        """This feedback's configuration behind another codec: for a layer that names no feedback of its own.
 
-    def take(self, key: str) -> Tensor | None:
-        """Owe nothing under ``key`` any more; returns what was owed, flat float32, or None if nothing ever was."""
+        Returns:
+            None if it cannot stand there.
+        """
+        try:
+            self.check(codec)
+        except UnsupportedError:
+            return None
+        return self
+
+    def includes(self, other: State) -> bool:
+        """Whether a spec may name ``other`` behind this method without changing anything: ``powersgd:rank=4+ef``."""
+        return False
+
+    def shares_state_with(self, other: State) -> bool:
+        """Whether layers with these two configurations can keep their state in one object."""
+        return type(self) is type(other) and self == other
+
+    def codec_at(self, step: int, epoch: int | None = None) -> Codec | None:
+        """The codec of a step (from 0), where that changes as the method warms up; None: always the spec's."""
+        return None
+
+    def codec_of_layer(self, override: Codec, default: Codec) -> Codec:
+        """What a layer with a codec of its own is sent with in a step in which the others have ``default``."""
+        return override
+
+    def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
+        """Bytes of one rank's payload for a layer of this shape."""
+        return codec.payload_nbytes(shape)
+
+    def kept_rank(self, codec: Codec, shape: Shape) -> int | None:
+        """As :meth:`~narrowband.codecs.Codec.kept_rank`, of what is sent for a layer of this shape."""
+        return codec.kept_rank(shape)
+
+    def reserve(self, layers: Sequence[Layout]) -> None:  # noqa: B027  most make room when a key first comes
+        """Make room for the state of these layers, where there is none. Call it in about the order of backward.
+
+        A method that computes on several layers at once puts their states side by side in memory here. A layer that
+        was not announced gets its room when it first comes.
+        """
+
+    def set_learning_rates(self, rates: Mapping[str, float]) -> None:  # noqa: B027  most need none
+        """Tell key → the learning rate of the step that begins; see :attr:`needs_learning_rates`."""
+
+    def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:  # noqa: B027  most keep nothing
+        """Take account of averages that were not compressed, and change them in place to what is to be delivered.
+
+        Args:
+            averages: (key, average), of good steps only.
+        """
+
+    @abstractmethod
+    def residual(self, key: str) -> Tensor | None:
+        """The residual under ``key`` (flat float32, to be changed in place with care), or None if there is none."""
+
+    def take_residual(self, key: str) -> Tensor | None:
+        """Remove and return the residual under ``key``, flat float32; None if there is none."""
         raise TypeError(f"what {self.name} keeps has no meaning elsewhere")
 
-    def give(self, key: str, owed: Tensor) -> None:
-        """Owe this under ``key``, where nothing was owed."""
-        raise TypeError(f"{self.name} cannot take over what another owed")
+    def add_residual(self, key: str, residual: Tensor) -> None:
+        """Let this be the residual under ``key``, where there is none."""
+        raise TypeError(f"{self.name} cannot take over a residual")
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply everything owed, when the unit of the gradients changes (a new loss scale)."""
+        """Multiply every residual, when the unit of the gradients changes (a new loss scale)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -73,7 +164,7 @@ class State(ABC):
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What every rank starts with after a change of the number of ranks, from the states of all ranks there were.
 
-        By default their mean: it is what the average still lacks, and each new rank owes it.
+        By default their mean: it is what the average still lacks.
         """
         total: dict[str, Tensor] = {}
         for state in states:
@@ -95,14 +186,14 @@ class Feedback(State):
         shape: Shape,
         seed: int,
         out: Tensor | None = None,
-        absorb: bool = False,
+        commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        """Compensate ``x`` with what is owed under ``key``, and encode the sum.
+        """Compensate ``x`` with the residual under ``key``, and encode the sum.
 
         Args:
             x: flat and contiguous; until the step is decided, its content belongs to the feedback.
             shape: the shape that the codec should see.
-            absorb: if everything is finite, do at once what :meth:`absorb` does, cheaper; only where
+            commit: if everything is finite, do at once what :meth:`commit` does, cheaper; only where
                 :meth:`can_roll_back` says so.
 
         Returns:
@@ -110,10 +201,10 @@ class Feedback(State):
         """
 
     @abstractmethod
-    def absorb(
+    def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        """What the payload does not say is owed from now on.
+        """What the payload does not say becomes the residual.
 
         To be called when the step is known to be good, after which ``x`` is free again; or, where
         :meth:`can_roll_back` says so, right after :meth:`encode` of something finite.
@@ -122,14 +213,28 @@ class Feedback(State):
         """
 
     def can_roll_back(self, x: Tensor) -> bool:
-        """Whether :meth:`rollback` also undoes :meth:`absorb`, as long as ``x`` is not touched."""
+        """Whether :meth:`roll_back` also undoes :meth:`commit`, as long as ``x`` is not touched."""
         return False
 
     @abstractmethod
-    def rollback(self, key: str, x: Tensor) -> None:
+    def roll_back(self, key: str, x: Tensor) -> None:
         """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
 
-    def arrived(self, key: str, x: Tensor) -> None:
+    def sent_reference(self, key: str) -> Tensor | None:
+        """Where :attr:`incremental`: what the receivers hold of this sender under ``key``, flat float32.
+
+        None before anything was sent, and where payloads are not incremental.
+        """
+        return None
+
+    def received_reference(self, key: str) -> Tensor | None:
+        """Where :attr:`incremental`: what this receiver holds under ``key``, flat float32.
+
+        None before anything arrived, and where payloads are not incremental.
+        """
+        return None
+
+    def deliver(self, key: str, x: Tensor) -> None:
         """Make of the decoded mean what is delivered, in place.
 
         To be called by every receiver, once for each key and step that is good on all ranks.
@@ -137,6 +242,95 @@ class Feedback(State):
         Args:
             x: flat; the mean over senders of what was decoded. Where :attr:`incremental`, float32.
         """
+
+
+class SampleState(State):
+    """A reference of every sample, which both ends of a boundary hold, so that differences may travel.
+
+    The sender calls :meth:`pack`, the receiver :meth:`unpack` with the same codec, samples and seed.
+    """
+
+    per_sample: ClassVar[bool] = True
+
+    @abstractmethod
+    def payload_nbytes(
+        self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None
+    ) -> int:
+        """Bytes of the payload of this batch, as :meth:`pack` would make it now. Both ends come to the same.
+
+        Args:
+            key: names the boundary.
+            codec: what differences are encoded with.
+            shape: that of the batch, (B, …).
+            dtype: that of the batch.
+            samples: int64 (B,): which samples these are.
+
+        Raises:
+            UnsupportedError, TypeError, ValueError: as :meth:`pack`.
+        """
+
+    @abstractmethod
+    def pack(
+        self,
+        key: str,
+        x: Tensor,
+        codec: Codec,
+        *,
+        samples: Tensor | None,
+        seed: int,
+        out: Tensor | None = None,
+        arrived: Tensor | None = None,
+    ) -> Tensor:
+        """The payload of a batch, flat uint8.
+
+        Args:
+            key: names the boundary.
+            x: (B, …), float32, float16 or bfloat16.
+            codec: what differences are encoded with; fixed-size.
+            samples: int64 (B,): an id for each sample, the same in every epoch; no id twice.
+            seed: of the batch; the receiver needs the same.
+            out: where to write: uint8, flat, contiguous, exactly :meth:`payload_nbytes` long.
+            arrived: gets what :meth:`unpack` will give the receiver, to the bit: for one process that plays both ends.
+                Of x's shape and dtype; may be x.
+
+        Raises:
+            TypeError: a dtype that does not fit.
+            ValueError: no samples, not one for each row, or one of them twice; a size that does not fit.
+            UnsupportedError: a codec whose payloads have no fixed size.
+        """
+
+    @abstractmethod
+    def unpack(
+        self, key: str, payload: Tensor, out: Tensor, codec: Codec, *, samples: Tensor | None, seed: int
+    ) -> Tensor:
+        """``out ←`` what the payload of :meth:`pack` brings; returns ``out``.
+
+        Args:
+            key: names the boundary.
+            payload: what the sender packed.
+            out: (B, …), of the shape and dtype of the sender's batch.
+            codec, samples, seed: the sender's.
+
+        Raises:
+            PayloadError: another length than :meth:`payload_nbytes`, or a part that the codec cannot decode.
+            UnsupportedError, TypeError, ValueError: as :meth:`pack`.
+        """
+
+    @abstractmethod
+    def fill(self, key: str, x: Tensor, samples: Tensor | None) -> None:
+        """Take samples that travelled uncompressed as their references, on both ends.
+
+        Raises:
+            TypeError, ValueError: as :meth:`pack`.
+        """
+
+    @abstractmethod
+    def reference_ids(self, key: str) -> Tensor:
+        """The samples that have a reference: int64, ascending."""
+
+    @abstractmethod
+    def keep_only(self, key: str, ids: Tensor | Iterable[int]) -> None:
+        """Drop the references of all samples but these: where one end has lost some, both keep what both have."""
 
 
 def check_saved(owner: str, key: str, value: object, *, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:

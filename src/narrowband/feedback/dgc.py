@@ -11,8 +11,8 @@ g, momentum m, velocity u and accumulated velocity v, each rank ::
 
 and the optimizer is plain SGD. Nesterov's variant (appendix B) has u = m·(u + g), v = v + u + g.
 
-With ``accumulate=steps``, beyond the paper, u = m·u + η·g with the learning rate η of the step, and v/η is sent. What
-is owed is then a step of the parameters, which the optimizer's η·(v/η) takes in full. Otherwise what waits is taken
+With ``accumulate=steps``, beyond the paper, u = m·u + η·g with the learning rate η of the step, and v/η is sent. The
+residual is then a step of the parameters, which the optimizer's η·(v/η) takes in full. Otherwise what waits is taken
 at the rate of the step in which it is sent, and where the rate falls, most of it is lost; error feedback is proven
 for steps (Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1).
 
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import Identity, TopK, format_term
+from narrowband.codecs import SelectingCodec, TopK, format_term
 from narrowband.codecs.base import check_keys, dims, squared_norm
 from narrowband.feedback.base import Feedback, Norms, check_saved
 
@@ -57,7 +57,7 @@ class _Sent:
     undo: Callable[[], None]
     commit: Callable[[], None] | None  # None: done already
     at: Tensor | None = None  # what was sent; None: everything
-    rate: float = 1.0  # what is owed is so many times what is sent
+    rate: float = 1.0  # the residual is so many times what is sent
 
 
 @dataclass(unsafe_hash=True)
@@ -84,6 +84,10 @@ class DGC(Feedback):
     """
 
     name: ClassVar[str] = "dgc"
+    brings_codec: ClassVar[bool] = True
+    takes_activations: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False  # the momentum of a model is in one place
+    observes_uncompressed: ClassVar[bool] = True
 
     density: float = field(default=0.001, metadata={"always": True})
     momentum: float = 0.9
@@ -134,7 +138,7 @@ class DGC(Feedback):
         """What v is sent with after warm-up."""
         return TopK(density=self.density, indices=self.indices)
 
-    def codec_at(self, step: int, epoch: int | None) -> TopK:
+    def codec_at(self, step: int, epoch: int | None = None) -> TopK:
         """What v is sent with in this step (from 0), and this epoch where that is what warm-up counts.
 
         Raises:
@@ -155,11 +159,20 @@ class DGC(Feedback):
         stretches = math.ceil(math.log(self.density) / math.log(WARM_UP) - 1e-9) - 1
         return TopK(density=WARM_UP ** (1 + stretches * position // length), indices=self.indices)
 
-    def codec_of_layer(self, own: TopK, usual: TopK) -> TopK:
-        """What a layer with a codec of its own is sent with in a step in which the others have ``usual``: that codec,
-        but no less than the others while they warm up.
-        """
-        return own if usual == self.codec else replace(own, density=max(own.density, usual.density))
+    def codec_of_layer(self, override: Codec, default: Codec) -> Codec:
+        """The layer's own codec; while the others warm up, with at least their density."""
+        if default == self.codec:
+            return override
+        assert isinstance(override, TopK)
+        assert isinstance(default, TopK)
+        return replace(override, density=max(override.density, default.density))
+
+    @property
+    def needs_learning_rates(self) -> bool:
+        return self.accumulate == "steps"
+
+    def set_learning_rates(self, rates: Mapping[str, float]) -> None:
+        self.rates = dict(rates)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -172,10 +185,10 @@ class DGC(Feedback):
         shape: Shape,
         seed: int,
         out: Tensor | None = None,
-        absorb: bool = False,
+        commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        if absorb and not self.can_roll_back(x):
-            raise ValueError(f"a step of {x.dtype} can be absorbed only when it is decided")
+        if commit and not self.can_roll_back(x):
+            raise ValueError(f"a step of {x.dtype} can be committed only when it is decided")
         now, before = self._now.get(key), self._before.get(key)
         if now is None or before is None:
             now, before = (torch.zeros(x.numel(), device=x.device) for _ in range(2))
@@ -185,13 +198,13 @@ class DGC(Feedback):
                 f"the state of {key!r} has {now.numel()} elements, so {x.numel()} cannot be encoded there; "
                 "use another key, or load the state of this model"
             )
-        if isinstance(codec, Identity):
+        if codec.exact:
             finite, payload = self._encode_velocity(key, x, now, before, codec, shape, seed, out)
-        elif isinstance(codec, TopK):
+        elif isinstance(codec, SelectingCodec):
             finite, payload = self._encode_top(key, x, now, before, codec, shape, seed, out)
         else:
             raise TypeError(f"dgc sends what is largest, or everything, and not by {codec}")
-        if absorb and finite:
+        if commit and finite:
             self._commit(key)
         return finite, payload
 
@@ -201,7 +214,7 @@ class DGC(Feedback):
         x: Tensor,
         now: Tensor,
         before: Tensor,
-        codec: TopK,
+        codec: SelectingCodec,
         shape: Shape,
         seed: int,
         out: Tensor | None,
@@ -261,12 +274,12 @@ class DGC(Feedback):
         x: Tensor,
         now: Tensor,
         before: Tensor,
-        codec: Identity,
+        codec: Codec,
         shape: Shape,
         seed: int,
         out: Tensor | None,
     ) -> tuple[bool, Tensor]:
-        """A step of momentum SGD: all of the new velocity travels, and what is owed stays as it is."""
+        """A step of momentum SGD: all of the new velocity travels, and the residual stays as it is."""
         rate, unit = self._rate(key)
         gradient = x.float() * rate
         velocity = (now - before).mul_(self.momentum).add_(gradient)
@@ -287,7 +300,7 @@ class DGC(Feedback):
         payload = codec.encode((step / unit).to(x.dtype).view(dims(shape)), seed=seed, out=out)
         return kernels.all_finite(step), payload
 
-    def absorb(
+    def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
         at, unit = self._sent[key].at, self._sent[key].rate
@@ -296,7 +309,7 @@ class DGC(Feedback):
             del self._sent[key]  # decided: let go of the sums of the step before
         if not measure or at is None:
             return None
-        lost = squared_norm(self._owed(key)) / unit**2
+        lost = squared_norm(self._residual(key)) / unit**2
         return Norms(lost + squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device))), lost)
 
     def _commit(self, key: str) -> None:
@@ -305,7 +318,7 @@ class DGC(Feedback):
             sent.commit()
             sent.commit = None
 
-    def _owed(self, key: str) -> Tensor:
+    def _residual(self, key: str) -> Tensor:
         """v."""
         now = self._now[key]
         return now + (now - self._before[key]) * self.momentum if self.nesterov else now
@@ -313,15 +326,15 @@ class DGC(Feedback):
     def can_roll_back(self, x: Tensor) -> bool:
         return x.dtype == torch.float32
 
-    def rollback(self, key: str, x: Tensor) -> None:
+    def roll_back(self, key: str, x: Tensor) -> None:
         self._sent.pop(key).undo()
 
-    def owed(self, key: str) -> Tensor | None:
+    def residual(self, key: str) -> Tensor | None:
         return self._now.get(key)
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
-    def advance_dense(self, averages: Sequence[tuple[str, Tensor]]) -> None:
+    def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:
         """Put the momentum into averages of what is not compressed, in place: they become the steps of momentum SGD.
 
         A parameter whose average is exactly zero had no gradient on any rank. Its velocity waits.

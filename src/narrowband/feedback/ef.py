@@ -5,7 +5,7 @@ With gradient g, codec C and residual e::
 
     p = e + g          # encode
     send C(p)
-    e = p − C(p)       # absorb
+    e = p − C(p)       # commit
 
 so that the sum of everything sent plus the residual is the sum of all gradients: nothing is lost, it is late.
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import Identity
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.feedback.base import Feedback, Norms
 
@@ -36,8 +35,8 @@ class ErrorFeedback(Feedback):
     """What a codec leaves out is added to the next gradient; costs one float32 per element.
 
     For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
-    which makes :meth:`rollback` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
-    scratch tensor, nothing changes before :meth:`absorb`, and rolling back is nothing to do.
+    which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
+    scratch tensor, nothing changes before :meth:`commit`, and rolling back is nothing to do.
     """
 
     name: ClassVar[str] = "ef"
@@ -53,24 +52,24 @@ class ErrorFeedback(Feedback):
         shape: Shape,
         seed: int,
         out: Tensor | None = None,
-        absorb: bool = False,
+        commit: bool = False,
     ) -> tuple[bool, Tensor]:
         residual = self._residuals.get(key)
         if residual is None:
             residual = self._residuals[key] = torch.zeros(x.numel(), device=x.device)
         elif residual.numel() != x.numel():
             raise ValueError(
-                f"{residual.numel()} elements are owed under {key!r}, so {x.numel()} cannot be encoded there; "
+                f"the residual of {key!r} has {residual.numel()} elements, so {x.numel()} cannot be encoded there; "
                 "use another key, or load the state of this model"
             )
-        if absorb and not self.can_roll_back(x):
-            raise ValueError(f"what {x.dtype} loses can be absorbed only when the step is decided")
+        if commit and not self.can_roll_back(x):
+            raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
         if x.dtype != torch.float32:
-            if isinstance(codec, Identity):  # sends what has 16 bits in 16 bits
+            if codec.exact:  # sends what has 16 bits in 16 bits
                 total = (residual + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
-        return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=absorb)
+        return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
 
     def _encode(
         self,
@@ -88,14 +87,14 @@ class ErrorFeedback(Feedback):
         """
         return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
 
-    def absorb(
+    def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
         residual = self._residuals[key]
         if x.dtype != torch.float32:
             residual.add_(x)
         before = squared_norm(residual) if measure else 0.0
-        if x.dtype != torch.float32 and isinstance(codec, Identity):
+        if x.dtype != torch.float32 and codec.exact:
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
             return Norms(before, squared_norm(residual)) if measure else None
         codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
@@ -104,18 +103,18 @@ class ErrorFeedback(Feedback):
     def can_roll_back(self, x: Tensor) -> bool:
         return x.dtype == torch.float32
 
-    def rollback(self, key: str, x: Tensor) -> None:
+    def roll_back(self, key: str, x: Tensor) -> None:
         if x.dtype == torch.float32:
             self._residuals[key].copy_(x)
 
-    def owed(self, key: str) -> Tensor | None:
+    def residual(self, key: str) -> Tensor | None:
         return self._residuals.get(key)
 
-    def take(self, key: str) -> Tensor | None:
+    def take_residual(self, key: str) -> Tensor | None:
         return self._residuals.pop(key, None)
 
-    def give(self, key: str, owed: Tensor) -> None:
-        self._residuals[key] = owed
+    def add_residual(self, key: str, residual: Tensor) -> None:
+        self._residuals[key] = residual
 
     def scale(self, factor: float) -> None:
         for residual in self._residuals.values():

@@ -4,10 +4,10 @@
 With gradient x, codec C and g, what this rank has told the others of its gradient so far::
 
     send c = C(x − g)       # encode
-    g = g + c               # absorb
-    h = h + mean of all c   # arrived: the mean of all g, and what is delivered
+    g = g + c               # commit
+    h = h + mean of all c   # deliver: the mean of all g, and what is delivered
 
-Error feedback adds up what codecs leave out and sends it later, however late. Here nothing is owed: g follows the
+Error feedback adds up what codecs leave out and sends it later, however late. Here there is no residual: g follows the
 gradient, x − g becomes small where gradients settle, and then so does what C loses. That needs a C that errs by less
 than it is given (``topk``, ``sign``, ``lowrank``, quantizers of enough bits); with one that does not, g runs away. And
 it needs large batches, as error feedback of every kind does in theory (Fatkhullin, Tyurin & Richtárik, Momentum
@@ -42,12 +42,12 @@ _SHARED = "shared/"
 
 @dataclass(unsafe_hash=True)
 class EF21(Feedback):
-    """What is sent is how the gradient has changed, and nothing is owed; costs two float32 per element.
+    """What is sent is how the gradient has changed, and there is no residual; costs two float32 per element.
 
     One of them is on a sender, for g, and one on a receiver, for h; in data parallelism each rank is both (arXiv
     2106.05203).
-    Between two parties there is an object on each side: the sender calls :meth:`encode` and :meth:`absorb`, the
-    receiver :meth:`arrived` alone.
+    Between two parties there is an object on each side: the sender calls :meth:`encode` and :meth:`commit`, the
+    receiver :meth:`deliver` alone.
 
     What is delivered is h, and not the mean of what was encoded now. So a rank that did not use a parameter gets a
     gradient for it if any rank used it, and its own zero counts like any other gradient, in this step and the next
@@ -60,18 +60,18 @@ class EF21(Feedback):
     name: ClassVar[str] = "ef21"
     incremental: ClassVar[bool] = True
 
-    _told: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _shared: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sent_references: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _received_references: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def told(self, key: str) -> Tensor | None:
+    def sent_reference(self, key: str) -> Tensor | None:
         """What this sender has made the receivers hold under ``key`` (g, flat float32), or None if nothing ever was
         sent. With one sender it is what they deliver, so a process that plays both ends need not decode.
         """
-        return self._told.get(key)
+        return self._sent_references.get(key)
 
-    def held(self, key: str) -> Tensor | None:
+    def received_reference(self, key: str) -> Tensor | None:
         """What this receiver has ever been told under ``key`` (h, flat float32), or None if nothing ever arrived."""
-        return self._shared.get(key)
+        return self._received_references.get(key)
 
     # ---- the sender --------------------------------------------------------------------------------------------------
 
@@ -84,20 +84,20 @@ class EF21(Feedback):
         shape: Shape,
         seed: int,
         out: Tensor | None = None,
-        absorb: bool = False,
+        commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        if absorb:
+        if commit:
             raise ValueError("ef21 takes a payload in only when the step is decided: a sum cannot be undone to the bit")
-        g = self._of(self._told, key, x)
+        g = self._of(self._sent_references, key, x)
         change = x.sub_(g) if x.dtype == torch.float32 else x.float().sub_(g)
         finite = kernels.all_finite(change, below=TOO_LARGE)
         payload = codec.encode(change.view(dims(shape)), seed=seed, out=out)
         return finite and codec.is_finite(payload, shape), payload
 
-    def absorb(
+    def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        g, norms = self._told[key], None
+        g, norms = self._sent_references[key], None
         if measure:
             change = x if x.dtype == torch.float32 else x.float().sub_(g)
             before = squared_norm(change)
@@ -106,13 +106,13 @@ class EF21(Feedback):
         codec.decode(payload, g.view(dims(shape)), seed=seed, accumulate=True)
         return norms
 
-    def rollback(self, key: str, x: Tensor) -> None:
-        """Nothing to do: g changes only in :meth:`absorb`."""
+    def roll_back(self, key: str, x: Tensor) -> None:
+        """Nothing to do: g changes only in :meth:`commit`."""
 
     # ---- the receiver ------------------------------------------------------------------------------------------------
 
-    def arrived(self, key: str, x: Tensor) -> None:
-        x.copy_(self._of(self._shared, key, x).add_(x))
+    def deliver(self, key: str, x: Tensor) -> None:
+        x.copy_(self._of(self._received_references, key, x).add_(x))
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -128,21 +128,21 @@ class EF21(Feedback):
             )
         return state
 
-    def owed(self, key: str) -> None:
-        """None: nothing is owed."""
+    def residual(self, key: str) -> None:
+        """None: there is no residual."""
 
     def scale(self, factor: float) -> None:
-        for states in (self._told, self._shared):
+        for states in (self._sent_references, self._received_references):
             for state in states.values():
                 state.mul_(factor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self._told | {_SHARED + key: h for key, h in self._shared.items()}
+        return self._sent_references | {_SHARED + key: h for key, h in self._received_references.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._told, self._shared = {}, {}
+        self._sent_references, self._received_references = {}, {}
         for name, value in state.items():
-            states = self._shared if name.startswith(_SHARED) else self._told
+            states = self._received_references if name.startswith(_SHARED) else self._sent_references
             states[name.removeprefix(_SHARED)] = (
                 value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             )

@@ -1,4 +1,4 @@
-"""Mixed error feedback: half of what is sent is chosen by the gradient, half by what is owed (Rudakov, Beznosikov,
+"""Mixed error feedback: half of what is sent is chosen by the gradient, half by the residual (Rudakov, Beznosikov,
 Kholodov & Gasnikov, arXiv 2401.07788, there EF-mixed).
 
 With input x, residual e and k elements to send::
@@ -6,7 +6,7 @@ With input x, residual e and k elements to send::
     A = places of the ⌈k/2⌉ largest of |x|,  B = places of the ⌊k/2⌋ largest of |e|
     p = x + e                        # encode
     send p at A ∪ B: at most k places
-    e = p, and 0 where it was sent   # absorb
+    e = p, and 0 where it was sent   # commit
 
 Plain error feedback chooses by |x + e|. Residuals add up over steps, and where they outweigh x, what is new waits
 behind what is old; here each has its half. The paper sends activations and their gradients between pipeline stages that
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband import kernels
-from narrowband.codecs import Identity, TopK
+from narrowband.codecs import SelectingCodec
 from narrowband.codecs.base import dims
 from narrowband.errors import UnsupportedError
 from narrowband.feedback.ef import ErrorFeedback
@@ -36,11 +36,11 @@ __all__ = ["MixedFeedback"]
 
 @dataclass(unsafe_hash=True)
 class MixedFeedback(ErrorFeedback):
-    """As ``ef``, behind ``topk`` only: half of what is sent is chosen by the input, half by what is owed.
+    """As ``ef``, behind ``topk`` only: half of what is sent is chosen by the input, half by the residual.
 
-    See arXiv 2401.07788. It keeps what ``ef`` keeps, so a layer can go from one to the other. Where nothing is
-    owed, the input alone chooses. A codec that keeps one element (of a row) has no half for what is owed: that leaves
-    only where the input is largest.
+    See arXiv 2401.07788. It keeps the same residual as ``ef``, so a layer can change between the two. Where the
+    residual is zero, the input alone chooses. A codec that keeps a single element (of a row) has no half for the
+    residual: the element is the input's largest.
 
     Example:
         >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef-mixed")
@@ -49,7 +49,7 @@ class MixedFeedback(ErrorFeedback):
     name: ClassVar[str] = "ef-mixed"
 
     def check(self, codec: Codec) -> None:
-        if not isinstance(codec, TopK):
+        if not isinstance(codec, SelectingCodec):
             raise UnsupportedError(
                 f"{self.name} chooses elements by magnitude, as 'topk' does and '{codec}' does not; write "
                 f"'{codec}+ef' or 'topk:density=0.01+{self.name}'"
@@ -66,9 +66,9 @@ class MixedFeedback(ErrorFeedback):
         out: Tensor | None,
         subtract: bool,
     ) -> tuple[bool, Tensor]:
-        if not isinstance(codec, Identity):  # which leaves nothing to choose
+        if not codec.exact:  # which leaves nothing to choose
             self.check(codec)
-        if not isinstance(codec, TopK) or not x.numel() or kernels.all_zero(residual):
+        if not isinstance(codec, SelectingCodec) or not x.numel() or kernels.all_zero(residual):
             return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
         k = codec.kept(shape) // codec.rows(shape)
         by_input = codec.largest(x, shape, -(-k // 2), seed=seed)

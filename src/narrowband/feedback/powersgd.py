@@ -1,4 +1,4 @@
-"""PowerSGD's state: what every rank owes, and the factors that power iteration goes on from (Vogels et al., arXiv
+"""PowerSGD's state: every rank's residual, and the factors that power iteration goes on from (Vogels et al., arXiv
 1905.13727).
 
 The codec :class:`~narrowband.codecs.LowRank` factors one rank's matrix. PowerSGD factors the average of all, and needs
@@ -9,7 +9,7 @@ no rank's matrix for that: products with the same factors add up. How they trave
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import LowRank, format_term
-from narrowband.codecs.base import check_keys
+from narrowband.codecs.base import check_keys, numel_of
 from narrowband.codecs.lowrank import factors, start
-from narrowband.feedback.base import State, check_saved
+from narrowband.feedback.base import Layout, State, check_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ __all__ = ["PowerSGD"]
 class PowerSGD(State):
     """Low-rank factors of the average gradient, by all-reduce, with error feedback and a warm start.
 
-    Costs one float32 per element for what is owed, and the factors of one side.
+    Costs one float32 per element for the residual, and the factors of one side.
 
     Args:
         rank: columns of the factors.
@@ -44,6 +44,9 @@ class PowerSGD(State):
     """
 
     name: ClassVar[str] = "powersgd"
+    brings_codec: ClassVar[bool] = True
+    takes_activations: ClassVar[bool] = False
+    collective: ClassVar[str | None] = "lowrank"
 
     rank: int = field(default=4, metadata={"always": True})
     iterations: int = 1
@@ -51,9 +54,9 @@ class PowerSGD(State):
     min_ratio: float = 2.0
     ef: bool = True
 
-    #: Key → where it is owed: one of several matrices of a shape, side by side, so that one product serves them all.
+    #: Key → where its residual lies: matrices of one shape are side by side, so that one product serves them all.
     _places: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Key → factors (r × n, r × m) that were said and have yet to leave what is owed: the next step does both at once.
+    #: Key → factors (r × n, r × m) that were sent and that the next step will subtract from the residual.
     _said: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -76,7 +79,36 @@ class PowerSGD(State):
             raise TypeError(f"powersgd averages factors of low rank; {codec} has none")
         return factors(shape, codec.rank, self.min_ratio)
 
-    # ---- what is owed ------------------------------------------------------------------------------------------------
+    @property
+    def compensates(self) -> bool:
+        return self.ef
+
+    def behind(self, codec: Codec) -> State | None:
+        """With the rank of a ``lowrank`` codec; it stands behind no other."""
+        return replace(self, rank=codec.rank) if isinstance(codec, LowRank) else None
+
+    def includes(self, other: State) -> bool:
+        return self.ef and other.name == "ef"
+
+    def shares_state_with(self, other: State) -> bool:
+        """Ranks may differ, layer by layer."""
+        return isinstance(other, PowerSGD) and replace(other, rank=self.rank) == self
+
+    def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
+        n, m, r = self.factors(codec, shape)
+        return 4 * (r * (n + m) or numel_of(shape))
+
+    def kept_rank(self, codec: Codec, shape: Shape) -> int:
+        return self.factors(codec, shape)[2]
+
+    def reserve(self, layers: Sequence[Layout]) -> None:
+        """Residuals of equal shape side by side, in this order, so that one product serves them all."""
+        sizes = [(layer, self.factors(layer.codec, layer.shape)) for layer in layers]
+        self.prepare(
+            [(layer.key, n, m, layer.device) for layer, (n, m, r) in sizes if r and not self.has_residual(layer.key)]
+        )
+
+    # ---- the residual ------------------------------------------------------------------------------------------------
 
     def prepare(self, matrices: Sequence[tuple[str, int, int, torch.device]]) -> None:
         """Make room for what (key, rows, columns, device) will owe: side by side where shapes are equal, in this order.
@@ -93,13 +125,13 @@ class PowerSGD(State):
             self._places.update({key: (room, at) for at, (key, _) in enumerate(keys)})
 
     def matrix(self, key: str, n: int, m: int, device: torch.device) -> Tensor:
-        """What is owed under ``key``, n × m, with what :meth:`said` returns; zeros at first."""
+        """The residual under ``key``, n × m, with what :meth:`said` returns; zeros at first."""
         if key not in self._places:
             self._places[key] = (torch.zeros(1, n, m, device=device), 0)
         room, at = self._places[key]
         if room[at].numel() != n * m:
             raise ValueError(
-                f"{room[at].numel()} elements are owed under {key!r}, so {n * m} cannot be averaged there; "
+                f"the residual of {key!r} has {room[at].numel()} elements, so {n * m} cannot be averaged there; "
                 "use another key, or load the state of this model"
             )
         return room[at].view(n, m)
@@ -117,41 +149,41 @@ class PowerSGD(State):
         """Where a matrix lies among those beside it."""
         return self._places[key][1] if key in self._places else 0
 
-    def owes(self, key: str) -> bool:
-        """Whether there is room for what is owed under ``key``."""
+    def has_residual(self, key: str) -> bool:
+        """Whether there is room for the residual under ``key``."""
         return key in self._places
 
-    def owed(self, key: str) -> Tensor | None:
+    def residual(self, key: str) -> Tensor | None:
         if key not in self._places:
             return None
         room, at = self._places[key]
-        owed = room[at].view(-1)
+        residual = room[at].view(-1)
         if key in self._said:
-            kernels.low_rank_product(owed, *self._said.pop(key), weight=-1.0, accumulate=True)
-        return owed
+            kernels.low_rank_product(residual, *self._said.pop(key), weight=-1.0, accumulate=True)
+        return residual
 
-    def take(self, key: str) -> Tensor | None:
-        owed = self.owed(key)
-        if owed is None:
+    def take_residual(self, key: str) -> Tensor | None:
+        residual = self.residual(key)
+        if residual is None:
             return None
-        owed = owed.clone()
+        residual = residual.clone()
         del self._places[key]
         self._factors.pop(key, None)
-        return owed
+        return residual
 
-    def give(self, key: str, owed: Tensor) -> None:
+    def add_residual(self, key: str, residual: Tensor) -> None:
         if key in self._places:
             room, at = self._places[key]
-            room[at].view(-1).copy_(owed)
+            room[at].view(-1).copy_(residual)
         else:
-            self._places[key] = (owed.view(1, -1), 0)
+            self._places[key] = (residual.view(1, -1), 0)
 
     def said(self, key: str) -> tuple[Tensor, Tensor] | None:
         """Factors that have yet to leave what :meth:`matrix` gives."""
         return self._said.get(key)
 
     def say(self, key: str, p: Tensor, q: Tensor) -> None:
-        """A step was good: these factors were averaged, and are owed no longer."""
+        """A step was good: these factors were averaged, and have to leave the residual."""
         self._said[key] = p, q
 
     # ---- the factors -------------------------------------------------------------------------------------------------
@@ -176,11 +208,11 @@ class PowerSGD(State):
 
     def scale(self, factor: float) -> None:
         for key in self._places:
-            cast("Tensor", self.owed(key)).mul_(factor)
+            cast("Tensor", self.residual(key)).mul_(factor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        owed = {f"owed/{key}": cast("Tensor", self.owed(key)) for key in self._places}
-        return owed | {f"factor/{key}": q for key, q in self._factors.items()}
+        residual = {f"residual/{key}": cast("Tensor", self.residual(key)) for key in self._places}
+        return residual | {f"factor/{key}": q for key, q in self._factors.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.check_state(state)
@@ -200,12 +232,12 @@ class PowerSGD(State):
     def check_state(self, state: Mapping[str, object]) -> None:
         for name, value in state.items():
             room, slash, _ = name.partition("/")
-            if not slash or room not in ("owed", "factor"):
+            if not slash or room not in ("residual", "factor"):
                 raise ValueError(
                     f"powersgd keeps residuals and factors, and the state holds {name!r}: it was saved with another "
                     "spec"
                 )
-            if room == "owed" and not self.ef:
+            if room == "residual" and not self.ef:
                 raise ValueError("the state holds residuals, and powersgd with ef=false could not send them")
             check_saved(self.name, name, value)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
+from narrowband.codecs.registry import Registry
 from narrowband.feedback.aqsgd import AQSGD
 from narrowband.feedback.base import State
 from narrowband.feedback.dgc import DGC
@@ -17,25 +18,54 @@ from narrowband.feedback.mixed import MixedFeedback
 from narrowband.feedback.powersgd import PowerSGD
 
 if TYPE_CHECKING:
-    from narrowband.codecs import Codec
+    from narrowband.codecs import Codec, Shape
 
-__all__ = ["Compression", "Method", "available", "compression", "methods"]
+__all__ = ["Compression", "Method", "available", "compression", "methods", "register_feedback"]
 
-#: What names its codec itself.
-Method: TypeAlias = DGC | PowerSGD
+#: A feedback that names its codec itself: :attr:`State.brings_codec`.
+Method: TypeAlias = State
 
-_FEEDBACKS: tuple[type[State], ...] = (ErrorFeedback, MixedFeedback, EF21, AQSGD)
-_METHODS: tuple[type[Method], ...] = (DGC, PowerSGD)
+_REGISTRY: Registry[State] = Registry(
+    "feedback",
+    "narrowband.feedbacks",
+    State,  # type: ignore[type-abstract]
+    (ErrorFeedback, MixedFeedback, EF21, AQSGD, DGC, PowerSGD),
+)
+
+
+def register_feedback(kind: type[State]) -> type[State]:
+    """Let spec strings name this feedback, or method, by ``kind.name``.
+
+    A package that is installed can name its class as an entry point of the group ``narrowband.feedbacks`` instead.
+
+    Args:
+        kind: a dataclass whose fields are the keys; :class:`Feedback` says what it has to do.
+
+    Returns:
+        ``kind``, so that this can be a decorator.
+
+    Raises:
+        TypeError: no dataclass, or not derived from :class:`State`.
+        ValueError: no name, one that a spec string cannot hold, or one that a codec or feedback has already.
+
+    Example:
+        >>> @nb.register_feedback
+        ... @dataclass(unsafe_hash=True)
+        ... class Damped(ErrorFeedback):
+        ...     name: ClassVar[str] = "damped"
+        >>> handle = nb.compress_gradients(model, "topk:density=0.01+damped")
+    """
+    return _REGISTRY.register(kind)
 
 
 def available() -> dict[str, type[State]]:
     """Every feedback by its name behind the ``+`` of a spec string."""
-    return {kind.name: kind for kind in _FEEDBACKS}
+    return {name: kind for name, kind in _REGISTRY.all().items() if not kind.brings_codec}
 
 
-def methods() -> dict[str, type[Method]]:
+def methods() -> dict[str, type[State]]:
     """Every method that brings codec and feedback along, by its name in a spec string."""
-    return {kind.name: kind for kind in _METHODS}
+    return {name: kind for name, kind in _REGISTRY.all().items() if kind.brings_codec}
 
 
 @dataclass(frozen=True)
@@ -59,16 +89,31 @@ class Compression:
 
     def codec_at(self, step: int, epoch: int | None = None) -> Codec:
         """The codec of a step (from 0): another one while a method warms up."""
-        return self.feedback.codec_at(step, epoch) if isinstance(self.feedback, DGC) else self.codec
+        changed = None if self.feedback is None else self.feedback.codec_at(step, epoch)
+        return self.codec if changed is None else changed
+
+    def layer_nbytes(self, shape: Shape) -> int:
+        """Bytes of one rank's payload for a layer of this shape."""
+        if self.feedback is None:
+            return self.codec.payload_nbytes(shape)
+        return self.feedback.layer_nbytes(self.codec, shape)
+
+    def kept_rank(self, shape: Shape) -> int | None:
+        """As :meth:`~narrowband.codecs.Codec.kept_rank`, of what is sent for a layer of this shape."""
+        return self.codec.kept_rank(shape) if self.feedback is None else self.feedback.kept_rank(self.codec, shape)
 
     def __str__(self) -> str:
-        if isinstance(self.feedback, DGC | PowerSGD):
+        if self.feedback is not None and self.feedback.brings_codec:
             return codecs.format_term(self.feedback)
         return str(self.codec) if self.feedback is None else f"{self.codec}+{codecs.format_term(self.feedback)}"
 
 
-def compression(spec: str | Codec | Compression | Method) -> Compression:
+def compression(spec: str | Codec | Compression | State) -> Compression:
     """The codec and feedback that a spec string names.
+
+    Args:
+        spec: ``codec[+feedback]`` or a method, such as ``topk:density=0.01+ef`` or ``dgc:density=0.001``; or a codec,
+            or a method's configuration, such as ``nb.DGC(density=0.001)``.
 
     Raises:
         ValueError: unknown name or key, or a value out of range.
@@ -80,22 +125,24 @@ def compression(spec: str | Codec | Compression | Method) -> Compression:
     """
     if isinstance(spec, Compression):
         return spec
-    if isinstance(spec, str):
-        text, plus, feedback = spec.partition("+")
-        kept = codecs.parse_term(feedback, available(), "feedback") if plus else None
-        if text.strip().partition(":")[0] not in methods():
-            return Compression(_codec(text), kept)
-        spec = codecs.parse_term(text, methods(), "method")
-        if plus and not (isinstance(spec, PowerSGD) and type(kept) is ErrorFeedback and spec.ef):
-            raise ValueError(f"{spec.name} keeps what it does not send in its own way; leave out '+{feedback}'")
-    if isinstance(spec, DGC | PowerSGD):
+    if isinstance(spec, State):
         return Compression(spec.codec, spec)
-    return Compression(codecs.codec(spec))
+    if not isinstance(spec, str):
+        return Compression(codecs.codec(spec))
+    text, plus, feedback = spec.partition("+")
+    behind = _feedback(feedback) if plus else None
+    name = codecs.name_of(text)
+    if codecs.find(name) is not None:
+        return Compression(codecs.codec(text), behind)
+    _REGISTRY.find(name)
+    method = codecs.parse_term(text, {**codecs.available(), **methods()}, "codec")
+    assert isinstance(method, State)
+    if behind is not None and not method.includes(behind):
+        raise ValueError(f"{method.name} keeps what it does not send in its own way; leave out '+{feedback}'")
+    return Compression(method.codec, method)
 
 
-def _codec(text: str) -> Codec:
-    """The codec of that name; an error lists the methods, too."""
-    kinds: dict[str, type[Codec | Method]] = {**codecs.available(), **methods()}
-    found = codecs.parse_term(text, kinds, "codec")
-    assert isinstance(found, codecs.Codec)
-    return found
+def _feedback(text: str) -> State:
+    """What stands behind the '+' of a spec string."""
+    _REGISTRY.find(codecs.name_of(text))
+    return codecs.parse_term(text, available(), "feedback")

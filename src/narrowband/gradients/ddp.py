@@ -43,7 +43,7 @@ def compress_gradients(
     spec: str | Codec | Compression | Method | Plan | Policy,
     *,
     min_numel: int = 1024,
-    start_step: int = 0,
+    warmup_steps: int = 0,
     process_group: dist.ProcessGroup | None = None,
     seed: int = 0,
     collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
@@ -61,17 +61,17 @@ def compress_gradients(
         small: what happens to these: ``dense``, they travel uncompressed; ``together``, as one vector of the whole
             model, compressed like any layer; or, as one vector, by a codec of their own, which keeps more, such as
             ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
-        start_step: average uncompressed until this many steps are done; early gradients change fast.
+        warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
         process_group: the ranks to average over; by default the model's own.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
         collective: ``auto`` takes the one that sends least (see :mod:`narrowband.collectives.exchange`).
-        grad_scaler: the scaler of mixed-precision training, if there is one. What feedback owes is in units of scaled
+        grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
             gradients, and is rescaled when the scale changes.
         optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
             wire).
 
-    ``model.join()`` works: ranks that have run out of data send zeros, and keep what they owe (with ``ef21``, which
-    owes nothing, zero counts as their gradient). Its
+    ``model.join()`` works: ranks that have run out of data send zeros, and keep their residuals (with ``ef21``, which
+    has no residual, zero counts as their gradient). Its
     ``divide_by_initial_world_size=False`` is refused by the first backward.
 
     Returns:
@@ -96,7 +96,7 @@ def compress_gradients(
     settings = Settings.of(
         spec,
         min_numel=min_numel,
-        start_step=start_step,
+        warmup_steps=warmup_steps,
         seed=seed,
         collective=collective,
         small=small,

@@ -25,19 +25,19 @@ def measure_times(
     *,
     samples: int = 20,
     steps: int = 10,
-    warmup: int = 2,
+    warmup_steps: int = 2,
     seed: int = 0,
 ) -> Times:
     """Measure what a byte of each layer takes, by training under random choices. Call on all ranks, between steps.
 
     Args:
         handle: of the model.
-        step: does one whole training step. There will be ``samples · (warmup + steps)`` of them, compressed as the
-            choices say.
+        step: does one whole training step. There will be ``samples · (warmup_steps + steps)`` of them,
+            compressed as the choices say.
         choices: specs; every bucket gets one of them, by chance, in every sample.
         samples: how many times choices are drawn; more than there are buckets.
         steps: whose median is a sample's time; the slowest rank's counts.
-        warmup: steps before these.
+        warmup_steps: steps before these.
         seed: of the choices; the same on all ranks.
 
     Example:
@@ -58,9 +58,9 @@ def measure_times(
             drawn = [choices[int(torch.randint(len(choices), (), generator=generator))] for _ in buckets]
             handle.set_layers({name: spec for names, spec in zip(buckets, drawn, strict=True) for name in names})
             taken = []
-            for at in range(warmup + steps):
+            for at in range(warmup_steps + steps):
                 step()
-                if at >= warmup:
+                if at >= warmup_steps:
                     taken.append(handle.stats().last.exchange_s)
             slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64, device=handle.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=handle.process_group)

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from narrowband import kernels
-from narrowband.codecs import Codec, Identity, TopK
+from narrowband.codecs import Codec, Identity, SelectingCodec
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import AQSGD, DGC, EF21, Compression, Feedback, PowerSGD, compression
+from narrowband.feedback import Compression, Feedback, SampleState, compression
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -158,7 +158,7 @@ class Channel:
                 f"{self}: the length of its payloads depends on the data, and a stage has to know what to receive; "
                 "use topk"
             )
-        if isinstance(self.state, DGC | PowerSGD):
+        if self.state is not None and not self.state.takes_activations:
             raise UnsupportedError(
                 f"{self} is for gradients of data parallelism; between stages use a codec, with +ef, +ef-mixed, +ef21 "
                 "or +aq-sgd if wanted"
@@ -167,14 +167,14 @@ class Channel:
             return
         if forward is None:
             raise UnsupportedError("reuse=forward takes the indices of the forward direction, so it is for backward")
-        if not isinstance(forward.codec, TopK) or isinstance(forward.state, AQSGD):
+        if not isinstance(forward.codec, SelectingCodec) or isinstance(forward.state, SampleState):
             raise UnsupportedError(
                 f"reuse=forward takes the indices that topk chose forward, and forward is {str(forward)!r}; use topk "
                 "there, or leave out reuse=forward"
             )
         if self.state is not None:
             raise UnsupportedError(f"{self}: reuse=forward works without feedback")
-        assert isinstance(self.codec, TopK)
+        assert isinstance(self.codec, SelectingCodec)
         if self.codec.density != forward.codec.density:
             raise ValueError(
                 f"reuse=forward takes forward's elements, and density={self.codec.density} is not forward's "
@@ -188,7 +188,7 @@ class Channel:
     @property
     def by_sample(self) -> bool:
         """Whether it needs to know which samples a tensor holds."""
-        return isinstance(self.state, AQSGD)
+        return isinstance(self.state, SampleState)
 
     def warming_up(self, at: At) -> bool:
         """Whether this message travels as it is.
@@ -232,16 +232,16 @@ class Channel:
         """
         if training and self.warming_up(at):
             return _PLAIN.payload_nbytes(shape, dtype)
-        if isinstance(self.state, AQSGD) and training:
+        if isinstance(self.state, SampleState) and training:
             return self.state.payload_nbytes(self._name, self.codec, shape, dtype, _known(samples))
         if self._forward is not None:
-            assert isinstance(self.codec, TopK)
+            assert isinstance(self.codec, SelectingCodec)
             return self.codec.values_nbytes(self._forward.kept(shape))
         return self.codec.payload_nbytes(shape, torch.float32 if isinstance(self.state, Feedback) else dtype)
 
     def kept(self, shape: tuple[int, ...]) -> int:
         """How many elements of a tensor top-k keeps."""
-        assert isinstance(self.codec, TopK)
+        assert isinstance(self.codec, SelectingCodec)
         return self.codec.kept(shape)
 
     # ---- the sending end ---------------------------------------------------------------------------------------------
@@ -297,19 +297,19 @@ class Channel:
     def _pack(self, x: Tensor, at: At, samples: Tensor | None, training: bool, arrived: Tensor | None) -> Tensor:
         state, codec, seed = self.state, self.codec, self._seed_of(at)
         if training and self.warming_up(at):
-            if isinstance(state, AQSGD):
+            if isinstance(state, SampleState):
                 state.fill(self._name, x, _known(samples))
             if arrived is not None:
                 arrived.copy_(x)
             return _PLAIN.encode(x)
         if self._forward is not None:
-            assert isinstance(codec, TopK)
+            assert isinstance(codec, SelectingCodec)
             places = self._forward.take_places(at, tuple(x.shape))
             payload = codec.encode_at(_shown(x), places)
             if arrived is not None:
                 codec.decode_at(payload, places, arrived)
             return payload
-        if isinstance(state, AQSGD) and training:
+        if isinstance(state, SampleState) and training:
             return state.pack(self._name, x, codec, samples=_known(samples), seed=seed, arrived=arrived)
         if isinstance(state, Feedback):
             return self._pack_compensated(state, x, at, training, arrived)
@@ -324,23 +324,23 @@ class Channel:
         codec, key, shape, seed = self.codec, _key(x), tuple(x.shape), self._seed_of(at)
         scratch = x.reshape(-1).to(torch.float32, copy=True)
         if training or _holds(state, key):
-            absorb = training and state.can_roll_back(scratch)
-            finite, payload = state.encode(key, scratch, codec, shape=shape, seed=seed, absorb=absorb)
+            commit = training and state.can_roll_back(scratch)
+            finite, payload = state.encode(key, scratch, codec, shape=shape, seed=seed, commit=commit)
             if not training or not finite:
-                state.rollback(key, scratch)
-            elif not absorb:
-                state.absorb(key, scratch, codec, payload, shape=shape, seed=seed)
+                state.roll_back(key, scratch)
+            elif not commit:
+                state.commit(key, scratch, codec, payload, shape=shape, seed=seed)
         else:
             finite, payload = True, codec.encode(scratch.view(shape), seed=seed)
         if not finite:  # whatever it was that overflowed, the other end has to see that this message says nothing
             payload = codec.encode(torch.full(shape, torch.nan, device=x.device), seed=seed)
         if arrived is not None:
-            if isinstance(state, EF21) and finite and training:
-                told = state.told(key)
-                assert told is not None
-                arrived.copy_(told.view(shape))
+            if state.incremental and finite and training:
+                reference = state.sent_reference(key)
+                assert reference is not None
+                arrived.copy_(reference.view(shape))
             else:
-                base = state.told(key) if isinstance(state, EF21) and finite else None
+                base = state.sent_reference(key) if finite else None
                 self._decode_onto(base, payload, arrived, seed)
         self._keep_places(payload, x, at, training)
         return payload
@@ -385,23 +385,23 @@ class Channel:
         state, codec, seed = self.state, self.codec, self._seed_of(at)
         if training and self.warming_up(at):
             _PLAIN.decode(payload, out)
-            if isinstance(state, AQSGD):
+            if isinstance(state, SampleState):
                 state.fill(self._name, out, _known(samples))
             return out
         if self._forward is not None:
-            assert isinstance(codec, TopK)
+            assert isinstance(codec, SelectingCodec)
             return codec.decode_at(payload, self._forward.take_places(at, tuple(out.shape)), out)
-        if isinstance(state, AQSGD) and training:
+        if isinstance(state, SampleState) and training:
             return state.unpack(self._name, payload, out, codec, samples=_known(samples), seed=seed)
-        if isinstance(state, EF21) and training:
+        if isinstance(state, Feedback) and state.incremental and training:
             change = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
             codec.decode(payload, change, seed=seed)
             if codec.is_finite(payload, tuple(out.shape)):
-                state.arrived(_key(out), change.view(-1))
+                state.deliver(_key(out), change.view(-1))
             if change is not out:
                 out.copy_(change)
         elif isinstance(state, Feedback):
-            base = state.held(_key(out)) if isinstance(state, EF21) else None
+            base = state.received_reference(_key(out))
             self._decode_onto(base, payload, out, seed)
         else:
             codec.decode(payload, out, seed=seed)
@@ -412,7 +412,7 @@ class Channel:
 
     def _keep_places(self, payload: Tensor, x: Tensor, at: At, training: bool) -> None:
         if self.keeps_places and training:
-            assert isinstance(self.codec, TopK)
+            assert isinstance(self.codec, SelectingCodec)
             for key in [key for key in self._places if key[0].step != at.step]:
                 del self._places[key]  # a pass without backward
             self._places[at, tuple(x.shape)] = self.codec.places(payload, tuple(x.shape))
@@ -429,13 +429,13 @@ class Channel:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def held(self) -> Tensor | None:
+    def reference_ids(self) -> Tensor | None:
         """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
-        return self.state.held(self._name) if isinstance(self.state, AQSGD) else None
+        return self.state.reference_ids(self._name) if isinstance(self.state, SampleState) else None
 
     def keep_only(self, samples: Tensor) -> None:
         """Forget all other samples: they travel in full precision again."""
-        assert isinstance(self.state, AQSGD)
+        assert isinstance(self.state, SampleState)
         self.state.keep_only(self._name, samples)
 
     def _in_order(self, at: At) -> None:
@@ -482,7 +482,7 @@ def _parsed(spec: str | Codec | Compression) -> tuple[Compression, bool]:
         raise ValueError(f"reuse={reused[-1]} in {spec!r}: only reuse=forward exists")
     rest = f"{name}:{','.join(pairs)}" if pairs else name
     chosen = compression(rest + plus + feedback)
-    if not isinstance(chosen.codec, TopK):
+    if not isinstance(chosen.codec, SelectingCodec):
         raise UnsupportedError(f"{spec!r}: only topk can take the elements that another direction chose")
     return chosen, True
 
@@ -498,7 +498,7 @@ def _key(x: Tensor) -> str:
 
 
 def _holds(state: Feedback, key: str) -> bool:
-    return (state.told(key) if isinstance(state, EF21) else state.owed(key)) is not None
+    return (state.sent_reference(key) if state.incremental else state.residual(key)) is not None
 
 
 def _known(samples: Tensor | None) -> Tensor:

@@ -402,7 +402,7 @@ class CompressedStage(PipelineStage):
                 self._compare(channel, other)
 
     def _compare(self, channel: Channel, other: int) -> None:
-        held = channel.held()
+        held = channel.reference_ids()
         if held is None:
             return
         theirs = self._exchanged(held.cpu().numpy().tobytes(), other)
