@@ -367,7 +367,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     for epoch in range(row.epochs):
         before, crossed_before = handle.stats().total, _crossed(boundaries)
         for boundary in boundaries:
-            boundary.compress_in_eval(epoch >= row.warmup_epochs)
+            boundary.compress_in_eval = epoch >= row.warmup_epochs
         taken.clear()
         losses.clear()
         start = time.perf_counter()
@@ -452,7 +452,7 @@ def _at_boundaries(
     raw, sent = last.sum((0, 1)).tolist()
     raw_ever, sent_ever = ever.sum((0, 1)).tolist()
     for boundary in boundaries:
-        boundary.compress_in_eval(False)
+        boundary.compress_in_eval = False
     return {
         "spec": f"{row.forward} forward, {row.backward} backward",
         "sent_bytes_per_step": sent / task.steps,

@@ -78,7 +78,7 @@ WITH_OPTIONS = [
     ("randomk:density=0.05+ef", {"collective": "gather"}),
     ("topk:density=0.05+ef", {"small": "topk:density=0.2"}),
     ("dgc:density=0.05", {"small": "together"}),
-    ("topk:density=0.05+ef", {"start_step": 5}),
+    ("topk:density=0.05+ef", {"warmup_steps": 5}),
 ]
 ACTIVATIONS = [None, 8, 4, 2]
 BOUNDARIES = [

@@ -54,7 +54,9 @@ SPARSE = [
     "randomk:density=1.0",
 ]
 LOW_RANK = ["lowrank:rank=1", "lowrank:rank=2,iterations=3", "lowrank:rank=1000"]
-SPECS = ["none", "fp16", "bf16", *QUANTIZED, *SPARSE, *LOW_RANK]
+#: Of codecs from other packages, which the environment may name.
+OTHERS = os.environ.get("NARROWBAND_TEST_SPECS", "").split()
+SPECS = ["none", "fp16", "bf16", *QUANTIZED, *SPARSE, *LOW_RANK, *OTHERS]
 #: Both sums and their order are a backend's own business, so the last bit of a step may differ.
 SUMS = [spec for spec in SPECS if "l2" in spec or spec.startswith("sign")]
 

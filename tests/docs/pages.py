@@ -197,7 +197,7 @@ def _run_sources(rank: int, world_size: int, folder: str, port: int, sources: li
     try:
         with contextlib.redirect_stdout(printed):
             for path, line, text in sources:
-                exec(compile("\n" * (line - 1) + text, path, "exec"), names)
+                exec(compile("\n" * (line - 1) + text, path, "exec", dont_inherit=True), names)
         names.clear()
         gc.collect()  # handles end before the process group does
     finally:

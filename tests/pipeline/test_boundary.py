@@ -82,9 +82,9 @@ def test_evaluation_with_and_without():
     before = {k: v.clone() for k, v in boundary.get_extra_state()["channels"][0][0]["state"].items()}
     boundary.eval()
     assert (boundary(x) != 0).sum() == 20
-    assert boundary.compress_in_eval(False) is boundary
+    boundary.compress_in_eval = False
     assert boundary(x) is x
-    boundary.compress_in_eval(True)
+    boundary.compress_in_eval = True
     assert (boundary(x) != 0).sum() == 20
     after = boundary.get_extra_state()["channels"][0][0]["state"]
     assert before.keys() == after.keys()
@@ -178,3 +178,20 @@ def test_bad_input():
     with pytest.raises(ValueError, match="was kept for"):
         model(nb.Boundary("topk:density=0.2+ef21")).load_state_dict(net.state_dict())
     assert "topk:density=0.2+ef" in repr(net)
+
+
+def test_compression_in_evaluation_is_an_argument():
+    x = torch.randn(10, 20)
+    boundary = nb.Boundary("topk:density=0.1", "none", compress_in_eval=False).eval()
+    assert boundary(x) is x
+
+
+def test_a_boundary_that_compresses_nothing_says_so(caplog):
+    nb.Boundary()
+    assert [record.message for record in caplog.records] == [
+        "this boundary compresses nothing: forward='none', backward='none'; pass a spec such as uniform:bits=8"
+    ]
+    caplog.clear()
+    nb.Boundary("none", "uniform:bits=8")
+    nb.Boundary("none+ef")
+    assert caplog.records == []

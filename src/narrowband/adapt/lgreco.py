@@ -87,11 +87,11 @@ class LGreCo(Policy):
     def specs(self) -> list[str]:
         """What a layer may get; the reference is always among it."""
         found = search_space(self.start) if self.choices is None else [str(compression(c)) for c in self.choices]
-        aims = self.reference.specs() if isinstance(self.reference, Policy) else [str(self._usual)]
+        aims = self.reference.specs() if isinstance(self.reference, Policy) else [str(self._default)]
         return list(dict.fromkeys([*found, *map(str, map(compression, aims))]))
 
     @property
-    def _usual(self) -> Compression:
+    def _default(self) -> Compression:
         return as_choice(self.start)
 
     @property
@@ -106,8 +106,8 @@ class LGreCo(Policy):
             aim = [str(compression(specs[name])) for name in gradients]
             choices = list(dict.fromkeys([*choices, *aim]))
         table = error_table(gradients, choices)
-        chosen, budget = self._solved(table, [table.column(c) for c in aim or [str(self._usual)] * len(gradients)])
-        reference = None if aim is not None else self._usual
+        chosen, budget = self._solved(table, [table.column(c) for c in aim or [str(self._default)] * len(gradients)])
+        reference = None if aim is not None else self._default
         return planned(table, chosen, self, step=step, reference=reference, budget=budget)
 
     def state_dict(self) -> dict[str, object]:

@@ -104,8 +104,8 @@ class Plan:
         return self.dense_nbytes / self.nbytes if self.nbytes else math.inf
 
     @property
-    def usual(self) -> str:
-        """What the model has; if the plan does not say, the spec of most layers, of those with feedback if any has."""
+    def default(self) -> str:
+        """The spec of layers that the plan does not name: ``model``, or else the most frequent one with feedback."""
         if self.model is not None:
             return self.model
         specs = [layer.spec for layer in self.layers]

@@ -43,8 +43,13 @@ class Policy(ABC):
     def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
         """A plan for the steps to come.
 
+        It is called on rank 0 alone, which sends the plan to all ranks. What a policy sees are rank 0's own gradients,
+        before compression and averaging, and without the residual: a sample of what is sent. Between two decisions up
+        to 32 steps are looked at, in equal distances; a gradient that is not finite is left out.
+
         Args:
-            gradients: layer → sum of the averaged gradients since the last decision, in the layer's shape.
+            gradients: layer → sum of rank 0's gradients in these steps, float32, in the layer's shape; of compressed
+                layers only. Gradients of a scaled loss are divided by the scale.
             step: how many steps of training there were.
         """
 

@@ -76,7 +76,7 @@ class Settings:
             chosen, warmup_steps = for_gradients(policy.start), max(warmup_steps, policy.warmup_steps)
         else:
             chosen = for_gradients(
-                plan.usual if plan is not None else cast("str | Codec | Compression | Method", spec)
+                plan.default if plan is not None else cast("str | Codec | Compression | Method", spec)
             )
         if min_numel < 0 or warmup_steps < 0:
             raise ValueError(f"min_numel={min_numel} and warmup_steps={warmup_steps} must not be negative")

@@ -6,7 +6,7 @@ sent after all, is the business of :mod:`narrowband.feedback`.
 
 from __future__ import annotations
 
-from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, format_term
+from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, format_term, numel_of
 from narrowband.codecs.dense import BF16, FP16, Identity
 from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
@@ -35,6 +35,7 @@ __all__ = [
     "find",
     "format_term",
     "name_of",
+    "numel_of",
     "parse_term",
     "register_codec",
 ]
@@ -62,13 +63,7 @@ def register_codec(kind: type[Codec]) -> type[Codec]:
         TypeError: no dataclass, or not derived from :class:`Codec`.
         ValueError: no name, one that a spec string cannot hold, or one that another codec has already.
 
-    Example:
-        >>> @nb.register_codec
-        ... @dataclass(frozen=True)
-        ... class Ternary(nb.Codec):
-        ...     name: ClassVar[str] = "ternary"
-        >>> nb.codec("ternary")
-        Ternary()
+    ``docs/how-to/own-codec.md`` writes one.
     """
     return _REGISTRY.register(kind)
 

@@ -48,12 +48,7 @@ def register_feedback(kind: type[State]) -> type[State]:
         TypeError: no dataclass, or not derived from :class:`State`.
         ValueError: no name, one that a spec string cannot hold, or one that a codec or feedback has already.
 
-    Example:
-        >>> @nb.register_feedback
-        ... @dataclass(unsafe_hash=True)
-        ... class Damped(ErrorFeedback):
-        ...     name: ClassVar[str] = "damped"
-        >>> handle = nb.compress_gradients(model, "topk:density=0.01+damped")
+    ``docs/how-to/own-codec.md`` writes one.
     """
     return _REGISTRY.register(kind)
 

@@ -6,6 +6,7 @@ same seeds; :class:`~narrowband.pipeline.CompressedStage` trains to the same los
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from narrowband.feedback import Compression
 
 __all__ = ["Boundary", "channel_pair", "compressible"]
+
+log = logging.getLogger("narrowband")
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 #: Boundaries and tensors of a model have channels of their own: index = (boundary · tensors + tensor) · 2 + direction.
@@ -69,8 +72,11 @@ class Boundary(nn.Module):
         warmup_steps: so many training steps are uncompressed at first.
         warmup_epochs: the same, counted in epochs: call :meth:`set_epoch` at the beginning of each.
         microbatches: passes that make a training step.
+        compress_in_eval: whether to compress in ``model.eval()``, too, with buffers as they are. A model that was
+            trained with compression needs it when it is evaluated (Rudakov et al. 2023, arXiv 2401.07788).
 
     Attributes:
+        compress_in_eval: as given; may be changed at any time.
         samples: for ``aq-sgd``: the ids, int64 (B,), of the samples that go through next. Used once.
 
     Raises:
@@ -82,10 +88,8 @@ class Boundary(nn.Module):
         >>> loss(model(x), y).backward()
         >>> print(model[4].stats())
 
-    A model that was trained with compression needs it when it is evaluated, too (Rudakov et al. 2023, arXiv
-    2401.07788): so it stays on in ``model.eval()``, with buffers as they are, until :meth:`compress_in_eval` says
-    otherwise. Buffers are in the module's ``state_dict``. Do not put a boundary inside a part that activation
-    checkpointing runs twice.
+    Buffers are in the module's ``state_dict``. Do not put a boundary inside a part that activation checkpointing runs
+    twice. A boundary that compresses in neither direction logs a warning, once.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Boundary(nn.Module):
         warmup_steps: int = 0,
         warmup_epochs: int = 0,
         microbatches: int = 1,
+        compress_in_eval: bool = True,
     ) -> None:
         super().__init__()
         if microbatches < 1:
@@ -113,9 +118,14 @@ class Boundary(nn.Module):
         self._epoch: int | None = None
         self._microbatches = microbatches
         self._passes = 0
-        self._in_eval = True
-        self._channels = [self._pair(0)]  # made at once, because a wrong spec should be heard of at once
+        self.compress_in_eval = compress_in_eval
+        self._channels = [self._pair(0)]  # made at once, so that a wrong spec is refused at once
         self.samples: Tensor | None = None
+        if all(channel.exact for channel in self._channels[0]):
+            log.warning(
+                "this boundary compresses nothing: forward=%r, backward=%r; pass a spec such as uniform:bits=8",
+                *map(str, self._channels[0]),
+            )
         if not torch.cuda.is_available():  # the loops are those on CPU, and nothing says yet where tensors will be
             warm_up(forward, backward)
 
@@ -133,18 +143,13 @@ class Boundary(nn.Module):
             for channel in pair:
                 channel.set_epoch(epoch)
 
-    def compress_in_eval(self, on: bool) -> Boundary:
-        """Whether to compress in ``eval()``; returns the boundary."""
-        self._in_eval = on
-        return self
-
     def forward(self, *tensors: Tensor) -> Any:
         """What arrives on the other side: a tensor for a tensor, a tuple for several."""
         at = At(*divmod(self._passes, self._microbatches))
         samples, self.samples = self.samples, None
         if self.training:
             self._passes += 1
-        elif not self._in_eval:
+        elif not self.compress_in_eval:
             return tensors[0] if len(tensors) == 1 else tensors
         while len(self._channels) < len(tensors):
             self._channels.append(self._pair(len(self._channels)))
@@ -178,9 +183,9 @@ class Boundary(nn.Module):
         self._passes = state["passes"]
         while len(self._channels) < len(state["channels"]):
             self._channels.append(self._pair(len(self._channels)))
-        for pair, kept in zip(self._channels, state["channels"], strict=False):
-            for channel, known in zip(pair, kept, strict=True):
-                channel.load_state_dict(known)
+        for pair, saved in zip(self._channels, state["channels"], strict=False):
+            for channel, one in zip(pair, saved, strict=True):
+                channel.load_state_dict(one)
 
     def extra_repr(self) -> str:
         there, back = self._channels[0]

@@ -186,6 +186,11 @@ class Channel:
         return f"{self.compression},reuse=forward" if self.reuses else str(self.compression)
 
     @property
+    def exact(self) -> bool:
+        """Whether tensors arrive as they are, so that nothing is compressed."""
+        return self.codec.exact and self.state is None
+
+    @property
     def by_sample(self) -> bool:
         """Whether it needs to know which samples a tensor holds."""
         return isinstance(self.state, SampleState)

@@ -70,7 +70,7 @@ class _Side:
         self._end = end
         self._epoch: int | None = None
         self._pairs: list[tuple[Channel, Channel]] = []
-        self.pair(0)  # made at once, because a wrong spec should be heard of at once
+        self.pair(0)  # made at once, so that a wrong spec is refused at once
 
     def pair(self, tensor: int) -> tuple[Channel, Channel]:
         """(of activations, of gradients)."""
@@ -128,6 +128,7 @@ class CompressedStage(PipelineStage):
         **options: those of ``PipelineStage``: ``input_args``, ``output_args``, ``group``, ``dw_builder``, …
 
     Attributes:
+        compress_in_eval: as given; may be changed between two steps, on all ranks.
         samples: for ``aq-sgd``, to be set on every rank before every step: the ids, int64, of the samples of the whole
             batch, in its order. Each is used once.
 
@@ -173,7 +174,7 @@ class CompressedStage(PipelineStage):
         if torch.device(device).type == "cpu":
             for at in {max(stage_index - 1, 0), min(stage_index, num_stages - 2)} if num_stages > 1 else ():
                 warm_up(there[at], back[at])
-        self._in_eval = compress_in_eval
+        self.compress_in_eval = compress_in_eval
         self._step = -1
         self._microbatches = 1
         self._met = False
@@ -369,7 +370,7 @@ class CompressedStage(PipelineStage):
         return 1 + (2 * boundary + way) * self._microbatches + microbatch
 
     def _compresses(self, x: Tensor) -> bool:
-        return compressible(x) and (self.has_backward or self._in_eval)
+        return compressible(x) and (self.has_backward or self.compress_in_eval)
 
     def _at(self, microbatch: int) -> At:
         return At(self._step, microbatch)
@@ -390,7 +391,7 @@ class CompressedStage(PipelineStage):
         for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
             if side is None or self._is_same_rank(other):
                 continue
-            own = json.dumps([*side.identity(), self._in_eval, self._step])
+            own = json.dumps([*side.identity(), self.compress_in_eval, self._step])
             theirs = self._exchanged(own.encode(), other).decode()
             if theirs != own:
                 raise ValueError(

@@ -1,0 +1,141 @@
+"""A codec and a feedback of another package, really installed: in spec strings, lists, plans and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowband as nb
+from narrowband.codecs.registry import Registry
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+SPEC = "ternary+decayed:keep=0.5"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder that pip installed the example package into."""
+    source, site = (tmp_path_factory.mktemp(name) for name in ("source", "site"))
+    shutil.copytree(ROOT / "examples" / "own_codec", source, dirs_exist_ok=True)
+    options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(source)], check=True)
+    return site
+
+
+@pytest.fixture
+def path(site, monkeypatch):
+    """New processes find the package."""
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "src"), str(ROOT)])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return path
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_narrowband_codecs_lists_them(path):
+    answer = run("-m", "narrowband.cli", "codecs")
+    assert answer.returncode == 0, answer.stderr
+    assert "ternary" in answer.stdout
+    assert "+decayed" in answer.stdout
+
+
+def test_the_contract_of_codecs_holds(path, monkeypatch):
+    monkeypatch.setenv("NARROWBAND_TEST_SPECS", "ternary")
+    answer = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/codecs/test_contract.py", "-k", "ternary")
+    assert answer.returncode == 0, answer.stdout
+    assert " passed" in answer.stdout
+
+
+def train(rank, world_size):
+    """Averages of two steps, one of them after a checkpoint; what the handle says of itself; the way through a plan."""
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(40, 30))
+    handle = nb.compress_gradients(model, SPEC, min_numel=100)
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))
+    model(x).square().mean().backward()
+    saved = {"model": model.state_dict(), "handle": handle.state_dict()}
+    handle.load_state_dict(saved["handle"])
+    model(x).square().mean().backward()
+    plan = nb.Constant(SPEC).decide({"weight": torch.randn(30, 40)}, step=0)
+    return (
+        model.module.weight.grad.clone(),
+        saved["handle"]["spec"],
+        float(saved["handle"]["feedback"]["weight"].abs().max()),
+        [layer.spec for layer in nb.Plan.from_json(plan.to_json()).layers],
+        handle.stats().total.ratio,
+    )
+
+
+def test_it_works_over_ddp_in_checkpoints_and_in_plans(site, monkeypatch):
+    monkeypatch.syspath_prepend(str(site))  # ranks have the path of this process
+    (grad, spec, residual, plan, ratio), (other, *_) = run_ranks(train, 2, fresh=True)
+    assert spec == SPEC
+    assert plan == [SPEC]
+    assert residual > 0
+    assert ratio > 3
+    assert bool(grad.isfinite().all())
+    assert torch.equal(grad, other)
+
+
+BROKEN = {
+    "METADATA": "Metadata-Version: 2.1\nName: broken-codecs\nVersion: 1.0\n",
+    "entry_points.txt": "[narrowband.codecs]\nshattered = there_is_no_such_module:Codec\n",
+}
+ASK = """
+import narrowband as nb
+for spec in ("shattered", "ternary", "shatterd+ef", "topk:density=0.1+decayed"):
+    try:
+        print(nb.compression(spec))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_package_that_cannot_be_loaded_is_named_and_disturbs_no_other(path, tmp_path, monkeypatch):
+    info = tmp_path / "broken_codecs-1.0.dist-info"
+    info.mkdir()
+    for name, content in BROKEN.items():
+        (info / name).write_text(content)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), path]))
+    answer = run("-c", ASK)
+    broken, there, unknown, behind = answer.stdout.splitlines()
+    assert "'shattered' of the package 'broken-codecs' could not be loaded (ModuleNotFoundError" in broken
+    assert there == "ternary"
+    assert unknown.startswith("unknown codec 'shatterd'")
+    assert behind == "topk:density=0.1+decayed"
+    assert "broken-codecs" in answer.stderr
+
+
+@dataclass(frozen=True)
+class Named(nb.Codec):
+    name: ClassVar[str] = "named"
+
+
+class NoDataclass(nb.Codec):
+    name: ClassVar[str] = "plain"
+
+
+def test_what_cannot_be_registered_is_refused():
+    registry = Registry("codec", "no.such.group", nb.Codec, [Named])
+    assert registry.register(Named) is Named, "once more is fine"
+    assert registry.all() == {"named": Named}
+    with pytest.raises(ValueError, match=r"'named' is there already: .*Named; choose another"):
+        registry.register(type("Other", (Named,), {}))
+    with pytest.raises(ValueError, match="begins with a lower-case letter"):
+        registry.register(type("Odd", (Named,), {"name": "Two words"}))
+    for wrong in (NoDataclass, nn.Linear, 7):
+        with pytest.raises(TypeError, match="a dataclass that derives from Codec"):
+            registry.register(wrong)
