@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from narrowband.activations.kept import Arrangement, Exact, Source
-
-if TYPE_CHECKING:
-    from narrowband.activations.saved import Pass
 
 __all__ = [
     "DERIVED",
@@ -31,6 +28,7 @@ __all__ = [
     "Origin",
     "Original",
     "Recipe",
+    "Recipes",
     "bound",
     "cast_to",
     "derive_elementwise",
@@ -123,6 +121,16 @@ class Recipe:
         return made
 
 
+class Recipes(Protocol):
+    """Where an operator looks up what is kept of its input, and notes how its result can be computed again."""
+
+    def origin(self, x: Any) -> Origin | None:
+        """Where to find what is kept of an input; None where nothing is."""
+
+    def derive(self, y: Tensor, recipe: Recipe) -> None:
+        """Note that an operator's result can be computed again."""
+
+
 def cast_to(dtype: torch.dtype) -> Function:
     """The function of autocast."""
     return lambda flat: flat.to(dtype)
@@ -149,26 +157,26 @@ def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
     return [values.get(name, default) for name, default in parameters.items()]
 
 
-def derive_elementwise(at: Pass, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
+def derive_elementwise(at: Recipes, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
     """Note that each element of the result comes of the input's in the same place."""
     if origin is not None and Arrangement.of(x) == Arrangement.of(y):
         at.derive(y, Recipe(function, origin))
 
 
-def _gelu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+def _gelu(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     x, approximate = bound(args, kwargs, input=None, approximate="none")
     gelu = torch.ops.aten.gelu_
     derive_elementwise(at, x, y, at.origin(x), lambda flat: gelu(flat, approximate=approximate))
 
 
-def _silu(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+def _silu(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     x, inplace = bound(args, kwargs, input=None, inplace=False)
     if not inplace:
         derive_elementwise(at, x, y, at.origin(x), torch.ops.aten.silu_)
 
 
 def _derive_whole(
-    at: Pass, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None, by_row: bool = False
+    at: Recipes, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None, by_row: bool = False
 ) -> None:
     """Note how the result comes of the input, both in their shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
@@ -221,7 +229,7 @@ class Normalization:
 
         return function
 
-    def derive(self, at: Pass, y: Tensor) -> bool:
+    def derive(self, at: Recipes, y: Tensor) -> bool:
         """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
         node: Any = y.grad_fn
         if self.origin is None or not y.is_contiguous() or y.dtype != self._input[-1]:
@@ -246,7 +254,7 @@ def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
     return (wide if term is None else wide.add_(term)).to(x.dtype)
 
 
-def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+def _layer_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     """Of the input itself, where that is what is kept."""
     x, shape, weight, bias, eps = bound(
         args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
@@ -257,7 +265,7 @@ def _layer_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
         _derive_whole(at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True)
 
 
-def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+def _rms_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     x, shape, weight, eps = bound(args, kwargs, input=None, normalized_shape=None, weight=None, eps=None)
     origin = at.origin(x)
     if origin is not None:
@@ -265,7 +273,7 @@ def _rms_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
         _derive_whole(at, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight, by_row=True)
 
 
-def _batch_norm(at: Pass, y: Tensor, args: Any, kwargs: Any) -> None:
+def _batch_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     """By the statistics that forward had, and nothing runs along: all of it is one scale and one shift per channel."""
     x, mean, variance, weight, bias, training, _, eps = bound(
         args, kwargs, input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False,
@@ -306,7 +314,7 @@ def _copy(x: Tensor | None) -> Tensor | None:
 
 
 #: Operators of which results are computed again, and who notes how. ReLU's is with those that keep one bit.
-DERIVED: dict[Any, Callable[[Pass, Tensor, Any, Any], None]] = {
+DERIVED: dict[Any, Callable[[Recipes, Tensor, Any, Any], None]] = {
     F.gelu: _gelu,
     F.silu: _silu,
     F.layer_norm: _layer_norm,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,12 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
-from narrowband.activations.derived import DERIVED, Normalization, bound, derive_elementwise
+from narrowband.activations.derived import DERIVED, Normalization, Recipes, bound, derive_elementwise
 from narrowband.activations.kept import Arena, Arrangement
+from narrowband.activations.policy import ActivationPolicy
 from narrowband.activations.regions import unseen
 
-if TYPE_CHECKING:
-    from narrowband.activations.saved import Pass
-
-__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Watch", "differentiates_forward"]
+__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Recorder", "Watch", "differentiates_forward"]
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
 Kind = Literal["last", "second", "heads", "either"]
@@ -45,6 +43,30 @@ class Known(NamedTuple):
 
     name: str
     kind: Kind
+
+
+class Recorder(Recipes, Protocol):
+    """What operators need of a pass.
+
+    Attributes:
+        policy: what is kept in how many bits.
+        arena: memory for what operators keep.
+        operator: the one at work.
+        arguments: what it was given.
+        normalization: the layer normalization at work.
+    """
+
+    policy: ActivationPolicy
+    arena: Arena
+    operator: Known | None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    normalization: Normalization | None
+
+    def replaces(self, x: Any) -> bool:
+        """Whether an operator of ours takes the place of PyTorch's, for this input."""
+
+    def keeps(self, kept: Tensor, *, plain: Tensor | int, and_bytes: int = 0) -> None:
+        """Count what an operator of ours saves, and what PyTorch's would: a tensor, or bytes, or both."""
 
 
 def _table() -> dict[Any, Known]:
@@ -128,7 +150,7 @@ class Watch(TorchFunctionMode):
         at: the pass.
     """
 
-    def __init__(self, at: Pass) -> None:
+    def __init__(self, at: Recorder) -> None:
         super().__init__()
         self._pass = at
 
@@ -197,7 +219,7 @@ def _needs_operators(gradient: Tensor) -> bool:
 
 class _ReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Pass, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, at: Recorder, inplace: bool) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
             y = torch.relu_(x)
@@ -217,7 +239,7 @@ class _ReLU(torch.autograd.Function):
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Pass, p: float, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, at: Recorder, p: float, inplace: bool) -> Tensor:
         ctx.arrangement = Arrangement.of(x)
         if x.device.type == "cpu":  # what torch.dropout does there, so that the same seed leaves out the same elements
             noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
@@ -276,7 +298,7 @@ class _Pooling(NamedTuple):
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Pass, pooling: _Pooling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, at: Recorder, pooling: _Pooling) -> Tensor:
         kernel, stride, padding, ceil_mode = ctx.pooling = pooling
         y, position = torch.ops.aten.max_pool2d_with_indices(x, kernel, stride, padding, 1, ceil_mode)
         ctx.shape, ctx.strides, ctx.arrangement = x.shape, x.stride(), Arrangement.of(position)
@@ -301,7 +323,7 @@ class _MaxPool(torch.autograd.Function):
         return back(gradient, like, kernel, stride, padding, 1, ceil_mode, position), None, None
 
 
-def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _relu(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     x, inplace = bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
     if x is None or not at.replaces(x):
         return None
@@ -311,7 +333,7 @@ def _relu(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return y
 
 
-def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _dropout(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func is F.dropout:
         x, p, training, inplace = bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
     else:
@@ -322,7 +344,7 @@ def _dropout(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return _apply(_Dropout, x, at, p, inplace)
 
 
-def _max_pool(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _max_pool(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func not in (F.max_pool2d, torch.max_pool2d):
         return None
     x, kernel, stride, padding, dilation, ceil_mode, return_indices = bound(
@@ -343,7 +365,7 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return first, others[0] if others else first
 
 
-def _layer_norm(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _layer_norm(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """PyTorch's own, of whose input something else is kept."""
     if func not in (F.layer_norm, torch.layer_norm):
         return None
@@ -361,7 +383,7 @@ def _layer_norm(at: Pass, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return y
 
 
-_LEAN: dict[str, Callable[[Pass, Any, Any, Any], Tensor | None]] = {
+_LEAN: dict[str, Callable[[Recorder, Any, Any, Any], Tensor | None]] = {
     "relu": _relu,
     "dropout": _dropout,
     "max_pool": _max_pool,

@@ -206,7 +206,7 @@ class Pass:
         """A module begins."""
         if self is not getattr(_current, "at", None):
             return
-        name = self.handle._names.get(module)
+        name = self.handle.names.get(module)
         if name is None and not self._modules:
             return
         if not self._modules:
@@ -242,7 +242,7 @@ class Pass:
     def routed(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a module that backward computes again, or of a compiled one, or of one that is both."""
         # Of what is in a checkpoint already nothing is kept; and the second time it has to go the same way.
-        if module not in self.handle._again or not torch.is_grad_enabled() or not self._saves_here():
+        if module not in self.handle.recomputed or not torch.is_grad_enabled() or not self._saves_here():
             return _direct(module, call, *args, **kwargs)
         if not self._modules:
             self.begins(module, args, kwargs)
@@ -259,7 +259,7 @@ class Pass:
 
     def compiled(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module of which torch.compile made graphs, and count what they keep."""
-        name = self.handle._names.get(module)
+        name = self.handle.names.get(module)
         if name is None and not self._modules:
             return call(*args, **kwargs)
         if not self._modules:
@@ -498,7 +498,7 @@ class Pass:
         """Heads where there are any, or else groups of channels."""
         if self.policy.granularity == "layer":
             return Grouping(x.dim() - 1, 1)
-        heads = self.handle._heads(module)
+        heads = self.handle.attention_heads(module)
         kind = operator.kind
         if operator.name == "matmul" and any(operand.dim() < 3 for operand in self._operands()[-2:]):
             kind = "last"  # a product with one matrix is a linear layer
@@ -517,7 +517,7 @@ class Pass:
         dim = 1 if kind == "second" and x.dim() > 1 else x.dim() - 1
         # Batch normalization makes channels equally large, and with them their errors: each has its own range.
         each = x.shape[dim] if operator.name == "batch_norm" and self.policy.derive else None
-        wanted = self.policy.groups or each or heads or self.handle._usual_groups
+        wanted = self.policy.groups or each or heads or self.handle.default_groups
         return Grouping(dim, _divisor(x.shape[dim], wanted))
 
     # ---- what is saved where -----------------------------------------------------------------------------------------
@@ -738,17 +738,17 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.model = model
         self.policy = policy
         names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
-        self._names = weakref.WeakKeyDictionary(
+        self.names = weakref.WeakKeyDictionary(
             {module: name.removesuffix("_orig_mod").removesuffix(".") for module, name in names.items()}
         )
-        policy.check(self._names.values())
-        self._again = weakref.WeakSet(self._computed_again(model))
+        policy.check(self.names.values())
+        self.recomputed = weakref.WeakSet(self._computed_again(model))
         self._refuse()
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self.estimates.decay = policy.decay
         self._known_heads: dict[str, int | None] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
-        self._usual_groups = max(set(own), key=own.count) if own else _GROUPS
+        self.default_groups = max(set(own), key=own.count) if own else _GROUPS
         warm_up(model, policy)
 
     @unseen
@@ -780,7 +780,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         """Let a pass know which module is at work."""
         self._refuse()  # it may have been compiled since
         compiled = [module for _, module in compiled_modules(self.model)]
-        for module in {*compiled, *self._again}:
+        for module in {*compiled, *self.recomputed}:
             stack.enter_context(rerouted(module, _router))
         if not compiled:
             stack.callback(modules_of_torch.register_module_forward_pre_hook(at.entering).remove)
@@ -839,7 +839,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                 raise ValueError(f"{name} of a state is a whole number, at least 0, and this is {_told_of(value)}")
         if not isinstance(state["estimates"], Mapping):
             raise ValueError(f"estimates of a state are ranges by name, and this is {_told_of(state['estimates'])}")
-        modules = {*self._names.values()}
+        modules = {*self.names.values()}
         others = [name for name in state["estimates"] if _module_of(name) not in modules]
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -855,7 +855,7 @@ class ActivationCompression(contextlib.ContextDecorator):
 
     def _computed_again(self, module: nn.Module) -> Iterator[nn.Module]:
         """Modules that backward computes again, the outermost ones."""
-        if self.policy.checkpoints(self._names[module]):
+        if self.policy.checkpoints(self.names[module]):
             yield module
             return
         for child in module.children():
@@ -869,14 +869,14 @@ class ActivationCompression(contextlib.ContextDecorator):
             raise UnsupportedError(reason)
         for whole in compiled.values():
             for module in whole.modules():
-                if module is not whole and module in self._again:
+                if module is not whole and module in self.recomputed:
                     raise UnsupportedError(
-                        f"modules: {self._names[module]!r} is to be computed again and lies inside of "
-                        f"{self._names[whole] or 'the model'!r}, which is compiled: a graph has no modules. Name the "
+                        f"modules: {self.names[module]!r} is to be computed again and lies inside of "
+                        f"{self.names[whole] or 'the model'!r}, which is compiled: a graph has no modules. Name the "
                         "compiled module, or compile the modules one by one"
                     )
 
-    def _heads(self, module: str) -> int | None:
+    def attention_heads(self, module: str) -> int | None:
         """Heads of the module of that name, or of the nearest around it that has any."""
         if self.policy.heads is not None:
             return self.policy.heads
