@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels import reference
+from narrowband.kernels.reference import common
 
 SIZES = [0, 1, 7, 8, 127, 128, 129, 1000]
 GROUPS = [1, 8, 100, 128]
@@ -267,12 +268,12 @@ def elias_fano(indices: list[int], n: int) -> torch.Tensor:
 @given(seed=seeds, begin=st.integers(0, 2**31 - 1))
 @lean
 def test_uniform_is_the_documented_hash(seed: int, begin: int) -> None:
-    got = reference._uniform(begin, begin + 5, seed, torch.device("cpu"))
+    got = common.uniform(begin, begin + 5, seed, torch.device("cpu"))
     assert got.tolist() == [float(naive_uniform(i, seed)) for i in range(begin, begin + 5)]
 
 
 def test_uniform_is_uniform() -> None:
-    u = reference._uniform(0, 1 << 20, 3, torch.device("cpu")).double()
+    u = common.uniform(0, 1 << 20, 3, torch.device("cpu")).double()
     assert u.min() >= 0
     assert u.max() < 1
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
@@ -964,7 +965,7 @@ def assert_same(got: list[torch.Tensor | bool], expected: list[torch.Tensor | bo
 def test_results_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     x = torch.from_numpy(make("normal", 5050, 2))
     expected = everything(x)
-    monkeypatch.setattr(reference, "CHUNK", chunk)
+    monkeypatch.setattr(common, "CHUNK", chunk)
     assert_same(everything(x), expected)
 
 
