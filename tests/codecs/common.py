@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import narrowband as nb
 from narrowband import kernels
+from narrowband.kernels import backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,16 +142,14 @@ def decoded(codec: nb.Codec, payload: Tensor, like: Tensor, seed: int = 0) -> Te
 def backend(name: str) -> Iterator[None]:
     """The kernels of ``cpu`` tensors run on this backend, as ``NARROWBAND_KERNELS`` would have it in a new process."""
     before = os.environ.pop("NARROWBAND_KERNELS", None)
-    chosen = kernels._backends.pop("cpu", None)
+    backends.choose_anew()
     if name == "reference":
         os.environ["NARROWBAND_KERNELS"] = "reference"
     try:
-        assert kernels.backend_for("cpu").__name__ == f"narrowband.kernels.{name}"
+        assert kernels.backend_for("cpu").name == name
         yield
     finally:
         os.environ.pop("NARROWBAND_KERNELS", None)
         if before is not None:
             os.environ["NARROWBAND_KERNELS"] = before
-        kernels._backends.pop("cpu", None)
-        if chosen is not None:
-            kernels._backends["cpu"] = chosen
+        backends.choose_anew()

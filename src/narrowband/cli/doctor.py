@@ -119,7 +119,7 @@ def _backends() -> Iterator[_Finding]:
     from narrowband import kernels
 
     threads = torch.get_num_threads()
-    backend = kernels.backend_for("cpu").__name__.rpartition(".")[2]
+    backend = kernels.backend_for("cpu").name
     loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
     yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
     if torch.cuda.is_available():

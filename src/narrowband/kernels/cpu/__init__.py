@@ -43,6 +43,7 @@ from narrowband.kernels.cpu.sparse import (
 FUSES = True
 
 __all__ = [
+    "FUSES",
     "all_finite",
     "all_zero",
     "apply_mask",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from narrowband.kernels import Rows, Windows
+    from narrowband.kernels.activations import Rows, Windows
 
     Array = npt.NDArray[Any]
 

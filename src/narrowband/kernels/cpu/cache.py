@@ -129,8 +129,9 @@ def _fingerprint() -> str:
     """Of all that code depends on but for the processor: equal for equal sources, wherever they are installed."""
     parts = [sys.implementation.cache_tag or "", platform.python_version(), numba.__version__, llvmlite.__version__]
     digest = hashlib.sha256(repr(parts).encode())
-    for file in sorted([*_SOURCES.glob("*.py"), _SOURCES.parent / "__init__.py"]):
-        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    package = _SOURCES.parent  # its own files hold constants that loops take in when they are compiled
+    for file in sorted([*_SOURCES.glob("*.py"), *package.glob("*.py")]):
+        digest.update(f"\0{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
     return f"loops-{digest.hexdigest()[:24]}"
 
 

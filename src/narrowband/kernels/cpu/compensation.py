@@ -10,7 +10,6 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from narrowband.kernels import elias_fano_low_bits, sample_rank, sample_size
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -45,6 +44,8 @@ from narrowband.kernels.cpu.selection import (
 )
 from narrowband.kernels.cpu.sparse import write_sparse
 from narrowband.kernels.cpu.threads import spread, threads_for
+from narrowband.kernels.selection import sample_rank, sample_size
+from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -13,7 +13,6 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from narrowband.kernels import DEPENDENT
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -28,6 +27,7 @@ from narrowband.kernels.cpu.loops import (
     variant,
 )
 from narrowband.kernels.cpu.threads import spread
+from narrowband.kernels.lowrank import DEPENDENT
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,6 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from narrowband.kernels import packed_nbytes, plane_widths
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -34,12 +33,13 @@ from narrowband.kernels.cpu.loops import (
     variant,
 )
 from narrowband.kernels.cpu.threads import spread
+from narrowband.kernels.quantized import packed_nbytes, plane_widths
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from narrowband.kernels import Scale
+    from narrowband.kernels.quantized import Scale
 
     Array = npt.NDArray[Any]
 

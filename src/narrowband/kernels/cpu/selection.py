@@ -15,7 +15,6 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from narrowband.kernels import OVERSAMPLE, sample_rank, sample_size
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -33,6 +32,7 @@ from narrowband.kernels.cpu.loops import (
     splat,
 )
 from narrowband.kernels.cpu.threads import spread
+from narrowband.kernels.selection import OVERSAMPLE, sample_rank, sample_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,10 +12,10 @@ from llvmlite import ir
 from numba import types
 
 from narrowband.errors import PayloadError
-from narrowband.kernels import elias_fano_low_bits
 from narrowband.kernels.cpu.loops import F32, I32, U8, At, inlined, instruction, loop
 from narrowband.kernels.cpu.selection import lowest
 from narrowband.kernels.cpu.threads import spread, threads_for
+from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

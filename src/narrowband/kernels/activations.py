@@ -1,0 +1,209 @@
+"""Saved activations: rows of codes, masks, and the places of maxima.
+
+**Rows of saved activations.** A tensor is seen, in memory order, as (parts, outer, groups, inner): rows of ``inner``
+elements, where the ``outer`` rows of one part and one group share a range (see :class:`Rows`). The caller chooses the
+ranges and keeps them: ``low`` and ``step``, float32 tensors of parts · groups elements, which elements may exceed. With
+``bits`` of 2, 4 or 8, ``inv`` as above, and ``u`` ½ or (hash(i, seed) >> 16) · 2**-16 (``i`` counts the elements of the
+tensor), all in float32 without fused multiply-add::
+
+    code    = clamp(floor((x − low)·inv + u), 0, 2**bits − 1)           (0 where the sum is NaN)
+    decoded = low + code·step
+
+Sixteen bits make the sum of ``u`` and a whole number exact: what lies on a level stays there, whatever the seed.
+
+What is quantized, and looked at for extremes, may also have gaps: a matrix of (parts · outer, groups · inner) whose
+rows are contiguous, and any distance apart. Elements are counted without what is between them.
+
+**Estimates** of such ranges are (2, groups): α = high − low and β = low. Taking the extremes of a batch in is, in
+float32 without fused multiply-add, with μ and 1 − μ rounded to it::
+
+    α ← μ·α + (1 − μ)·(high − low)          β ← μ·β + (1 − μ)·low
+
+An end, β or β + α, then has moved by a share of the range's new width: |Δβ| / α or |Δβ + Δα| / α, the larger one; 0
+where nothing has moved.
+
+Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes of its own: element j sits in byte
+``j % stride`` at bit ``(j // stride)·bits``, and unused bits are zero. There is no header and no padding between rows.
+
+**Masks** of n elements have one bit per element, in ``stride = ceil(n / 8)`` bytes: element i sits in byte
+``i % stride`` at bit ``i // stride``; unused bits are zero.
+
+**Places of maxima.** PyTorch's max pooling says of each result which element of its plane it was: the ``position``
+row · W + column, int64. Its window begins at row r₀ and column c₀, which padding may make negative, and what is kept
+is where in the window it was, one byte (see :class:`Windows`)::
+
+    place    = (row − r₀) · kernel + (column − c₀)
+    position = (r₀ + place // kernel) · W + c₀ + place % kernel
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from narrowband.kernels.backends import backend_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Rows",
+    "Windows",
+    "apply_mask",
+    "dequantize_rows",
+    "learn_ranges",
+    "mask_positive",
+    "pool_places",
+    "pool_positions",
+    "quantize_rows",
+    "quantize_rows_extremes",
+    "row_extremes",
+]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a contiguous tensor is cut into rows, and which rows share a range: its elements, in memory order, are those
+    of a tensor of shape (parts, outer, groups, inner), and row (p, o, g) has the range of (p, g).
+
+    Attributes:
+        parts: Slices of the tensor that share nothing.
+        outer: Rows of a part that share a range.
+        groups: Ranges of a part; neighbouring rows belong to different ones.
+        inner: Elements of a row.
+
+    Example:
+        Three heads of 64 features each, a range per head, for any number of tokens:
+
+        >>> rows = Rows(parts=1, outer=197, groups=3, inner=64)
+        >>> rows.numel, rows.nbytes(4)
+        (37824, 18912)
+    """
+
+    parts: int
+    outer: int
+    groups: int
+    inner: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.parts * self.outer * self.groups
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.count * self.inner
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of the codes: each row ends with a whole byte."""
+        return self.count * -(-self.inner * bits // 8)
+
+
+def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of the rows that share a range: two float32 tensors of parts · groups; NaN where one
+    is not finite or there is none.
+    """
+    return cast("tuple[Tensor, Tensor]", backend_of(x).row_extremes(x, rows))
+
+
+def quantize_rows(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> None:
+    """Codes of ``x`` (float32 or bfloat16) written into ``out`` (uint8, exactly :meth:`Rows.nbytes` long).
+
+    ``low`` and ``step`` (float32, parts · groups) are the ranges: codes stand for low, low + step, and so on up to
+    low + (2**bits − 1)·step, and what is outside is clamped. ``bits`` is 2, 4 or 8.
+    """
+    backend_of(x).quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+
+
+def quantize_rows_extremes(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_rows` and :func:`row_extremes` in one pass over ``x``: the codes of the one, returning the other.
+
+    Where extremes are NaN, codes say nothing of what was not finite.
+    """
+    result = backend_of(x).quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    return cast("tuple[Tensor, Tensor]", result)
+
+
+def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    """Take the extremes of a batch (float32, groups) into estimates of their ranges (float32, (2, groups)).
+
+    Returns:
+        The new estimates; whether all extremes are finite, and have a range in float32 on both sides of zero; and the
+        largest share of its width by which an end has moved, which says nothing where they are not.
+    """
+    return cast("tuple[Tensor, bool, float]", backend_of(known).learn_ranges(known, low, high, decay))
+
+
+def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+    """``out = low + code·step`` (float32 or bfloat16), from what :func:`quantize_rows` wrote."""
+    backend_of(codes).dequantize_rows(codes, out, rows, low, step, bits=bits)
+
+
+def mask_positive(x: Tensor, out: Tensor) -> None:
+    """The mask of where ``x`` (float32 or bfloat16) is not at or below zero: above it, or NaN, as ReLU's backward asks.
+
+    ``out`` is uint8, exactly ceil(numel / 8) long.
+    """
+    backend_of(x).mask_positive(x, out)
+
+
+def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    """``out = factor · x`` where the mask says so, and +0 elsewhere, whatever is there.
+
+    ``x`` and ``out`` (float32 or bfloat16, each) may be the same tensor; the product is taken in float32.
+    """
+    backend_of(mask).apply_mask(mask, x, out, factor)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the windows of max pooling over planes begin: its results are, in memory order, those of a tensor of shape
+    (outer, rows, columns, inner), and the window of (…, r, c, …) begins at row r · stride[0] − padding[0] and column
+    c · stride[1] − padding[1] of the input's plane.
+
+    Attributes:
+        outer: Planes, or samples where channels are the last in memory.
+        rows: Rows of results.
+        columns: Results of a row.
+        inner: One, or channels where these are the last in memory.
+        width: Columns of the input's plane, W.
+        kernel: Columns of a window; with its rows, windows have at most 256 elements.
+        stride: Of windows, (rows, columns).
+        padding: Before the first row and column.
+
+    Example:
+        The pooling of a ResNet, of 56 × 56 results from planes of 112 × 112:
+
+        >>> windows = Windows(32 * 64, 56, 56, 1, width=112, kernel=3, stride=(2, 2), padding=(1, 1))
+        >>> windows.numel
+        6422528
+    """
+
+    outer: int
+    rows: int
+    columns: int
+    inner: int
+    width: int
+    kernel: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        """Number of results."""
+        return self.outer * self.rows * self.columns * self.inner
+
+
+def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
+    """Where in its window each maximum is: ``out`` (uint8, as many) from positions in planes (int64)."""
+    backend_of(position).pool_places(position, out, windows)
+
+
+def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
+    """The inverse of :func:`pool_places`: ``out`` is int64."""
+    backend_of(places).pool_positions(places, out, windows)

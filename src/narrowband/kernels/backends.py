@@ -1,0 +1,77 @@
+"""Backends: tables of loops, and the choice of one by a tensor's device.
+
+A backend is a package beside ``reference``, with a file for each family. It exports the loops that it has; its table
+takes every other one from the reference. So a new backend can grow one loop at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Backend", "backend_for", "backend_of", "choose_anew", "fuses"]
+
+#: The package of loops for tensors of a device type. All others run the reference.
+PACKAGES = {"cpu": "narrowband.kernels.cpu"}
+
+
+class Backend:
+    """A table of loops: ``backend.select_topk`` is the backend's own function, or else the reference's.
+
+    Attributes:
+        name: The package's last name, such as ``"cpu"`` or ``"reference"``.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.name = package.rpartition(".")[2]
+        for source in ("narrowband.kernels.reference", package):
+            module = import_module(source)
+            for loop in module.__all__:
+                setattr(self, loop, getattr(module, loop))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, loop: str) -> Any: ...
+
+
+_backends: dict[str, Backend] = {}  # by package
+_chosen: dict[str, Backend] = {}  # by device type
+
+
+def backend_for(device_type: str) -> Backend:
+    """The table of loops for tensors of this device type.
+
+    ``NARROWBAND_KERNELS=reference`` forces plain torch everywhere, to find out whether a fast loop is at fault. It is
+    read when a device type is first used.
+    """
+    package = PACKAGES.get(device_type, "narrowband.kernels.reference")
+    if os.environ.get("NARROWBAND_KERNELS", "") == "reference":
+        package = "narrowband.kernels.reference"
+    if package not in _backends:
+        _backends[package] = Backend(package)
+    return _backends[package]
+
+
+def backend_of(tensor: Tensor) -> Backend:
+    """The table of loops that runs this tensor: chosen once for each device type of a process."""
+    device_type = tensor.device.type
+    found = _chosen.get(device_type)
+    if found is None:
+        found = _chosen[device_type] = backend_for(device_type)
+    return found
+
+
+def choose_anew() -> None:
+    """Forget which backend each device type uses, so that ``NARROWBAND_KERNELS`` is read again."""
+    _chosen.clear()
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether the backend of this tensor gains from one pass that does several things; others gain from one call that
+    does them for several tensors.
+    """
+    return bool(backend_of(x).FUSES)

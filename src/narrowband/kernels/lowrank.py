@@ -1,0 +1,56 @@
+"""Low rank: products of two thin factors and orthonormal bases (PowerSGD)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+from narrowband.kernels.backends import backend_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "DEPENDENT",
+    "compensate_project",
+    "low_rank_product",
+    "orthonormalize",
+]
+
+
+#: A row that keeps less than this share of its squared norm beside the rows before it is a sum of them, as far as
+#: float32 can tell.
+DEPENDENT = 1e-12
+
+
+def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
+    """``out = weight · pᵀ·q`` or, accumulating, ``out += weight · pᵀ·q``.
+
+    p is (r, n), q (r, m) with r ≥ 1, out flat of n·m elements, all float32 and contiguous. Every element's r terms are
+    added in their order, without fused multiply-add, so that ranks on different machines come to the same bits.
+    """
+    backend_of(out).low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
+
+
+def compensate_project(
+    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+) -> bool:
+    """``(x, owed) ← (owed, (owed − said) + x)`` and ``p ← q·owedᵀ`` of the new one, in one pass.
+
+    x and owed are flat, of n·m elements, q is (r, m), p (r, n); ``said`` are factors as :func:`low_rank_product` takes
+    them, of any rank. ``x`` is left holding what was owed before: copying it back undoes the call, to the bit.
+
+    Returns whether everything owed is of a magnitude below ``below``.
+    """
+    return cast("bool", backend_of(x).compensate_project(x, owed, q, p, said=said, below=below))
+
+
+def orthonormalize(p: Tensor) -> Tensor:
+    """Rows that are orthonormal and span what those of p span: each row of p minus its share of those before, divided
+    by its norm.
+
+    p is (count, r, n), float32 and contiguous: count matrices. A row of zeros, and one that depends on those before it
+    (it keeps less than :data:`DEPENDENT` of its squared norm), becomes a row of zeros. Sums are in float64 and in an
+    order of the loop's own, so that ranks on different machines come to the same bits. NaN stays NaN.
+    """
+    return cast("Tensor", backend_of(p).orthonormalize(p))

@@ -1,0 +1,60 @@
+"""Momentum correction (DGC): a step of momentum and the selection of its largest elements in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from narrowband.kernels.backends import backend_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["forget", "momentum_topk"]
+
+
+def momentum_topk(
+    x: Tensor,
+    now: Tensor,
+    before: Tensor,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    scale: float = 1.0,
+    threshold: float = 0.0,
+    seed: int = 0,
+) -> tuple[bool, Tensor, Tensor, float]:
+    """One step of momentum correction, and the k elements of largest magnitude in what is owed then, fused.
+
+    A running sum y of velocities is kept as two of its states, ``now`` and the one ``before``; their difference is the
+    velocity. So nothing is lost when the step is undone: ::
+
+        (x, before) ← (before, now + (momentum · (now − before) + scale · x))
+
+    makes ``before`` the newest sum, ``now`` the one before that, and leaves the oldest in ``x``. Owed is the newest
+    sum; with ``nesterov``, it is that plus momentum · (newest − now), which is what the variant's own sum comes to.
+
+    Args:
+        threshold: a magnitude that a little more than k elements may reach, as the last call returned it, or 0. It says
+            where to look first, and changes no result.
+
+    Returns:
+        (whether everything owed is finite, the k sorted indices, what is owed there, the threshold for the next call).
+        When not finite, indices and values are empty.
+    """
+    result = backend_of(x).momentum_topk(
+        x, now, before, k, momentum=momentum, nesterov=nesterov, scale=scale, threshold=threshold, seed=seed
+    )
+    return cast("tuple[bool, Tensor, Tensor, float]", result)
+
+
+def forget(
+    now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
+) -> Tensor:
+    """Owe nothing more at the indices, after :func:`momentum_topk`; with ``masking`` the velocity there is zero, too.
+
+    Returns what ``now`` held there; written back, and ``before`` overwritten with ``x``, it undoes both calls to the
+    bit.
+    """
+    old = backend_of(now).forget(now, before, indices, momentum=momentum, nesterov=nesterov, masking=masking)
+    return cast("Tensor", old)

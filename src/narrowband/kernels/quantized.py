@@ -1,0 +1,80 @@
+"""Grouped quantization: values to codes of a few bits, with a header for each group.
+
+**Grouped quantization.** ``x`` is cut into groups of ``group`` elements (the last may be shorter). A code of ``bits``
+bits per element, and a header per group:
+
+===========  ==========================  =================================  ==========================  ==============
+``scale``    header (float32 arrays)     step of a group                    code (then clamped)         value decoded
+===========  ==========================  =================================  ==========================  ==============
+``minmax``   lo[groups], step[groups]    (max − min) / (2**bits − 1)        floor((x − lo)·inv + u)     lo + code·step
+``absmax``   step[groups]                max|x| / s, s = 2**(bits−1) − 1    floor(x·inv + (s + u))      (code − s)·step
+``l2``       step[groups]                ‖x‖₂ / s                           floor(x·inv + (s + u))      (code − s)·step
+``mean``     step[groups]                2 · mean|x| (bits = 1)             1 if x ≥ 0 else 0           (code − ½)·step
+===========  ==========================  =================================  ==========================  ==============
+
+``inv`` is 1/step in float32, or 0 where step is below 2**-126. ``u`` is ½ (nearest) or uniform(element index)
+(stochastic). Codes are clamped to [0, 2**bits − 1] (minmax) or [0, 2s]. All elementwise arithmetic is float32, without
+fused multiply-add; sums (l2, mean) are taken in float64. A group that holds inf or NaN gets lo = step = NaN and
+codes 0, so everything decoded from it is NaN: a broken gradient stays visible.
+
+Codes are packed group by group. ``bits`` is split into planes whose widths are the powers of two that sum to it,
+largest first (7 = 4 + 2 + 1); the first plane holds the code's lowest bits. In a plane of width w over a group of m
+elements, ``stride = ceil(m·w / 8)`` bytes; element j sits in byte ``j % stride`` at bit ``(j // stride)·w``. So a 4-bit
+byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vectorize. Unused bits are zero.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, cast
+
+from narrowband.kernels.backends import backend_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Scale",
+    "dequantize_groups",
+    "group_minmax",
+    "packed_nbytes",
+    "plane_widths",
+    "quantize_groups",
+]
+
+
+Scale = Literal["minmax", "absmax", "l2", "mean"]
+
+
+def plane_widths(bits: int) -> list[int]:
+    """Widths of the bit planes of a code, largest first: ``plane_widths(7) == [4, 2, 1]``."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def packed_nbytes(numel: int, bits: int, group: int) -> int:
+    """Bytes of the packed codes of ``numel`` elements, without header and padding."""
+    widths = plane_widths(bits)
+    full, rest = divmod(numel, group)
+    return full * sum(-(-group * w // 8) for w in widths) + sum(-(-rest * w // 8) for w in widths)
+
+
+def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each group: two float32 tensors of ceil(numel / group); NaN where not finite."""
+    return cast("tuple[Tensor, Tensor]", backend_of(x).group_minmax(x, group))
+
+
+def quantize_groups(
+    x: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, stochastic: bool, seed: int = 0
+) -> None:
+    """Quantize float32 ``x`` into ``out`` (uint8: header, codes, zero padding to its end)."""
+    backend_of(x).quantize_groups(x, out, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed)
+
+
+def dequantize_groups(
+    payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
+) -> None:
+    """``out = weight · decoded`` or, accumulating, ``out += weight · decoded``. The payload's size is the caller's
+    check.
+    """
+    backend_of(out).dequantize_groups(
+        payload, out, bits=bits, group=group, scale=scale, weight=weight, accumulate=accumulate
+    )

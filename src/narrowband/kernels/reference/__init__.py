@@ -1,0 +1,88 @@
+"""The loops of :mod:`narrowband.kernels` in plain torch: what they mean, and how they run on any device.
+
+The formats are defined beside the public functions, in the file of the same name one folder up; here they are written
+down as whole-tensor operations that can be checked line by line. Arithmetic on floats is one float32 operation per step
+and never fused, so that a faster backend can reproduce every byte. Unsigned 32-bit arithmetic is done in int64 and
+masked. Wide temporaries are made ``CHUNK`` elements at a time, so the reference needs little more memory than the
+tensor it works on.
+"""
+
+from __future__ import annotations
+
+from narrowband.kernels.reference.activations import (
+    apply_mask,
+    dequantize_rows,
+    learn_ranges,
+    mask_positive,
+    pool_places,
+    pool_positions,
+    quantize_rows,
+    quantize_rows_extremes,
+    row_extremes,
+)
+from narrowband.kernels.reference.compensation import (
+    all_finite,
+    all_zero,
+    compensate,
+    compensate_select_topk,
+    difference,
+    encode_topk,
+)
+from narrowband.kernels.reference.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
+from narrowband.kernels.reference.knapsack import cheapest_within
+from narrowband.kernels.reference.lowrank import compensate_project, low_rank_product, orthonormalize
+from narrowband.kernels.reference.momentum import forget, momentum_topk
+from narrowband.kernels.reference.quantized import dequantize_groups, group_minmax, quantize_groups
+from narrowband.kernels.reference.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
+from narrowband.kernels.reference.sparse import (
+    check_indices,
+    elias_fano_decode,
+    elias_fano_encode,
+    sparse_accumulate,
+    sparse_sum,
+    sparse_sum_rows,
+)
+
+FUSES = False
+
+__all__ = [
+    "FUSES",
+    "all_finite",
+    "all_zero",
+    "apply_mask",
+    "cheapest_within",
+    "check_indices",
+    "compensate",
+    "compensate_project",
+    "compensate_select_topk",
+    "dequantize_groups",
+    "dequantize_rows",
+    "difference",
+    "elias_fano_decode",
+    "elias_fano_encode",
+    "encode_topk",
+    "fixed_decode",
+    "fixed_dequantize",
+    "fixed_quantize",
+    "fixed_sum",
+    "forget",
+    "group_minmax",
+    "learn_ranges",
+    "low_rank_product",
+    "mask_positive",
+    "momentum_topk",
+    "orthonormalize",
+    "pool_places",
+    "pool_positions",
+    "quantize_groups",
+    "quantize_rows",
+    "quantize_rows_extremes",
+    "randomk_indices",
+    "row_extremes",
+    "select_threshold",
+    "select_topk",
+    "select_topk_rows",
+    "sparse_accumulate",
+    "sparse_sum",
+    "sparse_sum_rows",
+]

@@ -1,0 +1,157 @@
+"""Saved activations in plain torch. R rows, I elements of a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from narrowband.kernels.reference import common
+from narrowband.kernels.reference.common import (
+    TINY,
+    floats_where_finite,
+    ordered_bits,
+    pack_codes,
+    uniform,
+    unpack_codes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from narrowband.kernels.activations import Rows, Windows
+
+__all__ = [
+    "apply_mask",
+    "dequantize_rows",
+    "learn_ranges",
+    "mask_positive",
+    "pool_places",
+    "pool_positions",
+    "quantize_rows",
+    "quantize_rows_extremes",
+    "row_extremes",
+]
+
+
+def _runs(rows: Rows, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, last row, the range of each): runs of rows, about CHUNK elements each."""
+    run = max(common.CHUNK // max(rows.inner, 1), 1)
+    for first in range(0, rows.count, run):
+        last = min(first + run, rows.count)
+        row_R = torch.arange(first, last, device=device)
+        part_R = row_R.div(rows.outer * rows.groups, rounding_mode="floor")
+        yield first, last, part_R * rows.groups + row_R % rows.groups
+
+
+def _rows_of(x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
+    """Rows [first, last) as they are in memory, (R, I)."""
+    return x.view(-1)[first * rows.inner : last * rows.inner].view(last - first, rows.inner)
+
+
+def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    size, device = rows.parts * rows.groups, x.device
+    x = x.contiguous()
+    if rows.numel == 0:
+        return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
+    least = torch.empty(rows.count, dtype=torch.int32, device=device)
+    most = torch.empty_like(least)
+    for first, last, _ in _runs(rows, device):
+        ordered_RI = ordered_bits(_rows_of(x, rows, first, last).float().view(torch.int32))
+        least[first:last], most[first:last] = ordered_RI.amin(1), ordered_RI.amax(1)
+    shape = rows.parts, rows.outer, rows.groups
+    return floats_where_finite(least.view(shape).amin(1).view(-1), most.view(shape).amax(1).view(-1))
+
+
+def quantize_rows(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> None:
+    x, inverse = x.contiguous(), torch.where(step < TINY, 0.0, 1.0 / step)
+    stride = -(-rows.inner * bits // 8)
+    for first, last, range_R in _runs(rows, x.device):
+        value_RI = _rows_of(x, rows, first, last).float() - low[range_R, None]
+        value_RI.mul_(inverse[range_R, None])
+        if stochastic:
+            u = uniform(first * rows.inner, last * rows.inner, seed, x.device, 16)
+            value_RI.add_(u.view(value_RI.shape))
+        else:
+            value_RI.add_(0.5)
+        codes_RI = value_RI.nan_to_num_(nan=0.0).floor_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
+        out[first * stride : last * stride] = pack_codes(codes_RI, bits).view(-1)
+
+
+def quantize_rows_extremes(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    return row_extremes(x, rows)
+
+
+def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    learned = known * decay + torch.stack((high - low, low)) * (1 - decay)
+    width, beta = learned - known
+    moved = torch.maximum(beta.abs(), (beta + width).abs())
+    share = torch.where(moved == 0, 0.0, moved / learned[0])
+    whole = torch.isfinite(2 * torch.maximum(high, -low)).all()
+    largest = share.amax() if share.numel() else whole.new_zeros((), dtype=torch.float32)
+    finite, far = torch.stack((whole.float(), largest)).tolist()
+    return learned, bool(finite), far
+
+
+def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+    stride = -(-rows.inner * bits // 8)
+    for first, last, range_R in _runs(rows, out.device):
+        packed = codes[first * stride : last * stride].view(last - first, stride)
+        value_RI = unpack_codes(packed, bits, rows.inner).to(torch.float32)
+        _rows_of(out, rows, first, last).copy_(value_RI.mul_(step[range_R, None]).add_(low[range_R, None]))
+
+
+def _planes(x: Tensor, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
+    """(bit, bytes, elements) of a mask of x: which elements have this bit of these bytes, at most CHUNK at a time."""
+    for begin in range(0, nbytes, common.CHUNK):
+        for bit in range(8):
+            at = bit * nbytes + begin
+            count = min(common.CHUNK, nbytes - begin, x.numel() - at)
+            if count > 0:
+                yield bit, slice(begin, begin + count), slice(at, at + count)
+
+
+def mask_positive(x: Tensor, out: Tensor) -> None:
+    out.zero_()
+    for bit, bytes_, elements in _planes(x, out.numel()):
+        out[bytes_] |= (~(x.view(-1)[elements] <= 0)).to(torch.uint8) << bit  # NaN is kept
+
+
+def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    for bit, bytes_, elements in _planes(x, mask.numel()):
+        kept = (mask[bytes_] >> bit) & 1 != 0
+        out.view(-1)[elements] = torch.where(kept, x.view(-1)[elements].float() * factor, 0.0).to(out.dtype)
+
+
+def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
+    position = position.int().view(_shape_of(windows))
+    row = position.div(windows.width, rounding_mode="floor")
+    position.add_(row, alpha=windows.kernel - windows.width).sub_(_begins(windows, windows.kernel, position.device))
+    out.view(position.shape).copy_(position)
+
+
+def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
+    place = places.int().view(_shape_of(windows))
+    row = place.div(windows.kernel, rounding_mode="floor")
+    place.add_(row, alpha=windows.width - windows.kernel).add_(_begins(windows, windows.width, place.device))
+    out.view(place.shape).copy_(place)
+
+
+def _shape_of(windows: Windows) -> tuple[int, int, int, int]:
+    return windows.outer, windows.rows, windows.columns, windows.inner
+
+
+def _begins(windows: Windows, columns: int, device: torch.device) -> Tensor:
+    """Where windows begin, in rows of so many columns: int32, (rows, columns, 1)."""
+    (down, across), (above, before) = windows.stride, windows.padding
+    row = torch.arange(windows.rows, dtype=torch.int32, device=device) * down - above
+    column = torch.arange(windows.columns, dtype=torch.int32, device=device) * across - before
+    return (row[:, None] * columns + column)[:, :, None]

@@ -1,0 +1,80 @@
+"""Error feedback in one pass, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from narrowband.kernels.reference import common
+from narrowband.kernels.reference.common import magnitude_bits, runs_of_groups
+from narrowband.kernels.reference.selection import select_topk
+from narrowband.kernels.reference.sparse import elias_fano_encode
+from narrowband.kernels.sparse import elias_fano_nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+__all__ = [
+    "all_finite",
+    "all_zero",
+    "compensate",
+    "compensate_select_topk",
+    "difference",
+    "encode_topk",
+]
+
+
+def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
+    for begin, end, _ in runs_of_groups(x.numel(), common.CHUNK):
+        old = residual[begin:end].clone()
+        residual[begin:end] += x[begin:end]
+        x[begin:end] = old
+    return all_finite(residual, below=below)
+
+
+def compensate_select_topk(
+    x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
+) -> tuple[bool, Tensor, Tensor]:
+    finite = compensate(x, residual)
+    at = select_topk(residual, k, sampled=sampled, seed=seed)
+    return finite, at, residual[at]
+
+
+def encode_topk(
+    x: Tensor,
+    residual: Tensor,
+    k: int,
+    out: Tensor,
+    *,
+    sampled: bool = False,
+    seed: int = 0,
+    subtract: bool = False,
+) -> bool:
+    finite, at, values = compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+    if finite:
+        n, number, cut = x.numel(), at.numel(), 4 * k
+        end = cut + elias_fano_nbytes(k, n)
+        out[4 * number :] = 0
+        out[: 4 * number].view(torch.float32).copy_(values)
+        elias_fano_encode(torch.cat([at, at.new_full((k - number,), n - 1)]), n, out[cut:end])
+        if subtract:
+            residual[at] = 0.0
+    return finite
+
+
+def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:
+    torch.sub(x, base, out=out)
+    return all_finite(out, below=below)
+
+
+def all_zero(x: Tensor) -> bool:
+    return not bool(x.any())
+
+
+def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
+    limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
+    tops = [magnitude_bits(x[begin:end]).amax() for begin, end, _ in runs_of_groups(x.numel(), common.CHUNK)]
+    return not tops or bool(torch.stack(tops).amax().cpu() < limit)

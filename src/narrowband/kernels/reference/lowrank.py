@@ -1,0 +1,62 @@
+"""Products of thin factors and orthonormal bases in plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from narrowband.kernels.lowrank import DEPENDENT
+from narrowband.kernels.reference import common
+from narrowband.kernels.reference.compensation import all_finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+__all__ = ["compensate_project", "low_rank_product", "orthonormalize"]
+
+
+def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
+    rows, some = out.view(p.shape[1], q.shape[1]), max(1, common.CHUNK // q.shape[1])
+    for begin in range(0, p.shape[1], some):
+        part = rows[begin : begin + some]
+        total = _sum_up(p[:, begin : begin + some], q) * weight
+        if accumulate:
+            part.add_(total)
+        else:
+            part.copy_(total)
+
+
+def compensate_project(
+    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+) -> bool:
+    old = owed.clone()
+    if said is not None:
+        low_rank_product(owed, *said, weight=-1.0, accumulate=True)
+    owed.add_(x)
+    x.copy_(old)
+    torch.mm(q, owed.view(p.shape[1], -1).T, out=p)
+    return all_finite(owed, below=below)
+
+
+def _sum_up(p: Tensor, q: Tensor) -> Tensor:
+    """pᵀ·q, term by term."""
+    total = p[0, :, None] * q[0]
+    for k in range(1, p.shape[0]):
+        total += p[k, :, None] * q[k]
+    return total
+
+
+def orthonormalize(p: Tensor) -> Tensor:
+    rows, out = p.double(), torch.zeros(p.shape, dtype=torch.float64, device=p.device)
+    for j in range(p.shape[1]):
+        row = rows[:, j : j + 1]
+        before = row.square().sum(-1, keepdim=True)
+        for _ in range(2):  # Gram and Schmidt, once more for what rounding left
+            row = row - (row @ out[:, :j].mT) @ out[:, :j]
+        rest = row.square().sum(-1, keepdim=True)
+        dependent = rest <= DEPENDENT * before
+        out[:, j : j + 1] = torch.where(dependent, 0.0, row / torch.where(dependent, 1.0, rest).sqrt())
+    return out.float()

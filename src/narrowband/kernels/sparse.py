@@ -1,0 +1,80 @@
+"""Sparse vectors: sorted indices with values, sums of them, and indices in few bits.
+
+**Elias–Fano** of k sorted indices below n: ``l`` = the smallest integer ≥ 0 with k·2**l ≥ n. First the upper part:
+2k bits, little-endian within bytes, bit ``(index_i >> l) + i`` set for each i: ceil(2k / 8) bytes. Then the lower part:
+the l low bits of each index one after the other, least significant first: ceil(k·l / 8) bytes. That is k·(2 + l) bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from narrowband.kernels.backends import backend_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "check_indices",
+    "elias_fano_decode",
+    "elias_fano_encode",
+    "elias_fano_low_bits",
+    "elias_fano_nbytes",
+    "sparse_accumulate",
+    "sparse_sum",
+    "sparse_sum_rows",
+]
+
+
+def elias_fano_low_bits(k: int, n: int) -> int:
+    """Number of low bits stored per index: the smallest l ≥ 0 with k·2**l ≥ n (0 when there is nothing to store)."""
+    return (-(-n // k) - 1).bit_length() if 0 < k < n else 0
+
+
+def elias_fano_nbytes(k: int, n: int) -> int:
+    """Bytes of k sorted indices below n: k·(2 + l) bits, each of the two parts rounded up to a byte."""
+    if k == 0:
+        return 0
+    return -(-2 * k // 8) + -(-k * elias_fano_low_bits(k, n) // 8)
+
+
+def check_indices(indices: Tensor, n: int) -> None:
+    """Raise :class:`PayloadError` unless the int32 indices are in [0, n) and never descend."""
+    backend_of(indices).check_indices(indices, n)
+
+
+def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
+    """``out[indices] += weight · values``; indices sorted (equal neighbours add up) and already checked."""
+    backend_of(out).sparse_accumulate(out, indices, values, weight)
+
+
+def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
+    """``out = Σ weight · part``, each part as (indices, values) for :func:`sparse_accumulate`; to the bit what zeroing
+    and accumulating part by part gives.
+    """
+    backend_of(out).sparse_sum(out, parts, weight)
+
+
+def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
+    """:func:`sparse_sum` of rows of bytes that hold k float32 values each, then k indices as :func:`elias_fano_encode`
+    writes them.
+
+    ``payloads`` is uint8 of shape (parts, bytes), each row contiguous and beginning at a multiple of four bytes.
+    Raises :class:`PayloadError` as :func:`elias_fano_decode` does, before anything is written.
+    """
+    backend_of(out).sparse_sum_rows(out, payloads, k, weight)
+
+
+def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
+    """Write k sorted indices below n into ``out`` (uint8, exactly :func:`elias_fano_nbytes` long)."""
+    backend_of(indices).elias_fano_encode(indices, n, out)
+
+
+def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
+    """The k indices (int32) in ``payload`` (uint8, exactly :func:`elias_fano_nbytes` long).
+
+    Raises :class:`PayloadError` unless it holds exactly k indices, all below n, never descending.
+    """
+    return cast("Tensor", backend_of(payload).elias_fano_decode(payload, k, n))

@@ -1,0 +1,204 @@
+"""Saved activations: each backend against the reference."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowband import kernels
+from narrowband.kernels import cpu, reference
+from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+from tests.kernels.backends.common import (
+    KINDS,
+    SIZES,
+    assert_same,
+    dtypes,
+    lean,
+    make,
+    make_as,
+    seeds,
+    some_rows,
+    written,
+)
+
+
+@given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, out_dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
+       stochastic=st.booleans(), ranges=st.sampled_from(["extremes", "narrow", "any-bits"]), seed=seeds)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_rows_of_activations(
+    rows: kernels.Rows, kind: str, dtype: Any, out_dtype: Any, bits: int, stochastic: bool, ranges: str, seed: int
+) -> None:
+    shape = rows.parts, rows.outer, rows.groups, rows.inner
+    x = torch.nn.functional.pad(make_as(dtype, kind, rows.numel, seed % 2**32), (1, 0))[1:].view(shape)
+    low, high = on_all("row_extremes", x, rows)
+    step = (high - low) / (2**bits - 1)
+    if ranges == "narrow":
+        step *= 0.7
+    elif ranges == "any-bits":
+        low, step = make("any-bits", 2 * low.numel(), 1 + seed % 1000).view(2, -1).unbind()
+    form: dict[str, Any] = {"bits": bits, "stochastic": stochastic, "seed": seed}
+    packed, decoded = [], []
+    for backend in BACKENDS:
+
+        def encode(out: Tensor, backend: Any = backend) -> None:
+            backend.quantize_rows(x, out, rows, low, step, **form)
+
+        def decode(out: Tensor, backend: Any = backend) -> None:
+            backend.dequantize_rows(packed[-1], out, rows, low, step, bits=bits)
+
+        packed.append(written(encode, (rows.nbytes(bits),), torch.uint8))
+        decoded.append(written(decode, shape, out_dtype))
+    assert_all_same(packed)
+    assert_all_same(decoded)
+
+
+@given(
+    groups=st.integers(0, 20),
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 2),
+    decay=st.sampled_from([0.0, 0.5, 0.9]),
+    seed=seeds,
+)
+@settings(max_examples=300, deadline=None)
+def test_learning_ranges(groups: int, kinds: tuple[str, str], decay: float, seed: int) -> None:
+    low, *others = (make(kind, 2 * groups, seed % 2**32).view(2, groups) for kind in kinds)
+    low, high = torch.minimum(*low), torch.maximum(*low)
+    known = others[0].abs()
+    expected, whole, far = reference.learn_ranges(known, low, high, decay)
+    learned, finite, moved = cpu.learn_ranges(known, low, high, decay)
+    assert finite == whole == bool(torch.isfinite(2 * torch.maximum(high, -low)).all())
+    if finite and bool(torch.isfinite(known).all()):
+        assert_same(learned, expected)
+        assert moved == far or (math.isnan(moved) and math.isnan(far))
+        wide = known.double() * decay + torch.stack((high.double() - low.double(), low.double())) * (1 - decay)
+        scale = (known.abs() + torch.stack((high.abs() + low.abs(), low.abs()))).double() * 2.0**-22 + 2.0**-148
+        assert bool(((learned.double() - wide).abs() <= scale).all())
+
+
+def test_how_far_an_end_has_moved() -> None:
+    known = torch.tensor([[4.0, 2.0, 0.0], [-2.0, 0.0, 1.0]])  # from −2 to 2, 0 to 2, 1 to 1
+    for backend in BACKENDS:
+        for low, high, share in (
+            ([-2.0, 0, 1], [2.0, 2, 1], 0.0),
+            ([-2.0, 0, 1], [2.0, 4, 1], 1 / 3),  # 0 to 3
+            ([-6.0, 0, 1], [2.0, 2, 1], 2 / 6),  # −4 to 2
+            ([-2.0, 0, 3], [2.0, 2, 3], math.inf),  # 2 to 2
+        ):
+            _, finite, moved = backend.learn_ranges(known, torch.tensor(low), torch.tensor(high), 0.5)
+            assert finite
+            assert moved == pytest.approx(share)
+        assert not backend.learn_ranges(known, torch.zeros(3), torch.tensor([1.0, math.nan, 2.0]), 0.5)[1]
+
+
+@given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
+       stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_rows_in_one_pass_and_with_gaps_between_lines(
+    rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, gap: int | None, any_bits: bool, seed: int
+) -> None:
+    """Codes and extremes are those of two passes over the same elements without gaps, on both backends."""
+    lines, width = rows.parts * rows.outer, rows.groups * rows.inner
+    x = plain = make_as(dtype, kind, rows.numel, seed % 2**32)
+    if gap is not None:
+        x = torch.full((lines, gap + width), math.nan, dtype=dtype)[:, gap:]  # nothing may be seen of what is between
+        x.copy_(plain.view(lines, width))
+    low, high = reference.row_extremes(plain, rows)
+    ranges = make("any-bits" if any_bits else "normal", 2 * low.numel(), 1 + seed % 1000).view(2, -1).unbind()
+    form: dict[str, Any] = {"bits": bits, "stochastic": stochastic, "seed": seed}
+    expected = torch.full((rows.nbytes(bits),), 5, dtype=torch.uint8)
+    reference.quantize_rows(plain, expected, rows, *ranges, **form)
+    for backend in BACKENDS:
+        assert_same(backend.row_extremes(x, rows), (low, high))
+        for name in ("quantize_rows", "quantize_rows_extremes"):
+            seen: list[Any] = []
+
+            def encode(out: Tensor, backend: Any = backend, name: str = name, seen: list[Any] = seen) -> None:
+                seen.append(getattr(backend, name)(x, out, rows, *ranges, **form))
+
+            assert_same(written(encode, (rows.nbytes(bits),), torch.uint8), expected)
+            assert_same(seen[0], (low, high) if name == "quantize_rows_extremes" else None)
+
+
+@given(values=st.lists(st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 2.0, -2.0, 3e38, -3e38]), min_size=1, max_size=70))
+@lean
+def test_extremes_know_both_zeros_and_all_signs(values: list[float]) -> None:
+    x, rows = torch.tensor(values), kernels.Rows(1, 1, 1, len(values))
+    ordered = sorted(values, key=lambda value: (value, math.copysign(1, value)))
+    expected = torch.tensor([ordered[0]]), torch.tensor([ordered[-1]])
+    assert_same(cpu.row_extremes(x, rows), expected)
+    assert_same(reference.row_extremes(x, rows), expected)
+
+
+@given(rows=some_rows, dtype=dtypes, bits=st.sampled_from([2, 4, 8]), seed=st.integers(0, 2**32 - 1))
+@lean
+def test_decoding_rows_of_any_bytes(rows: kernels.Rows, dtype: Any, bits: int, seed: int) -> None:
+    codes = torch.from_numpy(np.frombuffer(np.random.default_rng(seed).bytes(rows.nbytes(bits)), np.uint8).copy())
+    low, step = make("any-bits" if seed % 2 else "normal", 2 * rows.parts * rows.groups, seed).view(2, -1).unbind()
+    on_all("dequantize_rows", codes, torch.full((rows.numel,), 5, dtype=dtype), rows, low, step, bits=bits)
+
+
+@given(n=st.one_of(st.integers(0, 300), st.sampled_from(SIZES)), kind=st.sampled_from(KINDS), dtype=dtypes,
+       out_dtype=dtypes, factor=st.sampled_from([1.0, 1 / 0.9, -3.0, 1e38]),
+       seed=st.integers(0, 2**32 - 1))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_masks(n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, seed: int) -> None:
+    x, y = (make_as(dtype, k, n, seed) for k in (kind, "any-bits"))
+    y = torch.nn.functional.pad(y, (1, 0))[1:]
+    masks, applied = [], []
+    for backend in BACKENDS:
+
+        def positive(out: Tensor, backend: Any = backend) -> None:
+            backend.mask_positive(x, out)
+
+        def apply(out: Tensor, backend: Any = backend) -> None:
+            backend.apply_mask(masks[-1], y, out, factor)
+
+        masks.append(written(positive, (-(-n // 8),), torch.uint8))
+        applied.append(written(apply, (n,), out_dtype))
+        own = y.clone()
+        backend.apply_mask(masks[-1], own, own, factor)
+        assert_same(own, written(apply, (n,), dtype))
+    assert_all_same(masks)
+    assert_all_same(applied)
+
+
+@given(data=st.data(), last=st.booleans(), ceil_mode=st.booleans(), samples=st.sampled_from([None, 0, 1, 2]),
+       channels=st.sampled_from([1, 3, 17]))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_places_of_maxima(data: Any, last: bool, ceil_mode: bool, samples: int | None, channels: int) -> None:
+    """The positions of PyTorch's max pooling, of one sample or several, in planes or with channels last."""
+    kernel = data.draw(st.tuples(st.integers(1, 16), st.integers(1, 16)) | st.sampled_from([(256, 1), (1, 256)]))
+    padding = tuple(data.draw(st.integers(0, k // 2)) for k in kernel)
+    stride = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    plane = tuple(data.draw(st.integers(max(1, k - 2 * p), k + 40)) for k, p in zip(kernel, padding, strict=True))
+    shape = (channels, *plane) if samples is None else (samples, channels, *plane)
+    x = make("few-levels", math.prod(shape), data.draw(st.integers(0, 2**32 - 1))).view(shape)
+    _, position = torch.nn.functional.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode, return_indices=True)
+    rows, columns = position.shape[-2:]
+    if last:
+        position = position.movedim(-3, -1).contiguous()
+    inner = channels if last else 1
+    outer = position.numel() // (rows * columns * inner)
+    windows = kernels.Windows(outer, rows, columns, inner, plane[1], kernel[1], stride, padding)
+    assert windows.numel == position.numel()
+    places = []
+    for backend in BACKENDS:
+
+        def forward(out: Tensor, backend: Any = backend) -> None:
+            backend.pool_places(position, out, windows)
+
+        def back(out: Tensor, backend: Any = backend) -> None:
+            backend.pool_positions(places[-1], out, windows)
+
+        places.append(written(forward, position.shape, torch.uint8))
+        assert_same(written(back, position.shape, torch.int64), position)
+    assert_all_same(places)

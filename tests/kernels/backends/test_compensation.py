@@ -1,0 +1,166 @@
+"""Error feedback in one pass: each backend against the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowband import kernels
+from narrowband.kernels import cpu, reference
+from narrowband.kernels.cpu import selection
+from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+from tests.kernels.backends.common import (
+    MILLION,
+    assert_same,
+    inputs,
+    lean,
+    make,
+    seeds,
+    threads,
+)
+
+
+@given(x=inputs, seed=seeds)
+@lean
+def test_compensate_and_its_undoing(x: Tensor, seed: int) -> None:
+    owed = make("any-bits" if seed % 2 else "normal", x.numel(), seed % 1000)
+    on_all("compensate", x, owed)
+    gradient, residual = x.clone(), owed.clone()
+    cpu.compensate(gradient, residual)
+    residual.copy_(gradient)
+    assert torch.equal(residual.view(torch.int32), owed.view(torch.int32))
+
+
+@pytest.mark.parametrize("subtract", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (900, 900), (5000, 500), (60_000, 60), (MILLION, 1000)])
+@pytest.mark.parametrize("kind", ["normal", "few-levels", "zeros"])
+def test_encode_topk(kind: str, n: int, k: int, sampled: bool, subtract: bool) -> None:
+    """Its three parts one after the other; the same bytes on both backends and with any number of threads."""
+    owed = make("normal", n, 3) if kind != "zeros" else torch.zeros(n)
+    nbytes = 4 * k + kernels.elias_fano_nbytes(k, n)
+    outcomes = []
+    for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
+        x, residual = make(kind, n, 5), owed.clone()
+        out = torch.full((-(-nbytes // 4) * 4,), 0xAA, dtype=torch.uint8)
+        with threads(count):
+            assert backend.encode_topk(x, residual, k, out, sampled=sampled, seed=7, subtract=subtract)
+        outcomes.append([x, residual, out])
+    assert_same(outcomes[0], outcomes[1])
+    assert_same(outcomes[0], outcomes[2])
+    x, total, out = make(kind, n, 5), owed.clone(), outcomes[0][2]
+    _, at, values = reference.compensate_select_topk(x, total, k, sampled=sampled, seed=7)
+    found = at.numel()
+    assert torch.equal(outcomes[0][0], owed)
+    assert torch.equal(out[: 4 * k].view(torch.float32), torch.nn.functional.pad(values, (0, k - found)))
+    indices = reference.elias_fano_decode(out[4 * k : nbytes], k, n)
+    assert torch.equal(indices[:found], at)
+    assert (indices[found:] == n - 1).all()
+    assert not out[nbytes:].any()
+    if subtract:
+        total[at] = 0.0
+    assert torch.equal(outcomes[0][1], total)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_encode_topk_of_what_is_not_finite_writes_nothing(backend: Any, count: int) -> None:
+    x, residual = make("normal", MILLION, 0), make("normal", MILLION, 1)
+    x[777_777] = torch.inf
+    owed, gradient = residual.clone(), x.clone()
+    out = torch.full((10_000,), 0xAA, dtype=torch.uint8)
+    with threads(count):
+        assert not backend.encode_topk(x, residual, 1000, out, subtract=True)
+    assert (out == 0xAA).all()
+    assert torch.equal(x, owed)
+    assert torch.equal(residual, owed + gradient)
+
+
+def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
+    """Large elements in few stretches: the exact selection is exact, and seldom has to look at everything."""
+    looks = {"second": 0, "everything": 0}
+    above, everything = selection._select_above, selection._exact_topk
+
+    def look_again(*arguments):
+        looks["second"] += 1
+        return above(*arguments)
+
+    def look_at_everything(*arguments):
+        looks["everything"] += 1
+        return everything(*arguments)
+
+    monkeypatch.setattr(selection, "_select_above", look_again)
+    monkeypatch.setattr(selection, "_exact_topk", look_at_everything)
+    x = make("normal", MILLION, 0)
+    x[: MILLION - 3].view(-1, 100)[::33] *= 10
+    expected = x.abs().topk(10_000).indices.sort().values
+    with threads(2):  # which part of a sample comes from where, and so whether it misleads, depends on their number
+        for seed in range(200):
+            finite, indices, _ = cpu.compensate_select_topk(x.clone(), torch.zeros(MILLION), 10_000, seed=seed)
+            assert finite
+            assert torch.equal(indices.long(), expected)
+    assert 4 <= looks["second"] < 200, looks
+    assert looks["everything"] <= looks["second"] / 4, looks
+
+
+@given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
+@settings(max_examples=200, deadline=None)
+def test_compensate_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
+    n = x.numel()
+    k = min(n, max(1, round(share * n)))
+    outcomes = []
+    for backend in BACKENDS:
+        gradient, residual = x.clone(), make("few-levels", n, 1)
+        finite, indices, values = backend.compensate_select_topk(gradient, residual, k, sampled=sampled, seed=seed)
+        assert indices.dtype == torch.int32
+        outcomes.append([finite, gradient, residual, indices if finite else None, values if finite else None])
+    assert_all_same(outcomes)
+    assert outcomes[0][0] is bool(outcomes[0][2].isfinite().all())
+
+
+@given(x=inputs)
+@lean
+def test_all_finite(x: Tensor) -> None:
+    on_all("all_finite", x)
+
+
+@given(x=inputs, seed=seeds, below=st.sampled_from([float("inf"), 1.0, 2.0**100]))
+@lean
+def test_difference(x: Tensor, seed: int, below: float) -> None:
+    base = make("any-bits" if seed % 2 else "normal", x.numel(), seed % 1000)
+    fine = on_all("difference", x, base, torch.empty_like(x), below=below)
+    expected = x - base
+    assert fine is bool((expected.abs() < below).all())
+    for backend in BACKENDS:
+        for place in range(2):
+            own = [x.clone(), base.clone()]
+            assert backend.difference(*own, own[place], below=below) is fine
+            assert_same(own[place], expected)
+
+
+@pytest.mark.parametrize("where", [0, 63, 4095, 4096, MILLION - 1])
+@pytest.mark.parametrize("value", [1e-45, -1.0, float("nan")])
+def test_one_element_that_is_not_zero_is_found(where: int, value: float) -> None:
+    x = torch.zeros(MILLION)
+    x[7] = -0.0
+    assert on_all("all_zero", x) is True
+    x[where] = value
+    assert on_all("all_zero", x) is False
+
+
+@pytest.mark.parametrize("where", [0, 1, 63, 64, 4095, 4096, 500_000, MILLION - 1])
+def test_one_nan_anywhere_is_found(where: int) -> None:
+    x = torch.zeros(MILLION)
+    assert cpu.all_finite(x)
+    x[where] = float("nan")
+    assert not cpu.all_finite(x)
+    assert not cpu.difference(x, torch.zeros(MILLION), torch.empty(MILLION))
+    assert not cpu.compensate(x, torch.zeros(MILLION))

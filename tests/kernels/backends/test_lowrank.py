@@ -1,0 +1,102 @@
+"""Low rank: each backend against the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowband.kernels import cpu, reference
+from narrowband.kernels.cpu.lowrank import COLUMNS
+from tests.kernels.backends.common import BACKENDS
+
+if TYPE_CHECKING:
+    pass
+
+from tests.kernels.backends.common import (
+    assert_same,
+    lean,
+    make,
+    seeds,
+    threads,
+)
+
+
+@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, COLUMNS, 2 * COLUMNS + 5]), seed=seeds,
+       r=st.integers(1, 10), weight=st.sampled_from([1.0, -1 / 3]), accumulate=st.booleans())  # fmt: skip
+@lean
+def test_low_rank_product(n: int, m: int, r: int, seed: int, weight: float, accumulate: bool) -> None:
+    p, q = make("normal", n * r, seed % 1000).view(r, n), make("normal", m * r, 1).view(r, m)
+    before = make("normal" if accumulate else "nan", n * m, 2)
+    exact = weight * (p.double().T @ q.double()).view(-1) + (before.double() if accumulate else 0.0)
+    results = []
+    for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
+        out = torch.nn.functional.pad(before, (1, 0))[1:]  # where no vector begins
+        with threads(count):
+            backend.low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
+        results.append(out)
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+    torch.testing.assert_close(results[0].double(), exact, rtol=0, atol=1e-4)
+
+
+@given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, 64, 65, 1000]), seed=seeds, r=st.integers(1, 10),
+       said=st.integers(0, 6), broken=st.sampled_from([0.0, 5e5, 2e6, torch.inf, torch.nan]))  # fmt: skip
+@lean
+def test_compensate_project(n: int, m: int, r: int, said: int, broken: float, seed: int) -> None:
+    x, owed = make("normal", n * m, seed % 1000), make("normal", n * m, 1)
+    x[seed % (n * m)] += broken
+    p0, q0 = make("normal", n * said, 2).view(said, n), make("normal", m * said, 3).view(said, m)
+    q = make("normal", r * m, 4).view(r, m)
+    expected = owed.clone()
+    if said:
+        reference.low_rank_product(expected, p0, q0, weight=-1.0, accumulate=True)
+    expected += x
+    product = (q.double() @ expected.view(n, m).double().T).float()
+    for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
+        gradient, debt = torch.nn.functional.pad(x, (1, 0))[1:], owed.clone()
+        p = torch.empty(r, n)
+        with threads(count):
+            below = backend.compensate_project(gradient, debt, q, p, said=(p0, q0) if said else None, below=1e6)
+        assert below == (abs(broken) < 1e6)
+        assert_same(gradient, owed)
+        assert_same(debt, expected)
+        if below:
+            torch.testing.assert_close(p, product, rtol=1e-4, atol=1e-3 + 1e-6 * abs(broken))
+
+
+@given(n=st.sampled_from([1, 7, 64, 65, 300, 1000]), r=st.integers(1, 13), count=st.integers(1, 3), seed=seeds)
+@lean
+def test_orthonormalize(n: int, r: int, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p = make("normal", count * r * n, seed % 1000).view(count, r, n) * 10.0 ** rng.integers(-18, 18)
+    for matrix in p:  # rows of zeros, rows that are sums of others, rows that hardly differ, rows of any length
+        for kind, (a, b, c) in zip(rng.integers(5, size=r), rng.integers(r, size=(r, 3)), strict=True):
+            matrix[a] = {0: 0 * matrix[a], 1: matrix[b], 2: matrix[b] - 3 * matrix[c], 3: matrix[a] * 1e-3}.get(
+                int(kind), matrix[b] * (1 + 1e-4 * matrix[a].sign())
+            )
+    before = p.clone()
+    for backend in BACKENDS:
+        rows = backend.orthonormalize(p).double()
+        assert torch.equal(p, before)
+        assert rows.shape == p.shape
+        for q, matrix in zip(rows, p.double(), strict=True):
+            alive = (q != 0).any(1)
+            torch.testing.assert_close(q @ q.T, torch.diag(alive.double()), rtol=0, atol=2e-6)
+            assert not alive[(matrix == 0).all(1)].any()
+            rest = matrix - (matrix @ q.T) @ q
+            assert (rest.norm(dim=1) <= 1e-5 * matrix.norm(dim=1)).all()
+
+
+def test_orthonormalize_goes_in_the_order_of_rows_and_leaves_nan() -> None:
+    p = make("normal", 6 * 500).view(1, 6, 500)
+    q, r = torch.linalg.qr(p[0].double().T)
+    expected = (q * r.diagonal().sign()).T.float()
+    for backend in BACKENDS:
+        torch.testing.assert_close(backend.orthonormalize(p)[0], expected, rtol=0, atol=1e-6)
+        broken = p.clone()
+        broken[0, 2, 7] = torch.nan
+        assert backend.orthonormalize(broken)[0, 2:].isnan().any(1).all()

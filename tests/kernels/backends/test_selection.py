@@ -1,0 +1,109 @@
+"""Selection: each backend against the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowband import kernels
+from narrowband.kernels import reference
+from tests.kernels.backends.common import on_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+from tests.kernels.backends.common import (
+    MILLION,
+    SIZES,
+    inputs,
+    lean,
+    make,
+    seeds,
+)
+
+
+@given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
+@settings(max_examples=200, deadline=None)
+def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
+    if x.numel():
+        on_all("select_topk", x, max(1, round(share * x.numel())), sampled=sampled, seed=seed)
+    else:
+        assert on_all("select_topk", x, 0, sampled=sampled, seed=seed).numel() == 0
+
+
+@given(x=inputs, rows=st.integers(1, 7), share=st.floats(0, 1))
+@lean
+def test_select_topk_rows(x: Tensor, rows: int, share: float) -> None:
+    width = x.numel() // rows
+    if width:
+        on_all("select_topk_rows", x[: rows * width].view(rows, width), max(1, round(share * width)))
+
+
+@pytest.mark.parametrize("k", [1, 500, 5_000])
+@pytest.mark.parametrize("kind", ["normal", "few", "equal", "outliers at one end"])
+def test_rows_long_enough_for_a_sample(kind: str, k: int) -> None:
+    x = torch.randn(5, 20_000, generator=torch.Generator().manual_seed(k))
+    if kind == "few":
+        x[:, 37:] = 0.0
+    elif kind == "equal":
+        x = torch.ones_like(x)
+    elif kind == "outliers at one end":
+        x[:, :300] *= 1e6
+    indices = on_all("select_topk_rows", x, k)
+    assert torch.equal(indices.view(5, k), torch.stack([kernels.select_topk(x[r], k) + r * 20_000 for r in range(5)]))
+
+
+@given(x=inputs, value=st.one_of(st.floats(1e-6, 10), st.sampled_from([1e-45, 1.0, 2.0, 3.4e38, float("inf")])))
+@lean
+def test_select_threshold(x: Tensor, value: float) -> None:
+    on_all("select_threshold", x, value)
+
+
+@given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 3000), seed=seeds)
+@lean
+def test_randomk_indices(n: int, k: int, seed: int) -> None:
+    indices = on_all("randomk_indices", n, min(n, k), seed, torch.device("cpu"))
+    assert (indices[1:] > indices[:-1]).all()
+
+
+def test_randomk_of_nothing() -> None:
+    on_all("randomk_indices", 0, 0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "ascending", "descending", "few-levels", "nan"])
+def test_topk_of_a_million(kind: str, sampled: bool) -> None:
+    x = make(kind, MILLION)
+    for k in (1, 1000, 100_000):
+        indices = on_all("select_topk", x, k, sampled=sampled, seed=k)
+        assert indices.numel() == k or sampled
+
+
+@pytest.mark.parametrize("k", [MILLION * 9 // 10, MILLION - 1, MILLION])
+def test_topk_of_nearly_everything(k: int) -> None:
+    x = make("normal", MILLION)
+    assert on_all("select_topk", x, k).numel() == k
+    on_all("select_topk", x, k, sampled=True)
+
+
+@pytest.mark.parametrize(("n", "k"), [(5000, 2000), (MILLION, 10_000)])
+@pytest.mark.parametrize("large", ["where the sample looks", "where it does not look", "at its first positions"])
+def test_topk_when_the_sample_misleads(n: int, k: int, large: str) -> None:
+    seed = 3
+    looks = reference.randomk_indices(n, kernels.sample_size(n, k), seed, torch.device("cpu")).long()
+    x = make("normal", n).clamp_(-1, 1)
+    if large == "where it does not look":  # every element passes a threshold this low
+        aside = torch.ones(n, dtype=torch.bool)
+        aside[looks] = False
+        x[aside] += 1e6
+    else:  # the threshold is so high that few pass
+        x[looks[: kernels.sample_rank(n, k)] if large == "at its first positions" else looks] += 1e6
+    assert on_all("select_topk", x, k, seed=seed).numel() == k
+    sampled = on_all("select_topk", x, k, sampled=True, seed=seed)
+    assert sampled.numel() == k if large == "where it does not look" else 0 < sampled.numel() < k
+    for sampled_ in (False, True):
+        on_all("compensate_select_topk", x, torch.zeros(n), k, sampled=sampled_, seed=seed)

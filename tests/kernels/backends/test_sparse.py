@@ -1,0 +1,141 @@
+"""Sparse vectors: each backend against the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowband import kernels
+from narrowband.errors import PayloadError
+from narrowband.kernels import cpu, reference
+from narrowband.kernels.cpu.sparse import CACHED
+from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+from tests.kernels.backends.common import (
+    SIZES,
+    deadline,
+    lean,
+    make,
+    seeds,
+)
+
+
+@given(indices=st.lists(st.integers(-3, 12), max_size=12), tidy=st.booleans(), n=st.integers(1, 12))
+@settings(max_examples=200, deadline=None)
+def test_check_indices(indices: list[int], tidy: bool, n: int) -> None:
+    if tidy:
+        indices = sorted(max(i, 0) for i in indices)
+    given_indices = torch.tensor(indices, dtype=torch.int32)
+    valid = indices == sorted(indices) and all(0 <= i < n for i in indices)
+    for backend in BACKENDS:
+        if valid:
+            backend.check_indices(given_indices, n)
+        else:
+            with pytest.raises(PayloadError):
+                backend.check_indices(given_indices, n)
+
+
+@given(n=st.sampled_from(SIZES[1:]), k=st.integers(0, 3000), seed=st.integers(0, 999),
+       weight=st.sampled_from([1.0, 0.25, -1 / 3]), kind=st.sampled_from(["normal", "any-bits"]))  # fmt: skip
+@lean
+def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) -> None:
+    indices = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, n, k)).astype(np.int32))
+    on_all("sparse_accumulate", make("normal", n, seed), indices, make(kind, k, seed), weight)
+
+
+@given(n=st.sampled_from([1, 1000, CACHED, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
+       ks=st.lists(st.integers(0, 3000), min_size=1, max_size=5), weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
+@lean
+def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
+    """To the bit what zeroing and accumulating part by part gives, on both backends, whatever was there before."""
+    rng = np.random.default_rng(seed)
+    parts = [(torch.from_numpy(np.sort(rng.integers(0, n, k)).astype(np.int32)), make("normal", k, seed)) for k in ks]
+    expected = torch.zeros(n)
+    for indices, values in parts:
+        cpu.sparse_accumulate(expected, indices, values, weight)
+    for backend in BACKENDS:
+        out = torch.full((n,), torch.nan)
+        backend.sparse_sum(out, parts, weight)
+        assert torch.equal(out, expected)
+
+
+@given(n=st.sampled_from([1, 1000, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
+       k=st.integers(1, 3000), count=st.integers(1, 5), spare=st.sampled_from([0, 8, 96]),
+       weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
+@lean
+def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weight: float) -> None:
+    """The sum of the parts that the rows hold, wherever in memory they are; nothing when one is damaged."""
+    k = min(k, n)
+    rng = np.random.default_rng(seed)
+    width = 4 * k + -(-kernels.elias_fano_nbytes(k, n) // 4) * 4
+    payloads = torch.full((count, width + spare), 0xAA, dtype=torch.uint8)[:, spare // 2 : spare // 2 + width]
+    parts = []
+    for row in payloads:
+        indices = torch.from_numpy(np.sort(rng.integers(0, n, k)).astype(np.int32))
+        parts.append((indices, make("normal", k, seed)))
+        row[: 4 * k].view(torch.float32).copy_(parts[-1][1])
+        cpu.elias_fano_encode(indices, n, row[4 * k : 4 * k + kernels.elias_fano_nbytes(k, n)])
+    expected = torch.empty(n)
+    cpu.sparse_sum(expected, parts, weight)
+    broken = payloads.clone()
+    broken[-1, 4 * k] ^= 1  # one index more, or one less
+    for backend in BACKENDS:
+        out = torch.full((n,), torch.nan)
+        with pytest.raises(PayloadError):
+            backend.sparse_sum_rows(out, broken, k, weight)
+        assert out.isnan().all()
+        backend.sparse_sum_rows(out, payloads, k, weight)
+        assert torch.equal(out, expected)
+
+
+@given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 5000), seed=seeds)
+@lean
+def test_elias_fano(n: int, k: int, seed: int) -> None:
+    k = min(n, k)
+    indices = reference.randomk_indices(n, k, seed, torch.device("cpu"))
+    payload = torch.full((kernels.elias_fano_nbytes(k, n),), 0xAA, dtype=torch.uint8)
+    on_all("elias_fano_encode", indices, n, payload)
+    cpu.elias_fano_encode(indices, n, payload)
+    assert torch.equal(on_all("elias_fano_decode", payload, k, n), indices)
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_elias_fano_of_nothing(n: int) -> None:
+    with deadline(5):
+        on_all("elias_fano_encode", torch.empty(0, dtype=torch.int32), n, torch.empty(0, dtype=torch.uint8))
+        on_all("elias_fano_decode", torch.empty(0, dtype=torch.uint8), 0, n)
+
+
+@given(n=st.sampled_from([1, 5, 8, 9, 127, 1000, 10**6, 2**31 - 1]), k=st.integers(1, 300), seed=seeds)
+@settings(max_examples=300, deadline=None)
+def test_elias_fano_decoding_of_any_bytes(n: int, k: int, seed: int) -> None:
+    """Both refuse, or both give the same valid indices."""
+    rng = np.random.default_rng(seed)
+    payload = torch.from_numpy(np.frombuffer(rng.bytes(kernels.elias_fano_nbytes(k, n)), np.uint8).copy())
+    kind = seed % 4
+    if kind:  # k ones in the upper part, so that the later checks are reached; or one bit away from a valid payload
+        upper = np.zeros(8 * -(-2 * k // 8), np.uint8)
+        upper[rng.choice(2 * k, k, replace=False)] = 1
+        payload[: upper.size // 8] = torch.from_numpy(np.packbits(upper, bitorder="little"))
+    if kind >= 2 and k <= n:
+        reference.elias_fano_encode(reference.randomk_indices(n, k, seed, torch.device("cpu")), n, payload)
+        if kind == 3:
+            payload[rng.integers(payload.numel())] ^= 1 << int(rng.integers(8))
+    results: list[Tensor | None] = []
+    for backend in BACKENDS:
+        try:
+            results.append(backend.elias_fano_decode(payload.clone(), k, n))
+        except PayloadError:
+            results.append(None)
+    assert_all_same(results)
+    if results[0] is not None:
+        reference.check_indices(results[0], n)
+        assert results[0].numel() == k
