@@ -38,9 +38,9 @@ import narrowband as nb
 from narrowband.bench.ranks import Worker, received, transmitted
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import header_nbytes
-from narrowband.coded.datagram import HEADER_BYTES
-from narrowband.coded.sockets import IP_UDP_BYTES
-from narrowband.coded.transport import connect
+from narrowband.transport import connect
+from narrowband.transport.datagram import HEADER_BYTES
+from narrowband.transport.sockets import IP_UDP_BYTES
 from reproduce.baselines import SSGD, Flat, serve, work
 from reproduce.data import Images, cifar10, mnist
 from reproduce.models import convolutional, perceptron

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from narrowband.coded.average import BlockAverage
-from narrowband.coded.transport import Transport, check_exchange
+from narrowband.transport.contract import Transport, check_exchange
 
 
 class Wires:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowband.coded.datagram import HEADER_BYTES, MAX_CHUNKS, Kind, Missing, Status, Wire, pack_ranks, ranks_of
+from narrowband.transport.datagram import HEADER_BYTES, MAX_CHUNKS, Kind, Missing, Status, Wire, pack_ranks, ranks_of
 
 KEY = bytes(range(32))
 WORLD = 5

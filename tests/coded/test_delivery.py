@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowband.coded.datagram import Missing
-from narrowband.coded.delivery import MismatchError, Receiving, Sending, chunks_of
-from narrowband.coded.pacing import TokenBucket, Window
+from narrowband.transport.datagram import Missing
+from narrowband.transport.delivery import MismatchError, Receiving, Sending, chunks_of
+from narrowband.transport.pacing import TokenBucket, Window
 
 CHUNK = 8
 

@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.coded import probe
-from narrowband.coded.datagram import HEADER_BYTES, KEY_BYTES, Kind, Wire
-from narrowband.coded.multicast import Multicast
-from narrowband.coded.sockets import MulticastSocket, find_interface
-from narrowband.coded.transport import RanksLostError, connect
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements
 from narrowband.lab import run as run_lab
+from narrowband.transport import RanksLostError, connect, probe
+from narrowband.transport.datagram import HEADER_BYTES, KEY_BYTES, Kind, Wire
+from narrowband.transport.multicast import Multicast
+from narrowband.transport.sockets import MulticastSocket, find_interface
 from tests.coded.training import batch, gradient, loss_of, mlp
 from tests.ranks import run_ranks
 
@@ -421,7 +420,7 @@ LAB_MISSING = requirements(LabConfig(nodes=1))
 IN_LAB = """
     import json, os, sys
     import torch, torch.distributed as dist
-    from narrowband.coded.multicast import Multicast
+    from narrowband.transport.multicast import Multicast
 
     dist.init_process_group("gloo")
     rank, world, nbytes = dist.get_rank(), dist.get_world_size(), int(sys.argv[1])
@@ -538,7 +537,7 @@ def test_the_thread_ends_with_the_transport():
 def test_the_thread_does_not_hold_up_the_interpreters_exit(tmp_path):
     code = f"""
         import torch, torch.distributed as dist
-        from narrowband.coded.multicast import Multicast
+        from narrowband.transport.multicast import Multicast
         dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
         transport = Multicast(dist.group.WORLD, interface="lo")
         transport.exchange(torch.zeros(9, dtype=torch.uint8), [None], [[]])

@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import narrowband as nb
-from narrowband.coded import probe
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
 from narrowband.coded.coding import Around, Segment
-from narrowband.coded.multicast import Multicast
-from narrowband.coded.sockets import MulticastSocket
-from narrowband.coded.transport import RanksLostError, Transport, check_exchange
+from narrowband.transport import probe
+from narrowband.transport.contract import RanksLostError, Transport, check_exchange
+from narrowband.transport.multicast import Multicast
+from narrowband.transport.sockets import MulticastSocket
 from tests.coded.simulation import averages_of, gradients_of, on_all
 from tests.coded.test_multicast import Deaf, capture, content, everything, places
 from tests.coded.training import batch, flat, loss_of, mlp

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.coded import Broadcast
-from narrowband.coded.transport import TRANSPORTS, connect
+from narrowband.transport import TRANSPORTS, connect
 from tests.coded.training import batch, gradient, loss_of, mlp
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks

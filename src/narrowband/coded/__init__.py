@@ -5,8 +5,6 @@
 :mod:`.coding`         what travels: packets that are sums of slices, and what is left of them
 :mod:`.average`        from the gradients of blocks to the average: fixed point, headers, exchanges
 :mod:`.parallel`       the model that is used like DDP
-:mod:`.transport`      how buffers get from every rank to those that need them
-:mod:`.multicast`      by datagrams that leave their sender once
 :mod:`.choose`         how much redundancy pays: two times measured, all others predicted
 =====================  ===============================================================================
 
@@ -19,9 +17,9 @@ from __future__ import annotations
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import CodedStats, CodedStepStats
 from narrowband.coded.choose import Candidate, Choice, choose_redundancy, predict
-from narrowband.coded.multicast import Multicast, MulticastStatistics
 from narrowband.coded.parallel import CodedDataParallel
-from narrowband.coded.transport import Broadcast, RanksLostError, Transport
+from narrowband.transport import Broadcast, RanksLostError, Transport
+from narrowband.transport.multicast import Multicast, MulticastStatistics
 
 __all__ = [
     "Assignment",

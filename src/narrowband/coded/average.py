@@ -55,7 +55,7 @@ import torch
 
 from narrowband import kernels
 from narrowband.coded.coding import Across, Around, Inside, cut, cut_whole
-from narrowband.coded.transport import RanksLostError
+from narrowband.transport.contract import RanksLostError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from narrowband.coded.assignment import Assignment
     from narrowband.coded.coding import Round, Segment
-    from narrowband.coded.transport import Range, Transport
+    from narrowband.transport.contract import Range, Transport
 
 __all__ = ["BlockAverage", "CodedStats", "CodedStepStats", "Span", "header_nbytes"]
 

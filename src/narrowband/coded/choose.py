@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
-from narrowband.coded.transport import Broadcast, Transport, connect
 from narrowband.errors import UnsupportedError
+from narrowband.transport import Broadcast, Transport, connect
 
 if TYPE_CHECKING:
     from torch import nn

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.coded.assignment import Assignment
-    from narrowband.coded.transport import Range
+    from narrowband.transport.contract import Range
 
 __all__ = ["Across", "Around", "Inside", "Round", "Segment", "cut", "cut_whole"]
 

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from narrowband import kernels
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage, CodedStats, CodedStepStats
-from narrowband.coded.transport import Transport, connect
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
+from narrowband.transport import Transport, connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

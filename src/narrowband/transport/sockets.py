@@ -12,8 +12,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from narrowband.coded.datagram import HEADER_BYTES
 from narrowband.errors import UnsupportedError
+from narrowband.transport.datagram import HEADER_BYTES
 
 __all__ = ["Interface", "MulticastSocket", "find_interface"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from narrowband.coded.datagram import KEY_BYTES, MAX_RANKS, Kind, Wire
-from narrowband.coded.sockets import Interface, MulticastSocket, find_interface
 from narrowband.errors import UnsupportedError
+from narrowband.transport.datagram import KEY_BYTES, MAX_RANKS, Kind, Wire
+from narrowband.transport.sockets import Interface, MulticastSocket, find_interface
 
 __all__ = ["Session", "open_session"]
 

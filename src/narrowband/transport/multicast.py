@@ -6,11 +6,11 @@ There is no maintained NORM (RFC 5740) for Python, so this is a protocol of its 
   names the missing runs in a *status*; the sender sends those again, once for all who miss them.
 - Statuses also say how far a rank has got with everybody's buffer. A sender keeps within a window of what its slowest
   receiver has got past, so neither receive buffers nor a switch's queue are overrun; the window follows loss
-  (:mod:`narrowband.coded.pacing`). A rank that has yet to begin the exchange keeps what comes early, up to a limit.
+  (:mod:`narrowband.transport.pacing`). A rank that has yet to begin the exchange keeps what comes early, up to a limit.
 - A sender that hears nothing *polls*, saying how much it has sent, so that receivers see what is missing at the end.
   Exchanges that went well have few of these: one status for about a hundred times its size.
-- Every datagram carries a keyed code (:mod:`narrowband.coded.datagram`). What is not of this session is dropped; what
-  comes twice or late changes nothing, because a chunk's place follows from its sender, exchange and number.
+- Every datagram carries a keyed code (:mod:`narrowband.transport.datagram`). What is not of this session is dropped;
+  what comes twice or late changes nothing, because a chunk's place follows from its sender, exchange and number.
 - A rank that is waited for and brings nothing for ``timeout_s``, or gives no sign of life for ``silence_s``, is named
   in an error, on all ranks: who notices first tells the others.
 - With ``tolerate``, exchanges go on after that error, without the rank that was lost. They are numbered anew, from 2³²
@@ -41,7 +41,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from narrowband.coded.datagram import (
+from narrowband.errors import UnsupportedError
+from narrowband.transport.contract import RanksLostError, Transport, check_exchange
+from narrowband.transport.datagram import (
     HEADER_BYTES,
     Datagram,
     Kind,
@@ -51,19 +53,17 @@ from narrowband.coded.datagram import (
     pack_ranks,
     ranks_of,
 )
-from narrowband.coded.delivery import Receiving, Sending
-from narrowband.coded.pacing import TokenBucket, Window
-from narrowband.coded.probe import Session, open_session
-from narrowband.coded.sockets import IP_UDP_BYTES, MulticastSocket
-from narrowband.coded.transport import RanksLostError, Transport, check_exchange
-from narrowband.errors import UnsupportedError
+from narrowband.transport.delivery import Receiving, Sending
+from narrowband.transport.pacing import TokenBucket, Window
+from narrowband.transport.probe import Session, open_session
+from narrowband.transport.sockets import IP_UDP_BYTES, MulticastSocket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from narrowband.coded.transport import Wanted
+    from narrowband.transport.contract import Wanted
 
 __all__ = ["Multicast", "MulticastStatistics"]
 

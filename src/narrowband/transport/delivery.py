@@ -1,8 +1,8 @@
 """What a rank knows of one exchange: how far its own buffer has got, and how far it has got with the others'.
 
 A buffer is cut into chunks; all but the last have the session's size. Its sender sends each once, in order, and again
-those that a receiver says are missing. Nothing here sends, waits or knows the time: :mod:`narrowband.coded.multicast`
-does.
+those that a receiver says are missing. Nothing here sends, waits or knows the time:
+:mod:`narrowband.transport.multicast` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from narrowband.coded.datagram import MAX_CHUNKS, Missing
+from narrowband.transport.datagram import MAX_CHUNKS, Missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,31 @@
+"""How buffers of bytes get from every rank to those that need them. Nothing here knows what the bytes mean.
+
+===================  ===============================================================================
+:mod:`.contract`     an exchange: what each rank contributes and which ranges it needs
+:mod:`.broadcast`    exchanges through a process group
+:mod:`.multicast`    exchanges by datagrams that leave their sender once
+:mod:`.factory`      chooses between the two
+:mod:`.delivery`     which chunks of a buffer were sent, arrived, or are missing
+:mod:`.pacing`       how fast datagrams are sent
+:mod:`.datagram`     the format of a datagram
+:mod:`.sockets`      multicast sockets and network interfaces
+:mod:`.probe`        opens a session and tests whether multicast reaches all ranks
+===================  ===============================================================================
+"""
+
+from __future__ import annotations
+
+from narrowband.transport.broadcast import Broadcast
+from narrowband.transport.contract import RanksLostError, Transport
+from narrowband.transport.factory import TRANSPORTS, connect
+from narrowband.transport.multicast import Multicast, MulticastStatistics
+
+__all__ = [
+    "TRANSPORTS",
+    "Broadcast",
+    "Multicast",
+    "MulticastStatistics",
+    "RanksLostError",
+    "Transport",
+    "connect",
+]

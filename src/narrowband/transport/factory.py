@@ -1,0 +1,71 @@
+"""Which transport a process group gets: the one named, or the one that sends least of those that reach all ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from narrowband.errors import UnsupportedError
+from narrowband.transport.broadcast import Broadcast
+from narrowband.transport.multicast import Multicast
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from narrowband.transport.contract import Transport
+
+__all__ = ["TRANSPORTS", "connect"]
+
+log = logging.getLogger(__name__)
+
+#: What users may choose.
+TRANSPORTS = ("auto", "broadcast", "multicast")
+
+
+def connect(
+    name: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+    *,
+    tolerate: int = 0,
+    patience: float | None = None,
+    readmits: bool = False,
+) -> Transport:
+    """A transport among the ranks of a process group that nothing else uses. All of them call it.
+
+    ``auto`` is the one that sends least of those that reach all ranks: multicast, or broadcast where multicast does not
+    get through, which a warning says. Two ranks have nothing to gain by it.
+
+    Args:
+        name: one of ``TRANSPORTS``.
+        group: the ranks.
+        timeout: of the group, which multicast keeps, too.
+        tolerate: how many ranks may be lost, 0 or 1. One takes multicast: a process group waits for its members.
+        patience: after so many seconds without a sign of life a rank is lost; None: after the time-out.
+        readmits: whether one that was lost may return.
+
+    Raises:
+        ValueError: a name that does not exist.
+        UnsupportedError: ``multicast``, where it does not reach all ranks; what cannot tolerate a loss, but should.
+    """
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport={name!r} is none of {', '.join(TRANSPORTS)}")
+    if name == "broadcast" and tolerate:
+        raise UnsupportedError(
+            f"tolerate={tolerate} takes transport='multicast': a process group cannot go on without one of its members"
+        )
+    if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2 and not tolerate):
+        return Broadcast(group)
+    limits: dict[str, Any] = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
+    try:
+        return Multicast(group, **limits, silence_s=patience, tolerate=tolerate, readmits=readmits)
+    except UnsupportedError as error:
+        if name == "multicast":
+            raise
+        if tolerate:
+            raise UnsupportedError(f"tolerate={tolerate} takes multicast, and {error}") from error
+        if dist.get_rank(group) == 0:
+            log.warning("every packet is sent to each rank that needs it, by broadcast: %s", error)
+        return Broadcast(group)
