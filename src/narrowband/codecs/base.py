@@ -45,6 +45,7 @@ def aligned(nbytes: int) -> int:
 
 
 def numel_of(shape: Shape) -> int:
+    """How many elements a tensor of this shape has."""
     return shape if isinstance(shape, int) else math.prod(shape)
 
 
