@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowband.activations import ActivationCompression, ActivationPolicy, compress_activations
 from narrowband.adapt import Accordion, Constant, GlobalTopK, HardThreshold, KMeans, LGreCo, Plan, Policy
+from narrowband.averaging import Averager
 from narrowband.codecs import Codec, codec, register_codec
 from narrowband.coded import CodedDataParallel, choose_redundancy
 from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
@@ -33,6 +34,7 @@ __all__ = [
     "Accordion",
     "ActivationCompression",
     "ActivationPolicy",
+    "Averager",
     "Boundary",
     "Codec",
     "CodedDataParallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from narrowband.averaging.averager import Averager
 from narrowband.averaging.stats import StepStats
 
-__all__ = ["StepStats"]
+__all__ = ["Averager", "StepStats"]

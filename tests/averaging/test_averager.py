@@ -1,0 +1,164 @@
+"""Averages in loops of one's own: the same bits as under DDP, and the same rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import narrowband as nb
+from tests.digests import GRADIENTS, WITH_OPTIONS, Odd, data
+from tests.gradients.training import flat, loss_of, mlp, refusal
+from tests.ranks import run_ranks
+
+STEPS = 6
+#: Here the layout of DDP's buckets decides in which order numbers are added: the norm that is clipped is one of all
+#: buckets, and without feedback PowerSGD multiplies those matrices in one product that lie in one bucket.
+BY_BUCKET = ("dgc:density=0.05,momentum=0.5,nesterov=true,clip=1.0", "powersgd:rank=1,ef=false")
+
+#: An all-reduce adds up in an order that depends on buckets where there are more than two ranks.
+ADDED_UP = ("none", "fp16", "bf16", "randomk", "powersgd")
+
+CASES = [(spec, {}) for spec in GRADIENTS if spec not in BY_BUCKET]
+CASES += [case for case in WITH_OPTIONS if "small" not in case[1]]
+CASES_OF_THREE = [case for case in CASES if not case[0].startswith(ADDED_UP) and "warmup_steps" not in case[1]]
+
+
+def under_ddp_and_alone(rank, world_size, cases):
+    """Whether gradients, states and bytes agree, and how often an average was not the rank's own gradient."""
+    found = []
+    for spec, options in cases:
+        plain = Odd()
+        model = DDP(Odd(), find_unused_parameters=True)
+        handle = nb.compress_gradients(model, spec, min_numel=200, seed=7, **options)
+        averager = nb.Averager(plain, spec, min_numel=200, seed=7, **options)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.02) for net in (model, plain)]
+        equal, averaged = True, 0
+        for step in range(STEPS):
+            x, y = data(step, rank)
+            for net, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                (net(x) - y).square().mean().backward()
+            own = plain.head.weight.grad.clone()
+            averager.average()
+            averaged += not torch.equal(own, plain.head.weight.grad)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                if p.grad is not None:
+                    equal &= torch.equal(p.grad, q.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+        one, other = handle.state_dict()["feedback"], averager.state_dict()["feedback"]
+        equal_state = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        nbytes = handle.stats().total.sent_bytes == averager.stats().total.sent_bytes
+        found.append((equal, equal_state, nbytes, averaged))
+        handle.remove()
+        averager.remove()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bits_states_and_bytes_are_those_under_ddp(world_size):
+    cases = CASES if world_size == 2 else CASES_OF_THREE
+    ranks = run_ranks(under_ddp_and_alone, world_size, cases, timeout_s=240.0)
+    found = {str(case): set(of_case) for case, *of_case in zip(cases, *ranks, strict=True)}
+    assert found == {str(case): {(True, True, True, STEPS)} for case in cases}
+
+
+def resumed(rank, world_size):
+    """Parameters of a run of six steps, and of one that is saved after three and goes on in a new averager."""
+
+    def train(model, averager, steps):
+        for step in steps:
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            averager.average()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.05)
+
+    whole, parts = mlp(), mlp()
+    train(whole, nb.Averager(whole, "topk:density=0.1+ef", min_numel=100), range(6))
+    first = nb.Averager(parts.named_parameters(), "topk:density=0.1+ef", min_numel=100)
+    train(parts, first, range(3))
+    state = first.state_dict()
+    second = nb.Averager(dict(parts.named_parameters()), "topk:density=0.1+ef", min_numel=100)
+    second.load_state_dict(state)
+    train(parts, second, range(3, 6))
+    return torch.equal(flat(whole), flat(parts)), second.step
+
+
+def test_a_run_that_is_resumed_goes_on_to_the_bit():
+    # Without a module there are no norms to tell, and here a norm's vectors are small by their dimension anyway.
+    assert run_ranks(resumed, 2) == [(True, 6)] * 2
+
+
+def broken_gradient(rank, world_size):
+    model = mlp()
+    averager = nb.Averager(model, "topk:density=0.1+ef", min_numel=100)
+    loss_of(model, 0, rank).backward()
+    averager.average()
+    before = {key: value.clone() for key, value in averager.state_dict()["feedback"].items()}
+    model.zero_grad()
+    loss_of(model, 1, rank).backward()
+    if rank:
+        model[0].weight.grad[3, 3] = torch.inf
+    averager.average()
+    after = averager.state_dict()["feedback"]
+    seen = not bool(model[0].weight.grad.isfinite().all())
+    return seen, all(torch.equal(before[key], after[key]) for key in before), averager.stats().total.skipped
+
+
+def test_a_step_that_is_not_finite_is_seen_by_all_and_changes_no_residual():
+    assert run_ranks(broken_gradient, 2) == [(True, True, 1)] * 2
+
+
+def other_gradients(rank, world_size):
+    """Averages of a sparse and a complex gradient, and of one that only rank 0 has."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "table": nn.Embedding(9, 4, sparse=True),
+            "wave": nn.Linear(4, 4, dtype=torch.complex64),
+            "out": nn.Linear(4, 3),
+        }
+    )
+    averager = nb.Averager(model, "qsgd:bits=8", min_numel=1)
+    loss = (
+        model["table"](torch.tensor([rank, 5])).sum() + model["wave"](torch.ones(4, dtype=torch.complex64)).abs().sum()
+    )
+    if rank == 0:
+        loss = loss + model["out"](torch.ones(4)).sum()
+    loss.backward()
+    averager.average()
+    table = model["table"].weight.grad.to_dense()
+    return table[:, 0].tolist(), model["wave"].weight.grad, model["out"].bias.grad.tolist()
+
+
+def test_sparse_complex_and_lacking_gradients_are_averaged():
+    (table, wave, bias), other = run_ranks(other_gradients, 2)
+    assert table == other[0] == [0.5, 0.5, 0, 0, 0, 1.0, 0, 0, 0]
+    assert torch.equal(wave, other[1])
+    assert wave.is_complex()
+    assert bias == other[2] == [0.5] * 3
+
+
+def refusals(rank, world_size):
+    model = mlp()
+    frozen = mlp().requires_grad_(False)
+    return [
+        refusal(lambda: nb.Averager(3, "qsgd:bits=4")),
+        refusal(lambda: nb.Averager([torch.ones(3)], "qsgd:bits=4")),
+        refusal(lambda: nb.Averager(frozen, "qsgd:bits=4")),
+        refusal(lambda: nb.Averager(model, "qsgd:bits=4" if rank else "qsgd:bits=2")),
+        refusal(lambda: nb.Averager(model, "qsgd:bits=4+aq-sgd")),
+    ]
+
+
+def test_what_cannot_be_averaged_is_refused_with_what_to_do():
+    for found in run_ranks(refusals, 2):
+        kinds = [kind for kind, _ in found]
+        assert kinds == ["TypeError", "TypeError", "ValueError", "DisagreementError", "UnsupportedError"]
+        assert "pass the model" in found[0][1]
+        assert "no parameter requires a gradient" in found[2][1]
+        assert "'qsgd:bits=2'" in found[3][1] or "qsgd:bits=2" in found[3][1]
