@@ -110,6 +110,10 @@ class LGreCo(Policy):
         reference = None if aim is not None else self._default
         return planned(table, chosen, self, step=step, reference=reference, budget=budget)
 
+    def warm_up(self) -> None:
+        cost, weight = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32)
+        kernels.cheapest_within(cost, weight, 1)
+
     def state_dict(self) -> dict[str, object]:
         return self.reference.state_dict() if isinstance(self.reference, Policy) else {}
 

@@ -57,6 +57,9 @@ class Policy(ABC):
         """Specs of all kinds that layers may get."""
         return [str(self.start)]
 
+    def warm_up(self) -> None:  # noqa: B027  most use no loops of their own
+        """Run once what a decision runs, so that no step waits for a compiler."""
+
     def state_dict(self) -> dict[str, object]:
         """What the next decision depends on beside its gradients, as JSON can hold it."""
         return {}

@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from narrowband.codecs import Codec, Identity, LowRank, TopK
-from narrowband.collectives import allreduce_nbytes, choose
+from narrowband.adapt.policy import as_choice
+from narrowband.codecs import Codec, Identity
+from narrowband.collectives import COLLECTIVES, allreduce_nbytes, choose
 from narrowband.collectives.exchange import Collective, check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import (
-    AQSGD,
-    DGC,
     Compression,
     ErrorFeedback,
     Feedback,
-    PowerSGD,
+    Layout,
     State,
     available,
     compression,
@@ -43,7 +42,8 @@ __all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Vector", "Way", "for
 
 log = logging.getLogger(__name__)
 
-Way = Collective | Literal["lowrank"]
+#: The name of a collective: one of ``COLLECTIVES``, or what a feedback brings.
+Way = str
 
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -153,8 +153,8 @@ class Layers:
         self._size = size
         self._rank = rank
         self.state = chosen.new_feedback()
-        #: The state, if momentum is its business: it then has to hear of everything that is averaged.
-        self.method = self.state if isinstance(self.state, DGC) else None
+        #: The state, if it has to observe everything that is averaged.
+        self.observer = _observer(self.state)
         #: Those of other kinds, by name, once a layer needs them.
         self._others: dict[str, State] = {}
         self._own: dict[str, Compression] = {}
@@ -165,7 +165,7 @@ class Layers:
         self.parameters = self._classify(list(parameters), {id(p) for p in norms}, min_numel)
         self.named = {parameter.name: parameter for parameter in self.parameters.values()}
         self._warned: set[str] = set()
-        self._said_rank = False
+        self._noted = False
         self._settle()
 
     def _classify(
@@ -222,17 +222,17 @@ class Layers:
         return {p: v._replace(early=v.early and early.get(p.dtype, 0) >= EARLY_NBYTES) for p, v in found.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the method the learning rates of this step. Small parameters that travel as one vector have that of the
-        first of them.
+        """Tell the feedback the learning rates of this step. Small parameters that travel as one vector have that of
+        the first of them.
         """
-        assert self.method is not None
+        assert self.state is not None
         of = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         usual = float(optimizer.param_groups[0]["lr"])
         rates = {known.name: of.get(p, usual) for p, known in self.parameters.items()}
         for known in reversed(self.parameters.values()):
             if not known.compressed:
                 rates[known.vector.key] = rates[known.name]
-        self.method.rates = rates
+        self.state.set_learning_rates(rates)
 
     # ---- what a layer has --------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Layers:
     @property
     def plain(self) -> bool:
         """Whether nothing is lost anywhere, so that no feedback has anything to do."""
-        return isinstance(self.usual.codec, Identity) and not self._own
+        return self.usual.codec.exact and not self._own
 
     @property
     def stateful(self) -> bool:
@@ -281,8 +281,8 @@ class Layers:
         if own is None:
             return Layer(usual, self.state, self.way(self.usual))
         codec = own.codec
-        if self.method is not None:
-            codec = self.method.codec_of_layer(cast("TopK", codec), cast("TopK", usual))
+        if self.state is not None:
+            codec = self.state.codec_of_layer(codec, usual)
         return Layer(codec, self._state_of(own), self.way(own))
 
     def _state_of(self, chosen: Compression) -> State | None:
@@ -298,8 +298,8 @@ class Layers:
         """How payloads of this kind travel: chosen for all of a kind together, by the bucket it would make the result
         depend on buckets.
         """
-        if isinstance(chosen.feedback, PowerSGD):
-            return "lowrank"  # what it would not shorten it does not factor
+        if chosen.feedback is not None and chosen.feedback.collective is not None:
+            return chosen.feedback.collective
         if self._collective != "auto":
             return self._collective
         return self._ways.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size, self.state)
@@ -357,10 +357,10 @@ class Layers:
         if layer == self.usual:
             return layer
         if self._collective != "auto":
-            if isinstance(layer.feedback, PowerSGD):
+            if layer.feedback is not None and layer.feedback.collective is not None:
                 raise ValueError(f"{name!r} cannot have {str(layer)!r} with collective={self._collective!r}")
             check(layer.codec, self._collective, self.state)
-        if self.method is not None:
+        if self.usual.feedback is not None and not self.usual.feedback.mixes:
             if layer.feedback == self.usual.feedback:  # as :meth:`has` gave it
                 return layer
             return Compression(like(self.usual, layer, name), self.usual.feedback)
@@ -371,37 +371,30 @@ class Layers:
                     "give the model one, and every layer has it"
                 )
             return layer
-        if isinstance(layer.feedback, DGC):
-            raise ValueError(f"{name!r} cannot have {str(layer)!r}: the momentum of a model is in one place")
-        if layer.feedback is None and isinstance(layer.codec, LowRank) and isinstance(self.state, PowerSGD):
-            layer = compression(replace(cast("PowerSGD", self.usual.feedback), rank=layer.codec.rank))
-        elif layer.feedback is None:
-            layer = Compression(layer.codec, self._feedback_behind(layer.codec))
-        if layer.feedback is not None and layer.feedback.incremental != self.incremental:
+        if layer.feedback is not None and not layer.feedback.mixes:
+            raise ValueError(
+                f"{name!r} cannot have {str(layer)!r}: {layer.feedback.name} is for a whole model, not for one "
+                "layer of it"
+            )
+        if layer.feedback is None:
+            assert self.usual.feedback is not None
+            behind = self.usual.feedback.behind(layer.codec) or ErrorFeedback()
+            layer = Compression(behind.codec if behind.brings_codec else layer.codec, behind)
+        assert layer.feedback is not None
+        if layer.feedback.incremental != self.incremental:
             raise ValueError(
                 f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.usual)!r}: what ef21 keeps cannot "
                 "become others' residuals, nor the other way round; leave this layer's feedback out"
             )
-        if isinstance(layer.feedback, PowerSGD):
-            if not layer.feedback.ef:
-                raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")
-            there = next((s for s in self.states.values() if isinstance(s, PowerSGD)), None)
-            if there is not None and replace(layer.feedback, rank=there.rank) != there:
-                raise ValueError(
-                    f"{name!r} cannot have {str(layer)!r} in a model that has {str(there)!r}: only ranks may differ"
-                )
+        if not layer.feedback.compensates:
+            raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")
+        there = next((state for state in self.states.values() if type(state) is type(layer.feedback)), None)
+        if there is not None and not there.shares_state_with(layer.feedback):
+            raise ValueError(
+                f"{name!r} cannot have {str(layer)!r} in a model that has {str(there)!r}: {there.name} keeps one state "
+                "for all layers that have it, which these settings cannot share"
+            )
         return layer
-
-    def _feedback_behind(self, codec: Codec) -> Feedback:
-        """What a layer has that names a codec only: the model's own feedback, if it can stand there."""
-        own = self.usual.feedback
-        if isinstance(own, Feedback):
-            try:
-                own.check(codec)
-            except UnsupportedError:
-                return ErrorFeedback()
-            return own
-        return ErrorFeedback()
 
     def _settle(self) -> None:
         """Choose the ways of what there is now, and make room for low rank's residuals."""
@@ -412,48 +405,31 @@ class Layers:
                 _, nbytes = kinds.get(type(chosen.codec), (chosen.codec, 0))
                 kinds[type(chosen.codec)] = chosen.codec, nbytes + chosen.codec.payload_nbytes(known.shape)
         self._ways = {kind: choose(codec, nbytes, self._size, self.state) for kind, (codec, nbytes) in kinds.items()}
-        self._check_ranks()
+        self._reserve()
 
-    def _check_ranks(self) -> None:
-        """Make room for low rank's residuals, and say where a rank is more than a matrix has."""
-        rooms: dict[str, list[tuple[str, int, int, torch.device]]] = {}
-        cut: list[str] = []
-        most = 0
+    def _reserve(self) -> None:
+        """Make room for what feedback will keep, and log what it has to say of these layers."""
+        layouts: dict[int, list[Layout]] = {}
         for parameter, known in reversed(self.parameters.items()):  # about the order in which gradients come
             chosen = self.has(known.name)
-            method = self._state_of(chosen) if known.compressed else None
-            if not isinstance(method, PowerSGD):
-                continue
-            codec = cast("LowRank", chosen.codec)
-            n, m, r = method.factors(codec, known.shape)
-            if r and not method.has_residual(known.name):
-                rooms.setdefault(method.name, []).append((known.name, n, m, parameter.device))
-            if codec.rank > min(n, m):
-                most = max(most, codec.rank)
-                cut.append(f"{known.name} ({n} × {m}: {f'rank {r}' if r else 'averaged as it is'})")
-        for method in self.states.values():
-            if isinstance(method, PowerSGD):
-                method.prepare(rooms.get(method.name, []))
-        shapes = [known.shape for known in self.parameters.values() if known.compressed]
-        if isinstance(self.state, PowerSGD) and shapes and not self._own and not self._said_rank:
-            codec = cast("LowRank", self.usual.codec)
-            if not any(self.state.factors(codec, shape)[2] for shape in shapes):
-                self._said_rank = True
-                self.warn(
-                    "%s factors none of this model's matrices, which are too narrow for it: all travel uncompressed. "
-                    "Do not compress, or take a quantizer such as qsgd:bits=4",
-                    self.usual,
-                )
-        if cut and not self._said_rank:
-            self._said_rank = True
-            self.warn("powersgd: rank %d is more than these matrices have: %s", most, ", ".join(cut))
+            state = self._state_of(chosen) if known.compressed else None
+            if state is not None:
+                layout = Layout(known.name, chosen.codec, known.shape, parameter.device)
+                layouts.setdefault(id(state), []).append(layout)
+        for state in self.states.values():
+            announced = layouts.get(id(state), [])
+            state.reserve(announced)
+            note = state.note(announced, whole=not self._own)
+            if note and not self._noted:
+                self._noted = True
+                self.warn("%s", note)
 
     def warn_if_more(self) -> None:
         """Say so when more would be sent than without compression."""
         codec, size = self.usual.codec, self._size
         items = [(p.numel() * p.element_size(), q) for p, q in self.parameters.items() if q.compressed]
-        if size == 1 or not items or not codec.fixed_size or isinstance(self.state, PowerSGD):
-            return
+        if size == 1 or not items or not codec.fixed_size or self.way(self.usual) not in COLLECTIVES:
+            return  # a collective of the feedback's own has no size that is known here
         nbytes = sum(codec.payload_nbytes(q.shape) for _, q in items)
         sent = (size - 1) * nbytes if self.way(self.usual) == "gather" else allreduce_nbytes(nbytes, size)
         plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
@@ -481,9 +457,7 @@ class Layers:
     def own_specs(self) -> dict[str, str]:
         """Of layers that have something of their own."""
         if self._own_specs is None:
-            self._own_specs = {
-                name: str(Compression(own.codec) if self.method else own) for name, own in self._own.items()
-            }
+            self._own_specs = {name: str(as_choice(own)) for name, own in self._own.items()}
         return dict(self._own_specs)
 
     @property
@@ -549,7 +523,7 @@ class Layers:
     def clear(self) -> None:
         """Give the memory back that feedback takes."""
         self.state = self.usual.new_feedback()
-        self.method = self.state if isinstance(self.state, DGC) else None
+        self.observer = _observer(self.state)
         self._others.clear()
 
     def _check_kind(self, saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
@@ -589,6 +563,10 @@ def norms_of(model: nn.Module) -> list[Tensor]:
     return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
 
 
+def _observer(state: State | None) -> State | None:
+    return state if state is not None and state.observes_uncompressed else None
+
+
 def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
     """What a spec names, if gradients can be compressed with it.
 
@@ -596,10 +574,11 @@ def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
         UnsupportedError: it is for something else.
     """
     chosen = compression(spec)
-    if isinstance(chosen.feedback, AQSGD):
+    if chosen.feedback is not None and chosen.feedback.per_sample:
         raise UnsupportedError(
-            f"{str(chosen)!r} cannot compress gradients: aq-sgd keeps buffers per sample, and gradients are sums over "
-            "samples; it is for activations between pipeline stages. Use a codec with '+ef' here"
+            f"{str(chosen)!r} cannot compress gradients: {chosen.feedback.name} keeps buffers per sample, and "
+            "gradients are sums over samples; it is for activations between pipeline stages. "
+            "Use a codec with '+ef' here"
         )
     return chosen
 
@@ -613,10 +592,10 @@ def like(chosen: Compression, spec: str | Codec | Compression | Method, name: st
     layer = for_gradients(spec)
     same_codec = type(layer.codec) is type(chosen.codec)
     same_feedback = layer.feedback is None or type(layer.feedback) is type(chosen.feedback)
-    if isinstance(layer.feedback, DGC):
+    if layer.feedback is not None and not layer.feedback.mixes:
         raise ValueError(
-            f"{name!r} cannot have {str(layer)!r}: momentum and warm-up are the model's, so name what is kept, as in "
-            f"{str(layer.codec)!r}"
+            f"{name!r} cannot have {str(layer)!r}: the settings of {layer.feedback.name} are the whole model's, so "
+            f"name the codec alone, as in {str(layer.codec)!r}"
         )
     if not (same_codec and same_feedback):
         raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(chosen)!r}")

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from narrowband.feedback import DGC
+    from narrowband.feedback import State
 
 __all__ = ["DGCSGD", "check_momentum"]
 
@@ -84,7 +84,7 @@ class DGCSGD(torch.optim.Optimizer):
         return loss
 
 
-def check_momentum(optimizer: torch.optim.Optimizer, method: DGC, parameters: Iterable[torch.Tensor]) -> None:
+def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: Iterable[torch.Tensor]) -> None:
     """Raise ValueError unless the momentum of these parameters is the method's, once.
 
     A method without momentum leaves it to the optimizer.
@@ -109,5 +109,5 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: DGC, parameters: It
             raise ValueError(
                 f"momentum in both places: {type(optimizer).__name__} has {key}={momentum}, and dgc applies "
                 f"{method.momentum} before the wire. Take nb.DGCSGD, which has momentum for weight decay only, set the "
-                f"optimizer's to 0, or leave it to the optimizer with dgc:density={method.density},momentum=0"
+                "optimizer's to 0, or leave it to the optimizer with momentum=0 in the spec"
             )

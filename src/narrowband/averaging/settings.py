@@ -15,7 +15,7 @@ from narrowband.averaging.optim import check_momentum
 from narrowband.collectives import COLLECTIVES
 from narrowband.collectives.exchange import check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import DGC, Compression, PowerSGD
+from narrowband.feedback import Compression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,13 +80,17 @@ class Settings:
             )
         if min_numel < 0 or warmup_steps < 0:
             raise ValueError(f"min_numel={min_numel} and warmup_steps={warmup_steps} must not be negative")
-        if small != "dense" and isinstance(chosen.feedback, PowerSGD):
-            raise UnsupportedError("powersgd factors matrices, and small parameters make none; use small='dense'")
+        brings = chosen.feedback if chosen.feedback is not None and chosen.feedback.collective is not None else None
+        if small != "dense" and brings is not None:
+            raise UnsupportedError(
+                f"{brings.name} averages matrices by a collective of its own, and small parameters make none; use "
+                "small='dense'"
+            )
         if collective != "auto":
             if collective not in COLLECTIVES:
                 raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
-            if isinstance(chosen.feedback, PowerSGD):
-                raise UnsupportedError(f"{chosen} has a way of its own to travel; use collective='auto'")
+            if brings is not None:
+                raise UnsupportedError(f"{chosen} has a collective of its own; use collective='auto'")
             check(chosen.codec, collective, chosen.feedback)
         if not dist.is_available() or not dist.is_initialized():
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
@@ -102,22 +106,23 @@ class Settings:
             UnsupportedError: momentum of complex numbers.
         """
         method = self.compression.feedback
-        if not isinstance(method, DGC):
+        if method is None or not method.observes_uncompressed:
             return self
         if optimizer is not None:
             check_momentum(optimizer, method, (p for _, p in parameters))
         elif method.momentum and warn:
             log.warning(
-                "dgc applies momentum=%s before the wire, and the optimizer must not apply it again; pass optimizer=… "
+                "%s applies momentum=%s before the wire, and the optimizer must not apply it again; pass optimizer=… "
                 "to have that checked",
+                method.name,
                 method.momentum,
             )
         odd = [name for name, p in parameters if p.requires_grad and p.dtype.is_complex]
         if odd and method.momentum:
             raise UnsupportedError(
-                f"dgc keeps the momentum of real numbers; these parameters are complex: {', '.join(odd)}"
+                f"{method.name} keeps the momentum of real numbers; these parameters are complex: {', '.join(odd)}"
             )
-        if method.accumulate != "steps":
+        if not method.needs_learning_rates:
             return self
         if optimizer is None:
             raise ValueError(

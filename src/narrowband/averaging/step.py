@@ -20,9 +20,8 @@ from narrowband.averaging.layers import Vector
 from narrowband.averaging.stats import StepStats
 from narrowband.codecs import Codec
 from narrowband.codecs.base import squared_norm
-from narrowband.collectives import Exchange, Item, LowRankReduce, Wire, allreduce_nbytes, exchange
+from narrowband.collectives import Exchange, Item, Wire, allreduce_nbytes, exchange
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import PowerSGD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -170,13 +169,13 @@ class Step:
         if not self._begun:
             self._begun = True
             self._begin()
-        method = self._layers.method
-        if method is not None and math.isfinite(method.clip):
+        observer = self._layers.observer
+        if observer is not None and math.isfinite(observer.clip):
             x = group.buffer
             self._unclipped.append(group)
             self._norm = math.hypot(self._norm, _norm(x._values() if x.is_sparse else x))
             if last:
-                self._clip(method.clip)
+                self._clip(observer.clip)
                 groups, self._unclipped = self._unclipped, []
                 for at, clipped in enumerate(groups):
                     self._exchange(clipped, last=at == len(groups) - 1)
@@ -210,9 +209,9 @@ class Step:
 
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Start what a group needs."""
-        buffer, size, method = group.buffer, self._ranks.size, self._layers.method
+        buffer, size, observer = group.buffer, self._ranks.size, self._layers.observer
         if buffer.is_sparse:
-            if method is not None and method.momentum:
+            if observer is not None and observer.momentum:
                 raise UnsupportedError(
                     "dgc keeps momentum for every element, and this gradient is sparse; use a dense gradient "
                     "(sparse=False), or dgc with momentum=0"
@@ -230,7 +229,7 @@ class Step:
                     self._number, buffer, group.parameters, 1.0 / (self._parts.loss_scale.value or 1.0)
                 )
             observed = self.compressing or self._layers.incremental  # by feedback, compressed or not
-            if real and ((observed and not self._layers.plain) or method is not None):
+            if real and ((observed and not self._layers.plain) or observer is not None):
                 self._encode(group)
             else:
                 job = self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing)
@@ -264,12 +263,8 @@ class Step:
         if waiting is not None:
             work = waiting
             work.extend(items)
-        elif way != "lowrank":
-            work = exchange(way, items, peers, measure=self._measure)
         else:
-            method = those[0][0].state
-            assert isinstance(method, PowerSGD)
-            work = LowRankReduce(items, peers, self._measure, method)
+            work = exchange(way, items, peers, measure=self._measure, state=those[0][0].state)
         if waiting is None:
             self._exchanges.append(work)
         self._encoded_finite &= work.encode()
@@ -368,10 +363,10 @@ class Step:
         for work in arrived:
             work.deliver(good)
         if not decided:  # what is small is here: it decides, too
-            method = self._layers.method
-            if method is not None and good:
+            observer = self._layers.observer
+            if observer is not None and good:
                 dense = [(known.name, place) for known, _, place in self._small_back if not known.vector.compressed]
-                method.advance_uncompressed(dense)
+                observer.advance_uncompressed(dense)
             for _, part, place in self._small_back:
                 part.copy_(place)
         if self._open_jobs:

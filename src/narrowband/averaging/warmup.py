@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from narrowband import kernels
-from narrowband.adapt import LGreCo
-from narrowband.codecs import TopK
-from narrowband.collectives import Item, LowRankReduce, Peers
-from narrowband.feedback import DGC, Feedback, PowerSGD, compression
+from narrowband.collectives import Item, Peers, exchange
+from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
 
 if TYPE_CHECKING:
@@ -47,9 +45,8 @@ def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.d
         if turn == first:
             with announced(usual, say=peers.rank == 0):
                 use_all(kinds, device)
-                if isinstance(policy, LGreCo):
-                    cost, weight = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32)
-                    kernels.cheapest_within(cost, weight, 1)
+                if policy is not None:
+                    policy.warm_up()
         dist.barrier(peers.group)
 
 
@@ -68,25 +65,24 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     codec, feedback = chosen.codec, chosen.new_feedback()
     kernels.all_zero(x.view(-1))
     kernels.all_finite(x.view(-1))
-    if isinstance(feedback, PowerSGD):
+    if feedback is not None and feedback.collective is not None:
         item = Item("", x.flatten(), x.shape, codec, None, lambda _: 0)
-        work = LowRankReduce([item], Peers(None, 0, 1), False, feedback)
+        work = exchange(feedback.collective, [item], Peers(None, 0, 1), state=feedback)
         work.encode()
         for _ in work.job():
             pass
         work.deliver(good=True)
         kernels.low_rank_product(item.x, *(torch.zeros(1, side) for side in x.shape))  # as of a narrow layer
         return
-    if isinstance(feedback, DGC):
-        feedback.rates = {"": 1.0}
+    if feedback is not None and feedback.needs_learning_rates:
+        feedback.set_learning_rates({"": 1.0})
     if isinstance(feedback, Feedback):
         for commit in {False, feedback.can_roll_back(x)}:
             total = x.flatten()
             payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
             if not commit:
                 feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
-    if isinstance(codec, TopK):  # of a layer that is mostly zeros, such as an embedding, a sample says nothing
-        codec.encode(torch.zeros_like(x))
+    codec.encode(torch.zeros_like(x))  # as an embedding's: selection goes another way where a sample says nothing
     payload, out = codec.encode(x), torch.zeros_like(x)
     codec.decode(payload, out, weight=0.5, accumulate=True)
     codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])

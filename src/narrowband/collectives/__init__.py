@@ -14,8 +14,8 @@ from narrowband.collectives.exchange import (
     Peers,
     allreduce_nbytes,
     choose,
-    exchange,
 )
+from narrowband.collectives.exchanges import exchange
 from narrowband.collectives.groups import Loan, borrow
 from narrowband.collectives.lowrank import LowRankReduce
 

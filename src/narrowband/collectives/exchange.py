@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from narrowband.collectives.engine import Job, Pending
     from narrowband.feedback import Feedback, State
 
-__all__ = ["COLLECTIVES", "Collective", "Exchange", "Item", "Peers", "allreduce_nbytes", "choose", "exchange"]
+__all__ = ["COLLECTIVES", "Collective", "Exchange", "Item", "Peers", "allreduce_nbytes", "choose"]
 
 Collective = Literal["dense", "gather", "scatter_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -180,16 +180,10 @@ def _adds_up(codec: Codec, feedback: State | None) -> bool:
     return dtype == torch.float32 if feedback is not None and feedback.incremental else dtype is not None
 
 
-def exchange(collective: Collective, items: Sequence[Item], peers: Peers, *, measure: bool = False) -> Exchange:
-    """An exchange of ``items``, to be run on an engine's thread: ``it.encode(); engine.start(it.job(), done)``."""
-    kinds: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter_reduce": ScatterReduce}
-    return kinds[collective](items, peers, measure)
-
-
 class Exchange(ABC):
     """What the three ways have in common: encoding, and the end of a step."""
 
-    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, state: State | None = None) -> None:
         self.items: list[Item] = []
         self.peers = peers
         self.measure = measure
@@ -359,8 +353,8 @@ def _spans(sizes: Sequence[int]) -> list[slice]:
 class Dense(Exchange):
     """All-reduce of payloads that add up (``none``, ``fp16``, ``bf16``, ``randomk``)."""
 
-    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
-        super().__init__(items, peers, measure)
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, state: State | None = None) -> None:
+        super().__init__(items, peers, measure, state)
         self._payloads: list[Tensor] = []  # of all items that were encoded at once
 
     def _encode_all(self, items: Sequence[Item]) -> None:
@@ -405,8 +399,8 @@ class Gather(Exchange):
 
     decided_by_encoding = True
 
-    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool) -> None:
-        super().__init__(items, peers, measure)
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, state: State | None = None) -> None:
+        super().__init__(items, peers, measure, state)
         self._fixed = True  # whether all sizes are known before
         self._payloads: list[Tensor] = []  # of all items that were encoded at once; each with room for a trailer
         self._first_nbytes = TRAILER

@@ -29,6 +29,7 @@ from narrowband.codecs.base import squared_norm
 from narrowband.codecs.lowrank import start
 from narrowband.collectives.engine import Wire
 from narrowband.collectives.exchange import Exchange, Item, Peers, allreduce_nbytes
+from narrowband.feedback import PowerSGD
 from narrowband.feedback.base import Norms
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.collectives.engine import Job
-    from narrowband.feedback import PowerSGD
+    from narrowband.feedback import State
 
 __all__ = ["LowRankReduce"]
 
@@ -79,9 +80,11 @@ class LowRankReduce(Exchange):
 
     decided_by_encoding: ClassVar[bool] = True
 
-    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, method: PowerSGD) -> None:
-        super().__init__(items, peers, measure)
-        self._method = method
+    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, state: State | None = None) -> None:
+        super().__init__(items, peers, measure, state)
+        if not isinstance(state, PowerSGD):
+            raise TypeError(f"factors of low rank are kept by powersgd, not by {state!r}")
+        self._method = state
         self._whole: list[_Matrix] = []
         self._parts: list[Tensor] = []  # what these send
         self._blocks: list[_Block] = []

@@ -17,7 +17,7 @@ pipeline: it keeps rows per sample (:class:`SampleStore`), and no gradient belon
 from __future__ import annotations
 
 from narrowband.feedback.aqsgd import AQSGD
-from narrowband.feedback.base import Feedback, SampleState, State
+from narrowband.feedback.base import Feedback, Layout, SampleState, State
 from narrowband.feedback.dgc import DGC
 from narrowband.feedback.ef import ErrorFeedback
 from narrowband.feedback.ef21 import EF21
@@ -33,6 +33,7 @@ __all__ = [
     "Compression",
     "ErrorFeedback",
     "Feedback",
+    "Layout",
     "Method",
     "MixedFeedback",
     "PowerSGD",

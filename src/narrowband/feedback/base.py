@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -67,6 +68,21 @@ class State(ABC):
         return False
 
     @property
+    def momentum(self) -> float:
+        """The momentum that it applies to gradients, so that the optimizer must not."""
+        return 0.0
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether :attr:`momentum` is Nesterov's."""
+        return False
+
+    @property
+    def clip(self) -> float:
+        """Where :attr:`observes_uncompressed`: the norm at which the gradients of all ranks together are clipped."""
+        return math.inf
+
+    @property
     def compensates(self) -> bool:
         """Whether it makes up for what the codec loses. False: what is lost is lost, as with a codec alone."""
         return True
@@ -116,6 +132,15 @@ class State(ABC):
         A method that computes on several layers at once puts their states side by side in memory here. A layer that
         was not announced gets its room when it first comes.
         """
+
+    def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
+        """What users should know of these layers with this feedback, if anything: it is logged once, at set-up.
+
+        Args:
+            layers: all that have it.
+            whole: whether no layer of the model has anything else.
+        """
+        return None
 
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:  # noqa: B027  most need none
         """Tell key → the learning rate of the step that begins; see :attr:`needs_learning_rates`."""

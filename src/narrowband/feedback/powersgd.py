@@ -108,6 +108,21 @@ class PowerSGD(State):
             [(layer.key, n, m, layer.device) for layer, (n, m, r) in sizes if r and not self.has_residual(layer.key)]
         )
 
+    def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
+        """Where a rank is more than a matrix has."""
+        sizes = [(layer, *self.factors(layer.codec, layer.shape)) for layer in layers]
+        if whole and sizes and not any(r for *_, r in sizes):
+            return (
+                f"{format_term(self)} factors none of this model's matrices, which are too narrow for it: all travel "
+                "uncompressed. Do not compress, or take a quantizer such as qsgd:bits=4"
+            )
+        wanted = {layer.key: layer.codec.rank for layer in layers if isinstance(layer.codec, LowRank)}
+        cut = [(layer.key, n, m, r) for layer, n, m, r in sizes if wanted[layer.key] > min(n, m)]
+        if not cut:
+            return None
+        matrices = ", ".join(f"{key} ({n} × {m}: {f'rank {r}' if r else 'averaged as it is'})" for key, n, m, r in cut)
+        return f"powersgd: rank {max(wanted[key] for key, *_ in cut)} is more than these matrices have: {matrices}"
+
     # ---- the residual ------------------------------------------------------------------------------------------------
 
     def prepare(self, matrices: Sequence[tuple[str, int, int, torch.device]]) -> None:
