@@ -269,7 +269,7 @@ def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
     assert said == other
     assert [kind for kind, _ in said] == ["ValueError"] * 4
     assert "another model" in said[0][1]
-    assert "momentum" in said[1][1]
+    assert "for a whole model" in said[1][1]
     assert "without feedback" in said[2][1]
 
 
