@@ -27,8 +27,8 @@ NAMED_AS_IN_THE_MENU = ("how-to/", "results/", "tutorials/", "explanation/", "ar
 
 @pytest.fixture(scope="module")
 def config():
-    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed: make docs")
-    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    mkdocs = pytest.importorskip("mkdocs.config", reason="the docs extra is not installed: make docs")
+    return mkdocs.load_config(str(ROOT / "mkdocs.yml"))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,14 @@ def test_pictures_are_there_and_said_in_words(site):
             if tag == "img":
                 assert attributes["alt"], f"{page}: {attributes['src']}"
                 assert (page.parent / attributes["src"].partition("#")[0]).exists(), f"{page}: {attributes['src']}"
+
+
+def test_pages_with_a_picture_in_mermaid_load_it_from_the_site(site):
+    pages = [page for page in site.rglob("*.html") if 'class="mermaid"' in page.read_text(encoding="utf-8")]
+    assert [page.name for page in pages] == ["architecture.html"]
+    assert (site / "architecture.html").read_text(encoding="utf-8").count('class="mermaid"') == 2
+    assert '<script src="javascripts/mermaid.js">' in pages[0].read_text(encoding="utf-8")
+    assert b"mermaid" in (site / "javascripts/mermaid.js").read_bytes()[:1000]
 
 
 def test_nothing_is_fetched_from_another_host(site):
