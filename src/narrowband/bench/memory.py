@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
@@ -374,7 +375,7 @@ def _moved(x: Any, device: str) -> Any:
 
 def _scalar(output: Any) -> Tensor:
     """Something to go backward from, of whatever a model returns."""
-    found = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise ValueError(
             f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "
