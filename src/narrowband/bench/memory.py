@@ -183,7 +183,7 @@ class Config:
             module and the tuple of its inputs.
         batch: Samples.
         bits: Of what is kept; a row each.
-        peers: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
+        baselines: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
             computed again, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
@@ -195,7 +195,7 @@ class Config:
     model: str = "deit-tiny"
     batch: int = 32
     bits: tuple[int, ...] = (8, 4)
-    peers: bool = False
+    baselines: bool = False
     compiled: bool = False
     rounds: int = 5
     peaks: bool = True
@@ -209,8 +209,8 @@ class Config:
         for bits in self.bits:
             if bits not in (8, 4, 2):
                 raise ValueError(f"bits={bits}: there are 8, 4 and 2")
-        if not (self.bits or self.peers or self.compiled):
-            raise ValueError("nothing to measure: give bits, such as 8 4, or ask for peers")
+        if not (self.bits or self.baselines or self.compiled):
+            raise ValueError("nothing to measure: give bits, such as 8 4, or ask for baselines")
         if self.model not in _SUBJECTS and ":" not in self.model:
             subject(self.model, self.batch)
 
@@ -233,7 +233,7 @@ class _Kind:
 
 def _kinds(config: Config) -> list[_Kind]:
     kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
-    if config.peers:
+    if config.baselines:
         mlps = config.bits if _has_mlps(config) else ()
         kinds += [_Kind(f"{bits} bits, MLPs again", bits, mlps_again=True) for bits in mlps]
         kinds += [_Kind("checkpoint", again=True)]
