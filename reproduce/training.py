@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowband as nb
 from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, Worker, run_ranks
-from narrowband.collectives import allreduce_nbytes, choose
+from narrowband.collectives import all_reduce_nbytes, choose
 from narrowband.lab import LabConfig
 from narrowband.pipeline import Channel
 from narrowband.report.record import commit, read_json, versions, write_json
@@ -113,7 +113,7 @@ class Row:
     clip: float | None = None
     warmup_epochs: int = 0
     min_numel: int = 1
-    small: str = "dense"
+    small: str = "uncompressed"
     depth: int = 8
     limit: int | None = None
     policy: str = ""
@@ -544,9 +544,9 @@ def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: in
     parameters = [p for p in model.parameters() if p.requires_grad]
     nbytes = 4 * sum(p.numel() for p in parameters)
     small = 4 * sum(p.numel() for p in parameters if p.dim() < 2 or p.numel() < row.min_numel)
-    dense = small if row.small == "dense" else 0
+    dense = small if row.small == "uncompressed" else 0
     times_sent = size - 1 if _is_gathered(spec, nbytes, size) else 2 * (size - 1) / size
-    payload = (sent - allreduce_nbytes(dense, size)) / times_sent
+    payload = (sent - all_reduce_nbytes(dense, size)) / times_sent
     return {
         "payload_ratio": nbytes / (payload + dense),
         "matrix_ratio": (nbytes - dense) / payload if payload > 0 else None,
@@ -556,9 +556,9 @@ def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: in
 def _is_gathered(spec: str, nbytes: int, size: int) -> bool:
     """Whether every rank gets every payload; otherwise they are added up on the way."""
     chosen = nb.compression(spec)
-    if chosen.feedback is not None and chosen.feedback.name == "powersgd":
-        return False  # its factors add up, though low-rank codecs' payloads do not
-    return choose(chosen.codec, nbytes, size) == "gather"
+    if chosen.feedback is not None and chosen.feedback.collective is not None:
+        return False  # PowerSGD's factors add up, though low-rank codecs' payloads do not
+    return choose(chosen.codec, nbytes, size).name == "all_gather"
 
 
 def _finite(value: float) -> float | None:

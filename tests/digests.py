@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
-from narrowband import collectives
+from narrowband.collectives import primitives
 from tests.activations import models as activation_models
 from tests.ranks import run_ranks
 
@@ -74,10 +74,10 @@ GRADIENTS = [
 #: (specification, options of compress_gradients) beside the defaults.
 WITH_OPTIONS = [
     ("qsgd:bits=4+ef", {"collective": "scatter_reduce"}),
-    ("qsgd:bits=4+ef", {"collective": "gather"}),
-    ("randomk:density=0.05+ef", {"collective": "gather"}),
+    ("qsgd:bits=4+ef", {"collective": "all_gather"}),
+    ("randomk:density=0.05+ef", {"collective": "all_gather"}),
     ("topk:density=0.05+ef", {"small": "topk:density=0.2"}),
-    ("dgc:density=0.05", {"small": "together"}),
+    ("dgc:density=0.05", {"small": "fused"}),
     ("topk:density=0.05+ef", {"warmup_steps": 5}),
 ]
 ACTIVATIONS = [None, 8, 4, 2]
@@ -155,21 +155,14 @@ def sent_payloads():
     for name, (module, attribute, place) in functions.items():
         before[name] = getattr(module, attribute)
         setattr(module, attribute, watched(name, before[name], place))
-    gathers = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("narrowband.") and "all_gather_single" in vars(module)
-    ]
-    gather = collectives.exchange.all_gather_single if not gathers else vars(gathers[0])["all_gather_single"]
-    for module in gathers:
-        module.all_gather_single = watched("all_gather", gather, 1)
+    gather = primitives.all_gather_single
+    primitives.all_gather_single = watched("all_gather", gather, 1)
     try:
         yield digests
     finally:
         for name, (module, attribute, _) in functions.items():
             setattr(module, attribute, before[name])
-        for module in gathers:
-            module.all_gather_single = gather
+        primitives.all_gather_single = gather
 
 
 class Odd(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 
 import narrowband as nb
 from narrowband.adapt import bucket_priority, fit_times
-from tests.gradients.training import loss_of, mlp, sgd, wrap
+from tests.gradients.training import compress, loss_of, mlp, sgd, wrap
 from tests.ranks import run_ranks
 
 BUCKETS = [["head"], ["body.1", "body.2"], ["stem"]]
@@ -49,7 +49,7 @@ def test_too_few_samples_are_refused():
 
 def measured(rank, world_size, spec, choices):
     model = wrap(mlp(), 1e-6)
-    handle = nb.compress_gradients(model, spec, min_numel=64)
+    handle = compress(model, spec, min_numel=64)
     optimizer, count = sgd(model), [0]
 
     def step():
@@ -59,7 +59,7 @@ def measured(rank, world_size, spec, choices):
         count[0] += 1
 
     times = nb.measure_times(handle, step, choices, samples=7, steps=3, warmup_steps=1)
-    specs = {str(handle.layers.has(name)) for name in handle.layers.shapes}
+    specs = {str(handle.layers.spec_for(name)) for name in handle.layers.parameters.shapes}
     policy = nb.LGreCo(spec, objective="time", seconds_per_byte=times.seconds_per_byte)
     return times, handle.buckets, specs, count[0], sorted(policy.seconds_per_byte)
 

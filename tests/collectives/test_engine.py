@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import Engine, Wire
+from narrowband.collectives import Engine, Transfer
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def many_jobs(rank, world_size, seed, jobs):
                     return dist.all_reduce(x, async_op=True)
                 return dist.all_gather_into_tensor(out.view(-1), x, async_op=True)
 
-            yield Wire(issue, later=() if phase == len(phases) - 1 else ["group"])
+            yield Transfer(issue, later=() if phase == len(phases) - 1 else ["group"])
             sums[index, phase] = float((x if kind == "reduce" else out.sum(0)).mean())
 
     expected = []
@@ -99,7 +99,7 @@ def two_engines(rank, world_size):
 
     def job(which, index):
         x = torch.tensor([float(which * 100 + index)])
-        yield Wire(lambda: dist.all_reduce(x, group=groups[which], async_op=True))
+        yield Transfer(lambda: dist.all_reduce(x, group=groups[which], async_op=True))
         got[which].append((index, x.item()))
 
     for index in range(10):
@@ -125,15 +125,15 @@ def encode_while_waiting(rank, world_size):
     def first():
         if rank == 1:
             store.wait(["second is being encoded"], timedelta(seconds=30))
-        yield Wire(lambda: dist.all_reduce(torch.zeros(1), async_op=True), later=["group"])
+        yield Transfer(lambda: dist.all_reduce(torch.zeros(1), async_op=True), later=["group"])
         order.append("first phase arrived")
-        yield Wire(lambda: dist.all_reduce(torch.zeros(1), async_op=True))
+        yield Transfer(lambda: dist.all_reduce(torch.zeros(1), async_op=True))
 
     def second():
         order.append("second encoded")
         if rank == 0:
             store.set("second is being encoded", "yes")
-        yield Wire(lambda: dist.all_reduce(torch.zeros(1), async_op=True))
+        yield Transfer(lambda: dist.all_reduce(torch.zeros(1), async_op=True))
 
     bench.start(first(), 0)
     bench.start(second(), 1)
@@ -148,8 +148,8 @@ def test_the_next_job_is_encoded_while_a_collective_is_on_the_wire():
     assert answers[1][1] == 0
 
 
-def test_lanes_do_not_wait_for_each_other_and_keep_their_order():
-    """A job between two lanes holds back only the lane that it still needs."""
+def test_queues_do_not_wait_for_each_other_and_keep_their_order():
+    """A job between two queues holds back only the queue that it still needs."""
     bench, issued, gates = Bench(), [], {}
 
     class Slow:
@@ -166,11 +166,11 @@ def test_lanes_do_not_wait_for_each_other_and_keep_their_order():
             return self.future
 
     def two_phases(name):
-        yield Wire(lambda: Slow(f"{name} pairs"), "pairs", later=["group"])
-        yield Wire(lambda: Slow(f"{name} group"))
+        yield Transfer(lambda: Slow(f"{name} pairs"), "pairs", later=["group"])
+        yield Transfer(lambda: Slow(f"{name} group"))
 
     def one_phase(name):
-        yield Wire(lambda: Slow(f"{name} group"))
+        yield Transfer(lambda: Slow(f"{name} group"))
 
     for job, name in ((two_phases, "a"), (two_phases, "b"), (one_phase, "c")):
         bench.start(job(name), name)
@@ -200,8 +200,8 @@ def alone(rank, world_size):
     got = []
 
     def job(index):
-        yield Wire(lambda: None, later=["group"])
-        yield Wire(lambda: None)
+        yield Transfer(lambda: None, later=["group"])
+        yield Transfer(lambda: None)
         got.append(index)
 
     def nothing_to_send():
@@ -240,9 +240,9 @@ def test_an_exception_reaches_the_callback_once_and_later_posts_do_nothing(where
 
     def job():
         fail("encoding")
-        yield Wire(lambda: fail("issuing"), later=["group"])
+        yield Transfer(lambda: fail("issuing"), later=["group"])
         fail("second phase")
-        yield Wire(lambda: None)
+        yield Transfer(lambda: None)
 
     bench.engine.post(lambda: bench.engine.start(job(), lambda: fail("done")))
     bench.wait(1)
@@ -263,7 +263,7 @@ def peer_stays_away(rank, world_size):
 
     def job():
         x = torch.ones(1000)
-        yield Wire(lambda: dist.all_reduce(x, group=group, async_op=True))
+        yield Transfer(lambda: dist.all_reduce(x, group=group, async_op=True))
         after.append("resumed")
 
     if rank == 0:
@@ -303,7 +303,7 @@ def test_what_has_been_done_is_not_kept_alive():
     gone = weakref.ref(big)
 
     def job(what):
-        yield Wire(lambda: None)
+        yield Transfer(lambda: None)
         what.touch()
 
     bench.start(job(big), 0)

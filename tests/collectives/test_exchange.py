@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.collectives import Engine, Item, Peers, Worker, allreduce_nbytes, choose, exchange
-from narrowband.collectives.exchange import PHASE_NBYTES, TRAILER, check
+from narrowband.collectives import Engine, Operand, Peers, SerialExecutor, collective
+from narrowband.collectives.exchange import TRAILER
 from narrowband.feedback import ErrorFeedback
 from tests.ranks import run_ranks
 
-DENSE = ["none", "fp16", "bf16", "randomk:density=0.1"]
-GATHER = [
+ALL_REDUCE = ["none", "fp16", "bf16", "randomk:density=0.1"]
+ALL_GATHER = [
     "none",
     "fp16",
     "bf16",
@@ -45,8 +45,8 @@ SCATTER_REDUCE = [
 ]
 #: Every way to send, with every codec that it carries.
 WAYS = (
-    [("dense", spec) for spec in DENSE]
-    + [("gather", spec) for spec in GATHER]
+    [("all_reduce", spec) for spec in ALL_REDUCE]
+    + [("all_gather", spec) for spec in ALL_GATHER]
     + [("scatter_reduce", spec) for spec in SCATTER_REDUCE]
 )
 #: The second and third leave most ranks' chunks empty, the fourth all of them.
@@ -62,9 +62,9 @@ def gradients(rank, step=0, dtype=torch.float32, shapes=SHAPES):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def items_of(tensors, codec, feedback=None, step=0):
+def operands_of(tensors, codec, feedback=None, step=0):
     return [
-        Item(f"p{i}", x.clone().reshape(-1), tuple(x.shape), codec, feedback, seed_of(step, i), i)
+        Operand(f"p{i}", x.clone().reshape(-1), tuple(x.shape), codec, feedback, seed_of(step, i), i)
         for i, x in enumerate(tensors)
     ]
 
@@ -78,9 +78,9 @@ def average(kind, items, rank, world_size, *, good=None, measure=False, rotating
         errors.append(error)
         finished.set()
 
-    pairs = Worker("pairs") if rotating else None
+    pairs = SerialExecutor("pairs") if rotating else None
     at = [round(part * len(items) / parts) for part in range(parts + 1)]
-    work = exchange(kind, items[: at[1]], Peers(None, rank, world_size, pairs), measure=measure)
+    work = collective(kind)(items[: at[1]], Peers(None, rank, world_size, pairs), measure=measure)
     engine = Engine(torch.device("cpu"), failed)
 
     def begin():
@@ -104,7 +104,7 @@ def average(kind, items, rank, world_size, *, good=None, measure=False, rotating
 def average_both_ways(rank, world_size, spec):
     averages = []
     for rotating in (True, False):
-        items = items_of(gradients(rank), nb.codec(spec))
+        items = operands_of(gradients(rank), nb.codec(spec))
         average("scatter_reduce", items, rank, world_size, rotating=rotating)
         averages.append([item.x for item in items])
     return averages
@@ -121,7 +121,7 @@ def test_a_rotation_is_an_all_to_all(world_size):
 def average_by_all_ways(rank, world_size, ways, dtype, shapes):
     answers = []
     for kind, spec in ways:
-        items = items_of(gradients(rank, dtype=dtype, shapes=shapes), nb.codec(spec))
+        items = operands_of(gradients(rank, dtype=dtype, shapes=shapes), nb.codec(spec))
         work = average(kind, items, rank, world_size, measure=True)
         answers.append(([item.x for item in items], work.sent_nbytes, work.finite, work.norms))
     return answers
@@ -134,7 +134,7 @@ def average_in_parts(rank, world_size, ways, parts):
         feedback = chosen.new_feedback() if chosen.feedback is not None else None
         averages = []
         for step in range(3):  # the second is bad
-            items = items_of(gradients(rank, step), chosen.codec, feedback, step)
+            items = operands_of(gradients(rank, step), chosen.codec, feedback, step)
             work = average(kind, items, rank, world_size, good=step != 1, measure=step == 2, parts=parts)
             averages.append([item.x for item in items])
         residual = {} if feedback is None else {key: value.clone() for key, value in feedback.state_dict().items()}
@@ -183,13 +183,13 @@ def quantization_step(codec, x):
 
 
 def expected_nbytes(kind, codec, tensors_by_rank, rank, size):
-    """Bytes that a rank sends, written from the table at the top of exchange.py."""
+    """Bytes that a rank sends, written from the table at the top of choice.py."""
     tensors = tensors_by_rank[rank]
-    if kind == "dense":
+    if kind == "all_reduce":
         return 2 * (size - 1) * sum(codec.payload_nbytes(x.shape, x.dtype) for x in tensors) // size
-    if kind == "gather" and codec.fixed_size:
+    if kind == "all_gather" and codec.fixed_size:
         return (size - 1) * (sum(codec.payload_nbytes(x.shape, x.dtype) for x in tensors) + TRAILER)
-    if kind == "gather":
+    if kind == "all_gather":
         longest = max(sum(codec.encode(x).numel() for x in of_rank) for of_rank in tensors_by_rank)
         return (size - 1) * (8 * len(tensors) + longest + TRAILER)
     columns = [
@@ -230,7 +230,7 @@ def test_every_way_averages_what_the_codec_keeps(world_size, dtype):
                 else:
                     wanted = mean_of_decoded(codec, by_rank, index)
                     # Summation in float32, or in 16 bits where payloads are added on the wire.
-                    on_wire = {"fp16": 2**-10, "bf16": 2**-7}.get(spec if kind == "dense" else "", 1e-6)
+                    on_wire = {"fp16": 2**-10, "bf16": 2**-7}.get(spec if kind == "all_reduce" else "", 1e-6)
                     bound = on_wire * float(wanted.abs().max()) * 2
                 bound += float(wanted.abs().max()) * {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 0.0) * 2
                 error = (average_.view(shape).double() - wanted).abs().max()
@@ -243,7 +243,7 @@ SMALL_MODEL = [(64, 64)] * 15 + [(128, 64)] * 5
 def sent_by_scatter_reduce(rank, world_size, specs):
     sent = []
     for spec in specs:
-        items = items_of(gradients(rank, shapes=SMALL_MODEL), nb.codec(spec))
+        items = operands_of(gradients(rank, shapes=SMALL_MODEL), nb.codec(spec))
         sent.append(average("scatter_reduce", items, rank, world_size).sent_nbytes)
     return sent
 
@@ -257,7 +257,7 @@ def test_scatter_reduce_sends_what_its_table_says_also_where_tensors_are_not_cut
 
 
 def test_norms_are_those_of_the_own_gradient_and_its_loss():
-    ways = [("dense", "randomk:density=0.1"), ("gather", "topk:density=0.05"), ("gather", "qsgd:bits=4")]
+    ways = [("all_reduce", "randomk:density=0.1"), ("all_gather", "topk:density=0.05"), ("all_gather", "qsgd:bits=4")]
     answers = run_ranks(average_by_all_ways, 2, ways, torch.float32, SHAPES)
     for way, (_, spec) in enumerate(ways):
         codec = nb.codec(spec)
@@ -283,7 +283,7 @@ def steps_with_feedback(rank, world_size, ways, dtype):
             if step == 3 and rank == world_size - 1:
                 tensors[0].zero_()
             before = {key: value.clone() for key, value in feedback.state_dict().items()}
-            items = items_of(tensors, chosen.codec, feedback, step)
+            items = operands_of(tensors, chosen.codec, feedback, step)
             work = average(kind, items, rank, world_size, good=step != 2, measure=step == 1)
             assert work.finite
             if step == 2:
@@ -301,9 +301,9 @@ def test_with_feedback_nothing_is_lost_it_is_late(world_size):
         [(kind, spec) for kind, spec in WAYS if spec not in ("none", "bf16") and "symmetric" not in spec]
         if world_size == 4
         else [
-            ("gather", "topk:density=0.05"),
+            ("all_gather", "topk:density=0.05"),
             ("scatter_reduce", "qsgd:bits=4,norm=l2"),
-            ("dense", "randomk:density=0.1"),
+            ("all_reduce", "randomk:density=0.1"),
         ]
     )
     answers = run_ranks(steps_with_feedback, world_size, ways, torch.float32)
@@ -312,10 +312,10 @@ def test_with_feedback_nothing_is_lost_it_is_late(world_size):
 
 def test_half_precision_gradients_owe_in_float32():
     ways = [
-        ("gather", "topk:density=0.05"),
-        ("gather", "threshold:value=1.5"),
+        ("all_gather", "topk:density=0.05"),
+        ("all_gather", "threshold:value=1.5"),
         ("scatter_reduce", "uniform:bits=4"),
-        ("dense", "randomk:density=0.1"),
+        ("all_reduce", "randomk:density=0.1"),
     ]
     for dtype, eps in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
         answers = run_ranks(steps_with_feedback, 2, ways, dtype)
@@ -343,7 +343,7 @@ def check_conservation(answers, ways, world_size, dtype, tolerance):
                 arrived,
                 given,
                 rtol=0,
-                atol=tolerance * (20 if (kind, spec) == ("dense", "fp16") else 1),
+                atol=tolerance * (20 if (kind, spec) == ("all_reduce", "fp16") else 1),
                 msg=lambda text, k=kind, s=spec: f"{k} {s}+ef: {text}",
             )
 
@@ -368,7 +368,7 @@ def arrivals(rank, world_size, ways):
             tensors = gradients(rank, step)
             if step == 2 and rank == 0:
                 tensors[0].zero_()
-            items = items_of(tensors, nb.codec(spec), feedback, step)
+            items = operands_of(tensors, nb.codec(spec), feedback, step)
             average(kind, items, rank, world_size, good=good)
             means.append([item.x for item in items])
         answers.append((feedback.heard, means))
@@ -376,7 +376,11 @@ def arrivals(rank, world_size, ways):
 
 
 def test_feedback_makes_what_is_delivered_once_in_each_good_step_on_every_rank():
-    ways = [("dense", "randomk:density=0.1"), ("gather", "topk:density=0.05"), ("scatter_reduce", "qsgd:bits=4")]
+    ways = [
+        ("all_reduce", "randomk:density=0.1"),
+        ("all_gather", "topk:density=0.05"),
+        ("scatter_reduce", "qsgd:bits=4"),
+    ]
     answers = run_ranks(arrivals, 3, ways)
     for way in range(len(ways)):
         for heard, means in (of_rank[way] for of_rank in answers):
@@ -393,7 +397,7 @@ def one_rank_is_not_finite(rank, world_size, ways, value, place, silent):
         chosen = nb.compression(spec)
         feedback = chosen.new_feedback()
         if feedback is not None:
-            average(kind, items_of(gradients(rank), chosen.codec, feedback), rank, world_size)
+            average(kind, operands_of(gradients(rank), chosen.codec, feedback), rank, world_size)
         tensors = gradients(rank, 1)
         if rank == world_size - 1:
             tensors[0].view(-1)[place] = value
@@ -401,7 +405,7 @@ def one_rank_is_not_finite(rank, world_size, ways, value, place, silent):
             tensors = [torch.zeros_like(x) for x in tensors]
         residual = feedback.state_dict() if feedback is not None else {}
         before = {key: x.clone() for key, x in residual.items()}
-        items = items_of(tensors, chosen.codec, feedback, 1)
+        items = operands_of(tensors, chosen.codec, feedback, 1)
         work = average(kind, items, rank, world_size)
         unchanged = all(torch.equal(before[key], x) for key, x in residual.items())
         answers.append((work.finite, bool(items[0].x.isfinite().all()), unchanged))
@@ -424,49 +428,11 @@ def test_not_finite_on_one_rank_is_not_finite_on_all(value):
 
 
 def test_a_rank_with_nothing_to_say_hears_that_another_is_not_finite():
-    ways = [("dense", "randomk:density=0.1+ef"), ("gather", "topk:density=0.05+ef"), ("scatter_reduce", "sign+ef")]
+    ways = [
+        ("all_reduce", "randomk:density=0.1+ef"),
+        ("all_gather", "topk:density=0.05+ef"),
+        ("scatter_reduce", "sign+ef"),
+    ]
     answers = run_ranks(one_rank_is_not_finite, 3, ways, float("inf"), 5, 0)
     assert [[told for told, _, _ in answers[rank]] for rank in range(3)] == [[False] * 3] * 3
     assert all(unchanged for rank in range(3) for _, _, unchanged in answers[rank])
-
-
-# ---- which way -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
-@pytest.mark.parametrize("nbytes", [4, 1 << 10, 1 << 15, 1 << 17, 1 << 22])
-def test_what_is_chosen_sends_least(size, nbytes):
-    for spec in DENSE:
-        assert choose(nb.codec(spec), nbytes, size) == "dense"
-    for spec in ("topk:density=0.01", "threshold:value=1"):
-        assert choose(nb.codec(spec), nbytes, size) == "gather"
-    gather, scatter = (size - 1) * nbytes, 2 * (size - 1) * nbytes // size
-    for spec in ("qsgd:bits=4", "uniform:bits=8", "sign"):
-        expected = "scatter_reduce" if gather > scatter + PHASE_NBYTES else "gather"
-        assert choose(nb.codec(spec), nbytes, size) == expected
-
-
-def test_among_two_ranks_a_second_phase_never_pays():
-    assert choose(nb.codec("qsgd:bits=8"), 1 << 40, 2) == "gather"
-    assert choose(nb.codec("qsgd:bits=8"), 1 << 40, 3) == "scatter_reduce"
-
-
-def test_a_ring_all_reduce_sends_everything_but_the_own_share_twice():
-    assert [allreduce_nbytes(1000, size) for size in (1, 2, 4, 10)] == [0, 1000, 1500, 1800]
-
-
-@pytest.mark.parametrize("spec", ["topk:density=0.01", "qsgd:bits=4", "uniform:bits=8", "sign", "threshold:value=1"])
-def test_dense_is_refused_where_payloads_do_not_add_up(spec):
-    with pytest.raises(nb.UnsupportedError, match="cannot be added"):
-        check(nb.codec(spec), "dense")
-
-
-@pytest.mark.parametrize("spec", ["topk:density=0.01", "threshold:value=1", "randomk:density=0.1"])
-def test_scatter_reduce_is_refused_where_a_sum_cannot_be_encoded(spec):
-    with pytest.raises(nb.UnsupportedError, match=r"would drop most of a sum.*'gather' or 'auto'"):
-        check(nb.codec(spec), "scatter_reduce")
-
-
-@pytest.mark.parametrize(("kind", "spec"), WAYS)
-def test_what_works_is_not_refused(kind, spec):
-    check(nb.codec(spec), kind)

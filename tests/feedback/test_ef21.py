@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import narrowband as nb
-from narrowband.collectives import choose
-from narrowband.collectives.exchange import check
+from narrowband.collectives import check, choose
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import EF21
 from tests.codecs.common import SPECS, bits_of, seeds, tensors
@@ -308,19 +307,19 @@ def test_its_spec_and_a_new_one():
 @pytest.mark.parametrize("nbytes", [0, 10**9])
 @pytest.mark.parametrize("size", [2, 64])
 def test_auto_never_encodes_sums_again_and_never_rounds_them(nbytes, size):
-    ways = {spec: choose(nb.codec(spec), nbytes, size, EF21()) for spec in SPECS}
+    ways = {spec: choose(nb.codec(spec), nbytes, size, EF21()).name for spec in SPECS}
     in_float32 = {spec for spec in SPECS if spec.startswith(("none", "randomk"))}
-    assert {spec for spec, way in ways.items() if way == "dense"} == in_float32
-    assert set(ways.values()) == {"dense", "gather"}
+    assert {spec for spec, way in ways.items() if way == "all_reduce"} == in_float32
+    assert set(ways.values()) == {"all_reduce", "all_gather"}
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "qsgd:bits=4", "sign", "uniform:bits=4"])
 def test_what_would_add_its_own_error_is_refused(spec):
     codec = nb.codec(spec)
-    with pytest.raises(UnsupportedError, match=r"encodes sums again, and with ef21 .* use 'gather'"):
+    with pytest.raises(UnsupportedError, match=r"encodes sums again, and with ef21 .* use 'all_gather'"):
         check(codec, "scatter_reduce", EF21())
-    check(codec, "gather", EF21())
+    check(codec, "all_gather", EF21())
     if spec == "fp16":
-        check(codec, "dense")
+        check(codec, "all_reduce")
         with pytest.raises(UnsupportedError, match="to 16 bits, and with ef21"):
-            check(codec, "dense", EF21())
+            check(codec, "all_reduce", EF21())

@@ -9,7 +9,7 @@ import torch
 
 import narrowband as nb
 from narrowband.averaging.agreement import _differences
-from tests.gradients.training import TINY, flat, loss_of, mlp, refusal, residuals, same, train, wrap
+from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
 from tests.ranks import run_ranks
 
 CALLS = {
@@ -29,7 +29,7 @@ CALLS = {
 
 def on_one_rank(rank, world_size, call, spec):
     model = wrap(mlp(), cap=TINY)
-    handle = nb.compress_gradients(model, spec, min_numel=64)
+    handle = compress(model, spec, min_numel=64)
     train(model, rank, range(2))
     before, parameters = residuals(handle), flat(model)
     error = refusal(lambda: CALLS[call][0](handle)) if rank == 1 else None
@@ -54,7 +54,7 @@ def test_what_is_called_on_one_rank_only_raises_on_all_by_name(call, spec):
 def resume_on_one_rank(rank, world_size):
     """Without feedback, and where all are paused but one."""
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, "qsgd:bits=4", min_numel=64)
+    handle = compress(model, "qsgd:bits=4", min_numel=64)
     handle.pause()
     train(model, rank, range(1))
     if rank == 0:
@@ -70,7 +70,7 @@ def test_resume_on_one_rank_is_named_too():
 def scaled_differently(rank, world_size):
     model = wrap(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + rank))
-    nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64, grad_scaler=scaler)
+    compress(model, "topk:density=0.05+ef", min_numel=64, grad_scaler=scaler)
     return refusal(lambda: scaler.scale(loss_of(model, 0, rank)).backward())
 
 
@@ -89,7 +89,7 @@ SPECS = ["randomk:density=0.1+ef", "dgc:density=0.05,warmup_steps=6", "topk:dens
 def start(spec, **options):
     chosen = nb.LGreCo("topk:density=0.05+ef", every=2, warmup_steps=1) if spec == POLICY else spec
     model = wrap(mlp())
-    return model, nb.compress_gradients(model, chosen, min_numel=64, **options)
+    return model, compress(model, chosen, min_numel=64, **options)
 
 
 def load_what_belongs_to_other_moments(rank, world_size, spec):

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import narrowband as nb
 from tests.gradients.training import (
     FINGERPRINT,
     HUGE,
     LOSSLESS,
     TINY,
     buckets,
+    compress,
     data,
     flat,
     heard,
@@ -36,15 +36,15 @@ SPECS = [
     ("none", "auto"),
     ("none+ef", "auto"),
     ("fp16", "auto"),
-    ("bf16", "gather"),
+    ("bf16", "all_gather"),
     ("fp16", "scatter_reduce"),
     ("uniform:bits=8", "auto"),
     ("uniform:bits=4,rounding=stochastic+ef", "scatter_reduce"),
-    ("qsgd:bits=8", "gather"),
+    ("qsgd:bits=8", "all_gather"),
     ("qsgd:bits=8,bucket=64,norm=max", "scatter_reduce"),
-    ("sign:bucket=64+ef", "gather"),
+    ("sign:bucket=64+ef", "all_gather"),
     ("topk:density=0.1+ef", "auto"),
-    ("topk:density=0.1,select=sampled,values=fp16+ef", "gather"),
+    ("topk:density=0.1,select=sampled,values=fp16+ef", "all_gather"),
     ("topk:density=0.2,scope=sample,values=int8,indices=int32+ef", "auto"),
     ("threshold:value=0.01+ef", "auto"),
     ("randomk:density=0.2+ef", "auto"),
@@ -226,7 +226,7 @@ def beside_plain(rank, world_size, feature, specs):
     for spec in specs:
         model = wrap(make(), **options)
         with heard() as said:
-            handle = nb.compress_gradients(model, spec, min_numel=64)
+            handle = compress(model, spec, min_numel=64)
             steps(model, rank)
         results.append(flat(model))
         messages.append(said)
@@ -286,7 +286,7 @@ def train_with_each(rank, world_size, specs):
     answers = []
     for spec, collective in specs:
         model = wrap(mlp(), cap=TINY)
-        handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective)
+        handle = compress(model, spec, min_numel=64, collective=collective)
         before = sum(loss_of(model, 0, r).item() for r in range(world_size))
         optimizer = sgd(model, lr=0.1)
         for _ in range(15):
@@ -316,9 +316,9 @@ def test_every_codec_trains_and_keeps_the_ranks_together(world_size):
 def train_in_buckets(rank, world_size, specs, caps):
     answers = []
     for spec, collective in specs:
-        for cap, together in caps:
-            model = wrap(mlp(), cap=cap, together=together)
-            handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective, seed=3)
+        for cap, coalesced in caps:
+            model = wrap(mlp(), cap=cap)
+            handle = compress(model, spec, min_numel=64, collective=collective, seed=3, coalesced=coalesced)
             train(model, rank, range(4))
             answers.append((flat(model), residuals(handle), buckets(model)))
     return answers
@@ -326,7 +326,7 @@ def train_in_buckets(rank, world_size, specs, caps):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_result_does_not_depend_on_the_buckets(world_size):
-    specs = [(spec, way) for spec, way in SPECS if way in ("gather", "scatter_reduce")]
+    specs = [(spec, way) for spec, way in SPECS if way in ("all_gather", "scatter_reduce")]
     specs += [("topk:density=0.1+ef", "auto"), ("threshold:value=0.01+ef", "auto"), ("qsgd:bits=4", "auto")]
     specs += [("lowrank:rank=2+ef", "auto"), ("lowrank:rank=2", "auto")]
     caps = ((HUGE, False), (TINY, False), (TINY, True), (0.004, False))
@@ -344,7 +344,7 @@ def large_layers_in_buckets(rank, world_size, cap):
     """Large enough that, one by one, layers would be gathered, and together be reduced in chunks."""
     torch.manual_seed(1)
     model = wrap(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), cap=cap)
-    nb.compress_gradients(model, "qsgd:bits=4")
+    compress(model, "qsgd:bits=4")
     optimizer = sgd(model)
     for step in range(4):
         optimizer.zero_grad()
@@ -363,7 +363,7 @@ def runs_with_seeds(rank, world_size, seeds):
     results = []
     for seed in seeds:
         model = wrap(mlp())
-        nb.compress_gradients(model, "qsgd:bits=4", min_numel=64, seed=seed)
+        compress(model, "qsgd:bits=4", min_numel=64, seed=seed)
         train(model, rank, range(2))
         results.append(flat(model))
     return results
@@ -380,7 +380,7 @@ def test_equal_seeds_are_equal_runs():
 
 def leave_out(rank, world_size, options):
     model = wrap(Branches(), find_unused_parameters=True, **options)
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     history = []
     for step in range(6):
         model.zero_grad(set_to_none=True)
@@ -417,7 +417,7 @@ def test_a_layer_that_is_left_out_keeps_the_residual(options):
 
 def begin_late(rank, world_size):
     plain, model = wrap(mlp()), wrap(mlp())
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64, warmup_steps=2)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64, warmup_steps=2)
     history = []
     for step in range(4):
         train(plain, rank, [step])
@@ -437,7 +437,7 @@ def test_start_step_averages_uncompressed_until_then():
 
 def pause_and_resume(rank, world_size):
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))
     before = residuals(handle)
     plain = wrap(mlp())
@@ -464,7 +464,7 @@ def test_paused_is_plain_ddp_and_keeps_the_residual():
 
 def join_with_effective_world_size(rank, world_size):
     model = wrap(mlp())
-    nb.compress_gradients(model, LOSSLESS, min_numel=64)
+    compress(model, LOSSLESS, min_numel=64)
 
     def steps():
         with model.join(divide_by_initial_world_size=False):
@@ -488,7 +488,7 @@ def two_models(rank, world_size):
 
     def make():
         models = [wrap(mlp(), cap=TINY), wrap(Branches())]
-        handles = [nb.compress_gradients(m, s, min_numel=64) for m, s in zip(models, specs, strict=True)]
+        handles = [compress(m, s, min_numel=64) for m, s in zip(models, specs, strict=True)]
         return models, handles
 
     alone, _alone_handles = make()
@@ -523,7 +523,7 @@ def two_groups(rank, world_size):
     for spec in (None, LOSSLESS, "topk:density=0.1+ef"):
         model = wrap(mlp(), process_group=mine)
         if spec is not None:
-            nb.compress_gradients(model, spec, min_numel=64)
+            compress(model, spec, min_numel=64)
         train(model, rank, range(3))
         results.append(flat(model))
     return results
@@ -543,7 +543,7 @@ def a_group_by_name(rank, world_size):
     """The model's own group is replaced, after DDP has made the replicas equal."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = wrap(mlp())
-    nb.compress_gradients(model, LOSSLESS, min_numel=64, process_group=groups[rank // 2])
+    compress(model, LOSSLESS, min_numel=64, process_group=groups[rank // 2])
     train(model, rank, range(2))
     reference = wrap(mlp(), process_group=groups[rank // 2])
     train(reference, rank, range(2))

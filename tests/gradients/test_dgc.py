@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import narrowband as nb
-from tests.gradients.training import TINY, data, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
+from tests.gradients.training import TINY, compress, data, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 WHOLE = "dgc:density=1.0,masking=false"
@@ -18,9 +18,9 @@ SPARSE = "dgc:density=0.05"
 
 
 def compressed(spec, *, cap=TINY, optimizer=None, module=None, **options):
-    model = wrap(module if module is not None else mlp(), cap, early=cap == TINY)
+    model = wrap(module if module is not None else mlp(), cap)
     optimizer = optimizer(model) if optimizer else nb.DGCSGD(model.parameters(), lr=0.05)
-    return model, optimizer, nb.compress_gradients(model, spec, min_numel=64, optimizer=optimizer, **options)
+    return model, optimizer, compress(model, spec, min_numel=64, optimizer=optimizer, early=cap == TINY, **options)
 
 
 def like_momentum_sgd(rank, world_size, nesterov):
@@ -153,8 +153,8 @@ def test_steps_are_accumulated_at_the_rates_of_their_gradients(keys):
 def follows(rank, world_size, cap):
     """What a changing rate applies and what is left of it, where nothing is masked and there is no momentum."""
     spec = "dgc:density=0.1,momentum=0,masking=false,accumulate=steps"
-    without = refusal(lambda: nb.compress_gradients(wrap(mlp()), spec, min_numel=64))
-    model, optimizer, handle = compressed(spec, optimizer=sgd, cap=cap, small="together")
+    without = refusal(lambda: compress(wrap(mlp()), spec, min_numel=64))
+    model, optimizer, handle = compressed(spec, optimizer=sgd, cap=cap, small="fused")
     begin = flat(model)
     wanted = torch.zeros_like(begin)
     for step in range(12):
@@ -193,12 +193,12 @@ def together(rank, world_size, spec, steps, cap, small):
 
 
 @pytest.mark.parametrize("cap", [TINY, 100.0])
-@pytest.mark.parametrize("small", ["together", "topk:density=0.1"])
+@pytest.mark.parametrize("small", ["fused", "topk:density=0.1"])
 def test_small_parameters_together_are_a_layer_of_the_model(cap, small):
     spec, ranks, steps = "dgc:density=0.03,warmup_steps=12,clip=0.15", 3, 30
     results = run_ranks(together, ranks, spec, steps, cap, small)
     method = nb.compression(spec).feedback
-    least = 0.0 if small == "together" else nb.codec(small).density  # also while the rest warms up
+    least = 0.0 if small == "fused" else nb.codec(small).density  # also while the rest warms up
     is_small = [len(p.shape) < 2 or p.numel() < 64 for p in mlp().parameters()]
     numel = sum(p.numel() for p, here in zip(mlp().parameters(), is_small, strict=True) if here)
     derived = Deriving(ranks, numel, 0.9, False, True)
@@ -249,7 +249,7 @@ def test_a_layer_can_send_more_or_less_but_no_less_than_warm_up():
 def everything_together(rank, world_size, spec, broken):
     model, handle = mlp(), None
     model = wrap(model, TINY)
-    handle = nb.compress_gradients(model, spec, min_numel=64, small="together", optimizer=sgd(model))
+    handle = compress(model, spec, min_numel=64, small="fused", optimizer=sgd(model))
     train(model, rank, range(3))
     before, sent = state_of(handle), handle.stats().last
     model.zero_grad()
@@ -273,15 +273,15 @@ def test_together_a_broken_gradient_anywhere_changes_no_state(spec, broken):
 def alike(rank, world_size, spec):
     """A codec that loses nothing to speak of: small parameters may go either way."""
     ends = []
-    for small in ("dense", "together"):
+    for small in ("uncompressed", "fused"):
         model = wrap(mlp(), TINY)
-        nb.compress_gradients(model, spec, min_numel=64, small=small)
+        compress(model, spec, min_numel=64, small=small)
         train(model, rank, range(5))
         ends.append(flat(model))
-    refused = refusal(lambda: nb.compress_gradients(wrap(mlp()), "powersgd", small="together"))
-    unused = refusal(lambda: nb.compress_gradients(wrap(mlp(), find_unused_parameters=True), spec, small="together"))
+    refused = refusal(lambda: compress(wrap(mlp()), "powersgd", small="fused"))
+    unused = refusal(lambda: compress(wrap(mlp(), find_unused_parameters=True), spec, small="fused"))
     neither = [
-        refusal(lambda small=small: nb.compress_gradients(wrap(mlp()), "dgc", small=small))
+        refusal(lambda small=small: compress(wrap(mlp()), "dgc", small=small))
         for small in ("both", "dgc:density=0.1", "topk:density=0.1+ef", "qsgd:bits=4")
     ]
     return ends, refused, unused, neither
@@ -335,7 +335,7 @@ def momentum_twice(rank, world_size):
     ):
         said[name] = refusal(lambda optimizer=optimizer, spec=spec: compressed(spec, optimizer=optimizer))
     with heard() as messages:
-        nb.compress_gradients(wrap(mlp()), SPARSE)
+        compress(wrap(mlp()), SPARSE)
         said["unchecked"] = list(messages)
     return said
 
@@ -496,7 +496,7 @@ class Fork(nn.Module):
 def missing(rank, world_size):
     model = wrap(Fork(), find_unused_parameters=True)
     optimizer = nb.DGCSGD(model.parameters(), lr=0.05)
-    handle = nb.compress_gradients(model, "dgc:density=0.1", min_numel=64, optimizer=optimizer)
+    handle = compress(model, "dgc:density=0.1", min_numel=64, optimizer=optimizer)
     kept = []
     for both in ((True, True), (rank == 0, False), (False, False), (True, True)):
         before, bias = state_of(handle), model.module.sometimes.bias.detach().clone()

@@ -10,7 +10,20 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.adapt import LGreCo
-from tests.gradients.training import TINY, data, flat, loss_of, mlp, refusal, residuals, same, sgd, train, wrap
+from tests.gradients.training import (
+    TINY,
+    compress,
+    data,
+    flat,
+    loss_of,
+    mlp,
+    refusal,
+    residuals,
+    same,
+    sgd,
+    train,
+    wrap,
+)
 from tests.ranks import run_ranks
 
 SHAPES = {"one": (20, 30), "two": (16, 40), "bias": (30,), "gain": (7,)}
@@ -42,7 +55,7 @@ def gradients(step, rank, dtype=torch.float32):
 def delivered(rank, world_size, spec, options, dtype=torch.float32):
     """The averages of steps of which one is bad on one rank, and whether that one changed any state."""
     model = wrap(Given(dtype), TINY)
-    handle = nb.compress_gradients(model, spec, min_numel=64, **options)
+    handle = compress(model, spec, min_numel=64, **options)
     averages, kept = [], None
     for step in range(STEPS):
         given = gradients(step, rank, dtype)
@@ -93,7 +106,7 @@ class DerivedMixed:
         return sent.mean(0)
 
 
-@pytest.mark.parametrize("small", ["dense", "together", "topk:density=0.3"])
+@pytest.mark.parametrize("small", ["uncompressed", "fused", "topk:density=0.3"])
 @pytest.mark.parametrize(("feedback", "derived"), [("ef21", DerivedEF21), ("ef-mixed", DerivedMixed)])
 def test_what_is_delivered_follows_the_paper(feedback, derived, small):
     """Also where small parameters travel as one vector, and as if the step with an inf on one rank had not been."""
@@ -111,10 +124,10 @@ def test_what_is_delivered_follows_the_paper(feedback, derived, small):
         for name, vector in vectors.items():
             names = ("bias", "gain") if name == "small" else (name,)
             x = torch.stack([torch.cat([g[n].double().view(-1) for n in names]) for g in found])
-            if name == "small" and small == "dense":
+            if name == "small" and small == "uncompressed":
                 expected = x.mean(0)
             else:
-                share = 0.3 if name == "small" and small != "together" else density
+                share = 0.3 if name == "small" and small != "fused" else density
                 expected = vector.step(x, nb.codec(f"topk:density={share}").kept(x.shape[1]))
             for averages, _, _ in answers:
                 arrived = torch.cat([averages[step][n].double().view(-1) for n in names])
@@ -162,7 +175,7 @@ def test_what_is_delivered_is_the_mean_of_what_each_rank_told(spec, dtype):
 def beginning(rank, world_size, dtype):
     """Steps that are not compressed: at first, and while it is paused."""
     model = wrap(Given(dtype), TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.1+ef21", min_numel=64, warmup_steps=2, small="together")
+    handle = compress(model, "topk:density=0.1+ef21", min_numel=64, warmup_steps=2, small="fused")
     found = []
     for step in range(6):
         if step == 4:
@@ -196,7 +209,7 @@ def halves(rank, world_size, spec, small, stop):
     ends = []
     for at in (None, stop):
         model = wrap(mlp(), TINY)
-        handle = nb.compress_gradients(model, spec, min_numel=64, small=small)
+        handle = compress(model, spec, min_numel=64, small=small)
         optimizer = sgd(model, momentum=0.5)
         train(model, rank, range(at or 8), optimizer)
         if at:
@@ -204,7 +217,7 @@ def halves(rank, world_size, spec, small, stop):
             momenta = copy.deepcopy(optimizer.state_dict())
             model = wrap(mlp(), TINY)
             model.module.load_state_dict(parameters)
-            handle = nb.compress_gradients(model, spec, min_numel=64, small=small)
+            handle = compress(model, spec, min_numel=64, small=small)
             handle.load_state_dict(state)
             optimizer = sgd(model, momentum=0.5)
             optimizer.load_state_dict(momenta)
@@ -213,7 +226,7 @@ def halves(rank, world_size, spec, small, stop):
     return ends
 
 
-@pytest.mark.parametrize("small", ["dense", "together"])
+@pytest.mark.parametrize("small", ["uncompressed", "fused"])
 @pytest.mark.parametrize(
     "spec", ["topk:density=0.05+ef21", "topk:density=0.05,select=sampled+ef-mixed", "qsgd:bits=8+ef21"]
 )
@@ -227,14 +240,14 @@ def test_a_run_goes_on_to_the_bit_where_it_was_stopped(spec, small):
 
 def some_steps(rank, world_size, spec):
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, spec, min_numel=64, small="together")
+    handle = compress(model, spec, min_numel=64, small="fused")
     train(model, rank, range(3))
     return copy.deepcopy(handle.state_dict())
 
 
 def on_other_ranks(rank, world_size, spec, states):
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, spec, min_numel=64, small="together")
+    handle = compress(model, spec, min_numel=64, small="fused")
     handle.load_state_dict(states)
     begins = residuals(handle)
     train(model, rank, range(3, 6))
@@ -263,7 +276,7 @@ def what_is_not_its_own(rank, world_size):
     saved, handles = {}, {}
     for spec in specs:
         model = wrap(mlp(), TINY)
-        handles[spec] = nb.compress_gradients(model, spec, min_numel=64)
+        handles[spec] = compress(model, spec, min_numel=64)
         train(model, rank, range(2))
         saved[spec] = copy.deepcopy(handles[spec].state_dict())
     said = {}
@@ -297,24 +310,24 @@ NAMES = ("0.weight", "3.weight", "5.weight", "6.weight")
 
 def plans(rank, world_size):
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.1+ef21", min_numel=64)
+    handle = compress(model, "topk:density=0.1+ef21", min_numel=64)
     train(model, rank, range(2))
     before = residuals(handle)
     refused = [
         refusal(lambda spec=spec: handle.set_layers({"0.weight": "topk:density=0.5", "3.weight": spec}))
         for spec in ("topk:density=0.1+ef", "topk+ef-mixed", "powersgd:rank=1,min_ratio=1", "sign+ef")
     ]
-    unchanged = same(before, residuals(handle)) and str(handle.layers.has("0.weight")) == "topk:density=0.1+ef21"
+    unchanged = same(before, residuals(handle)) and str(handle.layers.spec_for("0.weight")) == "topk:density=0.1+ef21"
     handle.set_layers({"0.weight": "topk:density=0.5", "3.weight": "uniform:bits=8", "5.weight": "none"})
-    has = [str(handle.layers.has(name)) for name in NAMES]
+    has = [str(handle.layers.spec_for(name)) for name in NAMES]
     begins = residuals(handle)
     train(model, rank, range(2, 5))
     state = copy.deepcopy(handle.state_dict())
     again = wrap(mlp(), TINY)
-    nb.compress_gradients(again, "topk:density=0.1+ef21", min_numel=64).load_state_dict(state)
-    other = nb.compress_gradients(wrap(mlp(), TINY), "topk:density=0.1+ef", min_numel=64)
+    compress(again, "topk:density=0.1+ef21", min_numel=64).load_state_dict(state)
+    other = compress(wrap(mlp(), TINY), "topk:density=0.1+ef", min_numel=64)
     refused.append(refusal(lambda: other.set_layers({"3.weight": "topk:density=0.1+ef21"})))
-    ways = {handle.layers.way(handle.layers.has(name)) for name in NAMES}
+    ways = {handle.layers.collective_for(handle.layers.spec_for(name)).name for name in NAMES}
     return refused, unchanged and same(before, begins), has, residuals(handle), ways
 
 
@@ -325,7 +338,7 @@ def test_all_layers_of_a_model_have_ef21_or_none_has():
         assert all("leave this layer's feedback out" in text for _, text in refused)
         assert kept
         assert has == ["topk:density=0.5+ef21", "uniform:bits=8+ef21", "none+ef21", "topk:density=0.1+ef21"]
-        assert ways == {"gather", "dense"}
+        assert ways == {"all_gather", "all_reduce"}
         for name in NAMES:
             told = torch.stack([answer[3][name].double() for answer in answers]).mean(0)
             torch.testing.assert_close(state[f"shared/{name}"].double(), told, rtol=0, atol=1e-6)
@@ -334,13 +347,13 @@ def test_all_layers_of_a_model_have_ef21_or_none_has():
 def mixing(rank, world_size):
     """The residual of a layer with ef-mixed goes along when it leaves topk, and comes back."""
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.1+ef-mixed", min_numel=64)
+    handle = compress(model, "topk:density=0.1+ef-mixed", min_numel=64)
     sent, given, has = 0, 0, []
     for step, spec in enumerate(
         ["topk:density=0.05", "qsgd:bits=3", "none", "topk:density=0.2", "topk:density=0.02+ef"]
     ):
         handle.set_layers({"3.weight": spec})
-        has.append(str(handle.layers.has("3.weight")))
+        has.append(str(handle.layers.spec_for("3.weight")))
         for at in (2 * step, 2 * step + 1):
             plain = mlp()
             loss_of(plain, at, rank).backward()
@@ -371,9 +384,9 @@ def test_a_layer_of_ef_mixed_has_it_wherever_it_has_topk():
 
 def chosen(rank, world_size, reference, choices):
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, LGreCo(reference, choices, every=3), min_numel=64)
+    handle = compress(model, LGreCo(reference, choices, every=3), min_numel=64)
     train(model, rank, range(8))
-    return [str(handle.layers.has(name)) for name in NAMES], handle.plan.step, flat(model)
+    return [str(handle.layers.spec_for(name)) for name in NAMES], handle.plan.step, flat(model)
 
 
 @pytest.mark.parametrize(
@@ -396,11 +409,11 @@ def test_a_policy_chooses_among_layers_of_the_models_feedback(reference, choices
 
 def what_cannot_be(rank, world_size):
     return [
-        refusal(lambda spec=spec, options=options: nb.compress_gradients(wrap(mlp()), spec, min_numel=64, **options))
+        refusal(lambda spec=spec, options=options: compress(wrap(mlp()), spec, min_numel=64, **options))
         for spec, options in (
             ("qsgd:bits=4+ef21", {"collective": "scatter_reduce"}),
-            ("fp16+ef21", {"collective": "dense"}),
-            ("topk+ef21", {"collective": "dense"}),
+            ("fp16+ef21", {"collective": "all_reduce"}),
+            ("topk+ef21", {"collective": "all_reduce"}),
             ("qsgd:bits=4+ef-mixed", {}),
             (LGreCo("topk:density=0.1+ef21", ["topk:density=0.05", "powersgd:rank=2"]), {}),
         )
@@ -432,7 +445,7 @@ class Fork(nn.Module):
 
 def missing(rank, world_size):
     model = wrap(Fork(), find_unused_parameters=True)
-    handle = nb.compress_gradients(model, "topk:density=0.2+ef21", min_numel=64)
+    handle = compress(model, "topk:density=0.2+ef21", min_numel=64)
     found = []
     for step, both in enumerate(((True, True), (True, False), (False, False), (False, False), (True, True))):
         for p in model.parameters():
@@ -460,7 +473,7 @@ def test_a_rank_that_did_not_use_a_layer_gets_what_all_hold():
 
 def out_of_data(rank, world_size):
     model = wrap(Given(), TINY)
-    nb.compress_gradients(model, "topk:density=0.1+ef21", min_numel=64)
+    compress(model, "topk:density=0.1+ef21", min_numel=64)
     averages = []
     with model.join():
         for step in range(2 + 4 * rank):

@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-import narrowband as nb
 from narrowband.gradients.hook import _watches
-from tests.gradients.training import HUGE, TINY, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
+from tests.gradients.training import HUGE, TINY, compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPEC = "topk:density=0.05+ef"
@@ -44,11 +43,11 @@ def the_module_is_called_and_not_the_wrapper(rank, world_size, kept):
     net = mlp()
     if kept == "both":
         model = DistributedDataParallel(net)
-        handle = nb.compress_gradients(model, SPEC, min_numel=64)
+        handle = compress(model, SPEC, min_numel=64)
     elif kept == "the handle":  # the wrapper is garbage at once
-        handle = nb.compress_gradients(DistributedDataParallel(net), SPEC, min_numel=64)
+        handle = compress(DistributedDataParallel(net), SPEC, min_numel=64)
     else:
-        nb.compress_gradients(DistributedDataParallel(net), SPEC, min_numel=64)
+        compress(DistributedDataParallel(net), SPEC, min_numel=64)
     gc.collect()
     found = steps_with(net, rank, [sgd(net)], 6)
     return found, kept == "nothing" or handle.step == 0
@@ -67,7 +66,7 @@ def test_training_the_module_inside_is_an_error_that_says_what_to_do(kept):
 def a_model_that_is_gone(rank, world_size):
     net = mlp()
     model = wrap(net)
-    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    handle = compress(model, SPEC, min_numel=64)
     train(model, rank, range(1))
     del model, handle
     gc.collect()
@@ -82,7 +81,7 @@ def uses_that_are_none_of_that(rank, world_size):
     found = {}
     net = mlp()
     model = wrap(net)
-    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    handle = compress(model, SPEC, min_numel=64)
     parts = [sgd(net[at]) for at in (0, 3, 5, 6)]  # four optimizers of one model
     found["through the model"] = steps_with(model, rank, parts, 4)
     with model.no_sync():
@@ -109,7 +108,7 @@ def test_local_steps_other_models_and_several_optimizers_are_no_error():
 
 def copies(rank, world_size):
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    handle = compress(model, SPEC, min_numel=64)
     train(model, rank, range(2))
     with heard() as said:
         twin = copy.deepcopy(model)
@@ -124,7 +123,7 @@ def copies(rank, world_size):
     for net in (plain, twin, read):
         train(net, rank, range(2, 4))
     uncompressed = torch.equal(flat(twin), flat(plain)) and torch.equal(flat(read), flat(plain))
-    again = nb.compress_gradients(twin, SPEC, min_numel=64)  # a copy may have a handle of its own
+    again = compress(twin, SPEC, min_numel=64)  # a copy may have a handle of its own
     train(twin, rank, range(4, 5))
     train(model, rank, range(2, 5))
     return said, same, uncompressed, again.step, handle.step
@@ -144,7 +143,7 @@ def test_a_copy_averages_as_plain_ddp_does_and_says_once_that_it_has_no_compress
 
 def taken_off(rank, world_size):
     plain, model = wrap(mlp(), cap=TINY), wrap(mlp(), cap=TINY)
-    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    handle = compress(model, SPEC, min_numel=64)
     for net in (plain, model):
         train(net, rank, range(2))  # DDP makes its buckets anew after the first
     before = repr(handle)
@@ -157,8 +156,8 @@ def taken_off(rank, world_size):
     equal = torch.equal(flat(plain), flat(model))
     refused = [refusal(what) for what in (handle.state_dict, lambda: handle.load_state_dict({}))]
     left = (handle.step, handle.stats().total.steps, handle.residual_nbytes, "removed" in repr(handle))
-    second = nb.compress_gradients(model, "qsgd:bits=8", min_numel=64)
-    twice = refusal(lambda: nb.compress_gradients(model, "qsgd:bits=8"))
+    second = compress(model, "qsgd:bits=8", min_numel=64)
+    twice = refusal(lambda: compress(model, "qsgd:bits=8"))
     train(model, rank, range(5, 7))
     return equal, refused, left, held, before, second.step, twice, flat(model)
 
@@ -186,7 +185,7 @@ def thirty_rounds(rank, world_size, remove):
     counts = []
     for at in range(31):
         model = wrap(mlp())
-        handle = nb.compress_gradients(model, "qsgd:bits=4+ef" if at % 2 else SPEC, min_numel=64)
+        handle = compress(model, "qsgd:bits=4+ef" if at % 2 else SPEC, min_numel=64)
         train(model, rank, range(1))
         if remove:
             handle.remove()
@@ -219,7 +218,7 @@ class Words(nn.Module):
 
 def an_exchange_raises(rank, world_size, cap):
     model = wrap(Words(), cap=cap)
-    nb.compress_gradients(model, "dgc:density=0.1", min_numel=64)
+    compress(model, "dgc:density=0.1", min_numel=64)
     parameters = flat(model)
     first = refusal(loss_of(model, 0, rank).backward)
     poisoned = [p.grad is not None and bool((p.grad.to_dense()).isnan().any()) for p in model.parameters()]
@@ -266,7 +265,7 @@ def others(rank, world_size):
         "number": 42,
         "compiled module": torch.compile(mlp()),
     }
-    return {name: refusal(lambda m=model: nb.compress_gradients(m, "none")) for name, model in given.items()}
+    return {name: refusal(lambda m=model: compress(m, "none")) for name, model in given.items()}
 
 
 def test_what_is_no_ddp_model_is_named_with_what_to_do():
@@ -290,14 +289,14 @@ def test_what_is_no_ddp_model_is_named_with_what_to_do():
 def compiled(rank, world_size, how):
     torch.compiler.reset()
     eager = wrap(mlp())
-    nb.compress_gradients(eager, SPEC, min_numel=64)
+    compress(eager, SPEC, min_numel=64)
     if how == "the wrapper":
         model = wrap(mlp())
-        handle = nb.compress_gradients(model, SPEC, min_numel=64)
+        handle = compress(model, SPEC, min_numel=64)
         called = torch.compile(model, backend="aot_eager")
     else:
         called = model = wrap(torch.compile(mlp(), backend="aot_eager"))
-        handle = nb.compress_gradients(model, SPEC, min_numel=64)
+        handle = compress(model, SPEC, min_numel=64)
     train(eager, rank, range(4))
     optimizer = sgd(model)
     for step in range(4):

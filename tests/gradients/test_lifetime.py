@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import narrowband as nb
-from tests.gradients.training import TINY, mlp, train, wrap
+from tests.gradients.training import TINY, compress, mlp, train, wrap
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ def let_go(rank, world_size):
     gc.collect()
     before = set(engines())
     model = wrap(mlp(), cap=TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(3))
     mine = [thread for thread in engines() if thread not in before]
     residual = weakref.ref(handle.state_dict()["feedback"]["0.weight"])
@@ -51,14 +50,14 @@ PROLOGUE = """
 import os, signal, sys, torch, torch.distributed as dist
 from datetime import timedelta
 import narrowband as nb
-from tests.gradients.training import TINY, flat, loss_of, mlp, residuals, refusal, same, train, wrap
+from tests.gradients.training import TINY, compress, flat, loss_of, mlp, residuals, refusal, same, train, wrap
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60))
 model = wrap(mlp(), cap=TINY)
-handle = nb.compress_gradients(model, SPEC, collective=COLLECTIVE, min_numel=64)
+handle = compress(model, SPEC, collective=COLLECTIVE, min_numel=64)
 train(model, rank, range(2))
 """
 
@@ -93,7 +92,7 @@ def test_the_process_exits_cleanly(tmp_path, ending):
 
 @pytest.mark.parametrize(
     ("spec", "collective"),
-    [("topk:density=0.05+ef", "gather"), ("qsgd:bits=4+ef", "scatter_reduce"), ("fp16+ef", "dense")],
+    [("topk:density=0.05+ef", "all_gather"), ("qsgd:bits=4+ef", "scatter_reduce"), ("fp16+ef", "all_reduce")],
 )
 def test_a_peer_that_dies_is_an_error_and_the_residual_is_as_before(tmp_path, spec, collective):
     survivor, dead = run_script(
@@ -122,7 +121,7 @@ def test_a_peer_that_dies_is_an_error_and_the_residual_is_as_before(tmp_path, sp
 def stop_in_an_encoding(rank, world_size):
     """Something breaks on this rank's engine, in the middle of a step: shapes that its codec cannot take."""
     model = wrap(mlp(), cap=TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))
     before = {name: value.clone() for name, value in handle.state_dict()["feedback"].items()}
     handle.layers.state.state_dict()["3.weight"].resize_(7)  # a broken program: the residual has another size

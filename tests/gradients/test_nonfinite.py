@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-import narrowband as nb
 from narrowband.collectives import Exchange
-from tests.gradients.training import HUGE, TINY, flat, loss_of, mlp, residuals, same, sgd, train, wrap
+from tests.gradients.training import HUGE, TINY, compress, flat, loss_of, mlp, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 SPECS = [
     ("topk:density=0.05+ef", "auto"),
     ("threshold:value=0.02+ef", "auto"),
     ("qsgd:bits=4+ef", "scatter_reduce"),
-    ("uniform:bits=4+ef", "gather"),
+    ("uniform:bits=4+ef", "all_gather"),
     ("sign:bucket=64+ef", "auto"),
     ("randomk:density=0.1+ef", "auto"),
     ("fp16+ef", "auto"),
@@ -34,9 +33,9 @@ def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
     """Four steps with a scaler, the third with inf in one element of one rank's gradient."""
     answers = []
     for spec, collective in specs:
-        model = wrap(make(), cap=cap, early=cap == TINY)
+        model = wrap(make(), cap=cap)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-        handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective, grad_scaler=scaler)
+        handle = compress(model, spec, min_numel=64, collective=collective, grad_scaler=scaler, early=cap == TINY)
         now = [0]
 
         def spoil(grad, now=now):
@@ -116,7 +115,7 @@ def test_inf_in_what_no_codec_takes_counts_too(world_size):
 
 def sparse_inf(rank, world_size):
     model = wrap(WithTable())
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     history = []
     for step in range(2):
         model.zero_grad()
@@ -144,7 +143,7 @@ def without_feedback(rank, world_size, specs):
     answers = []
     for spec in specs:
         model = wrap(mlp(), cap=TINY)
-        nb.compress_gradients(model, spec, min_numel=64)
+        compress(model, spec, min_numel=64)
         loss_of(model, 0, rank).backward()  # from the second step on, every parameter has a bucket of its own
         if rank == 1:
             model.module[3].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([4]), torch.nan))
@@ -156,7 +155,7 @@ def without_feedback(rank, world_size, specs):
 
 def first_step_is_bad(rank, world_size):
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, "qsgd:bits=4", min_numel=64)
+    handle = compress(model, "qsgd:bits=4", min_numel=64)
     errors = []
     for step in range(2):
         model.zero_grad()
@@ -187,7 +186,7 @@ def with_scaler(rank, world_size, spec, tell, growth_interval):
     """Loss scales are powers of two, so scaling, sending and unscaling changes no bit if units are kept apart."""
     model = wrap(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=growth_interval)
-    handle = nb.compress_gradients(model, spec, min_numel=64, grad_scaler=scaler if tell else None)
+    handle = compress(model, spec, min_numel=64, grad_scaler=scaler if tell else None)
     optimizer = sgd(model)
     for step in range(7):
         optimizer.zero_grad()
@@ -203,7 +202,7 @@ def with_scaler(rank, world_size, spec, tell, growth_interval):
 
 def without_scaler(rank, world_size, spec):
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, spec, min_numel=64)
+    handle = compress(model, spec, min_numel=64)
     optimizer = sgd(model)
     for step in range(7):
         optimizer.zero_grad()
@@ -246,11 +245,11 @@ class Held:
 
 def hold_the_last_payload(rank, world_size, breaks):
     """A step whose last all-gather stays on the wire until everything else of it is written (or for ten seconds)."""
-    module = importlib.import_module("narrowband.collectives.exchange")
+    module = importlib.import_module("narrowband.collectives.all_gather")
     model = wrap(mlp(), cap=TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))  # DDP has its buckets now
-    gather, deliver, held, events = module._all_gather, Exchange.deliver, [], []
+    gather, deliver, held, events = module.all_gather, Exchange.deliver, [], []
     payloads = sum(p.dim() > 1 for p in model.parameters())
 
     def holding(out, x, peers):
@@ -267,7 +266,7 @@ def hold_the_last_payload(rank, world_size, breaks):
             events.append("released")
             held[-1].release(RuntimeError("the wire broke") if breaks else None)
 
-    module._all_gather, Exchange.deliver = holding, recording
+    module.all_gather, Exchange.deliver = holding, recording
     spare = threading.Timer(10, lambda: held[-1].future.done() or held[-1].release())
     spare.start()
     try:
@@ -276,7 +275,7 @@ def hold_the_last_payload(rank, world_size, breaks):
     except RuntimeError as error:
         failure = str(error)
     finally:
-        module._all_gather, Exchange.deliver = gather, deliver
+        module.all_gather, Exchange.deliver = gather, deliver
         spare.cancel()
     try:
         handle.state_dict()

@@ -10,7 +10,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.adapt import Accordion, KMeans, LayerPlan, LGreCo, Plan, Policy, layer_nbytes
-from tests.gradients.training import TINY, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
+from tests.gradients.training import TINY, compress, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 LAYERS = ("0.weight", "3.weight", "5.weight", "6.weight")
@@ -34,7 +34,7 @@ def plan_of(specs):
 def averages(rank, world_size, spec, steps, cap=TINY):
     """Averages of steps that leave the parameters where they are."""
     model = wrap(mlp(), cap)
-    handle = nb.compress_gradients(model, spec, min_numel=64)
+    handle = compress(model, spec, min_numel=64)
     found = []
     for step in range(steps):
         model.zero_grad()
@@ -61,7 +61,7 @@ def back_and_forth(rank, world_size):
     ends = []
     for stop in (None, 5):
         model = wrap(mlp(), TINY)
-        handle = nb.compress_gradients(model, "topk:density=0.1+ef", min_numel=64)
+        handle = compress(model, "topk:density=0.1+ef", min_numel=64)
         handle.set_layers({"0.weight": "powersgd:rank=1,min_ratio=1"})
         train(model, rank, range(3), sgd(model))
         handle.set_layers({"0.weight": "topk:density=0.1+ef"})
@@ -70,7 +70,7 @@ def back_and_forth(rank, world_size):
             state, at = handle.state_dict(), {k: v.clone() for k, v in model.module.state_dict().items()}
             model = wrap(mlp(), TINY)
             model.module.load_state_dict(at)
-            handle = nb.compress_gradients(model, "topk:density=0.1+ef", min_numel=64)
+            handle = compress(model, "topk:density=0.1+ef", min_numel=64)
             handle.load_state_dict(state)
         train(model, rank, range(5, 8), sgd(model))
         ends.append(flat(model))
@@ -85,7 +85,7 @@ def test_a_family_that_nobody_has_any_more_leaves_nothing_behind():
 def changing(rank, world_size, order):
     """Families that change every other step; what was sent and the residual, against what there was to send."""
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, plan_of(dict.fromkeys(LAYERS, order[0])), min_numel=64)
+    handle = compress(model, plan_of(dict.fromkeys(LAYERS, order[0])), min_numel=64)
     sent = {name: torch.zeros(model.module.get_parameter(name).numel(), dtype=torch.float64) for name in LAYERS}
     given = {name: torch.zeros_like(total) for name, total in sent.items()}
     for step in range(2 * len(order)):
@@ -153,7 +153,7 @@ class Scripted(Policy):
 def scripted(rank, world_size, policy, steps, broken=None):
     model = wrap(mlp(), TINY)
     with heard() as messages:
-        handle = nb.compress_gradients(model, policy, min_numel=64)
+        handle = compress(model, policy, min_numel=64)
         specs, summed = [], {name: torch.zeros(model.module.get_parameter(name).shape) for name in LAYERS}
         for step in range(steps):
             if step < policy.every:
@@ -166,7 +166,7 @@ def scripted(rank, world_size, policy, steps, broken=None):
             model.zero_grad()
             loss = loss_of(model, step, rank)
             (loss * float("nan") if step == broken else loss).backward()
-            specs.append((handle.layers.has("3.weight"), handle.plan and handle.plan.step))
+            specs.append((handle.layers.spec_for("3.weight"), handle.plan and handle.plan.step))
     assert handle.stats().total.decide_s >= 0.02 * len(policy.seen)
     return [str(spec) for spec, _ in specs], policy.seen, summed, messages
 
@@ -226,14 +226,14 @@ def resumed(rank, world_size, name):
     ends = []
     for stop in (None, 3, 9):
         model = wrap(mlp(), TINY)
-        handle = nb.compress_gradients(model, policies()[name], min_numel=64)
+        handle = compress(model, policies()[name], min_numel=64)
         optimizer = sgd(model)
         train(model, rank, range(stop or 14), optimizer)
         if stop:
             state, at = handle.state_dict(), {k: v.clone() for k, v in model.module.state_dict().items()}
             model = wrap(mlp(), TINY)
             model.module.load_state_dict(at)
-            handle = nb.compress_gradients(model, policies()[name], min_numel=64)
+            handle = compress(model, policies()[name], min_numel=64)
             handle.load_state_dict(state)
             train(model, rank, range(stop, 14), sgd(model))
         ends.append((flat(model), handle.plan.specs()))
@@ -255,13 +255,13 @@ def what_cannot_be(rank, world_size):
     other = plan_of(MIXED)
     larger = Plan(tuple(LayerPlan(f"{layer.name}x", layer.shape, layer.spec, 1.0, None) for layer in other.layers), "")
     return [
-        refusal(lambda spec=spec: nb.compress_gradients(wrap(mlp(), TINY), spec, min_numel=64))
+        refusal(lambda spec=spec: compress(wrap(mlp(), TINY), spec, min_numel=64))
         for spec in (
             larger,
             plan_of({**MIXED, "6.weight": "dgc:density=0.1"}),
             LGreCo("qsgd:bits=4", ["qsgd:bits=2", "topk:density=0.1+ef"]),
         )
-    ] + [refusal(lambda: nb.compress_gradients(model, plan_of(MIXED), min_numel=100_000))]
+    ] + [refusal(lambda: compress(model, plan_of(MIXED), min_numel=100_000))]
 
 
 def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
@@ -277,13 +277,13 @@ def dgc_again(rank, world_size):
     """A plan of densities for dgc is used again with dgc, and a layer can go back to what the model has."""
     spec = "dgc:density=0.03,momentum=0.5"
     model = wrap(mlp(), TINY)
-    handle = nb.compress_gradients(model, LGreCo(spec, every=4), min_numel=64)
+    handle = compress(model, LGreCo(spec, every=4), min_numel=64)
     train(model, rank, range(6), sgd(model))
     plan = Plan.from_json(handle.plan.to_json())
-    followed = nb.compress_gradients(wrap(mlp(), TINY), plan, min_numel=64)
-    planned = {name: str(followed.layers.has(name).codec) for name in LAYERS}
+    followed = compress(wrap(mlp(), TINY), plan, min_numel=64)
+    planned = {name: str(followed.layers.spec_for(name).codec) for name in LAYERS}
     followed.set_layers(dict.fromkeys(LAYERS, followed.compression))
-    back = {str(followed.layers.has(name)) for name in LAYERS}
+    back = {str(followed.layers.spec_for(name)) for name in LAYERS}
     return plan.specs(), str(followed.compression), planned, back
 
 
@@ -308,7 +308,7 @@ class Half(nn.Module):
 def half_as_it_is(rank, world_size, spec):
     """A half-precision layer that is not compressed, in a model that is; every step is measured."""
     model = wrap(Half())
-    handle = nb.compress_gradients(model, spec, min_numel=8)
+    handle = compress(model, spec, min_numel=8)
     handle.set_layers({"one.weight": "none"})
     found = []
     for step in range(4):
@@ -339,7 +339,7 @@ def test_a_half_precision_layer_may_stay_as_it_is(spec):
 
 def half(rank, world_size):
     model = wrap(Half(), TINY)
-    handle = nb.compress_gradients(model, LGreCo("topk:density=0.1+ef", every=3), min_numel=64)
+    handle = compress(model, LGreCo("topk:density=0.1+ef", every=3), min_numel=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(8):
         optimizer.zero_grad()

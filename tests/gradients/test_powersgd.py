@@ -12,12 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
-from narrowband.collectives.exchange import allreduce_nbytes
+from narrowband.collectives import all_reduce_nbytes
 from tests.codecs.common import backend
 from tests.gradients.training import (
     FINGERPRINT,
     HUGE,
     TINY,
+    compress,
     data,
     flat,
     heard,
@@ -42,10 +43,10 @@ def net(dtype=torch.float32):
     ).to(dtype)  # fmt: skip
 
 
-def compressed(spec=SPEC, *, cap=TINY, module=None, together=False, **options):
-    """A model with a bucket for every parameter, each sent by itself; ``together``: sent as users have it."""
-    model = wrap(module if module is not None else net(), cap, together=together)
-    return model, nb.compress_gradients(model, spec, min_numel=16, **options)
+def compressed(spec=SPEC, *, cap=TINY, module=None, coalesced=False, **options):
+    """A model with a bucket for every parameter, each sent by itself; ``coalesced``: sent as users have it."""
+    model = wrap(module if module is not None else net(), cap)
+    return model, compress(model, spec, min_numel=16, coalesced=coalesced, **options)
 
 
 def state_of(handle):
@@ -122,7 +123,7 @@ def frozen_steps(rank, world_size, spec, cap, steps, kind="cpu"):
             model.zero_grad()
             loss_of(model, step, rank).backward()
             averages.append({name: p.grad.clone() for name, p in model.module.named_parameters()})
-    seeds = {known.name: known.index for known in handle.layers.parameters.values()}
+    seeds = {p.name: p.index for p in handle.layers.parameters.by_name.values()}
     return averages, state_of(handle), seeds
 
 
@@ -166,9 +167,9 @@ def test_steps_of_four_ranks_follow_the_paper(keys, cap, kind):
     assert len(derived) == (6 if "min_ratio=0" in keys else 4)
 
 
-def counted(rank, world_size, cap, together=False):
+def counted(rank, world_size, cap, coalesced=False):
     """Collectives and bytes of one step, once buckets have settled."""
-    model, handle = compressed(cap=cap, together=together)
+    model, handle = compressed(cap=cap, coalesced=coalesced)
     train(model, rank, range(3))
     calls, original = [], dist.all_reduce
 
@@ -190,8 +191,8 @@ def test_a_bucket_takes_two_all_reduces_and_what_is_not_worth_it_rides_along():
     whole = 4 * 40 + 8 * 4
     for calls, last in run_ranks(counted, 4, HUGE):
         assert calls == [small, 2 * sum(n for n, _ in pairs) + whole, 2 * sum(m for _, m in pairs)]
-        assert last.sent_bytes == sum(allreduce_nbytes(4 * numel, 4) for numel in calls) + 3 * FINGERPRINT
-        assert last.raw_bytes == allreduce_nbytes(4 * sum(p.numel() for p in net().parameters()), 4)
+        assert last.sent_bytes == sum(all_reduce_nbytes(4 * numel, 4) for numel in calls) + 3 * FINGERPRINT
+        assert last.raw_bytes == all_reduce_nbytes(4 * sum(p.numel() for p in net().parameters()), 4)
         assert 0 < last.relative_error < 1 if last.relative_error is not None else True
     for calls, _ in run_ranks(counted, 2, TINY):
         assert len(calls) == 1 + 2 * 4 + 2  # a bucket for every parameter: two of them have no Q
@@ -200,16 +201,16 @@ def test_a_bucket_takes_two_all_reduces_and_what_is_not_worth_it_rides_along():
         assert calls == [small, 2 * sum(n for n, _ in pairs) + whole, 2 * sum(m for _, m in pairs)]
 
 
-def however_bucketed(rank, world_size, cap, steps, together=False):
-    model, handle = compressed(cap=cap, together=together)
+def however_bucketed(rank, world_size, cap, steps, coalesced=False):
+    model, handle = compressed(cap=cap, coalesced=coalesced)
     train(model, rank, range(steps))
     return flat(model), state_of(handle)
 
 
 def test_the_result_does_not_depend_on_the_buckets():
     (one, residual), *others = (
-        run_ranks(however_bucketed, 2, cap, 10, together)[0]
-        for cap, together in ((HUGE, False), (TINY, False), (TINY, True))
+        run_ranks(however_bucketed, 2, cap, 10, coalesced)[0]
+        for cap, coalesced in ((HUGE, False), (TINY, False), (TINY, True))
     )
     for many, others_residual in others:
         torch.testing.assert_close(one, many, rtol=0, atol=1e-7)
@@ -258,7 +259,7 @@ class Fork(nn.Module):
 
 def missing(rank, world_size):
     model = wrap(Fork(), find_unused_parameters=True)
-    handle = nb.compress_gradients(model, SPEC, min_numel=64)
+    handle = compress(model, SPEC, min_numel=64)
     sent, residual = torch.zeros(30, 30), []
     local = torch.zeros(30, 30)
     plain = Fork()
@@ -381,7 +382,7 @@ def bad_layers(rank, world_size):
             ("0.weight", "powersgd:rank=2,min_ratio=5"),
             ("0.weight", "dgc"),
         )
-    ] + [refusal(lambda: compressed(collective="gather")), refusal(lambda: compressed("powersgd:rank=0"))]
+    ] + [refusal(lambda: compressed(collective="all_gather")), refusal(lambda: compressed("powersgd:rank=0"))]
 
 
 def test_what_a_layer_cannot_have_is_refused():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import narrowband as nb
-from tests.gradients.training import flat, heard, mlp, refusal, train, wrap
+from tests.gradients.training import compress, flat, heard, mlp, refusal, train, wrap
 from tests.ranks import run_ranks
 
 
@@ -26,7 +26,7 @@ def wrong_calls(rank, world_size):
         "unknown feedback": refusal(lambda: compress(model, "topk:density=0.1+eff")),
         "value out of range": refusal(lambda: compress(model, "qsgd:bits=9")),
         "unknown collective": refusal(lambda: compress(model, "qsgd:bits=4", collective="ring")),
-        "dense cannot": refusal(lambda: compress(model, "qsgd:bits=4", collective="dense")),
+        "all_reduce cannot": refusal(lambda: compress(model, "qsgd:bits=4", collective="all_reduce")),
         "scatter_reduce cannot": refusal(lambda: compress(model, "topk:density=0.1", collective="scatter_reduce")),
         "negative min_numel": refusal(lambda: compress(model, "none", min_numel=-1)),
         "negative warmup_steps": refusal(lambda: compress(model, "none", warmup_steps=-1)),
@@ -62,9 +62,9 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "unknown key": ("ValueError", "did you mean 'density'?"),
         "unknown feedback": ("ValueError", "did you mean 'ef'?"),
         "value out of range": ("ValueError", "bits=9 is not in [2, 8]"),
-        "unknown collective": ("ValueError", "none of auto, dense, gather, scatter_reduce"),
-        "dense cannot": ("UnsupportedError", "use 'auto'"),
-        "scatter_reduce cannot": ("UnsupportedError", "use 'gather' or 'auto'"),
+        "unknown collective": ("ValueError", "none of auto, all_reduce, all_gather, scatter_reduce"),
+        "all_reduce cannot": ("UnsupportedError", "use 'auto'"),
+        "scatter_reduce cannot": ("UnsupportedError", "use 'all_gather' or 'auto'"),
         "negative min_numel": ("ValueError", "min_numel=-1"),
         "negative warmup_steps": ("ValueError", "warmup_steps=-1"),
         "hook": ("UnsupportedError", "fp16_compress_hook"),
@@ -92,15 +92,15 @@ def disagree(rank, world_size):
         {"seed": 1 if odd else 0},
         {"min_numel": 10 if odd else 100},
         {"warmup_steps": 5 if odd else 0},
-        {"collective": "gather" if odd else "auto"},
+        {"collective": "all_gather" if odd else "auto"},
     ]
     errors = []
     for difference in differences:
         model = wrap(mlp())
         arguments = {"spec": "qsgd:bits=4", **difference}
-        errors.append(refusal(lambda m=model, a=arguments: nb.compress_gradients(m, **a)))
+        errors.append(refusal(lambda m=model, a=arguments: compress(m, **a)))
     model = wrap(mlp())
-    nb.compress_gradients(model, "none")  # the next attempt, in agreement, works
+    compress(model, "none")  # the next attempt, in agreement, works
     train(model, rank, range(1))
     return errors, flat(model)
 
@@ -108,8 +108,8 @@ def disagree(rank, world_size):
 def disagree_often(rank, world_size):
     groups = set()
     for _ in range(3):
-        refusal(lambda: nb.compress_gradients(wrap(mlp()), "none", seed=rank))
-        handle = nb.compress_gradients(wrap(mlp()), "none")
+        refusal(lambda: compress(wrap(mlp()), "none", seed=rank))
+        handle = compress(wrap(mlp()), "none")
         groups.add(id(handle.process_group))
         handle.remove()
     return len(groups)
@@ -140,7 +140,7 @@ def what_is_said(rank, world_size):
         ("worth it", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 64}),
     ):
         with heard() as messages:
-            nb.compress_gradients(wrap(make()), **arguments)
+            compress(wrap(make()), **arguments)
         said[name] = messages
     return said
 

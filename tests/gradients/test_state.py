@@ -11,23 +11,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import narrowband as nb
-from tests.gradients.training import TINY, data, flat, loss_of, mlp, refusal, residuals, same, sgd, train, wrap
+from tests.gradients.training import (
+    TINY,
+    compress,
+    data,
+    flat,
+    loss_of,
+    mlp,
+    refusal,
+    residuals,
+    same,
+    sgd,
+    train,
+    wrap,
+)
 from tests.ranks import run_ranks
 
 RUNS = [
     ("topk:density=0.05+ef", "auto"),
     ("topk:density=0.05,select=sampled+ef", "auto"),
-    ("qsgd:bits=4", "gather"),
+    ("qsgd:bits=4", "all_gather"),
     ("uniform:bits=4,rounding=stochastic+ef", "scatter_reduce"),
-    ("randomk:density=0.1+ef", "gather"),
+    ("randomk:density=0.1+ef", "all_gather"),
     ("lowrank:rank=2+ef", "auto"),
 ]
 
 
 def start(spec, collective="auto", **options):
-    model = wrap(mlp(), cap=0.004, early=True)
-    return model, nb.compress_gradients(model, spec, min_numel=64, collective=collective, seed=5, **options)
+    model = wrap(mlp(), cap=0.004)
+    return model, compress(model, spec, min_numel=64, collective=collective, seed=5, early=True, **options)
 
 
 def first_half_and_whole(rank, world_size, runs):
@@ -268,7 +280,7 @@ def test_a_pause_is_part_of_the_state():
 
 def inside_backward(rank, world_size, layer):
     model = wrap(mlp(), cap=TINY)
-    handle = nb.compress_gradients(model, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))
     state = copy.deepcopy(handle.state_dict())
     errors = []
@@ -300,7 +312,7 @@ def while_another_model_is_on_its_way_back(rank, world_size):
     """Backward has left the compressed model, whose buckets are still on the wire: rank 1 has not begun."""
     store = dist.distributed_c10d._get_default_store()
     below, above = nn.Linear(24, 24), wrap(mlp())
-    handle = nb.compress_gradients(above, "topk:density=0.05+ef", min_numel=64)
+    handle = compress(above, "topk:density=0.05+ef", min_numel=64)
     errors = []
 
     def ask(_):

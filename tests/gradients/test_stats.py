@@ -13,7 +13,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.averaging import step as one_step
-from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, loss_of, mlp, residuals, train, wrap
+from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, compress, loss_of, mlp, residuals, train, wrap
 from tests.ranks import run_ranks
 
 WEIGHTS = [(40, 24), (32, 40), (16, 32), (8, 16)]
@@ -40,7 +40,7 @@ def two_steps(rank, world_size, specs, cap):
     answers = []
     for spec, collective in specs:
         model = wrap(mlp(), cap=cap)
-        handle = nb.compress_gradients(model, spec, min_numel=64, collective=collective)
+        handle = compress(model, spec, min_numel=64, collective=collective)
         train(model, rank, range(3))
         answers.append((handle.stats(), buckets(model), handle.stats().total.to_dict()))
     return answers
@@ -50,8 +50,8 @@ def two_steps(rank, world_size, specs, cap):
 def test_bytes_are_those_of_the_payloads(world_size):
     specs = [
         ("topk:density=0.05+ef", "auto"),
-        ("topk:density=0.05,values=int8,scope=sample", "gather"),
-        ("uniform:bits=3,group=32", "gather"),
+        ("topk:density=0.05,values=int8,scope=sample", "all_gather"),
+        ("uniform:bits=3,group=32", "all_gather"),
         ("uniform:bits=3,group=32+ef", "scatter_reduce"),
         ("qsgd:bits=4", "scatter_reduce"),
         ("randomk:density=0.1+ef", "auto"),
@@ -99,7 +99,7 @@ def test_bytes_are_those_of_the_payloads(world_size):
 
 
 def test_a_bucket_costs_its_trailer_and_nothing_else():
-    specs = [("topk:density=0.05+ef", "gather")]
+    specs = [("topk:density=0.05+ef", "all_gather")]
     one, many = (run_ranks(two_steps, 2, specs, cap)[0][0] for cap in (HUGE, TINY))
     assert many[1] > one[1] == 1
     exchanges = len(WEIGHTS)  # buckets of one parameter each: those without a matrix exchange nothing
@@ -109,8 +109,8 @@ def test_a_bucket_costs_its_trailer_and_nothing_else():
 
 def small_messages(rank, world_size, early, cap):
     """For each all-reduce of a step: its elements, and how many buckets the step had got by then."""
-    model = wrap(mlp(), cap=cap, early=early)
-    nb.compress_gradients(model, "topk:density=1.0+ef", min_numel=64)
+    model = wrap(mlp(), cap=cap)
+    compress(model, "topk:density=1.0+ef", min_numel=64, early=early)
     train(model, rank, range(2))  # DDP makes its buckets anew after the first
     started, got = [], []
     all_reduce, exchange = one_step.Step._all_reduce, one_step.Step._exchange
@@ -151,7 +151,7 @@ def test_what_is_small_at_the_end_of_a_model_goes_before_backward_ends():
 
 def measured_error(rank, world_size, spec):
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, spec, min_numel=64)
+    handle = compress(model, spec, min_numel=64)
     local = mlp()
     loss_of(local, 0, rank).backward()
     loss_of(model, 0, rank).backward()
@@ -179,13 +179,13 @@ def peaks(rank, world_size, ways):
     """The largest resident size after plain DDP, after the first way, after the second."""
     for spec, collective in ways:  # loads what compression needs, before anything is measured
         small = wrap(nn.Linear(64, 64, bias=False))
-        nb.compress_gradients(small, spec, collective=collective)
+        compress(small, spec, collective=collective)
         small(torch.ones(1, 64)).sum().backward()
 
     def two_backwards(way):
         model = wrap(nn.Linear(WIDTH, WIDTH, bias=False))
         if way is not None:
-            nb.compress_gradients(model, way[0], collective=way[1])
+            compress(model, way[0], collective=way[1])
         for step in range(2):
             model.zero_grad()
             x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -204,7 +204,7 @@ def test_memory_is_feedback_a_bucket_and_payloads_and_no_copy_per_rank():
     sparse, quantized = "topk:density=0.01+ef", "qsgd:bits=4+ef"
     gathered = size * nb.compression(sparse).codec.payload_nbytes((WIDTH, WIDTH))
     chunked = 4 * nb.compression(quantized).codec.payload_nbytes((WIDTH, WIDTH)) + bucket // size  # and its own error
-    answers = run_ranks(peaks, size, [(sparse, "gather"), (quantized, "scatter_reduce")], fresh=True)
+    answers = run_ranks(peaks, size, [(sparse, "all_gather"), (quantized, "scatter_reduce")], fresh=True)
     margin = bucket * 7 // 8  # the allocator's, and compiled loops that come late
     for plain, after_sparse, after_quantized in answers:
         assert plain > 2 * bucket  # the measure sees the model

@@ -9,21 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging import layers as all_layers
-from narrowband.averaging import step as one_step
+import narrowband as nb
 
 #: One bucket for everything; a bucket for every parameter.
 HUGE, TINY = 100.0, 1e-6
 
 #: Bytes by which a rank tells every other one what it is about to do, once per step.
 FINGERPRINT = 8
-
-#: Small buckets travel together where users are. Here each travels by itself, so that much is on the wire at once,
-#: unless a test wants it otherwise.
-ENOUGH_NBYTES = one_step.ENOUGH_NBYTES
-
-#: What is small in these models is too small to go before the end of backward, unless a test wants it to.
-EARLY_NBYTES = all_layers.EARLY_NBYTES
 
 #: Keeps everything and travels the compressed way, so it must agree with plain DDP to the bit among two ranks: there a
 #: mean is one addition and a division by two.
@@ -57,10 +49,17 @@ def loss_of(model, step, rank, dtype=torch.float32):
     return (model(x) - y).square().mean()
 
 
-def wrap(model, cap=HUGE, *, together=False, early=False, **options):
-    one_step.ENOUGH_NBYTES = ENOUGH_NBYTES if together else 0
-    all_layers.EARLY_NBYTES = 1 if early else EARLY_NBYTES
+def wrap(model, cap=HUGE, **options):
     return DistributedDataParallel(model, bucket_cap_mb=cap, **options)
+
+
+def compress(model, spec, *, coalesced=False, early=False, **options):
+    """A handle. Payloads of small buckets travel one by one, so that much is on the wire at once, unless ``coalesced``;
+    with ``early`` small parameters travel before backward ends, however few there are.
+    """
+    options |= {} if coalesced else {"message_nbytes": 0}
+    options |= {"early_nbytes": 1} if early else {}
+    return nb.compress_gradients(model, spec, **options)
 
 
 def sgd(model, lr=0.05, momentum=0.0):

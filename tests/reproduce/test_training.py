@@ -162,7 +162,7 @@ def test_without_resume_ranks_are_asked_for_every_row(finished, folder, monkeypa
         {"weight_decay": 0.0},
         {"warmup_epochs": 1},
         {"schedule": "steps"},
-        {"small": "together"},
+        {"small": "fused"},
         {"forward": "none", "backward": "none"},
         {"activations": '{"bits": 8}'},
         {"activations": '{"bits": 4}'},

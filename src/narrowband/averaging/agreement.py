@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import Wire
-from narrowband.collectives.exchange import all_gather_single
+from narrowband.collectives import Transfer, all_gather_nbytes
+from narrowband.collectives.primitives import all_gather
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Agreement:
     @property
     def nbytes(self) -> int:
         """Bytes that a rank sends for one comparison."""
-        return 8 * (self._peers.size - 1)
+        return all_gather_nbytes(8, self._peers.size)
 
     def job(self, facts: Facts, advice: str) -> Job:
         """Compare, as the first job of a step; see :class:`~narrowband.collectives.Engine`.
@@ -68,9 +68,8 @@ class Agreement:
             return
         mine = torch.tensor([_fingerprint(facts)], dtype=torch.int64, device=self._device)
         of_all = torch.empty(self._peers.size, dtype=torch.int64, device=self._device)
-        group = self._peers.group
-        # Whatever comes after it on either lane waits until this job has ended.
-        yield Wire(lambda: all_gather_single(of_all, mine, group=group, async_op=True), later=("group", "pairs"))
+        # Whatever comes after it in either queue waits until this job has ended.
+        yield Transfer(lambda: all_gather(of_all, mine, self._peers), later=("group", "pairs"))
         if len(set(of_all.tolist())) > 1:
             raise DisagreementError(f"{self._differences(facts)}. {advice}")
 
@@ -80,8 +79,8 @@ class Agreement:
         Raises:
             DisagreementError: the facts differ; on all ranks.
         """
-        for wire in self.job(facts, advice):
-            work = wire.issue()
+        for transfer in self.job(facts, advice):
+            work = transfer.issue()
             if work is not None:
                 work.wait()
 

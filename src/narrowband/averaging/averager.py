@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowband.averaging.core import Averaging
-from narrowband.averaging.layers import norms_of
-from narrowband.averaging.settings import Settings
+from narrowband.averaging.handle import Handle
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
     from narrowband.codecs import Codec
-    from narrowband.collectives.exchange import Collective
+    from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
 
 __all__ = ["Averager"]
@@ -26,7 +26,7 @@ __all__ = ["Averager"]
 GROUP_NBYTES = 25 << 20
 
 
-class Averager(Averaging):
+class Averager(Handle):
     """Averages gradients over ranks when it is asked to, in a training loop without DistributedDataParallel.
 
     Make it on all ranks, from the same model with the same parameters: unlike DDP, it broadcasts nothing. With the same
@@ -70,7 +70,9 @@ class Averager(Averaging):
         collective: Collective | Literal["auto"] = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        small: str | Codec = "dense",
+        small: str | Codec = "uncompressed",
+        message_nbytes: int = MESSAGE_NBYTES,
+        early_nbytes: int = EARLY_NBYTES,
     ) -> None:
         pairs = _named(tensors)
         settings = Settings.of(
@@ -80,6 +82,8 @@ class Averager(Averaging):
             seed=seed,
             collective=collective,
             small=small,
+            message_nbytes=message_nbytes,
+            early_nbytes=early_nbytes,
             grad_scaler=grad_scaler,
         )
         group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
@@ -105,7 +109,7 @@ class Averager(Averaging):
         groups = list(self._groups())
         futures = []
         for at, parameters in enumerate(groups):
-            names = [self.layers.parameters[p].name for p in parameters]
+            names = [self.layers.parameters.by_tensor[p].name for p in parameters]
             futures.append(self.feed(_end_to_end(parameters), names, last=at == len(groups) - 1))
         for parameters, future in zip(groups, futures, strict=True):
             averages = future.wait()
@@ -119,7 +123,7 @@ class Averager(Averaging):
         """Parameters whose gradients travel at the same time: of one dtype, from the model's end to its beginning."""
         group: list[Tensor] = []
         nbytes = 0
-        for p in reversed(self.layers.parameters):
+        for p in reversed(self.layers.parameters.by_tensor):
             gradient = p.grad
             alone = gradient is not None and gradient.is_sparse
             if group and (alone or nbytes >= GROUP_NBYTES or p.dtype != group[0].dtype):

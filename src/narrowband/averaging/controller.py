@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.adapt import Policy
-    from narrowband.averaging.layers import Layers, Parameter
+    from narrowband.averaging.layers import Layers
+    from narrowband.averaging.parameters import Parameter
     from narrowband.collectives import Peers
 
 __all__ = ["Controller"]
@@ -58,7 +59,7 @@ class Controller:
         Raises:
             ValueError: the plan of another model, or of another kind of compression.
         """
-        plan.check(self._layers.shapes)
+        plan.check(self._layers.parameters.shapes)
         self._layers.set(plan.specs())
         self.plan = plan
 
@@ -108,10 +109,10 @@ class Controller:
         try:
             gradients = {
                 name: self._sums[name].view(shape) if name in self._sums else torch.zeros(shape, device=self._device)
-                for name, shape in self._layers.shapes.items()
+                for name, shape in self._layers.parameters.shapes.items()
             }
             plan = self.policy.decide(gradients, step=step)
-            plan.check(self._layers.shapes)
+            plan.check(self._layers.parameters.shapes)
             return plan.to_json().encode()
         except Exception:  # a policy may be anybody's, and whatever it raises must not leave the others waiting
             log.exception("step %d: deciding failed", step)
@@ -119,7 +120,7 @@ class Controller:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._layers.parameters)).device
+        return self._layers.parameters.device
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Controller:
                 Plan.from_json(state["plan"])
             for name, value in state.get("sums", {}).items():
                 check_saved("the policy", name, value)
-                if name not in self._layers.shapes:
+                if name not in self._layers.parameters.shapes:
                     raise ValueError(f"the state holds a sum of gradients of {name!r}, which is no layer here")
             if self.policy is not None:
                 before = copy.deepcopy(self.policy.state_dict())

@@ -1,7 +1,7 @@
-"""What each layer of a model is compressed with: codec, feedback, and the way it travels.
+"""What each layer of a model is compressed with: codec, feedback and collective.
 
-At first all have what the model was given; a plan gives layers something of their own, at any time between two steps.
-the layer's residual then moves along to its new feedback.
+At first all layers have the model's default. A plan overrides it for some layers, between any two steps; a layer's
+residual then moves along to its new feedback.
 """
 
 from __future__ import annotations
@@ -9,114 +9,46 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from narrowband.adapt.policy import as_choice
+from narrowband.averaging.mixing import codec_like, for_gradients, spec_beside
+from narrowband.averaging.parameters import Parameters
 from narrowband.codecs import Codec, Identity
-from narrowband.collectives import COLLECTIVES, allreduce_nbytes, choose
-from narrowband.collectives.exchange import Collective, check
-from narrowband.errors import UnsupportedError
-from narrowband.feedback import (
-    Compression,
-    ErrorFeedback,
-    Feedback,
-    Layout,
-    State,
-    available,
-    compression,
-    methods,
-)
+from narrowband.collectives import Collective, Exchange, all_reduce_nbytes, choose, collective
+from narrowband.feedback import Compression, Feedback, Layout, State, available, compression, methods
 from narrowband.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from narrowband.averaging.agreement import Facts
     from narrowband.feedback import Method
 
-__all__ = ["COMPRESSIBLE", "Layer", "Layers", "Parameter", "Vector", "Way", "for_gradients", "norms_of"]
+__all__ = ["Layer", "Layers", "for_gradients"]
 
 log = logging.getLogger(__name__)
-
-#: The name of a collective: one of ``COLLECTIVES``, or what a feedback brings.
-Way = str
-
-COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-
-#: From here on a vector of small parameters is worth a message in the middle of backward: what it would take at its
-#: end is 2 ms at 200 Mbit/s.
-EARLY_NBYTES = 1 << 15
-_NORMS = (
-    torch.nn.LayerNorm,
-    torch.nn.GroupNorm,
-    torch.nn.RMSNorm,
-    torch.nn.modules.batchnorm._NormBase,  # the common base of all batch and instance norms
-)
-
-
-class Vector(NamedTuple):
-    """Small parameters that travel end to end in one message. What they are depends on the model alone, not on how
-    DDP makes its buckets, so that a resumed run adds them up in the same order.
-
-    Attributes:
-        dtype: of all of them.
-        compressed: whether they are compressed as one.
-        early: whether it goes as soon as the last of them is there. Others go at the end of backward, with the news
-            whether all that was encoded is finite.
-    """
-
-    dtype: torch.dtype
-    compressed: bool
-    early: bool
-
-    @property
-    def key(self) -> str:
-        """Names its feedback state."""
-        return f"({self.dtype})"
-
-
-@dataclass(frozen=True, eq=False)
-class Parameter:
-    """What the hook needs to know of a parameter.
-
-    Attributes:
-        name: in the model.
-        index: among the model's parameters.
-        shape: its own.
-        compressed: whether it is a layer; otherwise it is small.
-        vector: that of the small parameters it travels with, if it is small.
-        at: where it lies in that.
-    """
-
-    name: str
-    index: int
-    shape: torch.Size
-    compressed: bool
-    vector: Vector
-    at: int
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What one tensor is sent with, and how.
+    """What one tensor is sent with.
 
     Attributes:
         codec: what it is encoded with.
         state: what stays between two steps; None without feedback.
-        way: how payloads travel.
+        collective: how payloads travel.
     """
 
     codec: Codec
     state: State | None
-    way: Way
+    collective: type[Exchange]
 
     @property
     def feedback(self) -> Feedback | None:
-        """The state, if encoding is its business."""
+        """The state, where it takes part in encoding."""
         return self.state if isinstance(self.state, Feedback) else None
 
 
@@ -126,9 +58,10 @@ class Layers:
     Args:
         parameters: name and tensor of each parameter of the model, in its order.
         norms: those that belong to normalization layers; they count as small.
-        chosen: what all layers have that have nothing of their own.
+        default: what all layers have that no plan overrides.
         min_numel: parameters with fewer elements are small.
-        small: ``dense``, ``together`` or a codec, see :func:`~narrowband.compress_gradients`.
+        small: ``uncompressed``, ``fused`` or a codec, see :func:`~narrowband.compress_gradients`.
+        early_nbytes: from how many bytes on a vector of small parameters goes before backward ends.
         collective: the one to use, or ``auto``.
         size: number of ranks.
         rank: this one; rank 0 logs warnings for all.
@@ -138,113 +71,52 @@ class Layers:
         self,
         parameters: Iterable[tuple[str, Tensor]],
         norms: Collection[Tensor],
-        chosen: Compression,
+        default: Compression,
         *,
         min_numel: int,
         small: str | Codec,
+        early_nbytes: int,
         collective: Collective | Literal["auto"],
         size: int,
         rank: int,
     ) -> None:
-        self.usual = chosen
-        self.together = small != "dense"
-        self._small = like(chosen, small, "small") if self.together and small != "together" else None
+        self.default = default
+        self.fuses_small = small != "uncompressed"
+        self._small_codec = codec_like(default, small, "small") if small not in ("uncompressed", "fused") else None
         self._collective = collective
         self._size = size
         self._rank = rank
-        self.state = chosen.new_feedback()
-        #: The state, if it has to observe everything that is averaged.
-        self.observer = _observer(self.state)
-        #: Those of other kinds, by name, once a layer needs them.
-        self._others: dict[str, State] = {}
-        self._own: dict[str, Compression] = {}
-        self._own_specs: dict[str, str] | None = None  # until the next change
-        self._ways: dict[type, Way] = {}
-        #: How many elements each vector of small parameters has.
-        self.vectors: dict[Vector, int] = {}
-        self.parameters = self._classify(list(parameters), {id(p) for p in norms}, min_numel)
-        self.named = {parameter.name: parameter for parameter in self.parameters.values()}
+        self.state = default.new_feedback()
+        self._other_states: dict[str, State] = {}  # of other kinds of feedback, by name, once a layer needs them
+        self._overrides: dict[str, Compression] = {}
+        self._override_texts: dict[str, str] | None = None  # until the next change
+        self._chosen: dict[type, type[Exchange]] = {}  # by type of codec
         self._warned: set[str] = set()
         self._noted = False
-        self._settle()
-
-    def _classify(
-        self, parameters: Sequence[tuple[str, Tensor]], norms: Collection[int], min_numel: int
-    ) -> dict[Tensor, Parameter]:
-        known = [(index, *one) for index, one in enumerate(parameters) if one[1].requires_grad]
-        small = {p for _, _, p in known if p.dim() < 2 or p.numel() < min_numel or id(p) in norms}
-        odd = [f"{name} ({p.dtype})" for _, name, p in known if p.dtype not in COMPRESSIBLE]
-        vectors = self._vectors([p for _, _, p in known], small)
-        found: dict[Tensor, Parameter] = {}
-        for index, name, p in known:
-            compressed = p not in small and p.dtype in COMPRESSIBLE
-            vector = vectors[p]
-            at = self.vectors.get(vector, 0)
-            if not compressed:
-                self.vectors[vector] = at + p.numel()
-            found[p] = Parameter(name, index, p.shape, compressed, vector, at)
-        if odd:
-            self.warn(
-                "these gradients travel uncompressed, codecs take float32, float16 and bfloat16: %s", ", ".join(odd)
-            )
-        if not any(p.compressed for p in found.values()):
-            self.warn(
-                "nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel
-            )
-        return found
-
-    def warn(self, message: str, *args: object) -> None:
-        """Log what holds on all ranks, on one of them."""
-        if self._rank == 0:
-            log.warning(message, *args)
+        self.parameters = Parameters(
+            parameters, norms, min_numel=min_numel, fuse_small=self.fuses_small, early_nbytes=early_nbytes
+        )
+        for warning in self.parameters.warnings():
+            self.warn_once(warning)
+        self._prepare()
 
     def warn_once(self, message: str) -> None:
-        """:meth:`warn`, but not again."""
-        if message not in self._warned:
-            self._warned.add(message)
-            self.warn("%s", message)
-
-    def _vectors(self, parameters: Sequence[Tensor], small: Collection[Tensor]) -> dict[Tensor, Vector]:
-        """The vector of each parameter, if it is small.
-
-        Gradients of a model's end come first in backward. What is small in its last two thirds goes while backward is
-        still busy with the rest, if it is worth a message of its own.
-        """
-        total, seen = sum(p.numel() for p in parameters), 0
-        found: dict[Tensor, Vector] = {}
-        early: dict[torch.dtype, int] = {}
-        for p in parameters:
-            compressed = self.together and p.dtype in COMPRESSIBLE
-            found[p] = Vector(p.dtype, compressed, early=3 * seen >= total and not compressed)
-            seen += p.numel()
-            if found[p].early and p in small:
-                early[p.dtype] = early.get(p.dtype, 0) + p.numel() * p.element_size()
-        return {p: v._replace(early=v.early and early.get(p.dtype, 0) >= EARLY_NBYTES) for p, v in found.items()}
-
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the feedback the learning rates of this step. Small parameters that travel as one vector have that of
-        the first of them.
-        """
-        assert self.state is not None
-        of = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        usual = float(optimizer.param_groups[0]["lr"])
-        rates = {known.name: of.get(p, usual) for p, known in self.parameters.items()}
-        for known in reversed(self.parameters.values()):
-            if not known.compressed:
-                rates[known.vector.key] = rates[known.name]
-        self.state.set_learning_rates(rates)
+        """Log what holds on all ranks, on one of them, and only the first time."""
+        if self._rank == 0 and message not in self._warned:
+            log.warning("%s", message)
+        self._warned.add(message)
 
     # ---- what a layer has --------------------------------------------------------------------------------------------
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all that is compressed layer by layer."""
-        return {p.name: tuple(p.shape) for p in self.parameters.values() if p.compressed}
+    def observer(self) -> State | None:
+        """The state, if it has to observe everything that is averaged."""
+        return self.state if self.state is not None and self.state.observes_uncompressed else None
 
     @property
-    def plain(self) -> bool:
-        """Whether nothing is lost anywhere, so that no feedback has anything to do."""
-        return self.usual.codec.exact and not self._own
+    def exact(self) -> bool:
+        """Whether no codec loses anything, so that feedback has nothing to do."""
+        return self.default.codec.exact and not self._overrides
 
     @property
     def stateful(self) -> bool:
@@ -258,207 +130,146 @@ class Layers:
 
     @property
     def states(self) -> dict[str, State]:
-        """All that stays between steps, by name; the model's own is ''."""
-        return ({} if self.state is None else {"": self.state}) | self._others
+        """All that stays between steps, by name; the state of the default is ''."""
+        return ({} if self.state is None else {"": self.state}) | self._other_states
 
-    def has(self, name: str) -> Compression:
+    def spec_for(self, name: str) -> Compression:
         """What a layer is compressed with from the next step on."""
-        return self._own.get(name, self.usual)
+        return self._overrides.get(name, self.default)
 
-    def of(self, name: str, usual: Codec) -> Layer:
-        """What a layer is sent with in a step in which the others have ``usual``."""
-        return self._layer(self._own.get(name), usual)
+    def layer(self, name: str, codec: Codec) -> Layer:
+        """What a layer is sent with in a step whose default codec is ``codec``: that changes while a spec warms up."""
+        return self._layer(self._overrides.get(name), codec)
 
-    def vector(self, usual: Codec) -> Layer:
-        """The same of the vectors that small parameters make together."""
-        return self._layer(None if self._small is None else Compression(self._small, self.usual.feedback), usual)
+    def vector(self, codec: Codec) -> Layer:
+        """The same of the vectors of small parameters."""
+        fused = self._small_codec
+        return self._layer(None if fused is None else Compression(fused, self.default.feedback), codec)
 
     def uncompressed(self) -> Layer:
-        """What everything is sent with in a step that is not compressed, where feedback has to hear of it."""
-        return Layer(Identity(), self.state, "dense")
+        """What everything is sent with in a step that is not compressed, where feedback has to observe it."""
+        return Layer(Identity(), self.state, collective("all_reduce"))
 
-    def _layer(self, own: Compression | None, usual: Codec) -> Layer:
-        if own is None:
-            return Layer(usual, self.state, self.way(self.usual))
-        codec = own.codec
-        if self.state is not None:
-            codec = self.state.codec_of_layer(codec, usual)
-        return Layer(codec, self._state_of(own), self.way(own))
+    def _layer(self, override: Compression | None, codec: Codec) -> Layer:
+        if override is None:
+            return Layer(codec, self.state, self.collective_for(self.default))
+        own = override.codec if self.state is None else self.state.codec_of_layer(override.codec, codec)
+        return Layer(own, self._state_of(override), self.collective_for(override))
 
     def _state_of(self, chosen: Compression) -> State | None:
-        wanted = chosen.feedback
-        if wanted is None or self.state is None or type(wanted) is type(self.state):
+        feedback = chosen.feedback
+        if feedback is None or self.state is None or type(feedback) is type(self.state):
             return self.state
-        name = wanted.name
-        if name not in self._others:
-            self._others[name] = replace(wanted)  # type: ignore[type-var]
-        return self._others[name]
+        name = feedback.name
+        if name not in self._other_states:
+            self._other_states[name] = replace(feedback)  # type: ignore[type-var]
+        return self._other_states[name]
 
-    def way(self, chosen: Compression) -> Way:
-        """How payloads of this kind travel: chosen for all of a kind together, by the bucket it would make the result
-        depend on buckets.
+    def collective_for(self, chosen: Compression) -> type[Exchange]:
+        """How payloads of this kind travel. It is chosen for all layers with one kind of codec at once, so that results
+        do not depend on the groups in which gradients become ready.
         """
         if chosen.feedback is not None and chosen.feedback.collective is not None:
-            return chosen.feedback.collective
+            return collective(chosen.feedback.collective)
         if self._collective != "auto":
-            return self._collective
-        return self._ways.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size, self.state)
+            return collective(self._collective)
+        return self._chosen.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size, self.state)
 
     @property
-    def decided_early(self) -> bool:
-        """Whether some exchange leaves it to another one to tell whether the step is good."""
-        return any(way in ("gather", "lowrank") for way in self._all_ways())
-
-    @property
-    def exchanges_pairs(self) -> bool:
-        """Whether anything travels from rank to rank."""
-        return "scatter_reduce" in self._all_ways()
-
-    def _all_ways(self) -> set[Way]:
-        return {self.way(self.usual)} | {self.way(own) for own in self._own.values()}
+    def collectives(self) -> set[type[Exchange]]:
+        """All that layers travel by."""
+        return {self.collective_for(chosen) for chosen in (self.default, *self._overrides.values())}
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
     def set(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """Give layers something of their own; all or nothing.
+        """Override the default for these layers; all or nothing.
 
         Raises:
             ValueError: a name that is no layer, or a spec that this model cannot mix with its own.
         """
-        self._check_layers(specs)
-        chosen = {name: self.mixed(name, spec) for name, spec in specs.items()}
-        before = {name: self._state_of(self.has(name)) for name in chosen}
-        self._own |= chosen
-        self._own = {name: own for name, own in self._own.items() if own != self.usual}
-        self._own_specs = None
-        self._settle()
+        self._check_names(specs)
+        chosen = {name: self.beside(name, spec) for name, spec in specs.items()}
+        before = {name: self._state_of(self.spec_for(name)) for name in chosen}
+        overrides = self._overrides | chosen
+        self._overrides = {name: override for name, override in overrides.items() if override != self.default}
+        self._override_texts = None
+        self._prepare()
         for name, was in before.items():
-            now = self._state_of(self.has(name))
+            now = self._state_of(self.spec_for(name))
             if was is not None and now is not None and was is not now:
                 residual = was.take_residual(name)
                 if residual is not None:
                     now.add_residual(name, residual)
 
-    def _check_layers(self, names: Collection[str]) -> None:
-        unknown = sorted(set(names) - self.shapes.keys())
+    def _check_names(self, names: Collection[str]) -> None:
+        shapes = self.parameters.shapes
+        unknown = sorted(set(names) - shapes.keys())
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(self.shapes)}"
+                f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(shapes)}"
             )
 
-    def mixed(self, name: str, spec: str | Codec | Compression | Method) -> Compression:
-        """What a layer can have beside what the model has: the spec, with the model's feedback where it names none.
+    def beside(self, name: str, spec: str | Codec | Compression | Method) -> Compression:
+        """What a layer can have beside the default: see :func:`~narrowband.averaging.mixing.spec_beside`."""
+        return spec_beside(self.default, name, spec, collective=self._collective, states=self.states)
 
-        Raises:
-            ValueError: it cannot have that.
-            UnsupportedError: no gradient can.
-        """
-        layer = for_gradients(spec)
-        if layer == self.usual:
-            return layer
-        if self._collective != "auto":
-            if layer.feedback is not None and layer.feedback.collective is not None:
-                raise ValueError(f"{name!r} cannot have {str(layer)!r} with collective={self._collective!r}")
-            check(layer.codec, self._collective, self.state)
-        if self.usual.feedback is not None and not self.usual.feedback.mixes:
-            if layer.feedback == self.usual.feedback:  # as :meth:`has` gave it
-                return layer
-            return Compression(like(self.usual, layer, name), self.usual.feedback)
-        if self.state is None:
-            if layer.feedback is not None:
-                raise ValueError(
-                    f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.usual)!r}, without feedback: "
-                    "give the model one, and every layer has it"
-                )
-            return layer
-        if layer.feedback is not None and not layer.feedback.mixes:
-            raise ValueError(
-                f"{name!r} cannot have {str(layer)!r}: {layer.feedback.name} is for a whole model, not for one "
-                "layer of it"
-            )
-        if layer.feedback is None:
-            assert self.usual.feedback is not None
-            behind = self.usual.feedback.behind(layer.codec) or ErrorFeedback()
-            layer = Compression(behind.codec if behind.brings_codec else layer.codec, behind)
-        assert layer.feedback is not None
-        if layer.feedback.incremental != self.incremental:
-            raise ValueError(
-                f"{name!r} cannot have {str(layer)!r} in a model that has {str(self.usual)!r}: what ef21 keeps cannot "
-                "become others' residuals, nor the other way round; leave this layer's feedback out"
-            )
-        if not layer.feedback.compensates:
-            raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")
-        there = next((state for state in self.states.values() if type(state) is type(layer.feedback)), None)
-        if there is not None and not there.shares_state_with(layer.feedback):
-            raise ValueError(
-                f"{name!r} cannot have {str(layer)!r} in a model that has {str(there)!r}: {there.name} keeps one state "
-                "for all layers that have it, which these settings cannot share"
-            )
-        return layer
-
-    def _settle(self) -> None:
-        """Choose the ways of what there is now, and make room for low rank's residuals."""
+    def _prepare(self) -> None:
+        """Choose the collectives of what there is now, make room for feedback, and log what it notes."""
         kinds: dict[type, tuple[Codec, int]] = {}
-        for known in self.parameters.values():
-            if known.compressed:
-                chosen = self.has(known.name)
-                _, nbytes = kinds.get(type(chosen.codec), (chosen.codec, 0))
-                kinds[type(chosen.codec)] = chosen.codec, nbytes + chosen.codec.payload_nbytes(known.shape)
-        self._ways = {kind: choose(codec, nbytes, self._size, self.state) for kind, (codec, nbytes) in kinds.items()}
-        self._reserve()
-
-    def _reserve(self) -> None:
-        """Make room for what feedback will keep, and log what it has to say of these layers."""
-        layouts: dict[int, list[Layout]] = {}
-        for parameter, known in reversed(self.parameters.items()):  # about the order in which gradients come
-            chosen = self.has(known.name)
-            state = self._state_of(chosen) if known.compressed else None
+        layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
+        for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come
+            if not parameter.compressed:
+                continue
+            chosen = self.spec_for(parameter.name)
+            before = kinds.get(type(chosen.codec), (chosen.codec, 0))[1]
+            kinds[type(chosen.codec)] = chosen.codec, before + chosen.codec.payload_nbytes(parameter.shape)
+            state = self._state_of(chosen)
             if state is not None:
-                layout = Layout(known.name, chosen.codec, known.shape, parameter.device)
+                layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
+        self._chosen = {kind: choose(codec, nbytes, self._size, self.state) for kind, (codec, nbytes) in kinds.items()}
         for state in self.states.values():
-            announced = layouts.get(id(state), [])
-            state.reserve(announced)
-            note = state.note(announced, whole=not self._own)
+            state.reserve(layouts[id(state)])
+            note = state.note(layouts[id(state)], whole=not self._overrides)
             if note and not self._noted:
                 self._noted = True
-                self.warn("%s", note)
+                self.warn_once(note)
 
     def warn_if_more(self) -> None:
-        """Say so when more would be sent than without compression."""
-        codec, size = self.usual.codec, self._size
-        items = [(p.numel() * p.element_size(), q) for p, q in self.parameters.items() if q.compressed]
-        if size == 1 or not items or not codec.fixed_size or self.way(self.usual) not in COLLECTIVES:
-            return  # a collective of the feedback's own has no size that is known here
-        nbytes = sum(codec.payload_nbytes(q.shape) for _, q in items)
-        sent = (size - 1) * nbytes if self.way(self.usual) == "gather" else allreduce_nbytes(nbytes, size)
-        plain = allreduce_nbytes(sum(raw for raw, _ in items), size)
+        """Log where more would be sent than without compression."""
+        size = self._size
+        layers = [(p, parameter.shape) for p, parameter in self.parameters.by_tensor.items() if parameter.compressed]
+        if size == 1 or not layers or not self.default.codec.fixed_size:
+            return
+        nbytes = sum(self.default.layer_nbytes(shape) for _, shape in layers)
+        sent = self.collective_for(self.default).traffic_nbytes(nbytes, size)
+        plain = all_reduce_nbytes(sum(p.numel() * p.element_size() for p, _ in layers), size)
         if sent > plain:
-            self.warn(
-                "%s among %d ranks sends %s per step and rank, more than the %s without compression: do not compress, "
-                "or keep less",
-                self.usual, size, format_bytes(sent), format_bytes(plain),
-            )  # fmt: skip
+            self.warn_once(
+                f"{self.default} among {size} ranks sends {format_bytes(sent)} per step and rank, more than the "
+                f"{format_bytes(plain)} without compression: do not compress, or keep less"
+            )
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def identity(self) -> Facts:
         """What has to be the same on all ranks."""
         return {
-            "spec": str(self.usual),
-            "small": "dense" if not self.together else str(self._small or "together"),
-            "spec of layer": self.own_specs(),
+            "spec": str(self.default),
+            "small": str(self._small_codec or ("fused" if self.fuses_small else "uncompressed")),
+            "spec of layer": self.override_texts(),
             "parameter": {
                 p.name: f"{tuple(p.shape)}, {p.vector.dtype}, {'compressed' if p.compressed else 'small'}"
-                for p in self.parameters.values()
+                for p in self.parameters.by_name.values()
             },
         }
 
-    def own_specs(self) -> dict[str, str]:
-        """Of layers that have something of their own."""
-        if self._own_specs is None:
-            self._own_specs = {name: str(as_choice(own)) for name, own in self._own.items()}
-        return dict(self._own_specs)
+    def override_texts(self) -> dict[str, str]:
+        """The specs of layers that do not have the default, as a plan names them."""
+        if self._override_texts is None:
+            self._override_texts = {name: str(as_choice(override)) for name, override in self._overrides.items()}
+        return dict(self._override_texts)
 
     @property
     def residual_nbytes(self) -> int:
@@ -490,41 +301,34 @@ class Layers:
         self._check_kind(saved, saved_with)
         if self.state is None and any(saved.values()):
             raise ValueError(
-                f"the state was saved with {saved_with!r} and holds the residual; {str(self.usual)!r} "
+                f"the state was saved with {saved_with!r} and holds the residual; {str(self.default)!r} "
                 "has no feedback that could send it. Use a spec with a feedback, or clear state['feedback'] to drop it"
             )
-        self._check_layers(specs)
-        others, self._others = self._others, {}
-        try:
-            own = [self.mixed(name, spec) for name, spec in specs.items()]
-        finally:
-            self._others = others
+        self._check_names(specs)
         states = {} if self.state is None else {"": self.state}
-        states |= {
-            chosen.feedback.name: chosen.feedback
-            for chosen in own
-            if chosen.feedback is not None and type(chosen.feedback) is not type(self.state)
-        }
+        for name, spec in specs.items():
+            chosen = spec_beside(self.default, name, spec, collective=self._collective, states=states)
+            if chosen.feedback is not None and type(chosen.feedback) is not type(self.state):
+                states[chosen.feedback.name] = chosen.feedback
         for name, values in saved.items():
             if name in states:
                 states[name].check_state(values)
-                self._check_fits(values)
+                self._check_fits(states[name], values)
             elif values:
                 raise ValueError(f"the state holds residuals of {name}, and no layer here has that feedback")
 
     def load(self, specs: Mapping[str, str], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on with these specs, and the saved feedback under each state's name; :meth:`check_load` has seen both."""
-        device = next(iter(self.parameters)).device
-        self._own, self._others = {}, {}
+        device = self.parameters.device
+        self._overrides, self._other_states = {}, {}
         self.set(specs)
         for name, state in self.states.items():
             state.load_state_dict({key: value.to(device) for key, value in saved.get(name, {}).items()})
 
     def clear(self) -> None:
         """Give the memory back that feedback takes."""
-        self.state = self.usual.new_feedback()
-        self.observer = _observer(self.state)
-        self._others.clear()
+        self.state = self.default.new_feedback()
+        self._other_states.clear()
 
     def _check_kind(self, saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
         """Raise ValueError where a state is there that no feedback of this kind can go on with."""
@@ -532,71 +336,18 @@ class Layers:
         if self.state is None or before is None or before.incremental == self.incremental or not any(saved.values()):
             return
         raise ValueError(
-            f"the state was saved with {saved_with!r}, and what that keeps means nothing to {str(self.usual)!r}; go on "
-            "with the former, or clear state['feedback'] on all ranks to begin anew"
+            f"the state was saved with {saved_with!r}, and what that keeps means nothing to {str(self.default)!r}; go "
+            "on with the former, or clear state['feedback'] on all ranks to begin anew"
         )
 
-    def _check_fits(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise ValueError where a state has a size that no state of this model can have."""
-        numel = {p.name: p.shape.numel() for p in self.parameters.values()}
-        compressed = {p.name for p in self.parameters.values() if p.compressed}
-        if self.together:
-            together = {vector.key: n for vector, n in self.vectors.items() if vector.compressed}
-            numel |= together
-            compressed |= together.keys()
+    def _check_fits(self, state: State, saved: Mapping[str, Tensor]) -> None:
+        """Raise ValueError where a tensor has a size that no state of this model can have."""
+        layers = {p.name: p.shape.numel() for p in self.parameters.by_name.values() if p.compressed}
+        layers |= {vector.key: n for vector, n in self.parameters.vectors.items() if vector.compressed}
+        others = {p.name: p.shape.numel() for p in self.parameters.by_name.values() if p.name not in layers}
         for key, value in saved.items():
-            room, _, name = key.rpartition("/")
-            here = numel.get(name, 0) if (name in compressed) != (room == "dense") else 0
-            if room == "factor":
-                fits = here > 0 and value.dim() == 2 and here % value.shape[1] == 0
-            else:
-                fits = here == value.numel()
-            if not fits:
+            if not state.fits(key, value, layers, others):
                 raise ValueError(
-                    f"the state holds {value.numel()} elements for {key!r}, of which this model compresses {here}; "
-                    "it is the state of another model, or was saved with another min_numel"
+                    f"the state holds {value.numel()} elements for {key!r}, which is not what this model compresses "
+                    "there; it is the state of another model, or was saved with another min_numel"
                 )
-
-
-def norms_of(model: nn.Module) -> list[Tensor]:
-    """The parameters of a model's normalization layers."""
-    return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
-
-
-def _observer(state: State | None) -> State | None:
-    return state if state is not None and state.observes_uncompressed else None
-
-
-def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
-    """What a spec names, if gradients can be compressed with it.
-
-    Raises:
-        UnsupportedError: it is for something else.
-    """
-    chosen = compression(spec)
-    if chosen.feedback is not None and chosen.feedback.per_sample:
-        raise UnsupportedError(
-            f"{str(chosen)!r} cannot compress gradients: {chosen.feedback.name} keeps buffers per sample, and "
-            "gradients are sums over samples; it is for activations between pipeline stages. "
-            "Use a codec with '+ef' here"
-        )
-    return chosen
-
-
-def like(chosen: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
-    """What part of a model may have where the whole model has ``chosen``: another codec of that kind.
-
-    Raises:
-        ValueError: a spec of another kind.
-    """
-    layer = for_gradients(spec)
-    same_codec = type(layer.codec) is type(chosen.codec)
-    same_feedback = layer.feedback is None or type(layer.feedback) is type(chosen.feedback)
-    if layer.feedback is not None and not layer.feedback.mixes:
-        raise ValueError(
-            f"{name!r} cannot have {str(layer)!r}: the settings of {layer.feedback.name} are the whole model's, so "
-            f"name the codec alone, as in {str(layer.codec)!r}"
-        )
-    if not (same_codec and same_feedback):
-        raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(chosen)!r}")
-    return layer.codec

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from narrowband.adapt import Plan, Policy
-from narrowband.averaging.layers import for_gradients
+from narrowband.averaging.mixing import for_gradients
 from narrowband.averaging.optim import check_momentum
-from narrowband.collectives import COLLECTIVES
-from narrowband.collectives.exchange import check
+from narrowband.collectives import COLLECTIVES, check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression
 
@@ -23,10 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.codecs import Codec
-    from narrowband.collectives.exchange import Collective
+    from narrowband.collectives import Collective
     from narrowband.feedback import Method
 
-__all__ = ["Settings"]
+__all__ = ["EARLY_NBYTES", "MESSAGE_NBYTES", "Settings"]
+
+#: 5 ms at 200 Mbit/s: about what a collective among busy machines takes anyway, however little it carries.
+MESSAGE_NBYTES = 1 << 17
+#: What a message of so many bytes would take at the end of backward is 2 ms at 200 Mbit/s.
+EARLY_NBYTES = 1 << 15
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class Settings:
     seed: int
     collective: Collective | Literal["auto"]
     small: str | Codec
+    message_nbytes: int
+    early_nbytes: int
     grad_scaler: torch.amp.GradScaler | None
     rates: torch.optim.Optimizer | None
 
@@ -63,6 +69,8 @@ class Settings:
         seed: int,
         collective: Collective | Literal["auto"],
         small: str | Codec,
+        message_nbytes: int,
+        early_nbytes: int,
         grad_scaler: torch.amp.GradScaler | None,
     ) -> Settings:
         """Checked settings, but for what depends on the tensors.
@@ -80,11 +88,13 @@ class Settings:
             )
         if min_numel < 0 or warmup_steps < 0:
             raise ValueError(f"min_numel={min_numel} and warmup_steps={warmup_steps} must not be negative")
+        if message_nbytes < 0 or early_nbytes < 0:
+            raise ValueError(f"message_nbytes={message_nbytes} and early_nbytes={early_nbytes} must not be negative")
         brings = chosen.feedback if chosen.feedback is not None and chosen.feedback.collective is not None else None
-        if small != "dense" and brings is not None:
+        if small != "uncompressed" and brings is not None:
             raise UnsupportedError(
                 f"{brings.name} averages matrices by a collective of its own, and small parameters make none; use "
-                "small='dense'"
+                "small='uncompressed'"
             )
         if collective != "auto":
             if collective not in COLLECTIVES:
@@ -94,7 +104,20 @@ class Settings:
             check(chosen.codec, collective, chosen.feedback)
         if not dist.is_available() or not dist.is_initialized():
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
-        return cls(chosen, policy, plan, min_numel, warmup_steps, seed, collective, small, grad_scaler, None)
+        return cls(
+            compression=chosen,
+            policy=policy,
+            plan=plan,
+            min_numel=min_numel,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            collective=collective,
+            small=small,
+            message_nbytes=message_nbytes,
+            early_nbytes=early_nbytes,
+            grad_scaler=grad_scaler,
+            rates=None,
+        )
 
     def with_optimizer(
         self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, Tensor]], *, warn: bool

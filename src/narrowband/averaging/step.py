@@ -1,9 +1,9 @@
 """One step: its exchanges, its small parameters, and the decision whether it counts. On the engine's thread.
 
 A step is one transaction. Feedback changes its state only when every tensor of the step turned out finite on every
-rank, and with feedback no average is written before that is known. With ``gather`` it is known early: the all-reduce of
-small parameters carries one element more, NaN where a rank encoded something that is not finite, so that averages are
-written while the last payload is on the wire. Without feedback each average is written when it arrives.
+rank, and with feedback no average is written before that is known. With ``all_gather`` it is known early: the
+all-reduce of small parameters carries one element more, NaN where a rank encoded something that is not finite, so that
+averages are written while the last payload is on the wire. Without feedback each average is written when it arrives.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from narrowband.averaging.layers import Vector
+from narrowband.averaging.parameters import Parameter, Vector
 from narrowband.averaging.stats import StepStats
 from narrowband.codecs import Codec
 from narrowband.codecs.base import squared_norm
-from narrowband.collectives import Exchange, Item, Wire, allreduce_nbytes, exchange
+from narrowband.collectives import Exchange, Operand, Transfer, all_reduce_nbytes
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from narrowband.averaging.agreement import Agreement, Facts
     from narrowband.averaging.controller import Controller
-    from narrowband.averaging.layers import Layer, Layers, Parameter, Way
+    from narrowband.averaging.layers import Layer, Layers
     from narrowband.averaging.loss_scale import LossScale
     from narrowband.codecs import Shape
-    from narrowband.collectives import Engine, Job, Peers
+    from narrowband.collectives import Engine, Job, Topology
 
 __all__ = ["ADVICE", "Group", "Parts", "Step", "fill_with_nan"]
 
@@ -45,10 +45,6 @@ ADVICE = (
 
 #: The relative error costs two passes over the gradients, so it is measured in one step of this many.
 MEASURE_EVERY = 50
-
-#: What several buckets have to send travels together until a rank sends so many bytes: 5 ms at 200 Mbit/s, about what
-#: a collective among busy machines takes anyway, however little it carries.
-ENOUGH_NBYTES = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,21 +80,27 @@ class Parts:
 
     Attributes:
         layers: of the model, and what they are compressed with.
-        ranks: that average.
+        topology: who averages.
         engine: runs the exchanges.
         agreement: compares what ranks are about to do.
         controller: of the plan.
         loss_scale: the unit of the gradients.
+        message_nbytes: payloads of several groups travel in one message until a rank has so many bytes to send.
         rates: the optimizer whose learning rates feedback has to know, if it has to know any.
     """
 
     layers: Layers
-    ranks: Peers
+    topology: Topology
     engine: Engine
     agreement: Agreement
     controller: Controller
     loss_scale: LossScale
+    message_nbytes: int
     rates: torch.optim.Optimizer | None
+
+
+#: What may share an exchange: the name of a collective, and :meth:`~narrowband.collectives.Exchange.kind_of`.
+_Kind = tuple[str, str]
 
 
 class Step:
@@ -128,7 +130,7 @@ class Step:
         finished: Callable[[StepStats], None],
     ) -> None:
         self._parts = parts
-        self._layers, self._ranks, self._engine = parts.layers, parts.ranks, parts.engine
+        self._layers, self._peers, self._engine = parts.layers, parts.topology.between, parts.engine
         self._number, self._seed, self._facts, self._finished = number, seed, facts, finished
         self.codec = codec
         self.compressing = compressing
@@ -147,15 +149,15 @@ class Step:
         self._open_jobs = 0
         self._undecided_jobs = 0  # those that may still show that the step does not count
         self._encoded_finite = True
-        self._flagged = False  # whether what is small also says whether all that was encoded is finite
+        self._flagged = False  # whether a message of small parameters says whether all that was encoded is finite
         self._good: bool | None = None  # whether the step counts, once that is known
         self._exchanges: list[Exchange] = []
-        self._waiting: dict[tuple[Way, str], Exchange] = {}  # what has not enough to send yet
+        self._waiting: dict[_Kind, Exchange] = {}  # those that have not enough to send yet
         self._arrived: list[Exchange] = []
         self._small: dict[Vector, Tensor] = {}  # until they are sent
-        self._lacking: dict[Vector, int] = {}  # how many elements of these are still to come
+        self._missing: dict[Vector, int] = {}  # how many elements of these are still to come
         self._small_back: list[tuple[Parameter, Tensor, Tensor]] = []
-        self._dense_finite = True
+        self._uncompressed_finite = True
         self._stats = StepStats(steps=1)
         self._wire_before = self._engine.wire_seconds
         self._measure = measure
@@ -187,21 +189,24 @@ class Step:
         begin, parts = time.perf_counter(), self._parts
         parts.loss_scale.update(self._layers.states.values())
         if parts.rates is not None:
-            self._layers.follow(parts.rates)
+            observer = self._layers.observer
+            assert observer is not None
+            observer.set_learning_rates(self._layers.parameters.learning_rates(parts.rates))
         facts = {**self._facts, "loss scale": str(parts.loss_scale.value)}
         if self.compressing and parts.controller.is_due(self._number):
             parts.agreement.now(facts, ADVICE)
-            if parts.controller.decide(self._number) and self._layers.exchanges_pairs:
-                self._ranks.open_pairs()
+            if parts.controller.decide(self._number) and any(kind.uses_pairs for kind in self._layers.collectives):
+                self._peers.open_pairs()
         else:  # nothing else of the step is sent before this has ended
             self._start(parts.agreement.job(facts, ADVICE))
         self._stats.sent_bytes += parts.agreement.nbytes
         self._stats.decide_s = time.perf_counter() - begin
-        self._flagged = self._layers.stateful and self.compressing and self._layers.decided_early
+        early = any(kind.decided_by_encoding for kind in self._layers.collectives)
+        self._flagged = self._layers.stateful and self.compressing and early
 
     def _clip(self, threshold: float) -> None:
         """Local gradient clipping: what each of N ranks adds to the average, its gradient / N, at threshold / √N."""
-        threshold *= math.sqrt(self._ranks.size)
+        threshold *= math.sqrt(self._peers.size)
         threshold *= self._parts.loss_scale.value or 1.0
         if threshold < self._norm < math.inf:
             for group in self._unclipped:
@@ -209,7 +214,7 @@ class Step:
 
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Start what a group needs."""
-        buffer, size, observer = group.buffer, self._ranks.size, self._layers.observer
+        buffer, size, observer = group.buffer, self._peers.size, self._layers.observer
         if buffer.is_sparse:
             if observer is not None and observer.momentum:
                 raise UnsupportedError(
@@ -218,86 +223,76 @@ class Step:
                 )
             self._layers.warn_once("sparse gradients travel uncompressed")
             nbytes = buffer._nnz() * buffer.element_size()
-            self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
-            self._start(self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing))
+            self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
+            self._start(self._all_reduce(buffer, all_reduce_nbytes(nbytes, size), check=self.compressing))
         else:
             nbytes = buffer.numel() * buffer.element_size()
-            self._stats.raw_bytes += allreduce_nbytes(nbytes, size)
+            self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
             real = buffer.dtype == group.parameters[0].vector.dtype  # complex gradients come as pairs of real numbers
             if real:
                 self._parts.controller.look(
                     self._number, buffer, group.parameters, 1.0 / (self._parts.loss_scale.value or 1.0)
                 )
             observed = self.compressing or self._layers.incremental  # by feedback, compressed or not
-            if real and ((observed and not self._layers.plain) or observer is not None):
+            if real and ((observed and not self._layers.exact) or observer is not None):
                 self._encode(group)
             else:
-                job = self._all_reduce(buffer, allreduce_nbytes(nbytes, size), check=self.compressing)
+                job = self._all_reduce(buffer, all_reduce_nbytes(nbytes, size), check=self.compressing)
                 self._start(job, group.deliver)
         self._send_small(last=last)
-        for lane in sorted(self._waiting):
-            if last or self._waiting[lane].first_nbytes >= ENOUGH_NBYTES:
-                self._send(self._waiting.pop(lane))
+        for kind in sorted(self._waiting):
+            if last or self._waiting[kind].first_nbytes >= self._parts.message_nbytes:
+                self._send(self._waiting.pop(kind))
         self._closed = last
-        self._settle()
+        self._deliver_if_decided()
 
     def _encode(self, group: Group) -> None:
-        """An exchange for every way in which layers of this group travel, or what the last group left waiting."""
+        """Encode layers, each kind for one exchange, or for the one that the last group left waiting."""
         layers = self._layers
-        lanes: dict[tuple[Way, str], list[tuple[Layer, Item]]] = {}
+        kinds: dict[_Kind, list[tuple[Layer, Operand]]] = {}
         for parameter, part, out in group.pieces():
             if parameter.compressed:
-                layer = layers.of(parameter.name, self.codec) if self.compressing else layers.uncompressed()
-                item = self._item(parameter.name, part, parameter.shape, layer, parameter.index, out)
-                lanes.setdefault(_lane(layer, item), []).append((layer, item))
+                layer = layers.layer(parameter.name, self.codec) if self.compressing else layers.uncompressed()
+                operand = self._operand(parameter.name, part, parameter.shape, layer, parameter.index, out)
+                kind = layer.collective.name, layer.collective.kind_of(layer.codec, operand.dtype)
+                kinds.setdefault(kind, []).append((layer, operand))
             else:
-                self._is_small(part, parameter, part if out is None else out)
-        for lane in sorted(lanes):
-            self._waiting[lane] = self._encoded(lane[0], lanes[lane], self._waiting.get(lane))
+                self._collect_small(part, parameter, part if out is None else out)
+        for kind in sorted(kinds):
+            layer, operands = kinds[kind][0][0], [operand for _, operand in kinds[kind]]
+            if kind in self._waiting:
+                self._waiting[kind].extend(operands)
+            else:
+                self._waiting[kind] = self._new_exchange(layer, operands)
+            self._encoded_finite &= self._waiting[kind].encode()
 
-    def _item(self, name: str, x: Tensor, shape: Shape, layer: Layer, index: int, out: Tensor | None = None) -> Item:
-        return Item(name, x, shape, layer.codec, layer.feedback, self._seeds(index), index, out)
+    def _operand(
+        self, name: str, x: Tensor, shape: Shape, layer: Layer, index: int, out: Tensor | None = None
+    ) -> Operand:
+        return Operand(name, x, shape, layer.codec, layer.feedback, self._seeds(index), index, out)
 
-    def _encoded(self, way: Way, those: Sequence[tuple[Layer, Item]], waiting: Exchange | None = None) -> Exchange:
-        peers, items = self._ranks, [item for _, item in those]
-        if waiting is not None:
-            work = waiting
-            work.extend(items)
-        else:
-            work = exchange(way, items, peers, measure=self._measure, state=those[0][0].state)
-        if waiting is None:
-            self._exchanges.append(work)
-        self._encoded_finite &= work.encode()
-        return work
+    def _new_exchange(self, layer: Layer, operands: Sequence[Operand]) -> Exchange:
+        exchange = layer.collective(operands, self._peers, measure=self._measure, state=layer.state)
+        self._exchanges.append(exchange)
+        return exchange
 
-    def _send(self, work: Exchange) -> None:
+    def _send(self, exchange: Exchange) -> None:
         if not self._layers.stateful:  # nothing to commit: write the averages as soon as they are here
-            self._start(work.job(), lambda: work.deliver(good=True))
+            self._start(exchange.job(), lambda: exchange.deliver(good=True))
         else:
-            decides = not (self._flagged and work.decided_by_encoding)
-            self._start(work.job(), lambda: self._arrived.append(work), decides=decides)
+            decides = not (self._flagged and exchange.decided_by_encoding)
+            self._start(exchange.job(), lambda: self._arrived.append(exchange), decides=decides)
 
     def _send_small(self, *, last: bool) -> None:
-        """What is small: one vector per dtype, averaged as it is or compressed, and another that goes before if it is
-        long enough. With the last goes the news whether all that this rank has encoded is finite, if others wait for
-        that.
+        """Send small parameters: those of one dtype as one vector, uncompressed or fused; and another vector before the
+        end of backward if it is long enough. If other exchanges wait for it, the last message also says whether all
+        that this rank has encoded is finite.
         """
-        due = sorted((v for v in self._small if last or (v.early and not self._lacking[v])), key=str)
+        due = sorted((v for v in self._small if last or (v.early and not self._missing[v])), key=str)
         vectors = {vector: self._small.pop(vector) for vector in due}
-        together = [vector for vector in due if vector.compressed]
-        if together:
-            number = len(self._layers.parameters)
-            layer = self._layers.vector(self.codec) if self.compressing else self._layers.uncompressed()
-            items = [
-                (layer, self._item(vector.key, vectors[vector], vectors[vector].shape, layer, number + at))
-                for at, vector in enumerate(together)
-            ]
-            work = self._encoded(layer.way, items)
-            work.flag(self._encoded_finite)
-            if not self._layers.stateful:
-                self._start(work.job(), lambda: work.deliver(good=True))
-            else:
-                self._start(work.job(), lambda: self._arrived.append(work))
+        fused = [vector for vector in due if vector.compressed]
+        if fused:
+            self._send_fused({vector: vectors[vector] for vector in fused})
         elif last and self._flagged:
             flagged = [flat for vector, flat in vectors.items() if not vector.early]
             if not flagged:
@@ -308,20 +303,39 @@ class Step:
                 flat[-1] = 0.0 if self._encoded_finite else math.nan
         for vector, flat in vectors.items():
             if not vector.compressed:
-                nbytes = allreduce_nbytes(flat.numel() * flat.element_size(), self._ranks.size)
+                nbytes = all_reduce_nbytes(flat.numel() * flat.element_size(), self._peers.size)
                 self._start(self._all_reduce(flat, nbytes, check=True))
 
-    def _is_small(self, part: Tensor, parameter: Parameter, out: Tensor) -> None:
+    def _send_fused(self, vectors: Mapping[Vector, Tensor]) -> None:
+        """Compress and send these vectors of small parameters."""
+        layer = self._layers.vector(self.codec) if self.compressing else self._layers.uncompressed()
+        first = len(self._layers.parameters.by_tensor)  # indices of layers end there
+        exchange = self._new_exchange(
+            layer,
+            [
+                self._operand(vector.key, flat, flat.shape, layer, first + at)
+                for at, (vector, flat) in enumerate(vectors.items())
+            ],
+        )
+        self._encoded_finite &= exchange.encode()
+        exchange.flag(self._encoded_finite)
+        if not self._layers.stateful:
+            self._start(exchange.job(), lambda: exchange.deliver(good=True))
+        else:
+            self._start(exchange.job(), lambda: self._arrived.append(exchange))
+
+    def _collect_small(self, part: Tensor, parameter: Parameter, out: Tensor) -> None:
+        """Put a small parameter into its vector."""
         vector = parameter.vector
         flat = self._small.get(vector)
         if flat is None:
-            # Zero where a bucket did not come: all ranks have the same layout whatever the buckets.
-            self._lacking[vector] = numel = self._layers.vectors[vector]
+            # Zero where a group did not come: all ranks have the same layout whatever the groups.
+            self._missing[vector] = numel = self._layers.parameters.vectors[vector]
             numel += self._flagged and not vector.compressed and not vector.early
             flat = self._small[vector] = torch.zeros(numel, dtype=part.dtype, device=part.device)
         place = flat[parameter.at : parameter.at + part.numel()]
         place.copy_(part)
-        self._lacking[vector] -= part.numel()
+        self._missing[vector] -= part.numel()
         self._small_back.append((parameter, out, place))
 
     def _seeds(self, index: int) -> Callable[[int], int]:
@@ -331,13 +345,13 @@ class Step:
 
     def _all_reduce(self, x: Tensor, nbytes: int, *, check: bool = False) -> Job:
         """Average in place, uncompressed."""
-        peers = self._ranks
+        peers = self._peers
         x.div_(peers.size)
         if peers.size > 1:
             self._stats.sent_bytes += nbytes
-            yield Wire(lambda: dist.all_reduce(x, group=peers.group, async_op=True))
+            yield Transfer(lambda: dist.all_reduce(x, group=peers.group, async_op=True))
         if check and self._layers.stateful:
-            self._dense_finite &= bool((x._values() if x.is_sparse else x).isfinite().all())
+            self._uncompressed_finite &= bool((x._values() if x.is_sparse else x).isfinite().all())
 
     def _start(self, job: Job, then: Callable[[], None] | None = None, *, decides: bool = True) -> None:
         self._open_jobs += 1
@@ -348,25 +362,25 @@ class Step:
                 then()
             self._open_jobs -= 1
             self._undecided_jobs -= decides
-            self._settle()
+            self._deliver_if_decided()
 
         self._engine.start(job, done)
 
-    def _settle(self) -> None:
+    def _deliver_if_decided(self) -> None:
         """Deliver what can be delivered, and end the step when that was all."""
         if not self._closed or self._undecided_jobs or self._delivered:
             return
         decided, good = self._good is not None, self._good
         if good is None:
-            good = self._good = self._dense_finite and all(work.finite for work in self._exchanges)
+            good = self._good = self._uncompressed_finite and all(exchange.finite for exchange in self._exchanges)
         arrived, self._arrived = self._arrived, []
-        for work in arrived:
-            work.deliver(good)
-        if not decided:  # what is small is here: it decides, too
+        for exchange in arrived:
+            exchange.deliver(good)
+        if not decided:  # small parameters are here: they decide, too
             observer = self._layers.observer
             if observer is not None and good:
-                dense = [(known.name, place) for known, _, place in self._small_back if not known.vector.compressed]
-                observer.advance_uncompressed(dense)
+                averages = [(p.name, place) for p, _, place in self._small_back if not p.vector.compressed]
+                observer.advance_uncompressed(averages)
             for _, part, place in self._small_back:
                 part.copy_(place)
         if self._open_jobs:
@@ -378,25 +392,25 @@ class Step:
 
     def _account(self) -> None:
         stats = self._stats
-        for work in self._exchanges:
-            stats.sent_bytes += work.sent_nbytes
-            stats.encode_s += work.encode_seconds
-            stats.decode_s += work.decode_seconds
+        for exchange in self._exchanges:
+            stats.sent_bytes += exchange.sent_nbytes
+            stats.encode_s += exchange.encode_seconds
+            stats.decode_s += exchange.decode_seconds
         stats.skipped = int(self._good is False)
         stats.wire_s = self._engine.wire_seconds - self._wire_before
         now = time.perf_counter()
         stats.waiting_s, stats.exchange_s = now - self.closed_at, now - self.opened_at
-        norms = [n for work in self._exchanges for n in work.norms]
+        norms = [n for exchange in self._exchanges for n in exchange.norms]
         encoded = sum(n.encoded for n in norms)
         if norms and math.isfinite(encoded):
             stats.relative_error = sum(n.lost for n in norms) / encoded if encoded else 0.0
         self._finished(stats)
 
     def abandon(self, error: BaseException) -> None:
-        """The engine broke: put the feedback back, and tell those who wait for it."""
+        """The engine broke: put the feedback back, and pass the error on to whoever waits."""
         if not self.abandoned:
-            for work in self._exchanges:
-                work.abandon()
+            for exchange in self._exchanges:
+                exchange.abandon()
             self.abandoned = True
             self.torn = self._good is True
         self._error = error
@@ -418,11 +432,6 @@ class Step:
 def fill_with_nan(buffer: Tensor) -> None:
     """What stands for averages where there are none: nobody can train on NaN unnoticed."""
     (buffer._values() if buffer.is_sparse else buffer).fill_(math.nan)
-
-
-def _lane(layer: Layer, item: Item) -> tuple[Way, str]:
-    """What may share an exchange: the way, and for sums the dtype on the wire."""
-    return layer.way, str(layer.codec.sum_dtype(item.dtype)) if layer.way == "dense" else ""
 
 
 def _norm(x: Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from narrowband import kernels
-from narrowband.collectives import Item, Peers, exchange
+from narrowband.collectives import Operand, Peers, collective
 from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
 
@@ -39,11 +39,11 @@ def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.d
         device: where the gradients are.
         peers: the ranks.
     """
-    usual = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
+    method = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
     first = os.environ.get("LOCAL_RANK", str(peers.rank)) == "0" or peers.rank == 0
     for turn in (True, False):
         if turn == first:
-            with announced(usual, say=peers.rank == 0):
+            with announced(method, say=peers.rank == 0):
                 use_all(kinds, device)
                 if policy is not None:
                     policy.warm_up()
@@ -66,13 +66,13 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     kernels.all_zero(x.view(-1))
     kernels.all_finite(x.view(-1))
     if feedback is not None and feedback.collective is not None:
-        item = Item("", x.flatten(), x.shape, codec, None, lambda _: 0)
-        work = exchange(feedback.collective, [item], Peers(None, 0, 1), state=feedback)
-        work.encode()
-        for _ in work.job():
+        operand = Operand("", x.flatten(), x.shape, codec, None, lambda _: 0)
+        exchange = collective(feedback.collective)([operand], Peers(None, 0, 1), measure=False, state=feedback)
+        exchange.encode()
+        for _ in exchange.job():
             pass
-        work.deliver(good=True)
-        kernels.low_rank_product(item.x, *(torch.zeros(1, side) for side in x.shape))  # as of a narrow layer
+        exchange.deliver(good=True)
+        kernels.low_rank_product(operand.x, *(torch.zeros(1, side) for side in x.shape))  # as of a narrow layer
         return
     if feedback is not None and feedback.needs_learning_rates:
         feedback.set_learning_rates({"": 1.0})

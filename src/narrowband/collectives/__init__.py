@@ -1,37 +1,38 @@
-"""Payloads across ranks: all-reduce of payloads that add up, all-gather of those that do not, or a chunked reduction.
+"""Payloads across ranks: how tensors that every rank has encoded become their average on all ranks.
 
-``engine.py`` keeps one order on all ranks; ``groups.py`` lends process groups; ``exchange.py`` holds the three ways to
-average a set of tensors, and chooses; ``lowrank.py`` is a fourth, for factors that all ranks have in common.
+``topology.py`` says who averages, ``groups.py`` lends them a process group, and ``engine.py`` keeps one order of
+collectives on all ranks. ``exchange.py`` is what all collectives have in common; ``all_reduce.py``, ``all_gather.py``,
+``scatter_reduce.py`` and ``factor_reduce.py`` (PowerSGD's) are one each, and ``choice.py`` takes the cheapest.
 """
 
 from __future__ import annotations
 
-from narrowband.collectives.engine import Engine, Job, Wire, Worker
-from narrowband.collectives.exchange import (
-    COLLECTIVES,
-    Exchange,
-    Item,
-    Peers,
-    allreduce_nbytes,
-    choose,
-)
-from narrowband.collectives.exchanges import exchange
+from narrowband.collectives.choice import COLLECTIVES, Collective, check, choose, collective
+from narrowband.collectives.engine import Engine, Job, Pending, Transfer
+from narrowband.collectives.exchange import Exchange
+from narrowband.collectives.executor import SerialExecutor
 from narrowband.collectives.groups import Loan, borrow
-from narrowband.collectives.lowrank import LowRankReduce
+from narrowband.collectives.operand import Operand
+from narrowband.collectives.topology import Peers, Topology
+from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
 
 __all__ = [
     "COLLECTIVES",
+    "Collective",
     "Engine",
     "Exchange",
-    "Item",
     "Job",
     "Loan",
-    "LowRankReduce",
+    "Operand",
     "Peers",
-    "Wire",
-    "Worker",
-    "allreduce_nbytes",
+    "Pending",
+    "SerialExecutor",
+    "Topology",
+    "Transfer",
+    "all_gather_nbytes",
+    "all_reduce_nbytes",
     "borrow",
+    "check",
     "choose",
-    "exchange",
+    "collective",
 ]

@@ -1,13 +1,13 @@
 """One thread that encodes, communicates and decodes while backward goes on, in one order on all ranks.
 
-Work comes as *jobs*: generators that compute, yield a :class:`Wire` (a collective to issue), are resumed when it has
-arrived, and so on. The engine keeps two promises.
+Work comes as *jobs*: generators that compute, yield a :class:`Transfer` (a collective to issue), are resumed when it
+has arrived, and so on. The engine keeps two promises.
 
 *One order.* Collectives are issued in the order in which jobs were started, and within a job in the order of its
 phases; all phases of a job are issued before the first of the next. As every rank starts the same jobs in the same
 order, collectives meet their peers whatever the timing. Nothing is ever issued from a completion callback: a callback
-only puts a note into the inbox. There are two lanes, each with that order and independent of the other: what goes
-through the process group as a collective, and what goes from rank to rank in pairs.
+only puts a note into the inbox. There are two queues, each with that order and independent of the other: collectives of
+the process group, and exchanges from rank to rank, in pairs.
 
 *No idle waiting.* While a collective is on the wire, the thread encodes the next job; only issuing waits for its turn.
 
@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import threading
 import time
 import weakref
 from collections import deque
@@ -28,29 +26,31 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from narrowband.collectives.executor import SerialExecutor
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-__all__ = ["Engine", "Job", "Lane", "Pending", "Wire", "Worker"]
+__all__ = ["Engine", "Job", "Pending", "QueueName", "Transfer"]
 
 log = logging.getLogger(__name__)
 
 
-Lane = Literal["group", "pairs"]
+QueueName = Literal["group", "pairs"]
 
 
 @dataclass
-class Wire:
+class Transfer:
     """A collective to issue: ``issue()`` starts it and returns its handle; None when there is nobody to talk to."""
 
     issue: Callable[[], Pending | None]
-    lane: Lane = "group"
-    #: The lanes of the job's further phases.
-    later: Sequence[Lane] = ()
+    queue: QueueName = "group"
+    #: The queues of the job's further transfers.
+    later: Sequence[QueueName] = ()
 
 
 if TYPE_CHECKING:
-    Job = Generator[Wire, None, None]
+    Job = Generator[Transfer, None, None]
 else:
     Job = Any
 
@@ -75,47 +75,13 @@ class _Running:
 
     job: Job
     done: Callable[[], None]
-    wire: Wire | None = None
+    transfer: Transfer | None = None
     work: Pending | _Arrived | None = None
     issued_at: float = field(default=0.0)
 
 
-class Worker:
-    """A thread that does what is posted to it, in that order. It begins with the first post and never holds up exit.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def post(self, what: Callable[[], None]) -> None:
-        """Run ``what`` on the thread, after everything posted before. It must not raise."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
-        self._inbox.put(what)
-
-    def close(self) -> None:
-        """End the thread when it has done what is in its inbox.
-
-        A thread that the interpreter's exit catches inside native code takes the process down with it, so wait for it.
-        """
-        self._inbox.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
-
-    def _loop(self) -> None:
-        while (what := self._inbox.get()) is not None:
-            what()
-            what = None  # keep nothing of it alive while waiting: the end of its owner is what ends this thread
-
-
-class Engine(Worker):
-    """The worker that runs jobs. All methods but :meth:`post` and :meth:`close` belong to its thread.
+class Engine(SerialExecutor):
+    """The thread that runs jobs. All methods but :meth:`post` and :meth:`close` belong to its thread.
 
     Args:
         device: where tensors live.
@@ -188,7 +154,7 @@ class Engine(Worker):
     def _advance(self, running: _Running) -> bool:
         """Resume a job; False when it is finished."""
         try:
-            running.wire = next(running.job)
+            running.transfer = next(running.job)
         except StopIteration:
             running.done()
             return False
@@ -196,22 +162,22 @@ class Engine(Worker):
         return True
 
     def _issue(self) -> None:
-        """Issue what is due: in each lane, a job's phases when the job before has issued its last there."""
-        taken: set[Lane] = set()
+        """Issue what is due: in each queue, a job's transfers when the job before has issued its last there."""
+        taken: set[QueueName] = set()
         for running in tuple(self._order):
-            wire = running.wire
-            assert wire is not None
-            if running.work is None and wire.lane not in taken:
+            transfer = running.transfer
+            assert transfer is not None
+            if running.work is None and transfer.queue not in taken:
                 running.issued_at = time.perf_counter()
-                running.work = work = wire.issue() or _Arrived()
+                running.work = work = transfer.issue() or _Arrived()
                 self._announce(running, work)
             if running.work is None:
-                taken.add(wire.lane)
-            taken.update(wire.later)
+                taken.add(transfer.queue)
+            taken.update(transfer.later)
 
     def _announce(self, running: _Running, work: Pending | _Arrived) -> None:
         def note(_: Any = None) -> None:
-            Worker.post(self, lambda: self._try(lambda: self._arrived(running)))
+            SerialExecutor.post(self, lambda: self._try(lambda: self._arrived(running)))
 
         if isinstance(work, _Arrived):
             note()

@@ -180,6 +180,17 @@ class State(ABC):
         for key, value in state.items():
             check_saved(self.name, key, value)
 
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+        """Whether what was saved under ``name`` has a size that a model's state can have.
+
+        Args:
+            name: in :meth:`state_dict`.
+            value: what was saved.
+            layers: key → elements, of all that is compressed.
+            others: the same of what is not.
+        """
+        return layers.get(name.rpartition("/")[2], 0) == value.numel()
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the state takes."""

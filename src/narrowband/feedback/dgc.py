@@ -392,5 +392,9 @@ class DGC(Feedback):
         if odd:
             raise ValueError(f"dgc: the state lacks one of the two sums of {', '.join(odd)}")
 
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+        room, _, key = name.partition("/")
+        return (others if room == "dense" else layers).get(key, 0) == value.numel()
+
     def __str__(self) -> str:
         return format_term(self)

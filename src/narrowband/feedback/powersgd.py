@@ -3,7 +3,7 @@
 
 The codec :class:`~narrowband.codecs.LowRank` factors one rank's matrix. PowerSGD factors the average of all, and needs
 no rank's matrix for that: products with the same factors add up. How they travel is the business of
-:mod:`narrowband.collectives.lowrank`; here is what stays between two steps.
+:mod:`narrowband.collectives.factor_reduce`; here is what stays between two steps.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class PowerSGD(State):
         iterations: rounds of power iteration per step; each takes two all-reduces.
         warm_start: whether a step goes on from the factors of the one before; one round is then enough.
         min_ratio: a matrix that is not more than so many times as large as its factors is averaged as it is.
-        ef: whether what the factors do not say is added to the next gradient.
+        ef: whether the rest of a matrix, which its factors lack, is added to the next gradient.
     """
 
     name: ClassVar[str] = "powersgd"
     brings_codec: ClassVar[bool] = True
     takes_activations: ClassVar[bool] = False
-    collective: ClassVar[str | None] = "lowrank"
+    collective: ClassVar[str | None] = "factor_reduce"
 
     rank: int = field(default=4, metadata={"always": True})
     iterations: int = 1
@@ -57,7 +57,7 @@ class PowerSGD(State):
     #: Key → where its residual lies: matrices of one shape are side by side, so that one product serves them all.
     _places: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Key → factors (r × n, r × m) that were sent and that the next step will subtract from the residual.
-    _said: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sent: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,10 +103,16 @@ class PowerSGD(State):
 
     def reserve(self, layers: Sequence[Layout]) -> None:
         """Residuals of equal shape side by side, in this order, so that one product serves them all."""
-        sizes = [(layer, self.factors(layer.codec, layer.shape)) for layer in layers]
-        self.prepare(
-            [(layer.key, n, m, layer.device) for layer, (n, m, r) in sizes if r and not self.has_residual(layer.key)]
-        )
+        if not self.ef:
+            return
+        alike: dict[tuple[int, int], list[Layout]] = {}
+        for layer in layers:
+            n, m, r = self.factors(layer.codec, layer.shape)
+            if r and not self.has_residual(layer.key):
+                alike.setdefault((n, m), []).append(layer)
+        for (n, m), some in alike.items():
+            room = torch.zeros(len(some), n, m, device=some[0].device)
+            self._places.update({layer.key: (room, at) for at, layer in enumerate(some)})
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
         """Where a rank is more than a matrix has."""
@@ -125,22 +131,8 @@ class PowerSGD(State):
 
     # ---- the residual ------------------------------------------------------------------------------------------------
 
-    def prepare(self, matrices: Sequence[tuple[str, int, int, torch.device]]) -> None:
-        """Make room for what (key, rows, columns, device) will owe: side by side where shapes are equal, in this order.
-
-        What has no room by the time it is asked for gets some of its own.
-        """
-        if not self.ef:
-            return
-        alike: dict[tuple[int, int], list[tuple[str, torch.device]]] = {}
-        for key, n, m, device in matrices:
-            alike.setdefault((n, m), []).append((key, device))
-        for (n, m), keys in alike.items():
-            room = torch.zeros(len(keys), n, m, device=keys[0][1])
-            self._places.update({key: (room, at) for at, (key, _) in enumerate(keys)})
-
     def matrix(self, key: str, n: int, m: int, device: torch.device) -> Tensor:
-        """The residual under ``key``, n × m, with what :meth:`said` returns; zeros at first."""
+        """The residual under ``key``, n × m, zeros at first; :meth:`sent_factors` are still to be subtracted."""
         if key not in self._places:
             self._places[key] = (torch.zeros(1, n, m, device=device), 0)
         room, at = self._places[key]
@@ -152,7 +144,7 @@ class PowerSGD(State):
         return room[at].view(n, m)
 
     def block(self, keys: Sequence[str]) -> Tensor | None:
-        """What these matrices owe, (count, n, m), if it lies side by side in this order."""
+        """The residuals of these matrices, (count, n, m), if they lie side by side in this order."""
         room, first = self._places[keys[0]]
         for step, key in enumerate(keys):
             other, at = self._places[key]
@@ -173,8 +165,8 @@ class PowerSGD(State):
             return None
         room, at = self._places[key]
         residual = room[at].view(-1)
-        if key in self._said:
-            kernels.low_rank_product(residual, *self._said.pop(key), weight=-1.0, accumulate=True)
+        if key in self._sent:
+            kernels.low_rank_product(residual, *self._sent.pop(key), weight=-1.0, accumulate=True)
         return residual
 
     def take_residual(self, key: str) -> Tensor | None:
@@ -193,13 +185,13 @@ class PowerSGD(State):
         else:
             self._places[key] = (residual.view(1, -1), 0)
 
-    def said(self, key: str) -> tuple[Tensor, Tensor] | None:
-        """Factors that have yet to leave what :meth:`matrix` gives."""
-        return self._said.get(key)
+    def sent_factors(self, key: str) -> tuple[Tensor, Tensor] | None:
+        """Factors that were sent, and that :meth:`matrix` still contains."""
+        return self._sent.get(key)
 
-    def say(self, key: str, p: Tensor, q: Tensor) -> None:
-        """A step was good: these factors were averaged, and have to leave the residual."""
-        self._said[key] = p, q
+    def record_sent(self, key: str, p: Tensor, q: Tensor) -> None:
+        """A step was good: these factors were averaged, and have to be subtracted from the residual."""
+        self._sent[key] = p, q
 
     # ---- the factors -------------------------------------------------------------------------------------------------
 
@@ -215,7 +207,7 @@ class PowerSGD(State):
         return before[:r]
 
     def keep(self, key: str, q: Tensor) -> None:
-        """The r × m factor of a good step, to start the next one with. That of a matrix of zeros says nothing."""
+        """The r × m factor of a good step, to start the next one with. That of a matrix of zeros is not kept."""
         if self.warm_start and bool(q.any()):
             self._factors[key] = q.clone()
 
@@ -256,11 +248,17 @@ class PowerSGD(State):
                 raise ValueError("the state holds residuals, and powersgd with ef=false could not send them")
             check_saved(self.name, name, value)
 
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+        room, _, key = name.partition("/")
+        if room == "residual":
+            return super().fits(name, value, layers, others)
+        return layers.get(key, 0) > 0 and value.dim() == 2 and layers[key] % value.shape[1] == 0
+
     @property
     def nbytes(self) -> int:
         rooms = {id(room): room.nbytes for room, _ in self._places.values()}
-        said = sum(p.nbytes + q.nbytes for p, q in self._said.values())
-        return sum(rooms.values()) + sum(q.nbytes for q in self._factors.values()) + said
+        sent = sum(p.nbytes + q.nbytes for p, q in self._sent.values())
+        return sum(rooms.values()) + sum(q.nbytes for q in self._factors.values()) + sent
 
     def __str__(self) -> str:
         return format_term(self)

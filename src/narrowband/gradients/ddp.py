@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging.core import Averaging
-from narrowband.averaging.layers import norms_of
-from narrowband.averaging.settings import Settings
+from narrowband.averaging.handle import Handle
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.hook import hook_of
 from narrowband.gradients.refused import what_it_is
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from narrowband.adapt import Plan, Policy
     from narrowband.codecs import Codec
+    from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
     from narrowband.gradients.hook import Hook
 
@@ -46,10 +47,12 @@ def compress_gradients(
     warmup_steps: int = 0,
     process_group: dist.ProcessGroup | None = None,
     seed: int = 0,
-    collective: Literal["auto", "dense", "gather", "scatter_reduce"] = "auto",
+    collective: Collective | Literal["auto"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    small: str | Codec = "dense",
+    small: str | Codec = "uncompressed",
+    message_nbytes: int = MESSAGE_NBYTES,
+    early_nbytes: int = EARLY_NBYTES,
 ) -> GradientCompression:
     """Compress the gradients that ``ddp_model`` averages. Call it on all ranks, once, before the first backward.
 
@@ -58,17 +61,21 @@ def compress_gradients(
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
             has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.
-        small: what happens to these: ``dense``, they travel uncompressed; ``together``, as one vector of the whole
-            model, compressed like any layer; or, as one vector, by a codec of their own, which keeps more, such as
+        small: what happens to these: ``"uncompressed"``, they travel as they are; ``"fused"``, they make one vector of
+            the whole model, compressed like any layer; or a codec for that vector which keeps more, such as
             ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
         warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
         process_group: the ranks to average over; by default the model's own.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
-        collective: ``auto`` takes the one that sends least (see :mod:`narrowband.collectives.exchange`).
+        collective: ``"auto"`` takes the one that sends least (see :mod:`narrowband.collectives.choice`).
         grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
             gradients, and is rescaled when the scale changes.
         optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
             wire).
+
+        message_nbytes: payloads of several buckets travel in one message until a rank has so many bytes to send.
+        early_nbytes: where the small parameters of a model's end take so many bytes, they are sent before backward
+            ends.
 
     ``model.join()`` works: ranks that have run out of data send zeros, and keep their residuals (with ``ef21``, which
     has no residual, zero counts as their gradient). Its
@@ -100,12 +107,14 @@ def compress_gradients(
         seed=seed,
         collective=collective,
         small=small,
+        message_nbytes=message_nbytes,
+        early_nbytes=early_nbytes,
         grad_scaler=grad_scaler,
     )
-    if small != "dense" and ddp_model.find_unused_parameters:
+    if small != "uncompressed" and ddp_model.find_unused_parameters:
         raise UnsupportedError(
             f"small={str(small)!r} cannot tell which parts of its vector had no gradient, which "
-            "find_unused_parameters=True allows; use small='dense'"
+            "find_unused_parameters=True allows; use small='uncompressed'"
         )
     if any(hasattr(p, "_in_backward_optimizers") for p in ddp_model.parameters()):
         raise UnsupportedError(
@@ -119,7 +128,7 @@ def compress_gradients(
     return GradientCompression(ddp_model, hook, settings, group)
 
 
-class GradientCompression(Averaging):
+class GradientCompression(Handle):
     """The handle of :func:`compress_gradients`. ``repr(handle)`` says what it does and what it has saved."""
 
     def __init__(
@@ -166,7 +175,7 @@ class GradientCompression(Averaging):
         """Average a bucket; for the hook, which DDP calls when a bucket's gradients are ready."""
         if not self.in_step:
             self._check_join()
-        parameters = [self.layers.parameters[p] for p in bucket.parameters()]
+        parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
         self._coming.append([parameter.name for parameter in parameters if parameter.compressed])
         if bucket.is_last():
             self._buckets, self._coming = [names for names in self._coming if names], []

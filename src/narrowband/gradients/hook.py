@@ -153,11 +153,11 @@ class _Watch:
         self.used = False
         self._ever_used = False
         self._hook, self._handle = weakref.ref(hook), weakref.ref(handle)
-        self._ours = {id(p): weakref.ref(p) for p in handle.layers.parameters}
+        self._ours = {id(p): weakref.ref(p) for p in handle.layers.parameters.by_tensor}
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
         _watches.add(self)
-        for p in handle.layers.parameters:
+        for p in handle.layers.parameters.by_tensor:
             weakref.finalize(p, _watches.discard, self)
             break
 

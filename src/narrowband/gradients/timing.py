@@ -48,9 +48,9 @@ def measure_times(
         step()
         step()  # DDP lays out its buckets anew after the first
     buckets = handle.buckets
-    before = {name: handle.layers.has(name) for names in buckets for name in names}
+    before = {name: handle.layers.spec_for(name) for names in buckets for name in names}
     generator = torch.Generator().manual_seed(seed)
-    shapes = handle.layers.shapes
+    shapes = handle.layers.parameters.shapes
     nbytes: list[list[float]] = []
     seconds: list[float] = []
     try:
@@ -65,7 +65,7 @@ def measure_times(
             slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64, device=handle.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=handle.process_group)
             seconds.append(float(slowest))
-            nbytes.append([sum(layer_nbytes(handle.layers.has(n), shapes[n]) for n in names) for names in buckets])
+            nbytes.append([sum(layer_nbytes(handle.layers.spec_for(n), shapes[n]) for n in names) for names in buckets])
     finally:
         handle.set_layers(before)
     return fit_times(buckets, nbytes, seconds)

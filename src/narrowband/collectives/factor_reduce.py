@@ -5,7 +5,7 @@ For every matrix M (n × m) of a rank, and a factor Q that all ranks have in com
     Q: orthogonalize
     P = M·Q           all-reduce, orthogonalize
     Q = Mᵀ·P          all-reduce, divide by the number of ranks
-    average ≈ P·Qᵀ    what M has more or less than that is the residual
+    average ≈ P·Qᵀ    the rest of M is the residual
 
 The P of all matrices of an exchange travel as one all-reduce, and so do the Q. Matrices that are not worth factoring
 ride along with P. Matrices of equal shape take part in one batched product, as far as their memory lies side by side.
@@ -27,8 +27,9 @@ import torch.distributed as dist
 from narrowband import kernels
 from narrowband.codecs.base import squared_norm
 from narrowband.codecs.lowrank import start
-from narrowband.collectives.engine import Wire
-from narrowband.collectives.exchange import Exchange, Item, Peers, allreduce_nbytes
+from narrowband.collectives.engine import Transfer
+from narrowband.collectives.exchange import Exchange
+from narrowband.collectives.traffic import all_reduce_nbytes
 from narrowband.feedback import PowerSGD
 from narrowband.feedback.base import Norms
 
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from narrowband.codecs import Codec
     from narrowband.collectives.engine import Job
+    from narrowband.collectives.operand import Operand
+    from narrowband.collectives.topology import Peers
     from narrowband.feedback import State
 
-__all__ = ["LowRankReduce"]
+__all__ = ["FactorReduce"]
 
 #: A gradient with an element as large as this is broken. Below it no product of a step leaves float32, so that a step
 #: in which all ranks' gradients stay below is known to be good before its factors have arrived.
@@ -51,7 +55,7 @@ TOO_LARGE = 2.0**40
 class _Matrix:
     """One tensor to average, n × m; r = 0: as it is."""
 
-    item: Item
+    operand: Operand
     n: int
     m: int
     r: int
@@ -61,7 +65,7 @@ class _Matrix:
     values: Tensor
     #: The residual before, where the gradient's own memory cannot hold it.
     before: Tensor | None = None
-    #: Whether this rank has a gradient here; where it is exactly zero it only hears what the others have.
+    #: Whether this rank has a gradient here; where it is exactly zero it sends zeros, and receives the average.
     takes_part: bool = True
 
 
@@ -75,16 +79,27 @@ class _Block:
     q: Tensor  # (count, r, m)
 
 
-class LowRankReduce(Exchange):
+class FactorReduce(Exchange):
     """PowerSGD; see the module."""
 
+    name: ClassVar[str] = "factor_reduce"
     decided_by_encoding: ClassVar[bool] = True
 
-    def __init__(self, items: Sequence[Item], peers: Peers, measure: bool, state: State | None = None) -> None:
-        super().__init__(items, peers, measure, state)
+    @staticmethod
+    def traffic_nbytes(nbytes: int, size: int) -> int:
+        return all_reduce_nbytes(nbytes, size)
+
+    @staticmethod
+    def obstacle(codec: Codec, feedback: State | None) -> str | None:
+        if isinstance(feedback, PowerSGD):
+            return None
+        return f"factors of low rank are kept by powersgd, and {codec} has none behind it"
+
+    def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
+        super().__init__(operands, peers, measure=measure, state=state)
         if not isinstance(state, PowerSGD):
             raise TypeError(f"factors of low rank are kept by powersgd, not by {state!r}")
-        self._method = state
+        self._state = state
         self._whole: list[_Matrix] = []
         self._parts: list[Tensor] = []  # what these send
         self._blocks: list[_Block] = []
@@ -92,15 +107,15 @@ class LowRankReduce(Exchange):
     @property
     def first_nbytes(self) -> int:
         numel = sum(block.p.numel() for block in self._blocks) + sum(part.numel() for part in self._parts)
-        return allreduce_nbytes(4 * numel, self.peers.size)
+        return all_reduce_nbytes(4 * numel, self.peers.size)
 
     # ---- before the first collective ---------------------------------------------------------------------------------
 
-    def _encode_all(self, items: Sequence[Item]) -> None:
-        matrices = [self._matrix(item) for item in items]
+    def _encode_all(self, operands: Sequence[Operand]) -> None:
+        matrices = [self._matrix(operand) for operand in operands]
         factored = sorted(
             (matrix for matrix in matrices if matrix.r),
-            key=lambda x: (x.n, x.m, x.r, self._method.order(x.item.key), x.item.key),
+            key=lambda x: (x.n, x.m, x.r, self._state.order(x.operand.key), x.operand.key),
         )
         for (n, m, r), alike in itertools.groupby(factored, key=lambda x: (x.n, x.m, x.r)):
             for some, values in self._side_by_side(list(alike)):
@@ -118,33 +133,33 @@ class LowRankReduce(Exchange):
     def _begin_with(self, matrices: list[_Matrix], q: Tensor) -> None:
         """The factors that all ranks have in common, with orthonormal rows, which keeps those of P apart.
 
-        A row that says nothing, of zeros or of what others say, could never become anything else: another is drawn.
+        A row of zeros, and one that depends on the others, would stay so for ever: a new one is drawn in its place.
         """
         for matrix, rows in zip(matrices, q, strict=True):
-            seed = matrix.item.seed(0)
-            rows.copy_(self._method.factor(matrix.item.key, matrix.r, matrix.m, seed, q.device))
+            seed = matrix.operand.seed(0)
+            rows.copy_(self._state.factor(matrix.operand.key, matrix.r, matrix.m, seed, q.device))
         q.copy_(kernels.orthonormalize(q))
-        silent = ~(q != 0).any(-1)
-        if bool(silent.any()):
-            for matrix, rows, which in zip(matrices, q, silent, strict=True):
-                rows[which] = start(matrix.m, matrix.r, ~matrix.item.seed(0), q.device)[which]
+        missing = ~(q != 0).any(-1)
+        if bool(missing.any()):
+            for matrix, rows, which in zip(matrices, q, missing, strict=True):
+                rows[which] = start(matrix.m, matrix.r, ~matrix.operand.seed(0), q.device)[which]
 
-    def _matrix(self, item: Item) -> _Matrix:
-        method, x = self._method, item.x
-        n, m, r = method.factors(item.codec, item.shape)
+    def _matrix(self, operand: Operand) -> _Matrix:
+        state, x = self._state, operand.x
+        n, m, r = state.factors(operand.codec, operand.shape)
         takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
-        if not method.ef or (not r and not method.has_residual(item.key)):
+        if not state.ef or (not r and not state.has_residual(operand.key)):
             values = x if x.dtype == torch.float32 else x.float()
-            self._mine_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
-            return _Matrix(item, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
+            self._locally_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
+            return _Matrix(operand, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
         if not r or not takes_part:
-            method.residual(item.key)  # with all that was said taken away
-        residual = method.matrix(item.key, *((n, m) if r else (1, x.numel())), x.device)
-        matrix = _Matrix(item, n, m, r, residual, residual, takes_part=takes_part)
+            state.residual(operand.key)  # subtracts what the last step has sent
+        residual = state.matrix(operand.key, *((n, m) if r else (1, x.numel())), x.device)
+        matrix = _Matrix(operand, n, m, r, residual, residual, takes_part=takes_part)
         if takes_part:
             matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold the residual before
             if not r:
-                self._mine_finite &= kernels.compensate(matrix.before, residual.view(-1), below=TOO_LARGE)
+                self._locally_finite &= kernels.compensate(matrix.before, residual.view(-1), below=TOO_LARGE)
         return matrix
 
     def _compensate(self, block: _Block) -> None:
@@ -154,16 +169,16 @@ class LowRankReduce(Exchange):
             if matrix.before is None:
                 continue
             assert matrix.residual is not None
-            residual, said = matrix.residual.view(-1), self._method.said(matrix.item.key)
+            residual, sent = matrix.residual.view(-1), self._state.sent_factors(matrix.operand.key)
             if one_pass:
-                self._mine_finite &= kernels.compensate_project(
-                    matrix.before, residual, q, p, said=said, below=TOO_LARGE
+                self._locally_finite &= kernels.compensate_project(
+                    matrix.before, residual, q, p, said=sent, below=TOO_LARGE
                 )
             else:
                 old = residual.clone()
-                if said is not None:
-                    kernels.low_rank_product(residual, *said, weight=-1.0, accumulate=True)
-                self._mine_finite &= kernels.compensate(matrix.before, residual, below=TOO_LARGE)
+                if sent is not None:
+                    kernels.low_rank_product(residual, *sent, weight=-1.0, accumulate=True)
+                self._locally_finite &= kernels.compensate(matrix.before, residual, below=TOO_LARGE)
                 matrix.before.copy_(old)
         if one_pass and all(matrix.before is not None for matrix in block.matrices):
             return
@@ -173,12 +188,12 @@ class LowRankReduce(Exchange):
             self._project(block)
 
     def _side_by_side(self, alike: list[_Matrix]) -> list[tuple[list[_Matrix], Tensor]]:
-        """Cut where the memory of the next matrix does not follow."""
+        """Those whose memory lies side by side, as one tensor."""
         cut: list[tuple[list[_Matrix], Tensor]] = []
         for matrix in alike:
             if cut and matrix.residual is not None:
                 some = [*cut[-1][0], matrix]
-                values = self._method.block([x.item.key for x in some])
+                values = self._state.block([x.operand.key for x in some])
                 if values is not None:
                     cut[-1] = some, values
                     continue
@@ -213,20 +228,19 @@ class LowRankReduce(Exchange):
         second = torch.empty(sum(block.q.numel() for block in self._blocks), device=first.device)
         for block, place in zip(self._blocks, _views(second, [block.q for block in self._blocks]), strict=True):
             block.q = place
-        rounds = self._method.iterations
-        for again in reversed(range(rounds)):
+        for rounds_left in reversed(range(self._state.iterations)):
             begin = time.perf_counter()
             for block in self._blocks:
                 block.p = kernels.orthonormalize(block.p)
                 torch.bmm(block.p, block.values, out=block.q)
                 self._leave_out(block, block.q)
-            if self.measure and not again:
+            if self.measure and not rounds_left:
                 self._measure()
             self.encode_seconds += time.perf_counter() - begin
             yield self._sum(second)
             begin = time.perf_counter()
             second.div_(self.peers.size)
-            if again:
+            if rounds_left:
                 first = torch.empty(sum(block.p.numel() for block in self._blocks), device=first.device)
                 for block, place in zip(self._blocks, _views(first, [block.p for block in self._blocks]), strict=True):
                     block.p = place
@@ -237,15 +251,15 @@ class LowRankReduce(Exchange):
                 self.finite = kernels.all_finite(second)
                 self.encode_seconds += time.perf_counter() - begin
 
-    def _sum(self, x: Tensor) -> Wire:
+    def _sum(self, x: Tensor) -> Transfer:
         """The sum over all ranks, in place."""
         if self.peers.size == 1:
-            return Wire(lambda: None, later=["group"])
-        self.sent_nbytes += allreduce_nbytes(4 * x.numel(), self.peers.size)
-        return Wire(lambda: dist.all_reduce(x, group=self.peers.group, async_op=True), later=["group"])
+            return Transfer(lambda: None, later=["group"])
+        self.sent_nbytes += all_reduce_nbytes(4 * x.numel(), self.peers.size)
+        return Transfer(lambda: dist.all_reduce(x, group=self.peers.group, async_op=True), later=["group"])
 
     def _measure(self) -> None:
-        """P has orthonormal rows: what they say of a matrix is as long as its product with them."""
+        """P has orthonormal rows, so what the factors hold of a matrix is as long as its product with P."""
         for block in self._blocks:
             for matrix, values, q in zip(block.matrices, block.values, block.q, strict=True):
                 if matrix.takes_part:
@@ -254,8 +268,7 @@ class LowRankReduce(Exchange):
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _settle(self, good: bool) -> None:
-        self._settled = True
+    def _finish_feedback(self, good: bool) -> None:
         good = good and self.finite
         if not good:
             self.norms.clear()
@@ -266,20 +279,20 @@ class LowRankReduce(Exchange):
         if good:
             for block in self._blocks:
                 for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
-                    self._method.keep(matrix.item.key, q)
+                    self._state.keep(matrix.operand.key, q)
                     if matrix.residual is not None:
-                        self._method.say(matrix.item.key, p, q)
+                        self._state.record_sent(matrix.operand.key, p, q)
 
     def _write(self, good: bool) -> None:
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
-                average = matrix.item.average
+                average = matrix.operand.average
                 out = average if average.dtype == torch.float32 else torch.empty(average.numel(), device=average.device)
                 kernels.low_rank_product(out, p, q)
                 if out is not average:
                     average.copy_(out)
         for matrix, part in zip(self._whole, self._parts, strict=True):
-            matrix.item.average.copy_(part)
+            matrix.operand.average.copy_(part)
             if good and matrix.residual is not None and matrix.takes_part:
                 matrix.residual.zero_()
 

@@ -1,0 +1,279 @@
+"""What users hold: statistics, pause and resume, plans, checkpoints, and the end.
+
+:class:`Handle` adds to the core of averaging what is called between two steps. Places derive from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from narrowband.averaging.core import Averaging
+from narrowband.averaging.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
+from narrowband.averaging.stats import StepStats
+from narrowband.averaging.step import ADVICE
+from narrowband.stats import Stats
+from narrowband.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.adapt import Plan
+    from narrowband.averaging.agreement import Facts
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression, Method
+
+__all__ = ["Handle"]
+
+log = logging.getLogger(__name__)
+
+_LOAD_ADVICE = (
+    "Call load_state_dict on all ranks, between the same two steps, with states that were saved together. Nothing has "
+    "changed on any rank"
+)
+
+
+class Handle(Averaging):
+    """Averages tensors over ranks. ``repr(handle)`` says what it does and what it has saved."""
+
+    def __repr__(self) -> str:
+        total, parameters = self.stats().total, self.layers.parameters
+        compressed, numel = format_count(parameters.compressed_numel), format_count(parameters.numel)
+        facts = [
+            f"{str(self.compression)!r}",
+            f"{self.size} rank{'s' if self.size != 1 else ''}",
+            f"{len(parameters.shapes)} layers with {compressed} of {numel} parameters",
+            f"residuals of {format_bytes(self.residual_nbytes)}",
+        ]
+        if self._removed:
+            facts.append("removed")
+        elif self._paused:
+            facts.append("paused")
+        if total.steps:
+            facts.append(f"{total.steps} steps of {format_bytes(total.sent_bytes / total.steps)}")
+            facts.append(f"{total.ratio:.3g} times less than uncompressed")
+        if total.relative_error is not None:
+            facts.append(f"relative error {total.relative_error:.2g}")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+    def stats(self) -> Stats[StepStats]:
+        """Bytes, seconds and relative error: in total, and of the last finished step."""
+        with self._lock:
+            return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
+
+    def log_dict(self, prefix: str = "") -> dict[str, float]:
+        """What a logger plots, as numbers by name: of the last step, and ``total_…`` since the start.
+
+        Args:
+            prefix: before every name, such as ``"compression/"``.
+
+        Returns:
+            ``ratio`` (times less than uncompressed), ``sent_bytes`` and ``raw_bytes`` (of this rank),
+            ``waiting_seconds`` (between the end of backward's own work and the last average), ``relative_error`` (the
+            latest; not there before it was measured), ``residual_bytes``, ``total_ratio``, ``total_sent_bytes`` and
+            ``total_skipped_steps``.
+
+        Example:
+            >>> for name, value in handle.log_dict("compression/").items():
+            ...     writer.add_scalar(name, value, step)
+        """
+        stats = self.stats()
+        last, total = stats.last, stats.total
+        values = {
+            "ratio": last.ratio,
+            "sent_bytes": last.sent_bytes,
+            "raw_bytes": last.raw_bytes,
+            "waiting_seconds": last.waiting_s,
+            "relative_error": total.relative_error,
+            "residual_bytes": self.residual_nbytes,
+            "total_ratio": total.ratio,
+            "total_sent_bytes": total.sent_bytes,
+            "total_skipped_steps": total.skipped,
+        }
+        return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes of this rank's memory that feedback takes: residuals, velocities, factors. 0 before the first step."""
+        return self.layers.residual_nbytes
+
+    @property
+    def step(self) -> int:
+        """How many steps have been averaged."""
+        return self._step
+
+    @property
+    def paused(self) -> bool:
+        """Whether steps are averaged uncompressed, see :meth:`pause`."""
+        return self._paused
+
+    def pause(self) -> None:
+        """Average uncompressed from the next step on; the residuals stay until :meth:`resume`. Call on all
+        ranks.
+        """
+        self._paused = True
+
+    def resume(self) -> None:
+        """Compress again from the next step on. Call on all ranks."""
+        self._paused = False
+
+    def remove(self) -> None:
+        """End compression. Call on all ranks, between steps.
+
+        Residuals are dropped, so save :meth:`state_dict` before if you may want to go on. The process group, threads
+        and memory are given back; :meth:`stats` remains. When this object is garbage, the same happens by itself. (The
+        group is kept for the next one among the same ranks.)
+
+        Raises:
+            RuntimeError: called inside backward.
+            DisagreementError: some rank does something else.
+        """
+        if self._removed:
+            return
+        if self._open_step is None or not self._open_step.abandoned:
+            self._check_between_steps("remove")
+        if self._engine.error is None:
+            try:
+                self._agreement.now({"call": "remove"}, ADVICE)
+            except RuntimeError as error:  # a rank that has gone already is no reason to stay
+                self._loan.broken = True
+                log.warning("remove: other ranks could not be asked: %s", error)
+        self._removed = True
+        self._close()
+        self._topology.close()
+        self.layers.clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a warm-up that counts epochs which one begins, from 0 on, as a DistributedSampler is told. Call on all
+        ranks.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} must not be negative")
+        self._epoch = epoch
+
+    def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
+        """Compress some layers otherwise than the rest, from the next step on. Call on all ranks, between steps.
+
+        Residuals stay, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
+        ones.
+
+        Args:
+            specs: parameter name → spec, of the model's kind or another. Where the model has feedback, every layer has
+                it, and it can be left out; its residual moves along. With ``ef21`` all layers have that. With
+                ``dgc`` only ``topk`` will do, as in ``"topk:density=0.01"``, and no layer sends less than the rest does
+                while that warms up. A later call adds to an earlier one.
+
+        Raises:
+            ValueError: a name that is not compressed, or a spec that cannot be mixed with the model's.
+            UnsupportedError: a spec that is not for gradients.
+
+        Example:
+            >>> handle = nb.compress_gradients(model, "powersgd:rank=4")
+            >>> handle.set_layers({"head.weight": "powersgd:rank=1"})
+        """
+        self._check_between_steps("set_layers")
+        self.layers.set(specs)
+        self._open_pairs()
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was decided last, or given; None before and without."""
+        return self._controller.plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on to the bit. Every rank has its own: save one file per rank.
+
+        Tensors are those in use, not copies; save or clone them before the next step.
+        """
+        self._check_between_steps("state_dict")
+        return {
+            "version": VERSION,
+            "spec": str(self.compression),
+            "step": self._step,
+            "epoch": self._epoch,
+            "paused": self._paused,
+            "layers": self.layers.override_texts(),
+            "seed": self._seed,
+            "loss_scale": self._loss_scale.value,
+            "rank": self._topology.everyone.rank,
+            "world_size": self._topology.everyone.size,
+            "feedback": self.layers.state.state_dict() if self.layers.state else {},
+            "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
+            "controller": self._controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state_dict` was taken. Call on all ranks.
+
+        A transaction: states are checked on every rank, and ranks compare what they are about to load, before anything
+        changes. If any rank cannot load its state, or ranks have states of different steps, all of them raise.
+
+        Args:
+            state: this rank's own state, or a list with the states of all ranks there were. If there are as many ranks
+                now, each takes its own from the list. After a change of their number, the sum of their residuals is
+                shared evenly among the ranks there are. (With ``ef21`` every rank starts with what all
+                ranks had in common.)
+
+        Raises:
+            ValueError: the state of another rank, number of ranks or model, one that lacks something or holds what
+                cannot be, states of different moments, or residuals without a feedback to hold them.
+            RuntimeError: called inside backward, or after an exchange broke off.
+        """
+        self._check_between_steps("load_state_dict")
+        if self._engine.error is not None:
+            raise RuntimeError(
+                f"load_state_dict: the exchange stopped at an earlier step ({self._engine.error}); start all ranks "
+                "again, and load the state there"
+            ) from self._engine.error
+        # A list is the same on all ranks; what is wrong within it each finds out by itself.
+        states = None if isinstance(state, Mapping) else states_of_all_ranks(list(state))
+        error: ValueError | None = None
+        facts: Facts = {"call": "load_state_dict"}
+        try:
+            mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
+            facts = {**facts, "problem": "none", **facts_of(mine)}
+        except ValueError as problem:
+            error = problem
+            facts = {**facts, "problem": str(problem)}
+        try:
+            self._agreement.now(facts, _LOAD_ADVICE)
+        except ValueError as disagreement:
+            raise (error or disagreement) from (disagreement if error is not None else None)
+        if error is not None:
+            raise error
+        self.layers.load(mine["layers"], residuals)
+        self._controller.load_state_dict(mine["controller"])
+        self._open_pairs()
+        self._step, self._epoch = mine["step"], mine["epoch"]
+        self._paused = mine["paused"]
+        self._seed = mine["seed"]
+        self._loss_scale.value = mine["loss_scale"]
+        self._total, self._last = StepStats(), StepStats()
+
+    def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        """The state of this rank, and its residuals, if both can be loaded."""
+        mine = check_state(state)
+        here, there = (self._topology.everyone.rank, self._topology.everyone.size), (mine["rank"], mine["world_size"])
+        if here != there:
+            raise ValueError(
+                f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
+                "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
+            )
+        residuals = kept(mine)
+        self.layers.check_load(mine["layers"], residuals, mine["spec"])
+        self._controller.check_state(mine["controller"])
+        return mine, residuals
+
+    def _loadable_of_all(
+        self, states: Sequence[Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        """The same from the states of all ranks: this rank's own, if there are as many as there were."""
+        if len(states) == self._topology.everyone.size:
+            return self._loadable(states[self._topology.everyone.rank])
+        for state in states:
+            self.layers.check_load(state["layers"], kept(state), state["spec"])
+        self._controller.check_state(states[0]["controller"])
+        return states[0], self.layers.merged([kept(state) for state in states], states[0]["spec"])

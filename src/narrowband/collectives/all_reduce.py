@@ -1,0 +1,97 @@
+"""All-reduce of payloads that add up: those of ``none``, ``fp16``, ``bf16`` and ``randomk``.
+
+A rank sends 2·(N−1)/N · P bytes among N ranks, for payloads of P bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from narrowband import kernels
+from narrowband.collectives.engine import Transfer
+from narrowband.collectives.exchange import Exchange
+from narrowband.collectives.primitives import concatenated, spans_of
+from narrowband.collectives.traffic import all_reduce_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec
+    from narrowband.collectives.engine import Job
+    from narrowband.collectives.operand import Operand
+    from narrowband.collectives.topology import Peers
+    from narrowband.feedback import State
+
+__all__ = ["AllReduce"]
+
+
+class AllReduce(Exchange):
+    """See the module."""
+
+    name: ClassVar[str] = "all_reduce"
+
+    @staticmethod
+    def traffic_nbytes(nbytes: int, size: int) -> int:
+        return all_reduce_nbytes(nbytes, size)
+
+    @staticmethod
+    def obstacle(codec: Codec, feedback: State | None) -> str | None:
+        dtype = codec.sum_dtype(torch.float32)
+        if dtype is None:
+            return f"payloads of {codec} cannot be added, so collective='all_reduce' cannot carry them; use 'auto'"
+        if feedback is not None and feedback.incremental and dtype != torch.float32:
+            return (
+                f"collective='all_reduce' rounds sums of {codec} to 16 bits, and with {feedback.name} that error would "
+                "stay and grow; use 'all_gather' or 'auto'"
+            )
+        return None
+
+    @staticmethod
+    def kind_of(codec: Codec, dtype: torch.dtype) -> str:
+        """The dtype in which payloads are added."""
+        return str(codec.sum_dtype(dtype))
+
+    def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
+        super().__init__(operands, peers, measure=measure, state=state)
+        self._parts: list[Tensor] = []  # payloads of all operands that were encoded at once
+
+    def _encode_all(self, operands: Sequence[Operand]) -> None:
+        sizes = [operand.codec.payload_nbytes(operand.shape, operand.dtype) for operand in operands]
+        part = torch.empty(sum(sizes), dtype=torch.uint8, device=operands[0].x.device)
+        for operand, span in zip(operands, spans_of(sizes), strict=True):
+            finite, payload = self._encode(operand, part[span])
+            self._locally_finite &= finite
+            if not finite:
+                payload.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
+        self._parts.append(part)
+
+    @property
+    def first_nbytes(self) -> int:
+        return all_reduce_nbytes(sum(part.numel() for part in self._parts), self.peers.size)
+
+    def job(self) -> Job:
+        self._sum = concatenated(self._parts)
+        # Whether feedback took part in this step differs between ranks, so it must not decide what ranks do here.
+        stateful = any(operand.feedback is not None for operand in self.operands)
+        if (self.measure or stateful) and len(self._parts) == 1:
+            self._payloads = [payload.clone() for payload in self._payloads]  # the all-reduce works in place
+        wire_dtype = self.operands[0].codec.sum_dtype(self.operands[0].dtype)
+        assert wire_dtype is not None
+        values = self._sum.view(wire_dtype)
+        values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
+        if self.peers.size > 1:
+            self.sent_nbytes += all_reduce_nbytes(self._sum.numel(), self.peers.size)
+            yield Transfer(lambda: dist.all_reduce(values, group=self.peers.group, async_op=True))
+        if stateful:  # inf and NaN survive the sum, and every rank holds the same sum
+            self.finite = kernels.all_finite(values.float())
+
+    def _write(self, good: bool) -> None:
+        spans = spans_of([payload.numel() for payload in self._payloads])
+        for operand, span in zip(self.operands, spans, strict=True):
+            with self._mean_of(operand, good) as mean:
+                operand.codec.decode(self._sum[span], mean, seed=operand.seed_of(self.peers.rank))

@@ -1,0 +1,54 @@
+"""A thread that runs what it is given, one after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SerialExecutor"]
+
+
+class SerialExecutor:
+    """A thread that runs functions in the order in which they were posted.
+
+    The thread starts with the first post, and never keeps the interpreter from exiting.
+
+    Args:
+        name: of the thread.
+
+    Example:
+        >>> executor = SerialExecutor("example")
+        >>> executor.post(lambda: print("first"))
+        >>> executor.close()
+        first
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the thread, after everything posted before. It must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        self._inbox.put(function)
+
+    def close(self) -> None:
+        """Wait until everything posted has run, and end the thread.
+
+        A thread that is inside native code when the interpreter exits takes the process down with it.
+        """
+        self._inbox.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    def _loop(self) -> None:
+        while (function := self._inbox.get()) is not None:
+            function()
+            function = None  # while it waits, the thread keeps nothing alive: whose end should end the thread

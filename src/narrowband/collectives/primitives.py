@@ -1,0 +1,95 @@
+"""What exchanges are made of: pieces of flat tensors, and collectives of ``torch.distributed``, under one name for all
+versions and for one rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.collectives.engine import Pending
+    from narrowband.collectives.executor import SerialExecutor
+    from narrowband.collectives.topology import Peers
+
+__all__ = ["all_gather", "all_to_all", "concatenated", "spans_of"]
+
+#: Named all_gather_into_tensor before PyTorch 2.13.
+all_gather_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+all_to_all_single: Callable[..., dist.Work | None] = dist.all_to_all_single
+
+
+def concatenated(pieces: Sequence[Tensor]) -> Tensor:
+    """Flat tensors end to end; a single one as it is."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def spans_of(sizes: Sequence[int]) -> list[slice]:
+    """Consecutive slices of these sizes."""
+    spans, at = [], 0
+    for size in sizes:
+        spans.append(slice(at, at + size))
+        at += size
+    return spans
+
+
+def all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
+    """``out[r]`` ← rank r's ``x``. Returns None where it is done already."""
+    if peers.size == 1:
+        out.view(-1).copy_(x)
+        return None
+    return all_gather_single(out.view(-1), x, group=peers.group, async_op=True)
+
+
+def all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], peers: Peers) -> Pending | None:
+    """Piece r of ``x`` goes to rank r, and piece r of ``out`` comes from it. Returns None where it is done already."""
+    if peers.size == 1:
+        out.view(-1).copy_(x)
+        return None
+    if peers.pairs is not None:
+        into = [out.view(-1)[span] for span in spans_of(out_sizes)]
+        return _Rotation(into, [x[span] for span in spans_of(sizes)], peers, peers.pairs)
+    return all_to_all_single(out.view(-1), x, out_sizes, sizes, group=peers.group, async_op=True)
+
+
+class _Rotation:
+    """All-to-all in N − 1 steps, in each of which every rank sends to one rank and receives from one.
+
+    For gloo, whose own all-to-all sends to all ranks at once: N − 1 senders then meet at each receiver and get two
+    thirds of a link through, where this gets nine tenths. A single message of gloo's has no future, so a thread waits
+    for it. There is one thread for all rotations of a handle: one ends before the next begins, on every rank.
+    """
+
+    def __init__(self, into: Sequence[Tensor], parts: Sequence[Tensor], peers: Peers, executor: SerialExecutor) -> None:
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        into[peers.rank].copy_(parts[peers.rank])
+        executor.post(lambda: self._run(into, parts, peers))
+
+    def _run(self, into: Sequence[Tensor], parts: Sequence[Tensor], peers: Peers) -> None:
+        try:
+            for step in range(1, peers.size):
+                target, source = (peers.rank + step) % peers.size, (peers.rank - step) % peers.size
+                receiving = dist.irecv(into[source], group=peers.group, group_src=source)
+                sending = dist.isend(parts[target], group=peers.group, group_dst=target)
+                for work in (receiving, sending):
+                    if work is not None:
+                        work.wait()
+        except Exception as error:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+    def wait(self) -> None:
+        self._future.wait()

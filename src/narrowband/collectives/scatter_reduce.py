@@ -1,0 +1,147 @@
+"""Scatter-reduce: each rank averages one chunk of every tensor, and sends that average to all.
+
+An all-to-all brings the chunks to their owners; each owner decodes and adds the payloads of its chunk, and encodes the
+mean again; an all-gather brings the means to all. A rank sends 2·(N−1)/N · P bytes among N ranks, for payloads of P
+bytes, whatever N is.
+
+Encoding the mean again loses something, too. With feedback, N times that error goes into the residual of the rank that
+encoded it, as one rank's residual counts 1/N in a later average.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from narrowband import kernels
+from narrowband.collectives.chunked import Chunked
+from narrowband.collectives.engine import QueueName, Transfer
+from narrowband.collectives.exchange import TRAILER, Exchange
+from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
+from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec
+    from narrowband.collectives.engine import Job
+    from narrowband.collectives.operand import Operand
+    from narrowband.feedback import State
+
+__all__ = ["ScatterReduce"]
+
+#: Changes the seed, so that the second encoding does not draw what the first has drawn.
+_SECOND_DRAW = 0x5BD1E995
+
+
+class ScatterReduce(Exchange):
+    """See the module."""
+
+    name: ClassVar[str] = "scatter_reduce"
+    overhead_nbytes: ClassVar[int] = 1 << 16  # 0.5 ms at 1 Gbit/s
+    uses_pairs: ClassVar[bool] = True
+
+    @staticmethod
+    def traffic_nbytes(nbytes: int, size: int) -> int:
+        return all_reduce_nbytes(nbytes, size)
+
+    @staticmethod
+    def obstacle(codec: Codec, feedback: State | None) -> str | None:
+        if feedback is not None and feedback.incremental:
+            return (
+                f"collective='scatter_reduce' encodes sums again, and with {feedback.name} that error would stay and "
+                "grow; use 'all_gather' or 'auto'"
+            )
+        if not codec.requantizes:
+            return (
+                f"collective='scatter_reduce' encodes sums again, and {codec} would drop most of a sum; use "
+                "'all_gather' or 'auto'"
+            )
+        return None
+
+    def _codec(self, operand: Operand) -> Chunked:
+        return Chunked(operand.codec, self.peers.size, operand.index)
+
+    def _encode_all(self, operands: Sequence[Operand]) -> None:
+        for operand in operands:
+            self._locally_finite &= self._encode(operand)[0]
+
+    @property
+    def first_nbytes(self) -> int:
+        size = self.peers.size
+        return all_gather_nbytes(sum(payload.numel() + TRAILER for payload in self._payloads), size) // size
+
+    def job(self) -> Job:
+        size, rank, device = self.peers.size, self.peers.rank, self.operands[0].x.device
+        begin = time.perf_counter()
+        sizes = [self._codec(operand).sizes(operand.x.numel()) for operand in self.operands]
+        self._columns = [[row[j] for row in sizes] for j in range(size)]  # of each rank's chunks
+        to_each = [sum(column) + TRAILER for column in self._columns]
+        send = self._by_owner(sizes, torch.empty(sum(to_each), dtype=torch.uint8, device=device))
+        received = torch.empty(size, to_each[rank], dtype=torch.uint8, device=device)
+        self.encode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += send.numel() - to_each[rank]
+        queue: QueueName = "group" if self.peers.pairs is None else "pairs"
+        from_each = [to_each[rank]] * size
+        yield Transfer(lambda: all_to_all(received, send, from_each, to_each, self.peers), queue, later=["group"])
+        begin = time.perf_counter()
+        second = torch.zeros(max(to_each), dtype=torch.uint8, device=device)
+        self._average_own(received, second)
+        self._received = torch.empty(size, second.numel(), dtype=torch.uint8, device=device)
+        self.decode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += all_gather_nbytes(second.numel(), size)
+        yield Transfer(lambda: all_gather(self._received, second, self.peers))
+        self.finite = not bool(self._received[:, -1].any())
+
+    def _by_owner(self, sizes: Sequence[Sequence[int]], send: Tensor) -> Tensor:
+        """Write the payloads of chunks into ``send``, those of one owner after the other's, each with a trailer."""
+        spans = [spans_of(row) for row in sizes]
+        at = 0
+        for owner in range(self.peers.size):
+            for payload, row in zip(self._payloads, spans, strict=True):
+                chunk = payload[row[owner]]
+                send[at : at + chunk.numel()] = chunk
+                at += chunk.numel()
+            send[at : at + TRAILER] = 0 if self._locally_finite else 1
+            at += TRAILER
+        return send
+
+    def _average_own(self, received: Tensor, second: Tensor) -> None:
+        """Average this rank's chunks, and encode the means into ``second``, with a trailer."""
+        size, rank = self.peers.size, self.peers.rank
+        finite = not bool(received[:, -1].any())
+        self._errors: list[Tensor] = []  # what the second encoding adds, of operands with feedback
+        for operand, span in zip(self.operands, spans_of(self._columns[rank]), strict=True):
+            cut = self._codec(operand).cut(operand.x.numel())[rank]
+            mean = torch.empty(cut.stop - cut.start, device=received.device)
+            operand.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
+            finite &= kernels.all_finite(mean)
+            seed = operand.seed_of(rank) ^ _SECOND_DRAW
+            operand.codec.encode(mean, seed=seed, out=second[span])
+            if operand.feedback is not None:
+                self._errors.append(operand.codec.decode(second[span], mean, seed=seed, weight=-1.0, accumulate=True))
+        second[-TRAILER:] = 0 if finite else 1
+
+    def _finish_feedback(self, good: bool) -> None:
+        super()._finish_feedback(good)
+        if not good:
+            return
+        with_feedback = (operand for operand in self.operands if operand.feedback is not None)
+        for operand, error in zip(with_feedback, self._errors, strict=True):
+            assert operand.feedback is not None
+            residual = operand.feedback.residual(operand.key)
+            if residual is not None:
+                own = self._codec(operand).cut(operand.x.numel())[self.peers.rank]
+                residual[own].add_(error, alpha=self.peers.size)
+
+    def _write(self, good: bool) -> None:
+        spans = [spans_of(column) for column in self._columns]
+        for i, operand in enumerate(self.operands):
+            with self._mean_of(operand, good) as mean:
+                for j, cut in enumerate(self._codec(operand).cut(operand.x.numel())):
+                    operand.codec.decode(self._received[j, spans[j][i]], mean.view(-1)[cut])
+        del self._received
