@@ -18,7 +18,7 @@ demo: $(DEV)  ## train a small GPT on four ranks with and without compression, a
 test: $(DEV)  ## run the tests, two files at a time (about 15 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(DEV)  ## ruff (lint and format), mypy, and the floors of the architecture
+lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, and no two files that import each other
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

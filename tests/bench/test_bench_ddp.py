@@ -22,8 +22,13 @@ def measured(**options):
     return {row["codec"]: row for row in rows}, rows
 
 
-def test_on_loopback_with_peers():
-    rows, ordered = measured(rate="none", codecs=("none", "qsgd:bits=4"), peers=True)
+@pytest.fixture(scope="module")
+def on_loopback():
+    return measured(rate="none", codecs=("none", "qsgd:bits=4"), baselines=True)
+
+
+def test_on_loopback_with_baselines(on_loopback):
+    rows, ordered = on_loopback
     assert ordered[0]["codec"] == NO_COMMUNICATION
     assert rows[NO_COMMUNICATION]["ratio_to_compute"] == 1.0
     assert rows[NO_COMMUNICATION]["sent_bytes_per_step"] == 0
@@ -47,8 +52,8 @@ def test_on_loopback_with_peers():
     assert sorted(every_compute) == sorted(rows[NO_COMMUNICATION]["round_step_s"])
 
 
-def test_a_peer_that_fails_is_a_row_and_not_the_end():
-    rows, ordered = measured(rate="none", codecs=(), peers=True)
+def test_a_baseline_that_fails_is_a_row_and_not_the_end(on_loopback):
+    rows, ordered = on_loopback
     bf16 = rows["torch: bf16 hook"]  # PyTorch has it for NCCL only
     assert "error" in bf16
     assert bf16["step_s"] is None

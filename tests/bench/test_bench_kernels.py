@@ -39,7 +39,7 @@ PUBLISHED = {
 
 
 def test_every_loop_runs_on_every_backend():
-    config = Config(numel=NUMEL, backend="all", repeats=1, peers=True)
+    config = Config(numel=NUMEL, backend="all", repeats=1, baselines=True)
     rows = list(run(config))
     assert len(rows) == count(config)
     assert set(loops()) >= PUBLISHED

@@ -103,7 +103,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
 
 
 def test_rows_tell_bytes_time_and_fidelity(model):
-    config = memory.Config(model=model, batch=8, bits=(8, 4), peers=True, rounds=2, peaks=False)
+    config = memory.Config(model=model, batch=8, bits=(8, 4), baselines=True, rounds=2, peaks=False)
     events = []
     rows = {row["name"]: row for row in memory.run(config, events.append)}
     assert len(events) == memory.count(config)
@@ -146,7 +146,7 @@ def test_the_peak_is_that_of_a_process_in_which_nothing_else_ran(model):
 
 def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
     config = memory.Config(
-        model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), peers=True, rounds=1, peaks=False
+        model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), baselines=True, rounds=1, peaks=False
     )
     rows = {row["name"]: row for row in memory.run(config)}
     assert len(rows) == 13
@@ -173,7 +173,7 @@ def test_compiled_rows_tell_what_graphs_keep(model):
 
 def test_a_model_without_blocks_cannot_be_checkpointed(model):
     with pytest.raises(ValueError, match="checkpointing needs blocks"):
-        memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, peers=True, rounds=1))
+        memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, baselines=True, rounds=1))
 
 
 # ---- a budget --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 
 import narrowband as nb
 from narrowband.bench.models import GPT, GPTConfig
-from narrowband.bench.pipeline import PEER, Config, parts_of, run
+from narrowband.bench.pipeline import BASELINE, Config, parts_of, run
 from narrowband.lab import LabConfig, requirements
 
 TINY = {"nodes": 2, "epochs": 3, "batches": 2, "microbatches": 2, "batch": 4, "sequence": 16, "dim": 16}
@@ -15,20 +15,26 @@ ROWS = ("none", "uniform:bits=4/qsgd:bits=8", "uniform:bits=4+aq-sgd/topk:densit
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="1gbit"))
 
 
-def test_on_loopback_with_a_peer():
+@pytest.fixture(scope="module")
+def on_loopback():
+    """All rows and the baseline, under the default schedule, and what was told on the way."""
     events = []
-    rows = run(Config(rate="none", rows=ROWS, peers=True, **TINY), events.append)
+    return run(Config(rate="none", rows=ROWS, baselines=True, **TINY), events.append), events
+
+
+def test_on_loopback_with_a_baseline(on_loopback):
+    rows, events = on_loopback
     assert [event["done"] for event in events] == list(range(1, events[-1]["of"] + 1))
-    assert [row["name"] for row in rows] == [*ROWS, PEER]
-    plain, quantized, by_sample, peer = rows
+    assert [row["name"] for row in rows] == [*ROWS, BASELINE]
+    plain, quantized, by_sample, baseline = rows
     assert plain["times_none"] == plain["loss_ratio"] == 1.0
-    assert peer["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert baseline["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert plain["activation_nbytes"] == plain["forward_nbytes"] == plain["backward_nbytes"] == NBYTES
     assert quantized["forward_nbytes"] == nb.codec("uniform:bits=4").payload_nbytes((4, 16, 16))
     assert quantized["backward_nbytes"] == nb.codec("qsgd:bits=8").payload_nbytes((4, 16, 16))
     assert plain["forward_relative_error"] == plain["backward_relative_error"] == 0.0
     assert 0 < quantized["backward_relative_error"] < quantized["forward_relative_error"] < 0.1  # 8 bits, and 4
-    assert peer["forward_relative_error"] is None
+    assert baseline["forward_relative_error"] is None
     # In the epochs that are compared, every sample has been seen before.
     assert by_sample["forward_nbytes"] == 4 * nb.codec("uniform:bits=4").payload_nbytes((16, 16))
     for row in rows:
@@ -37,9 +43,10 @@ def test_on_loopback_with_a_peer():
         assert row["share_of_allowed"] is None
 
 
-def test_a_schedule_changes_when_things_are_sent_and_not_what_is_learned():
-    first, second = (run(Config(rate="none", rows=ROWS[:2], schedule=name, **TINY)) for name in ("1F1B", "GPipe"))
-    for a, b in zip(first, second, strict=True):
+def test_a_schedule_changes_when_things_are_sent_and_not_what_is_learned(on_loopback):
+    assert Config.schedule == "1F1B"
+    rows = run(Config(rate="none", rows=ROWS[:2], schedule="GPipe", **TINY))
+    for a, b in zip(on_loopback[0][:2], rows, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert (a["forward_nbytes"], a["backward_nbytes"]) == (b["forward_nbytes"], b["backward_nbytes"])
 

@@ -37,7 +37,7 @@ FLAGS = [(name, path, default) for name, kind in KINDS.items() for path, default
 
 def test_there_are_flags_of_both_kinds():
     assert {default for _, _, default in FLAGS} == {True, False}
-    assert {"mixed", "peaks", "resume", "peers"} <= {path[-1] for _, path, _ in FLAGS}
+    assert {"mixed", "peaks", "resume", "baselines"} <= {path[-1] for _, path, _ in FLAGS}
 
 
 @pytest.mark.parametrize(("name", "path", "default"), FLAGS, ids=[f"{name} {path[-1]}" for name, path, _ in FLAGS])

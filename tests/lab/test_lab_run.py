@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import narrowband
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, LabReport, requirements, run
-from narrowband.lab.holder import cores_of
+from narrowband.lab.supervisor import cores_of
 
 MISSING = requirements(LabConfig(nodes=1))
 NETEM_MISSING = requirements(LabConfig(nodes=1, delay="5ms", loss="50%"))
@@ -408,20 +408,20 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: st
 
 
 @needs_lab
-@pytest.mark.parametrize("victim", ["runner", "holder", "init"])
+@pytest.mark.parametrize("victim", ["runner", "supervisor", "init"])
 def test_sigkill_leaves_no_process_and_no_namespace(token: str, victim: str) -> None:
     driver = Driver("LabConfig(nodes=2)", python(LINGERING, token))
     driver.wait_for_output(2)
-    (holder,) = children(driver.process.pid)
-    (init,) = children(holder)
+    (supervisor,) = children(driver.process.pid)
+    (init,) = children(supervisor)
     used = set(processes(token).values()) | {os.readlink(f"/proc/{init}/ns/net")}
     used.discard(os.readlink("/proc/self/ns/net"))
     assert len(used) == 3  # two ranks and the switch; a rank's child shares the rank's
-    os.kill({"runner": driver.process.pid, "holder": holder, "init": init}[victim], signal.SIGKILL)
+    os.kill({"runner": driver.process.pid, "supervisor": supervisor, "init": init}[victim], signal.SIGKILL)
     _, _, errors = driver.finish()
     assert victim == "runner" or "without a report" in errors
     wait_for(lambda: not processes(token), "the ranks' end")
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (holder, init)), "the holder's end")
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (supervisor, init)), "the supervisor's end")
     assert not used & namespaces()
 
 

@@ -61,7 +61,7 @@ class Config:
         rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
         codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there.
-        peers: Also measure PyTorch's own: DDP without a hook, and its fp16, bf16 and PowerSGD hooks.
+        baselines: Also measure PyTorch's own: DDP without a hook, and its fp16, bf16 and PowerSGD hooks.
         rounds: Timed rounds per row.
         steps: Training steps per round.
         delay: One-way delay between two ranks: 5ms, …
@@ -78,7 +78,7 @@ class Config:
     codecs: tuple[str, ...] = (
         "none", "fp16", "topk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "qsgd:bits=4",
     )  # fmt: skip
-    peers: bool = False
+    baselines: bool = False
     rounds: int = 5
     steps: int = 4
     delay: str | None = None
@@ -95,8 +95,8 @@ class Config:
             raise ValueError(f"momentum={self.momentum} is not in [0, 1)")
         if self.model not in MODELS:
             raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
-        if not self.codecs and not self.peers:
-            raise ValueError("nothing to measure: give codecs, or ask for peers")
+        if not self.codecs and not self.baselines:
+            raise ValueError("nothing to measure: give codecs, or ask for baselines")
         check_seed(self.seed)
         for spec in self.codecs:
             _check(spec, self.model)
@@ -114,9 +114,9 @@ class Config:
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
     """Measure all rows in one session of ranks.
 
-    Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for peers)
-    and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), ``cpu_s`` (processor time of a step,
-    all threads of a rank together: where ranks share processors, as here, it is what makes a step longer),
+    Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for
+    baselines) and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), ``cpu_s`` (processor time
+    of a step, summed over a rank's threads: where ranks share processors, as here, it is what makes a step longer),
     ``relative_error`` (as in :class:`narrowband.StepStats`, mean over ranks; None where nothing is compressed), and
     beside these what the codec's handle says of its time. A row that failed holds ``error`` and None for what it could
     not measure.
@@ -206,7 +206,7 @@ def _kinds(config: Config) -> list[_Kind]:
             _Kind(spec, _attach_codec(spec, config.seed), has_momentum=_has_momentum(_chosen(spec)))
             for spec in config.codecs
         ),
-        *(_peers() if config.peers else ()),
+        *(_baselines() if config.baselines else ()),
     ]
 
 
@@ -240,7 +240,7 @@ def _attach_codec(spec: str, seed: int) -> _Attach:
     return attach
 
 
-def _peers() -> list[_Kind]:
+def _baselines() -> list[_Kind]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     def power_sgd(model: DDP, _: Any) -> None:
@@ -347,7 +347,7 @@ def _together(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> N
     """Do ``job`` on all ranks and wait for all; if it fails on any, the row is over on all."""
     try:
         job(tokens_SBL)
-    except Exception as error:  # whatever a peer's hook raises is that row's result
+    except Exception as error:  # whatever a baseline's hook raises is that row's result
         lines = str(error).strip().splitlines()
         row.error = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     failed = torch.tensor([row.error is not None], dtype=torch.int32)

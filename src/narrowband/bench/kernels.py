@@ -53,7 +53,7 @@ class Config:
         backend: cpu (Numba), reference (plain torch), or all.
         repeats: Timed repeats of each loop.
         loops: Only these; all when none is named.
-        peers: Also time what a user would write in plain torch.
+        baselines: Also time what a user would write in plain torch.
         seed: Of the data and the stochastic loops.
     """
 
@@ -61,7 +61,7 @@ class Config:
     backend: Literal["cpu", "reference", "all"] = "cpu"
     repeats: int = 15
     loops: tuple[str, ...] = ()
-    peers: bool = False
+    baselines: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -391,10 +391,10 @@ _LOOPS: dict[str, _Maker] = {
 }
 
 
-# ---- peers: the same jobs as a user would write them in plain torch --------------------------------------------------
+# ---- baselines: the same jobs as a user would write them in plain torch ----------------------------------------------
 
 
-def _peer_quantize(data: _Data, _: Any) -> _Loop:
+def _baseline_quantize(data: _Data, _: Any) -> _Loop:
     grouped = data.x[: data.numel // GROUP * GROUP].view(-1, GROUP)
 
     def body(_: int) -> Tensor:
@@ -406,25 +406,25 @@ def _peer_quantize(data: _Data, _: Any) -> _Loop:
     return _Loop(body)
 
 
-def _peer_threshold(data: _Data, _: Any) -> _Loop:
+def _baseline_threshold(data: _Data, _: Any) -> _Loop:
     value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
     return _Loop(lambda _: (data.x.abs() >= value).nonzero())
 
 
-def _peer_qr(data: _Data, _: Any) -> _Loop:
+def _baseline_qr(data: _Data, _: Any) -> _Loop:
     p = torch.randn(*reversed(_TALL), generator=data.generator)
     return _Loop(lambda _: torch.linalg.qr(p))
 
 
-_PEERS: dict[str, _Maker] = {
+_BASELINES: dict[str, _Maker] = {
     "torch.topk": lambda data, _: _Loop(lambda _: data.x.abs().topk(data.k, sorted=False)),
-    "torch 4-bit stochastic quantize": _peer_quantize,
-    "torch threshold and nonzero": _peer_threshold,
-    "torch.linalg.qr, 4096x32": _peer_qr,
+    "torch 4-bit stochastic quantize": _baseline_quantize,
+    "torch threshold and nonzero": _baseline_threshold,
+    "torch.linalg.qr, 4096x32": _baseline_qr,
     "torch.isfinite().all()": lambda data, _: _Loop(lambda _: data.x.isfinite().all()),
 }
 
-_PEER_REPEATS = 2
+_BASELINE_REPEATS = 2
 _REST_S = 0.02
 
 
@@ -436,7 +436,7 @@ def loops() -> tuple[str, ...]:
 def count(config: Config) -> int:
     """How many rows :func:`run` yields."""
     backends = len(BACKENDS) if config.backend == "all" else 1
-    return backends * len(config.loops or _LOOPS) + (len(_PEERS) if config.peers else 0)
+    return backends * len(config.loops or _LOOPS) + (len(_BASELINES) if config.baselines else 0)
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
@@ -457,9 +457,9 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
         module = import_module(f"narrowband.kernels.{backend}")
         for name in chosen:
             yield _row(name, backend, data, _LOOPS[name](data, module), config.repeats)
-    if config.peers:
-        for name, make in _PEERS.items():
-            yield _row(name, "torch", data, make(data, None), min(config.repeats, _PEER_REPEATS))
+    if config.baselines:
+        for name, make in _BASELINES.items():
+            yield _row(name, "torch", data, make(data, None), min(config.repeats, _BASELINE_REPEATS))
 
 
 def _timed(body: Callable[[], object]) -> float:

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
@@ -182,7 +183,7 @@ class Config:
             module and the tuple of its inputs.
         batch: Samples.
         bits: Of what is kept; a row each.
-        peers: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
+        baselines: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
             computed again, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
@@ -194,7 +195,7 @@ class Config:
     model: str = "deit-tiny"
     batch: int = 32
     bits: tuple[int, ...] = (8, 4)
-    peers: bool = False
+    baselines: bool = False
     compiled: bool = False
     rounds: int = 5
     peaks: bool = True
@@ -208,8 +209,8 @@ class Config:
         for bits in self.bits:
             if bits not in (8, 4, 2):
                 raise ValueError(f"bits={bits}: there are 8, 4 and 2")
-        if not (self.bits or self.peers or self.compiled):
-            raise ValueError("nothing to measure: give bits, such as 8 4, or ask for peers")
+        if not (self.bits or self.baselines or self.compiled):
+            raise ValueError("nothing to measure: give bits, such as 8 4, or ask for baselines")
         if self.model not in _SUBJECTS and ":" not in self.model:
             subject(self.model, self.batch)
 
@@ -232,7 +233,7 @@ class _Kind:
 
 def _kinds(config: Config) -> list[_Kind]:
     kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
-    if config.peers:
+    if config.baselines:
         mlps = config.bits if _has_mlps(config) else ()
         kinds += [_Kind(f"{bits} bits, MLPs again", bits, mlps_again=True) for bits in mlps]
         kinds += [_Kind("checkpoint", again=True)]
@@ -374,7 +375,7 @@ def _moved(x: Any, device: str) -> Any:
 
 def _scalar(output: Any) -> Tensor:
     """Something to go backward from, of whatever a model returns."""
-    found = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise ValueError(
             f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "

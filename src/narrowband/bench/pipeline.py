@@ -36,12 +36,12 @@ from narrowband.lab import LabConfig
 from narrowband.lab.config import parse_rate
 from narrowband.pipeline import Channel
 
-__all__ = ["COMPUTE", "PEER", "Config", "parts_of", "run"]
+__all__ = ["BASELINE", "COMPUTE", "Config", "parts_of", "run"]
 
 #: The row that sends next to nothing, and so takes what the arithmetic takes; it learns nothing.
 COMPUTE = "next to nothing"
 _COMPUTE_SPEC = "randomk:density=0.0001"
-PEER = "torch: PipelineStage"
+BASELINE = "torch: PipelineStage"
 
 _LEARNING_RATE = 3e-3
 
@@ -55,7 +55,7 @@ class Config:
         rate: Of every link in both directions: 100mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         rows: What to compress with: FORWARD/BACKWARD, or one spec for both.
         schedule: Of PyTorch's pipeline engine: 1F1B, or GPipe, which keeps the activations of all micro-batches.
-        peers: Also measure PyTorch's own PipelineStage.
+        baselines: Also measure PyTorch's own PipelineStage.
         epochs: Passes over the text; the first fills the buffers of aq-sgd, and the last two are compared.
         batches: Training steps in an epoch.
         microbatches: Micro-batches of a step.
@@ -78,7 +78,7 @@ class Config:
         "uniform:bits=4+aq-sgd:store=fp16/qsgd:bits=4",
     )
     schedule: Literal["1F1B", "GPipe"] = "1F1B"
-    peers: bool = False
+    baselines: bool = False
     epochs: int = 3
     batches: int = 4
     microbatches: int = 8
@@ -95,8 +95,8 @@ class Config:
         check_seed(self.seed)
         if self.schedule not in ("1F1B", "GPipe"):
             raise ValueError(f"schedule={self.schedule!r} is neither 1F1B nor GPipe")
-        if not self.rows and not self.peers:
-            raise ValueError("nothing to measure: give rows, or ask for peers")
+        if not self.rows and not self.baselines:
+            raise ValueError("nothing to measure: give rows, or ask for baselines")
         for row in self.rows:
             forward, backward = specs_of(row)
             Channel(backward, forward=Channel(forward))
@@ -243,7 +243,7 @@ class _Row:
         self._optimizer = torch.optim.AdamW(self._part.parameters(), lr=_LEARNING_RATE, fused=True)
         group = dist.new_group()  # of its own: messages of two rows never meet
         place = torch.device("cpu")
-        if name == PEER:
+        if name == BASELINE:
             self.stage = PipelineStage(self._part, rank, config.nodes, place, group=group)
         else:
             forward, backward = (_COMPUTE_SPEC,) * 2 if name == COMPUTE else specs_of(name)
@@ -290,12 +290,12 @@ class _Row:
         for way in ("forward", "backward"):
             messages, nbytes = (now - then for now, then in zip(self.counts()[way], before[way], strict=True))
             found[f"{way}_nbytes"] = nbytes / messages if messages else None
-            found[f"{way}_relative_error"] = None if self.name == PEER else self.stage.stats()[way].relative_error
+            found[f"{way}_relative_error"] = None if self.name == BASELINE else self.stage.stats()[way].relative_error
         return found
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Messages and bytes that the library says it sent."""
-        if self.name == PEER:
+        if self.name == BASELINE:
             return {"forward": (0, 0), "backward": (0, 0)}
         return {way: (stats.messages, stats.sent_bytes) for way, stats in self.stage.stats().items()}
 
@@ -316,7 +316,7 @@ def _work(worker: Worker) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
-    names = [COMPUTE, *config.rows, *((PEER,) if config.peers else ())]
+    names = [COMPUTE, *config.rows, *((BASELINE,) if config.baselines else ())]
     rows = [_Row(name, config, worker.rank) for name in names]
     total, done = config.epochs * len(rows) * config.batches, 0
     compared = 2 * config.batches

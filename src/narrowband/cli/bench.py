@@ -27,7 +27,7 @@ class BenchKernels:
     Examples:
       narrowband bench kernels
       narrowband bench kernels --loops topk-exact-select ef-topk-encode --repeats 20
-      narrowband bench kernels --backend all --peers --json kernels.json
+      narrowband bench kernels --backend all --baselines --json kernels.json
     """
 
     config: Annotated[kernels.Config, tyro.conf.arg(name="")] = field(default_factory=kernels.Config)
@@ -61,7 +61,7 @@ class BenchDDP:
 
     Examples:
       narrowband bench ddp --nodes 4 --rate 200mbit --codecs none fp16 topk:density=0.01+ef qsgd:bits=4
-      narrowband bench ddp --rate 1gbit --peers --json ddp-1gbit.json
+      narrowband bench ddp --rate 1gbit --baselines --json ddp-1gbit.json
       narrowband bench ddp --nodes 2 --rate none --model gpt-tiny
     """
 
@@ -168,13 +168,13 @@ class BenchAdapt:
 class BenchMemory:
     """Measure what backward keeps, peak memory and time of a step: plain, in few bits, and computed again.
 
-    All rows take turns in one process. With --peers also bfloat16 autocast, full activation checkpointing, and what
+    All rows take turns in one process. With --baselines also bfloat16 autocast, full activation checkpointing, and what
     they give together.
 
     Examples:
-      narrowband bench memory --peers
+      narrowband bench memory --baselines
       narrowband bench memory --model gpt --batch 8 --bits 8 4 2
-      narrowband bench memory --model mine.py:build --batch 16 --peers --json memory.json
+      narrowband bench memory --model mine.py:build --batch 16 --baselines --json memory.json
     """
 
     config: Annotated[memory.Config, tyro.conf.arg(name="")] = field(default_factory=memory.Config)

@@ -8,8 +8,8 @@ card and torchrun's environment variables, so an unchanged training script runs 
     >>> report = run(LabConfig(nodes=4, rate="200mbit"), ["python", "train.py"])  # doctest: +SKIP
     >>> report.exit_code, report.ranks[0].sent_bytes  # doctest: +SKIP
 
-``config.py`` says what a lab is, ``runner.py`` starts one and waits for it, ``holder.py`` is the process that owns the
-namespaces; it alone talks to the kernel, and everything in the lab ends when it ends.
+``config.py`` says what a lab is. ``runner.py`` starts one and waits for it. ``supervisor.py`` is the process that owns
+the namespaces: it alone talks to the kernel, and everything in the lab ends when it ends.
 """
 
 from __future__ import annotations

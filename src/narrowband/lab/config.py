@@ -10,11 +10,11 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from narrowband.lab.holder import Shape
+from narrowband.lab.supervisor import Shape
 
 __all__ = ["MAX_NODES", "LabConfig", "parse_delay", "parse_loss", "parse_rate"]
 
-MAX_NODES = 256  # the holder keeps three descriptors per rank, and the usual limit is 1,024 descriptors
+MAX_NODES = 256  # the supervisor keeps three descriptors per rank, and the usual limit is 1,024 descriptors
 
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _DELAY_UNITS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}

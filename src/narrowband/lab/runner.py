@@ -1,7 +1,7 @@
 """Start a lab, wait for it, and say what the kernel counted.
 
-The work is done by ``holder.py``, in a process of its own: this one may have threads (torch starts some), and processes
-with threads can neither fork safely nor enter a user namespace.
+The work is done by ``supervisor.py``, in a process of its own: this one may have threads (torch starts some), and
+processes with threads can neither fork safely nor enter a user namespace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, Any
 
 from narrowband.errors import UnsupportedError
-from narrowband.lab import holder
+from narrowband.lab import supervisor
 from narrowband.lab.config import LabConfig
 
 __all__ = ["LabReport", "RankReport", "rank_environment", "requirements", "run"]
@@ -114,7 +114,7 @@ def run(
     if shutil.which(command[0], path=base.get("PATH")) is None:
         raise ValueError(f"command {command[0]!r} was not found or is not executable; give its path or correct PATH")
     rank_env = [rank_environment(config, rank) | overrides for rank in range(config.nodes)]
-    reply = _hold(config, command, base, rank_env, stdout, stderr)
+    reply = _supervise(config, command, base, rank_env, stdout, stderr)
     if "problems" in reply:
         raise UnsupportedError("\n".join(reply["problems"]))
     ranks = [
@@ -129,7 +129,7 @@ def requirements(config: LabConfig) -> list[str]:
 
     Tried rather than guessed: one rank's namespaces and links are made, and gone again when this returns.
     """
-    problems: list[str] = _hold(config, None, {}, [], None, None, nodes=1).get("problems", [])
+    problems: list[str] = _supervise(config, None, {}, [], None, None, nodes=1).get("problems", [])
     return problems
 
 
@@ -143,9 +143,9 @@ def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
     variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "ROLE_NAME": "default"}
     variables |= dict.fromkeys(("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"), index)
     variables |= dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), world)
-    variables |= {"MASTER_ADDR": holder.rank_address(0), "MASTER_PORT": str(_MASTER_PORT)}
+    variables |= {"MASTER_ADDR": supervisor.rank_address(0), "MASTER_PORT": str(_MASTER_PORT)}
     # Without these gloo, NCCL and TensorPipe each guess the card, from the host name or the first that is up.
-    variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), holder.INTERFACE)
+    variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), supervisor.INTERFACE)
     return variables
 
 
@@ -157,7 +157,7 @@ def _base_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | inherited
 
 
-def _hold(
+def _supervise(
     config: LabConfig,
     command: list[str] | None,
     env: dict[str, str],
@@ -166,12 +166,12 @@ def _hold(
     stderr: int | IO[Any] | None,
     nodes: int | None = None,
 ) -> dict[str, Any]:
-    """Run a holder to its end and return its reply. All that it made is gone by then, or soon after an exception."""
+    """Run a supervisor to its end and return its reply. What it made is gone by then, or soon after an exception."""
     if sys.platform != "linux":
         return {"problems": [f"The lab needs Linux's network namespaces; this is {sys.platform}."]}
     if importlib.util.find_spec("pyroute2") is None:
         return {"problems": ["The package pyroute2 is missing: `pip install pyroute2`."]}
-    spec = holder.Spec(
+    spec = supervisor.Spec(
         runner_pid=os.getpid(),
         nodes=nodes or config.nodes,
         mtu=config.mtu,
@@ -187,26 +187,26 @@ def _hold(
     with ours, _relayed_signals() as relay_to:
         with theirs, _blocked_signals():
             # A session of its own: the terminal's Ctrl-C reaches this process only, which then ends the ranks in order.
-            holder_process = subprocess.Popen(
-                [sys.executable, holder.__file__],
+            process = subprocess.Popen(
+                [sys.executable, supervisor.__file__],
                 stdin=theirs.fileno(),
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
         try:
-            relay_to(holder_process)
+            relay_to(process)
             with suppress(BrokenPipeError):
                 ours.sendall(spec.to_json())
             with ours.makefile("rb") as replies:
                 line = replies.readline()
         except BaseException:
-            holder_process.kill()
+            process.kill()
             raise
         finally:
-            exit_code = holder_process.wait()
+            exit_code = process.wait()
     if not line:
-        raise RuntimeError(f"the lab's holder process ended with exit code {exit_code} and without a report")
+        raise RuntimeError(f"the lab's supervisor process ended with exit code {exit_code} and without a report")
     reply: dict[str, Any] = json.loads(line)
     return reply
 
@@ -243,7 +243,7 @@ def _relayed_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """For starting the holder: it inherits the mask, and takes signals when it knows what to do with them."""
+    """For starting the supervisor: it inherits the mask, and takes signals when it knows what to do with them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield

@@ -1,13 +1,13 @@
 """The process that owns a lab's namespaces; run as a script by ``runner.py``, never imported for its side effects.
 
-    runner ── holder ──(new pid, mount and network namespace)── init ── rank 0, rank 1, …
-                                                                  │       each in a network namespace of its own
-                                                                  └ the switch: a bridge with one veth per rank
+    runner ── supervisor ──(new pid, mount and network namespace)── init ── rank 0, rank 1, …
+                                                                      │       each in a network namespace of its own
+                                                                      └ the switch: a bridge with one veth per rank
 
 Nothing here has a name that could outlive it. The network namespaces are anonymous: they exist while *init* or a rank
 runs, and take their links with them. *init* is process 1 of its pid namespace, so the kernel kills every process in the
-lab when it ends, those that left their session included. It ends with the holder, and the holder with the runner's
-thread (``PR_SET_PDEATHSIG``), however that ended: SIGKILL of any of the three clears the lab.
+lab when it ends, those that left their session included. It ends with the supervisor, and the supervisor with the
+runner's thread (``PR_SET_PDEATHSIG``), however that ended: SIGKILL of any of the three clears the lab.
 
 Each link is shaped at both ends, so in both directions: a token bucket (tbf) on the rank's interface for what it sends,
 one on the switch's port for what it receives. Delay and loss (netem) sit on the port only, above its token bucket: a
@@ -529,7 +529,7 @@ def _init(spec: Spec) -> None:
 
 
 def main() -> int:
-    """The holder: enter the namespaces, fork *init*, relay stop signals to it, and end with it.
+    """Enter the namespaces, fork *init*, relay stop signals to it, and end with it.
 
     The runner starts it with these signals blocked, and so it stays until both processes handle them.
     """
@@ -547,7 +547,7 @@ def main() -> int:
         try:
             _init(spec)
             os._exit(0)
-        except BaseException:  # not a step further: the frames below are the holder's
+        except BaseException:  # not a step further: the frames below are the supervisor's
             traceback.print_exc()
         finally:
             os._exit(1)
