@@ -23,19 +23,6 @@ even.
 
 from __future__ import annotations
 
-from narrowband.kernels.activations import (
-    Rows,
-    Windows,
-    apply_mask,
-    dequantize_rows,
-    learn_ranges,
-    mask_positive,
-    pool_places,
-    pool_positions,
-    quantize_rows,
-    quantize_rows_extremes,
-    row_extremes,
-)
 from narrowband.kernels.backends import backend_for, fuses
 from narrowband.kernels.compensation import (
     all_finite,
@@ -48,8 +35,17 @@ from narrowband.kernels.compensation import (
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.knapsack import cheapest_within
 from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
+from narrowband.kernels.masks import Windows, apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.momentum import forget, momentum_topk
 from narrowband.kernels.quantized import Scale, dequantize_groups, group_minmax, packed_nbytes, quantize_groups
+from narrowband.kernels.rows import (
+    Rows,
+    dequantize_rows,
+    learn_ranges,
+    quantize_rows,
+    quantize_rows_extremes,
+    row_extremes,
+)
 from narrowband.kernels.selection import (
     randomk_indices,
     sample_rank,

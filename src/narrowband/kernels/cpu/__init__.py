@@ -6,17 +6,6 @@ float is its bits without the sign), no temporaries as large as the tensor, and 
 
 from __future__ import annotations
 
-from narrowband.kernels.cpu.activations import (
-    apply_mask,
-    dequantize_rows,
-    learn_ranges,
-    mask_positive,
-    pool_places,
-    pool_positions,
-    quantize_rows,
-    quantize_rows_extremes,
-    row_extremes,
-)
 from narrowband.kernels.cpu.compensation import (
     all_finite,
     all_zero,
@@ -28,8 +17,16 @@ from narrowband.kernels.cpu.compensation import (
 from narrowband.kernels.cpu.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.cpu.knapsack import cheapest_within
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
+from narrowband.kernels.cpu.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
+from narrowband.kernels.cpu.rows import (
+    dequantize_rows,
+    learn_ranges,
+    quantize_rows,
+    quantize_rows_extremes,
+    row_extremes,
+)
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
 from narrowband.kernels.cpu.sparse import (
     check_indices,

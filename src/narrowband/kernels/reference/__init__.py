@@ -9,17 +9,6 @@ tensor it works on.
 
 from __future__ import annotations
 
-from narrowband.kernels.reference.activations import (
-    apply_mask,
-    dequantize_rows,
-    learn_ranges,
-    mask_positive,
-    pool_places,
-    pool_positions,
-    quantize_rows,
-    quantize_rows_extremes,
-    row_extremes,
-)
 from narrowband.kernels.reference.compensation import (
     all_finite,
     all_zero,
@@ -31,8 +20,16 @@ from narrowband.kernels.reference.compensation import (
 from narrowband.kernels.reference.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.reference.knapsack import cheapest_within
 from narrowband.kernels.reference.lowrank import compensate_project, low_rank_product, orthonormalize
+from narrowband.kernels.reference.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.reference.momentum import forget, momentum_topk
 from narrowband.kernels.reference.quantized import dequantize_groups, group_minmax, quantize_groups
+from narrowband.kernels.reference.rows import (
+    dequantize_rows,
+    learn_ranges,
+    quantize_rows,
+    quantize_rows_extremes,
+    row_extremes,
+)
 from narrowband.kernels.reference.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
 from narrowband.kernels.reference.sparse import (
     check_indices,

@@ -1,7 +1,4 @@
-"""Quantization with a range that many rows share, masks of one bit, and places of maxima, on CPU.
-
-float32 and bfloat16 are read and written as they are: bfloat16 is the upper half of a float32.
-"""
+"""Quantization with a range that many rows share, on CPU."""
 
 from __future__ import annotations
 
@@ -10,17 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
 from numba.extending import overload
 
+from narrowband.kernels.cpu.elements import (
+    FLOATS,
+    INTS,
+    array_of,
+    bits_of,
+    put,
+    store_lanes,
+    value_of,
+)
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
     LANES,
     MAGNITUDE,
     NON_FINITE,
-    PAGE,
     U8,
     U32,
     At,
@@ -30,7 +34,6 @@ from narrowband.kernels.cpu.loops import (
     loop,
     mix,
     neighbours,
-    prefetch,
     splat,
     variant,
 )
@@ -42,96 +45,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from narrowband.kernels.activations import Rows, Windows
+    from narrowband.kernels.rows import Rows
 
     Array = npt.NDArray[Any]
 
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
 TINY = np.float32(2.0**-126)
-#: The NaN that bfloat16 outputs hold: rounding the bits of another could carry into its sign.
-BF16_NAN = np.int16(0x7FC0)
 NAN = np.int32(0x7FC00000)
 #: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
 _LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 _NOTHING = np.empty(0, np.int32)
-
-
-# ---- both dtypes -----------------------------------------------------------------------------------------------------
-
-
-def _bits(x, i):
-    """The bits of element i as float32, int32; of float32 these are all that is given."""
-
-
-@overload(_bits, inline="always")
-def _(x, i):  # noqa: ARG001
-    if x.dtype == types.int16:
-        return lambda x, i: I32(I32(x[At(i)]) << I32(16))
-    return lambda x, i: x[At(i)]
-
-
-def _value(x, i):
-    """Element i, float32."""
-
-
-@overload(_value, inline="always")
-def _(x, i):  # noqa: ARG001
-    if x.dtype == types.int16:
-        return lambda x, i: I32(I32(x[At(i)]) << I32(16)).view(np.float32)
-    if x.dtype == types.int32:
-        return lambda x, i: I32(x[At(i)]).view(np.float32)
-    return lambda x, i: x[At(i)]
-
-
-def _put(out, i, value):
-    """Element i of out, rounded to nearest, ties to even, where it is bfloat16."""
-
-
-@overload(_put, inline="always")
-def _(out, i, value):  # noqa: ARG001
-    def rounded(out, i, value):
-        bits = I32(F32(value).view(np.int32))
-        odd = I32(I32(bits >> I32(16)) & I32(1))
-        upper = np.int16(I32(I32(bits + I32(0x7FFF)) + odd) >> I32(16))
-        out[At(i)] = BF16_NAN if np.isnan(value) else upper
-
-    def exact(out, i, value):
-        out[At(i)] = value
-
-    return rounded if out.dtype == types.int16 else exact
-
-
-_SHORTS = ir.VectorType(ir.IntType(16), LANES)
-_INTS = ir.VectorType(ir.IntType(32), LANES)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
-
-
-def _load_lanes(builder: Any, place: Any, dtype: Any) -> Any:
-    """LANES float32 of either dtype."""
-    found = builder.load(place)
-    if dtype == types.float32:
-        found.align = 4
-        return found
-    found.align = 2
-    return builder.bitcast(builder.shl(builder.zext(found, _INTS), _splat_int(16)), _FLOATS)
-
-
-def _store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
-    """What ``_put`` does, for LANES elements."""
-    prefetch(builder, place, PAGE)
-    if dtype == types.float32:
-        builder.store(value, place).align = 4
-        return
-    bits = builder.bitcast(value, _INTS)
-    odd = builder.and_(builder.lshr(bits, _splat_int(16)), _splat_int(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _splat_int(0x7FFF)), odd), _splat_int(16))
-    broken = builder.fcmp_unordered("uno", value, value)
-    nan = ir.Constant(_SHORTS, [int(BF16_NAN)] * LANES)
-    builder.store(builder.select(broken, nan, builder.trunc(rounded, _SHORTS)), place).align = 2
-
-
-def _splat_int(value: int) -> Any:
-    return ir.Constant(_INTS, [value] * LANES)
 
 
 @instruction
@@ -144,38 +67,14 @@ def _dequantize_lanes(typing, codes, at, down, mask, low, step, out, begin):  # 
         down, mask, low, step = (splat(builder, scalar) for scalar in arguments[2:6])
         packed = builder.load(neighbours(context, builder, signature.args[0], arguments[0], arguments[1]))
         packed.align = 1
-        code = builder.and_(builder.lshr(builder.zext(packed, _INTS), down), mask)
-        value = builder.fadd(low, builder.fmul(builder.sitofp(code, _FLOATS), step))
+        code = builder.and_(builder.lshr(builder.zext(packed, INTS), down), mask)
+        value = builder.fadd(low, builder.fmul(builder.sitofp(code, FLOATS), step))
         place = neighbours(context, builder, signature.args[6], arguments[6], arguments[7])
-        _store_lanes(builder, place, signature.args[6].dtype, value)
+        store_lanes(builder, place, signature.args[6].dtype, value)
         return context.get_dummy_value()
 
     i32, f32 = types.int32, types.float32
     return types.void(codes, types.uintp, i32, i32, f32, f32, out, types.uintp), generate
-
-
-@instruction
-def _masked_lanes(typing, mask, at, p, x, out, begin, factor):  # noqa: ARG001
-    """LANES elements times ``factor`` where bit p of the bytes ``mask[at:]`` is set, and zero where it is not."""
-
-    def generate(context, builder, signature, arguments):
-        packed = builder.load(neighbours(context, builder, signature.args[0], arguments[0], arguments[1]))
-        packed.align = 1
-        bit = builder.and_(builder.lshr(builder.zext(packed, _INTS), splat(builder, arguments[2])), _splat_int(1))
-        place = neighbours(context, builder, signature.args[3], arguments[3], arguments[5])
-        scaled = builder.fmul(_load_lanes(builder, place, signature.args[3].dtype), splat(builder, arguments[6]))
-        kept = builder.icmp_signed("!=", bit, _splat_int(0))
-        value = builder.select(kept, scaled, ir.Constant(_FLOATS, [0.0] * LANES))
-        place = neighbours(context, builder, signature.args[4], arguments[4], arguments[5])
-        _store_lanes(builder, place, signature.args[4].dtype, value)
-        return context.get_dummy_value()
-
-    return types.void(mask, types.uintp, types.int32, x, out, types.uintp, types.float32), generate
-
-
-def _array(x: Tensor) -> Array:
-    """What the loops read, flat: float32, or int16 in place of bfloat16."""
-    return x.view(-1).view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.view(-1).numpy()
 
 
 def _lines(x: Tensor, rows: Rows) -> tuple[Array, int]:
@@ -206,7 +105,7 @@ def _widen(x, begin, inner, low, high, at):
     """
     least, most, far = _HIGHEST, _LOWEST, _LOWEST  # far: the bits of the negative float farthest from zero
     for j in range(inner):
-        b = _bits(x, begin + j)
+        b = bits_of(x, begin + j)
         least = min(least, b)
         most = max(most, b)
         far = max(far, I32(b ^ _LOWEST))
@@ -221,7 +120,7 @@ def _widen(x, begin, inner, low, high, at):
 def _widen_each(x, begin, count, low, high, at):
     """Take neighbours into ordered extremes, each into its own."""
     for j in range(count):
-        b = _bits(x, begin + j)
+        b = bits_of(x, begin + j)
         ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
         low[At(at + j)] = min(low[At(at + j)], ordered)
         high[At(at + j)] = max(high[At(at + j)], ordered)
@@ -357,7 +256,7 @@ def _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, 
         if least.size > 0:
             _widen_each(x, begin, count, least, most, at)
         for j in range(count):
-            code = _code(_value(x, begin + j), lows[At(at + j)], inverses[At(at + j)], _shift(r + j, fold), top)
+            code = _code(value_of(x, begin + j), lows[At(at + j)], inverses[At(at + j)], _shift(r + j, fold), top)
             codes[At(r + j)] = U8(code)
         r += count
 
@@ -385,29 +284,29 @@ def _quantizer(width: int) -> Any:
             if width == 8:
                 for j in range(inner):
                     i = begin + j
-                    codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
+                    codes[At(to + j)] = U8(_code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top))
             elif width == 4:
                 half = inner - stride
                 for j in range(half):
                     i = begin + j
                     k = i + stride
-                    one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
-                    two = _code(_value(x, k), low, inverse, _shift(k + skipped, fold), top)
+                    one = _code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top)
+                    two = _code(value_of(x, k), low, inverse, _shift(k + skipped, fold), top)
                     codes[At(to + j)] = U8(one | I32(two << I32(4)))
                 for j in range(half, stride):
                     i = begin + j
-                    codes[At(to + j)] = U8(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top))
+                    codes[At(to + j)] = U8(_code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top))
             else:
                 full = max(0, inner - 3 * stride)
                 for j in range(full):
                     i = begin + j
-                    word = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
+                    word = _code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top)
                     i += stride
-                    word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(2))
+                    word |= I32(_code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(2))
                     i += stride
-                    word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(4))
+                    word |= I32(_code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(4))
                     i += stride
-                    word |= I32(_code(_value(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(6))
+                    word |= I32(_code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top) << I32(6))
                     codes[At(to + j)] = U8(word)
                 for j in range(full, stride):
                     word = I32(0)
@@ -415,7 +314,7 @@ def _quantizer(width: int) -> Any:
                         k = p * stride + j
                         if k < inner:
                             i = begin + k
-                            one = _code(_value(x, i), low, inverse, _shift(i + skipped, fold), top)
+                            one = _code(value_of(x, i), low, inverse, _shift(i + skipped, fold), top)
                             word |= I32(one << I32(2 * p))
                     codes[At(to + j)] = U8(word)
             group += 1
@@ -441,7 +340,7 @@ def _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first,
         at = r // per_part * groups + group
         for j in range(count):
             code = I32(codes[At(r + j)]) & mask
-            _put(out, r + j, F32(lows[At(at + j)] + F32(F32(code) * steps[At(at + j)])))
+            put(out, r + j, F32(lows[At(at + j)] + F32(F32(code) * steps[At(at + j)])))
         r += count
 
 
@@ -464,7 +363,7 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
                 _dequantize_lanes(codes, At(source + j), I32(shift), mask, low, step, out, At(begin + j))
             for j in range(whole, count):
                 code = I32(I32(codes[At(source + j)]) >> I32(shift)) & mask
-                _put(out, begin + j, F32(low + F32(F32(code) * step)))
+                put(out, begin + j, F32(low + F32(F32(code) * step)))
             begin += stride
             shift += width
         group += 1
@@ -524,93 +423,8 @@ def quantize_rows_extremes(
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
     inner, *form = _form(rows)
-    packed, arrays = codes.numpy(), (*form, low.numpy(), step.numpy(), _array(out), bits)
+    packed, arrays = codes.numpy(), (*form, low.numpy(), step.numpy(), array_of(out), bits)
     if inner == 1:
         spread(rows.count, out.numel(), lambda a, b: _dequantize_singles(packed, *arrays, a, b))
     else:
         spread(rows.count, out.numel(), lambda a, b: _dequantize_range(packed, inner, *arrays, a, b))
-
-
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-
-@loop
-def _mask_range(x, out, first, last):
-    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is not at or below zero."""
-    stride = out.size
-    for j in range(first, last):
-        out[At(j)] = 0
-    for p in range(8):
-        begin = p * stride
-        for j in range(first, min(last, x.size - begin)):
-            out[At(j)] |= U8(U8(not (_value(x, begin + j) <= F32(0))) << U8(p))  # NaN is kept
-
-
-@loop
-def _apply_mask_range(mask, x, out, factor, first, last):
-    """The elements whose bits are in bytes [first, last)."""
-    stride = mask.size
-    for p in range(8):
-        begin = p * stride
-        end = max(first, min(last, x.size - begin))
-        whole = first + (end - first) // LANES * LANES
-        for j in range(first, whole, LANES):
-            _masked_lanes(mask, At(j), I32(p), x, out, At(begin + j), factor)
-        for j in range(whole, end):
-            kept = (mask[At(j)] >> U8(p)) & U8(1)
-            _put(out, begin + j, F32(_value(x, begin + j) * factor) if kept else F32(0))
-
-
-def mask_positive(x: Tensor, out: Tensor) -> None:
-    array, bits = _array(x), out.numpy()
-    spread(bits.size, x.numel(), lambda a, b: _mask_range(array, bits, a, b))
-
-
-def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
-    arrays = mask.numpy(), _array(x), _array(out), F32(factor)
-    spread(mask.numel(), x.numel(), lambda a, b: _apply_mask_range(*arrays, a, b))
-
-
-# ---- places of maxima ------------------------------------------------------------------------------------------------
-
-
-@loop
-def _places_range(position, rows, stride, padding, width, kernel, starts, out, first, last):
-    """Lines [first, last), a row of results each: ``starts`` is where the windows of its elements begin."""
-    inverse = 1.0 / width
-    turn = I32(kernel - width)
-    for line in range(first, last):
-        begin, top = line * starts.size, (line % rows * stride - padding) * width
-        for j in range(starts.size):
-            p = I32(position[At(begin + j)] - top)
-            down = I32((np.float64(p) + 0.5) * inverse)  # p // width: exact, since p is below 2**31
-            out[At(begin + j)] = U8(I32(I32(down * turn) + p) - starts[At(j)])
-
-
-@loop
-def _positions_range(places, rows, stride, padding, width, kernel, starts, out, first, last):
-    """The inverse of ``_places_range``."""
-    inverse = I32((1 << 16) // kernel + 1)
-    turn = I32(width - kernel)
-    for line in range(first, last):
-        begin, top = line * starts.size, (line % rows * stride - padding) * width
-        for j in range(starts.size):
-            place = I32(places[At(begin + j)])
-            down = I32(I32(place * inverse) >> I32(16))  # place // kernel: exact, since both are at most 256
-            out[At(begin + j)] = top + np.int64(I32(I32(down * turn) + place) + starts[At(j)])
-
-
-def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
-    arrays = position.view(-1).numpy(), *_layout(windows), out.view(-1).numpy()
-    spread(windows.outer * windows.rows, out.numel(), lambda a, b: _places_range(*arrays, a, b))
-
-
-def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
-    arrays = places.view(-1).numpy(), *_layout(windows), out.view(-1).numpy()
-    spread(windows.outer * windows.rows, out.numel(), lambda a, b: _positions_range(*arrays, a, b))
-
-
-def _layout(windows: Windows) -> tuple[Any, ...]:
-    (down, across), (above, before) = windows.stride, windows.padding
-    starts = np.arange(windows.columns, dtype=np.int32) * np.int32(across) - np.int32(before)
-    return windows.rows, down, above, windows.width, windows.kernel, np.repeat(starts, windows.inner)

@@ -1,0 +1,109 @@
+"""Elements of float32 and bfloat16 tensors, read and written as they are: bfloat16 is the upper half of a float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import overload
+
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    PAGE,
+    At,
+    prefetch,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Array = npt.NDArray[Any]
+
+#: The NaN that bfloat16 outputs hold: rounding the bits of another could carry into its sign.
+BF16_NAN = np.int16(0x7FC0)
+
+
+def bits_of(x, i):
+    """The bits of element i as float32, int32; of float32 these are all that is given."""
+
+
+@overload(bits_of, inline="always")
+def _(x, i):  # noqa: ARG001
+    if x.dtype == types.int16:
+        return lambda x, i: I32(I32(x[At(i)]) << I32(16))
+    return lambda x, i: x[At(i)]
+
+
+def value_of(x, i):
+    """Element i, float32."""
+
+
+@overload(value_of, inline="always")
+def _(x, i):  # noqa: ARG001
+    if x.dtype == types.int16:
+        return lambda x, i: I32(I32(x[At(i)]) << I32(16)).view(np.float32)
+    if x.dtype == types.int32:
+        return lambda x, i: I32(x[At(i)]).view(np.float32)
+    return lambda x, i: x[At(i)]
+
+
+def put(out, i, value):
+    """Element i of out, rounded to nearest, ties to even, where it is bfloat16."""
+
+
+@overload(put, inline="always")
+def _(out, i, value):  # noqa: ARG001
+    def rounded(out, i, value):
+        bits = I32(F32(value).view(np.int32))
+        odd = I32(I32(bits >> I32(16)) & I32(1))
+        upper = np.int16(I32(I32(bits + I32(0x7FFF)) + odd) >> I32(16))
+        out[At(i)] = BF16_NAN if np.isnan(value) else upper
+
+    def exact(out, i, value):
+        out[At(i)] = value
+
+    return rounded if out.dtype == types.int16 else exact
+
+
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+INTS = ir.VectorType(ir.IntType(32), LANES)
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+
+def load_lanes(builder: Any, place: Any, dtype: Any) -> Any:
+    """LANES float32 of either dtype."""
+    found = builder.load(place)
+    if dtype == types.float32:
+        found.align = 4
+        return found
+    found.align = 2
+    return builder.bitcast(builder.shl(builder.zext(found, INTS), splat_int(16)), FLOATS)
+
+
+def store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
+    """What ``put`` does, for LANES elements."""
+    prefetch(builder, place, PAGE)
+    if dtype == types.float32:
+        builder.store(value, place).align = 4
+        return
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, splat_int(0x7FFF)), odd), splat_int(16))
+    broken = builder.fcmp_unordered("uno", value, value)
+    nan = ir.Constant(_SHORTS, [int(BF16_NAN)] * LANES)
+    builder.store(builder.select(broken, nan, builder.trunc(rounded, _SHORTS)), place).align = 2
+
+
+def splat_int(value: int) -> Any:
+    return ir.Constant(INTS, [value] * LANES)
+
+
+def array_of(x: Tensor) -> Array:
+    """What the loops read, flat: float32, or int16 in place of bfloat16."""
+    return x.view(-1).view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.view(-1).numpy()
