@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -181,6 +182,16 @@ def held_by_the_process():
     return threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+def settled(counts):
+    """What the process holds once it is no more than counts, or after five seconds: threads take a moment to end."""
+    end = time.monotonic() + 5
+    while any(now > before for now, before in zip(held_by_the_process(), counts, strict=True)):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    return held_by_the_process()
+
+
 def thirty_rounds(rank, world_size, remove):
     counts = []
     for at in range(31):
@@ -193,7 +204,7 @@ def thirty_rounds(rank, world_size, remove):
         if rank == at % world_size:
             gc.collect()  # ranks collect at different times
         if at in (1, 30):
-            counts.append(held_by_the_process())
+            counts.append(settled(counts[0]) if counts else held_by_the_process())
             dist.barrier()
     return counts
 
@@ -201,7 +212,7 @@ def thirty_rounds(rank, world_size, remove):
 @pytest.mark.parametrize("remove", [True, False], ids=["removed", "garbage"])
 def test_thirty_handles_leave_no_thread_and_no_descriptor_behind(remove):
     for after_two, after_thirty in run_ranks(thirty_rounds, 2, remove):
-        assert after_thirty == after_two
+        assert all(late <= early for late, early in zip(after_thirty, after_two, strict=True))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

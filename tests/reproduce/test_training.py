@@ -214,7 +214,7 @@ def test_payloads_that_do_not_add_up_are_sent_to_every_rank(spec, gathered):
 
 def test_small_parameters_count_as_dense_unless_they_are_compressed():
     model = torch.nn.Linear(1000, 1000)
-    for small, dense in (("dense", 4000), ("together", 0)):
+    for small, dense in (("uncompressed", 4000), ("fused", 0)):
         row = replace(DENSE, min_numel=1, small=small)
         ratios = training._payload_ratios(model, row, "dgc:density=0.001", 3 * 5500 + 1.5 * dense, 4)
         assert ratios["payload_ratio"] == pytest.approx(4_004_000 / (5500 + dense))

@@ -52,9 +52,10 @@ class Exchange(ABC):
         state: of the feedback that brings the collective, if one does.
 
     Example:
-        >>> exchange = AllGather(operands, peers, measure=False)
-        >>> engine.post(lambda: (exchange.encode(), engine.start(exchange.job(), done)))
-        >>> exchange.deliver(good=exchange.finite)  # in done
+        >>> from narrowband.collectives import choose
+        >>> chosen = choose(nb.codec("topk:density=0.01"), 40_000, 4)  # bytes of the payload; ranks
+        >>> chosen.name, chosen.traffic_nbytes(40_000, 4)
+        ('all_gather', 120000)
     """
 
     #: As users name it: ``collective=…``.

@@ -172,7 +172,7 @@ class FactorReduce(Exchange):
             residual, sent = matrix.residual.view(-1), self._state.sent_factors(matrix.operand.key)
             if one_pass:
                 self._locally_finite &= kernels.compensate_project(
-                    matrix.before, residual, q, p, said=sent, below=TOO_LARGE
+                    matrix.before, residual, q, p, sent=sent, below=TOO_LARGE
                 )
             else:
                 old = residual.clone()

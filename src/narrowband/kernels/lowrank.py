@@ -33,16 +33,22 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
 
 
 def compensate_project(
-    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+    x: Tensor,
+    residual: Tensor,
+    q: Tensor,
+    p: Tensor,
+    *,
+    sent: tuple[Tensor, Tensor] | None = None,
+    below: float = math.inf,
 ) -> bool:
-    """``(x, owed) ← (owed, (owed − said) + x)`` and ``p ← q·owedᵀ`` of the new one, in one pass.
+    """``(x, residual) ← (residual, (residual − sent) + x)`` and ``p ← q·residualᵀ`` of the new one, in one pass.
 
-    x and owed are flat, of n·m elements, q is (r, m), p (r, n); ``said`` are factors as :func:`low_rank_product` takes
-    them, of any rank. ``x`` is left holding what was owed before: copying it back undoes the call, to the bit.
+    x and residual are flat, of n·m elements, q is (r, m), p (r, n); ``sent`` are factors for :func:`low_rank_product`,
+    of any rank. ``x`` is left holding the residual before the call: copying it back undoes the call, to the bit.
 
-    Returns whether everything owed is of a magnitude below ``below``.
+    Returns whether every element of the new residual is of a magnitude below ``below``.
     """
-    return cast("bool", backend_of(x).compensate_project(x, owed, q, p, said=said, below=below))
+    return cast("bool", backend_of(x).compensate_project(x, residual, q, p, sent=sent, below=below))
 
 
 def orthonormalize(p: Tensor) -> Tensor:

@@ -24,22 +24,22 @@ def momentum_topk(
     threshold: float = 0.0,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
-    """One step of momentum correction, and the k elements of largest magnitude in what is owed then, fused.
+    """One step of momentum correction, and the k largest elements of the corrected sum, in one pass.
 
     A running sum y of velocities is kept as two of its states, ``now`` and the one ``before``; their difference is the
     velocity. So nothing is lost when the step is undone: ::
 
         (x, before) ← (before, now + (momentum · (now − before) + scale · x))
 
-    makes ``before`` the newest sum, ``now`` the one before that, and leaves the oldest in ``x``. Owed is the newest
-    sum; with ``nesterov``, it is that plus momentum · (newest − now), which is what the variant's own sum comes to.
+    makes ``before`` the newest sum, ``now`` the one before that, and leaves the oldest in ``x``. The corrected sum is
+    the newest sum; with ``nesterov`` it is newest + momentum · (newest − now).
 
     Args:
         threshold: a magnitude that a little more than k elements may reach, as the last call returned it, or 0. It says
             where to look first, and changes no result.
 
     Returns:
-        (whether everything owed is finite, the k sorted indices, what is owed there, the threshold for the next call).
+        (whether the corrected sum is finite, the k sorted indices, its values there, the threshold for the next call).
         When not finite, indices and values are empty.
     """
     result = backend_of(x).momentum_topk(
@@ -51,7 +51,7 @@ def momentum_topk(
 def forget(
     now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
 ) -> Tensor:
-    """Owe nothing more at the indices, after :func:`momentum_topk`; with ``masking`` the velocity there is zero, too.
+    """Set the corrected sum to zero at the indices, after :func:`momentum_topk`; with ``masking`` the velocity, too.
 
     Returns what ``now`` held there; written back, and ``before`` overwritten with ``x``, it undoes both calls to the
     bit.

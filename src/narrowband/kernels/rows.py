@@ -114,14 +114,14 @@ def quantize_rows_extremes(
     return cast("tuple[Tensor, Tensor]", result)
 
 
-def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
     """Take the extremes of a batch (float32, groups) into estimates of their ranges (float32, (2, groups)).
 
     Returns:
         The new estimates; whether all extremes are finite, and have a range in float32 on both sides of zero; and the
         largest share of its width by which an end has moved, which says nothing where they are not.
     """
-    return cast("tuple[Tensor, bool, float]", backend_of(known).learn_ranges(known, low, high, decay))
+    return cast("tuple[Tensor, bool, float]", backend_of(estimates).learn_ranges(estimates, low, high, decay))
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

@@ -44,26 +44,26 @@ def test_low_rank_product(n: int, m: int, r: int, seed: int, weight: float, accu
 
 
 @given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, 64, 65, 1000]), seed=seeds, r=st.integers(1, 10),
-       said=st.integers(0, 6), broken=st.sampled_from([0.0, 5e5, 2e6, torch.inf, torch.nan]))  # fmt: skip
+       sent=st.integers(0, 6), broken=st.sampled_from([0.0, 5e5, 2e6, torch.inf, torch.nan]))  # fmt: skip
 @lean
-def test_compensate_project(n: int, m: int, r: int, said: int, broken: float, seed: int) -> None:
+def test_compensate_project(n: int, m: int, r: int, sent: int, broken: float, seed: int) -> None:
     x, owed = make("normal", n * m, seed % 1000), make("normal", n * m, 1)
     x[seed % (n * m)] += broken
-    p0, q0 = make("normal", n * said, 2).view(said, n), make("normal", m * said, 3).view(said, m)
+    p0, q0 = make("normal", n * sent, 2).view(sent, n), make("normal", m * sent, 3).view(sent, m)
     q = make("normal", r * m, 4).view(r, m)
     expected = owed.clone()
-    if said:
+    if sent:
         reference.low_rank_product(expected, p0, q0, weight=-1.0, accumulate=True)
     expected += x
     product = (q.double() @ expected.view(n, m).double().T).float()
     for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
-        gradient, debt = torch.nn.functional.pad(x, (1, 0))[1:], owed.clone()
+        gradient, residual = torch.nn.functional.pad(x, (1, 0))[1:], owed.clone()
         p = torch.empty(r, n)
         with threads(count):
-            below = backend.compensate_project(gradient, debt, q, p, said=(p0, q0) if said else None, below=1e6)
+            below = backend.compensate_project(gradient, residual, q, p, sent=(p0, q0) if sent else None, below=1e6)
         assert below == (abs(broken) < 1e6)
         assert_same(gradient, owed)
-        assert_same(debt, expected)
+        assert_same(residual, expected)
         if below:
             torch.testing.assert_close(p, product, rtol=1e-4, atol=1e-3 + 1e-6 * abs(broken))
 

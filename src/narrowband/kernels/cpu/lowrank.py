@@ -138,21 +138,21 @@ def _dot_tile(typing, sums, values, at, q, stride, start):  # noqa: ARG001 - the
 
 
 @loop
-def _project_range(x, owed, values, bits, said_p, said_q, q, rows, p, total, sums, first, last):
-    """Rows [first, last): what was said leaves what is owed, the gradient takes its place, and the products with q.
+def _project_range(x, residual, values, bits, sent_p, sent_q, q, rows, p, total, sums, first, last):
+    """Rows [first, last): the residual loses what was sent and gains the gradient, then it is multiplied by q.
 
-    ``values`` and ``bits`` are what is owed, and ``rows`` is q, flat. ``total`` has zeros where nothing was said.
+    ``values`` and ``bits`` are the residual, flat, and ``rows`` is q, flat. ``total`` has zeros where nothing was sent.
     """
     m = x.shape[1]
     r, stride = q.shape  # rows of zeros fill the last tile
     top = I32(0)
     for i in range(first, last):
-        if said_p.shape[0]:
-            _sum_up(said_p, said_q, i, 0, m, said_p.shape[0], total)
-        gradient, debt = x[i], owed[i]
+        if sent_p.shape[0]:
+            _sum_up(sent_p, sent_q, i, 0, m, sent_p.shape[0], total)
+        gradient, row = x[i], residual[i]
         for j in range(m):
-            old = debt[At(j)]
-            debt[At(j)] = F32(F32(old - total[At(j)]) + gradient[At(j)])
+            old = row[At(j)]
+            row[At(j)] = F32(F32(old - total[At(j)]) + gradient[At(j)])
             gradient[At(j)] = old
         top = max(top, max_magnitude(bits, i * m, m))
         whole = m // RUN * RUN
@@ -166,22 +166,28 @@ def _project_range(x, owed, values, bits, said_p, said_q, q, rows, p, total, sum
                 for lane in range(LANES):
                     product += sums[At(k * LANES + lane)]
                 for j in range(whole, m):
-                    product += F32(debt[At(j)] * q[a + k, At(j)])
+                    product += F32(row[At(j)] * q[a + k, At(j)])
                 p[a + k, i] = product
     return top
 
 
 def compensate_project(
-    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+    x: Tensor,
+    residual: Tensor,
+    q: Tensor,
+    p: Tensor,
+    *,
+    sent: tuple[Tensor, Tensor] | None = None,
+    below: float = math.inf,
 ) -> bool:
     (r, n), m = p.shape, q.shape[1]
     tall = np.zeros((-(-r // TILE) * TILE, m), np.float32)
     tall[:r] = q.numpy()
     nothing = np.empty((0, 0), np.float32)
-    said_p, said_q = (nothing, nothing) if said is None else (said[0].numpy(), said[1].numpy())
-    values = owed.view(-1).numpy()
-    owes = values.reshape(n, m), values, values.view(np.int32)
-    form = x.view(n, m).numpy(), *owes, said_p, said_q, tall, tall.reshape(-1), p.numpy()
+    sent_p, sent_q = (nothing, nothing) if sent is None else (sent[0].numpy(), sent[1].numpy())
+    values = residual.view(-1).numpy()
+    residuals = values.reshape(n, m), values, values.view(np.int32)
+    form = x.view(n, m).numpy(), *residuals, sent_p, sent_q, tall, tall.reshape(-1), p.numpy()
 
     def work(first: int, last: int) -> Any:
         return _project_range(*form, np.zeros(m, np.float32), np.empty(TILE * LANES, np.float32), first, last)

@@ -52,8 +52,8 @@ ROOM = 32
 
 
 @inlined
-def _owed(now, before, i, momentum, nesterov):
-    """What is owed after a step: the newest sum; in Nesterov's variant, and once more its last step."""
+def _corrected(now, before, i, momentum, nesterov):
+    """The corrected sum after a step: the newest sum; Nesterov's variant adds its last step once more."""
     new = before[i]
     return F32(new + F32(momentum * F32(new - now[i]))) if nesterov else new
 
@@ -67,7 +67,8 @@ def _advance_one(x, now, before, i, momentum, scale):
 
 @instruction
 def _advance_block(typing, x, now, before, begin, momentum, scale, nesterov, threshold):  # noqa: ARG001 - they are types here
-    """``_advance_one`` for the BLOCK elements from ``begin`` on, and a word with a one for each whose ``_owed`` reaches
+    """``_advance_one`` for the BLOCK elements from ``begin`` on, and a word with a one for each whose ``_corrected``
+    reaches
     the threshold: the compiler need not ask whether arrays overlap, and nothing is read twice.
     """
 
@@ -100,7 +101,7 @@ def _advance_block(typing, x, now, before, begin, momentum, scale, nesterov, thr
 
 @loop
 def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, kept, first, last):
-    """Advance, and write what is owed and reaches the threshold: its indices and values; count on where there is no
+    """Advance, and write the corrected sums that reach the threshold, indices and values; count on where there is no
     room. Returns that count, and whether all is finite: what is not reaches every threshold.
     """
     count = np.int64(0)
@@ -112,30 +113,30 @@ def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, 
         word = _advance_block(x, now, before, At(begin), momentum, scale, nesterov, threshold)
         while word:
             i = At(begin + lowest(word))
-            owed = _owed(now, before, i, momentum, nesterov)
-            finite &= np.isfinite(owed)
+            corrected = _corrected(now, before, i, momentum, nesterov)
+            finite &= np.isfinite(corrected)
             if count < found.size:
                 found[At(count)] = I32(i)
-                kept[At(count)] = owed
+                kept[At(count)] = corrected
             word &= word - np.uint64(1)
             count += 1
     for j in range(whole * BLOCK, x.size if whole < last else 0):
         i = At(j)
         _advance_one(x, now, before, i, momentum, scale)
-        owed = _owed(now, before, i, momentum, nesterov)
-        finite &= np.isfinite(owed)
-        if not abs(owed) < limit:  # NaN is not less, either
+        corrected = _corrected(now, before, i, momentum, nesterov)
+        finite &= np.isfinite(corrected)
+        if not abs(corrected) < limit:  # NaN is not less, either
             if count < found.size:
                 found[At(count)] = I32(i)
-                kept[At(count)] = owed
+                kept[At(count)] = corrected
             count += 1
     return count, finite
 
 
 @loop
-def _owed_range(now, before, momentum, out, first, last):
+def _corrected_range(now, before, momentum, out, first, last):
     for j in range(first, last):
-        out[At(j)] = _owed(now, before, At(j), momentum, True)
+        out[At(j)] = _corrected(now, before, At(j), momentum, True)
 
 
 def momentum_topk(
@@ -167,11 +168,11 @@ def momentum_topk(
         return False, torch.empty(0, dtype=torch.int32), torch.empty(0), threshold
     survivors = joined([part for _, part in parts]) if room else None
     bits = new.view(np.int32)
-    if survivors is None or survivors[0].size < k:  # no hint, or a bad one: look once more, at what is owed now
+    if survivors is None or survivors[0].size < k:  # no hint, or a bad one: look once more, at the corrected sums
         if nesterov:
-            owed = np.empty(n, np.float32)
-            spread(n, n, lambda a, b: _owed_range(last, new, m, owed, a, b))
-            bits = owed.view(np.int32)
+            corrected = np.empty(n, np.float32)
+            spread(n, n, lambda a, b: _corrected_range(last, new, m, corrected, a, b))
+            bits = corrected.view(np.int32)
         if k == n:
             return True, torch.arange(n, dtype=torch.int32), torch.from_numpy(bits.copy().view(np.float32)), 0.0
         survivors = look_again(bits, k, seed)
@@ -188,9 +189,9 @@ def _forget(now, before, at, momentum, nesterov, masking, old):
         j = At(at[i])
         old[i] = now[j]
         velocity = F32(0) if masking else F32(before[j] - now[j])
-        held = F32(-F32(momentum * velocity)) if nesterov else F32(0)  # of which nothing is owed
-        before[j] = held
-        now[j] = F32(held - velocity)
+        sum_left = F32(-F32(momentum * velocity)) if nesterov else F32(0)  # its corrected sum is zero
+        before[j] = sum_left
+        now[j] = F32(sum_left - velocity)
 
 
 def forget(

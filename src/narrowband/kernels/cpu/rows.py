@@ -201,25 +201,25 @@ def _floats(low, high):
 
 
 @loop
-def _learn(known, low, high, decay, rest, learned):
+def _learn(estimates, low, high, decay, rest, learned):
     """Whether all extremes are finite, and the largest share of its width by which an end has moved."""
     finite, largest = True, F32(0)
     for g in range(low.size):
         i = At(g)
         finite &= np.isfinite(F32(F32(2) * max(high[i], F32(-low[i]))))
-        alpha = F32(F32(known[0, i] * decay) + F32(F32(high[i] - low[i]) * rest))
-        beta = F32(F32(known[1, i] * decay) + F32(low[i] * rest))
+        alpha = F32(F32(estimates[0, i] * decay) + F32(F32(high[i] - low[i]) * rest))
+        beta = F32(F32(estimates[1, i] * decay) + F32(low[i] * rest))
         learned[0, i], learned[1, i] = alpha, beta
-        by = F32(beta - known[1, i])
-        moved = max(abs(by), abs(F32(by + F32(alpha - known[0, i]))))
+        by = F32(beta - estimates[1, i])
+        moved = max(abs(by), abs(F32(by + F32(alpha - estimates[0, i]))))
         if moved > F32(0):
             largest = max(largest, F32(moved / alpha))
     return finite, largest
 
 
-def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
     learned = np.empty((2, low.numel()), np.float32)
-    finite, moved = _learn(known.numpy(), low.numpy(), high.numpy(), F32(decay), F32(1 - decay), learned)
+    finite, moved = _learn(estimates.numpy(), low.numpy(), high.numpy(), F32(decay), F32(1 - decay), learned)
     return torch.from_numpy(learned), bool(finite), float(moved)
 
 

@@ -30,15 +30,21 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
 
 
 def compensate_project(
-    x: Tensor, owed: Tensor, q: Tensor, p: Tensor, *, said: tuple[Tensor, Tensor] | None = None, below: float = math.inf
+    x: Tensor,
+    residual: Tensor,
+    q: Tensor,
+    p: Tensor,
+    *,
+    sent: tuple[Tensor, Tensor] | None = None,
+    below: float = math.inf,
 ) -> bool:
-    old = owed.clone()
-    if said is not None:
-        low_rank_product(owed, *said, weight=-1.0, accumulate=True)
-    owed.add_(x)
+    old = residual.clone()
+    if sent is not None:
+        low_rank_product(residual, *sent, weight=-1.0, accumulate=True)
+    residual.add_(x)
     x.copy_(old)
-    torch.mm(q, owed.view(p.shape[1], -1).T, out=p)
-    return all_finite(owed, below=below)
+    torch.mm(q, residual.view(p.shape[1], -1).T, out=p)
+    return all_finite(residual, below=below)
 
 
 def _sum_up(p: Tensor, q: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ def momentum_topk(
     oldest = before.clone()
     before.copy_(now + ((now - oldest) * momentum + x * scale))
     x.copy_(oldest)
-    owed = before + (before - now) * momentum if nesterov else before
-    if not all_finite(owed):
+    corrected = before + (before - now) * momentum if nesterov else before
+    if not all_finite(corrected):
         return False, torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0), threshold
-    at = select_topk(owed, k, seed=seed)
-    return True, at, owed[at], 0.0
+    at = select_topk(corrected, k, seed=seed)
+    return True, at, corrected[at], 0.0
 
 
 def forget(
@@ -43,7 +43,7 @@ def forget(
 ) -> Tensor:
     old = now[indices]
     velocity = torch.zeros_like(old) if masking else before[indices] - old
-    held = velocity * -momentum if nesterov else torch.zeros_like(old)
-    before[indices] = held
-    now[indices] = held - velocity
+    sum_left = velocity * -momentum if nesterov else torch.zeros_like(old)
+    before[indices] = sum_left
+    now[indices] = sum_left - velocity
     return old

@@ -86,9 +86,9 @@ def quantize_rows_extremes(
     return row_extremes(x, rows)
 
 
-def learn_ranges(known: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
-    learned = known * decay + torch.stack((high - low, low)) * (1 - decay)
-    width, beta = learned - known
+def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    learned = estimates * decay + torch.stack((high - low, low)) * (1 - decay)
+    width, beta = learned - estimates
     moved = torch.maximum(beta.abs(), (beta + width).abs())
     share = torch.where(moved == 0, 0.0, moved / learned[0])
     whole = torch.isfinite(2 * torch.maximum(high, -low)).all()
