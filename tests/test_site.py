@@ -141,6 +141,7 @@ def documented(site, room):
     ("room", "first"),
     [
         ("gradients", "compress_gradients"),
+        ("averaging", "Averager"),
         ("activations", "compress_activations"),
         ("pipeline", "Boundary"),
         ("coded", "CodedDataParallel"),

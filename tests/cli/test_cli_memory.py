@@ -8,6 +8,7 @@ import pytest
 
 import narrowband as nb
 from narrowband.bench import memory
+from narrowband.bench.subjects import subject
 from narrowband.cli import main
 from narrowband.cli.memory import parse_bytes
 
@@ -101,7 +102,7 @@ def test_a_budget_gives_a_policy_that_keeps_within_it(narrow, model, tmp_path):
     assert "Within 200kB" in said
     policy = nb.ActivationPolicy.load(path)
     assert policy.bits == "off"
-    built, inputs = memory.subject(model, 8)
+    built, inputs = subject(model, 8)
     assert memory.survey(built, inputs, policy).bytes_kept <= 200_000
     assert memory.survey(built, inputs, nb.ActivationPolicy(bits="off")).bytes_kept > 200_000
 

@@ -121,13 +121,13 @@ class Plan:
         mine = {layer.name: tuple(layer.shape) for layer in self.layers}
         missing, unknown = sorted(shapes.keys() - mine.keys()), sorted(mine.keys() - shapes.keys())
         other = sorted(name for name in mine.keys() & shapes.keys() if mine[name] != tuple(shapes[name]))
-        said = [
+        differences = [
             f"{what} {', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
             for what, names in (("lacks", missing), ("has the unknown", unknown), ("has other shapes for", other))
             if names
         ]
-        if said:
-            raise ValueError(f"this is the plan of another model: it {'; it '.join(said)}")
+        if differences:
+            raise ValueError(f"this is the plan of another model: it {'; it '.join(differences)}")
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -144,19 +144,19 @@ class Plan:
                 that does not exist; says which.
         """
         try:
-            said = json.loads(text)
+            fields = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"this is no plan, or a part of one: it is not JSON ({error}); {_WRITTEN_BY}") from error
-        if not isinstance(said, dict) or "version" not in said:
+        if not isinstance(fields, dict) or "version" not in fields:
             raise ValueError(f"this is not a plan: it is no JSON object with a version; {_WRITTEN_BY}")
-        if said["version"] != _VERSION:
+        if fields["version"] != _VERSION:
             raise ValueError(
-                f"this is a plan of version {said['version']!r}, and this version of narrowband reads version "
+                f"this is a plan of version {fields['version']!r}, and this version of narrowband reads version "
                 f"{_VERSION}; make the plan again with `narrowband adapt`"
             )
-        _check_keys("the plan", said, _PLAN, _PLAN_OPTIONAL)
-        layers = tuple(_layer(number, layer) for number, layer in enumerate(said["layers"]))
-        return cls(layers, **{key: value for key, value in said.items() if key not in ("version", "layers")})
+        _check_keys("the plan", fields, _PLAN, _PLAN_OPTIONAL)
+        layers = tuple(_layer(number, layer) for number, layer in enumerate(fields["layers"]))
+        return cls(layers, **{key: value for key, value in fields.items() if key not in ("version", "layers")})
 
     def save(self, path: str | Path) -> None:
         """Write to a file, creating the folders above it."""
@@ -220,22 +220,22 @@ _LAYER: _Kinds = {
 }
 
 
-def _check_keys(what: str, said: Mapping[str, Any], required: _Kinds, optional: _Kinds) -> None:
+def _check_keys(what: str, fields: Mapping[str, Any], required: _Kinds, optional: _Kinds) -> None:
     """Refuse a JSON object that lacks a key, has one that does not exist, or a value of another kind; say which."""
-    known = {**required, **optional}
+    allowed = {**required, **optional}
     for key in required:
-        if key not in said:
+        if key not in fields:
             raise ValueError(f"{what} lacks the key {key!r}; it needs {', '.join(required)}")
-    for key, value in said.items():
-        if key not in known:
-            raise ValueError(f"{what} has the unknown key {key!r}; there are: {', '.join(known)}")
-        kind, holds = known[key]
+    for key, value in fields.items():
+        if key not in allowed:
+            raise ValueError(f"{what} has the unknown key {key!r}; there are: {', '.join(allowed)}")
+        kind, holds = allowed[key]
         if not holds(value):
             raise ValueError(f"{what} must have {kind} as {key!r}, not {value!r}")
 
 
-def _layer(number: int, said: Any) -> LayerPlan:
-    if not isinstance(said, dict):
-        raise ValueError(f"layer {number} of the plan must be a JSON object with {', '.join(_LAYER)}, not {said!r}")
-    _check_keys(f"layer {said.get('name', number)!r} of the plan", said, _LAYER, {})
-    return LayerPlan(said["name"], tuple(said["shape"]), said["spec"], said["nbytes"], said["error"])
+def _layer(number: int, fields: Any) -> LayerPlan:
+    if not isinstance(fields, dict):
+        raise ValueError(f"layer {number} of the plan must be a JSON object with {', '.join(_LAYER)}, not {fields!r}")
+    _check_keys(f"layer {fields.get('name', number)!r} of the plan", fields, _LAYER, {})
+    return LayerPlan(fields["name"], tuple(fields["shape"]), fields["spec"], fields["nbytes"], fields["error"])

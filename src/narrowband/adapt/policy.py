@@ -196,8 +196,8 @@ def planned(
         for row, (name, shape, at) in enumerate(zip(table.layers, table.shapes, chosen, strict=True))
     )
     uniform = None if reference is None else math.fsum(table.sizes[:, table.column(reference)])
-    said = None if reference is None else str(reference)
-    return Plan(layers, repr(policy), step, said, budget, uniform, str(policy.start))
+    baseline = None if reference is None else str(reference)
+    return Plan(layers, repr(policy), step, baseline, budget, uniform, str(policy.start))
 
 
 def as_choice(chosen: Compression) -> Compression:

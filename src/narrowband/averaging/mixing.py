@@ -108,8 +108,8 @@ def _check_feedback(default: Compression, name: str, layer: Compression, states:
         )
     if layer.feedback.incremental != default.feedback.incremental:
         raise ValueError(
-            f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}: what ef21 keeps cannot "
-            "become others' residuals, nor the other way round; leave this layer's feedback out"
+            f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}: the state of "
+            "incremental feedback cannot become a residual, nor a residual such a state; leave this feedback out"
         )
     if not layer.feedback.compensates:
         raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")

@@ -17,7 +17,7 @@ class StepStats(StepRecord):
         steps: how many steps.
         raw_bytes: what this rank would have sent uncompressed: 2·(N−1)/N of its gradients' bytes, as a ring
             all-reduce does.
-        sent_bytes: what it sent: payloads, trailers, and what travelled dense; without the headers of the network.
+        sent_bytes: what it sent: payloads, trailers, and what travelled uncompressed; network headers are not counted.
         encode_s: seconds in encoding, on the engine's thread.
         wire_s: seconds from issuing a collective to its arrival, summed over collectives; most of it passes during
             backward.

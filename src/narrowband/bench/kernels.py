@@ -11,7 +11,6 @@ goes into the tensor that loops write to, so that its place in memory favours ne
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,28 +19,13 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from narrowband import kernels
+from narrowband.bench.loops import BASELINES, LOOPS, Data, Loop
 from narrowband.bench.ranks import check_seed
-from narrowband.feedback import SampleStore
 
 __all__ = ["BACKENDS", "Config", "count", "loops", "run"]
 
 BACKENDS = ("cpu", "reference")
-
-#: The group of the quantizers and the density of the sparse loops, as in the table of targets.
-GROUP = 128
-DENSITY = 0.001
-#: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
-_TALL = (32, 4096)
-#: Elements of a sample of AQ-SGD: 4 MB. The tensor is a batch of them.
-_SAMPLE = 1_000_000
-#: Heads, and features of one, of the saved activations.
-_HEADS = (3, 64)
-#: Rows and columns of the planes that are pooled: few rows, so that a small tensor has some planes, too.
-_PLANE = (8, 112)
 
 
 @dataclass(frozen=True)
@@ -77,366 +61,19 @@ class Config:
             raise ValueError(f"unknown loop {', '.join(unknown)}; there are: {', '.join(loops())}")
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """One thing to time, and what puts back the state it needs."""
-
-    body: Callable[[int], object]
-    restore: Callable[[], object] | None = None
-
-
-class _Data:
-    """The tensors that loops share: ``x`` ~ N(0, 1), ``y`` an output, both float32."""
-
-    def __init__(self, numel: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.numel = numel
-        self.k = max(1, round(numel * DENSITY))
-        self.x = torch.randn(numel, generator=generator)
-        self.y = torch.zeros(numel)
-        self.generator = generator
-
-
-_Maker = Callable[[_Data, Any], _Loop]
-
-
-def _quantizer(bits: int, scale: kernels.Scale, stochastic: bool, group: int = GROUP) -> _Maker:
-    def make(data: _Data, backend: Any) -> _Loop:
-        payload = _payload(data.numel, bits, scale, group)
-        return _Loop(
-            lambda seed: backend.quantize_groups(
-                data.x, payload, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed
-            )
-        )
-
-    return make
-
-
-def _dequantizer(bits: int, scale: kernels.Scale) -> _Maker:
-    def make(data: _Data, backend: Any) -> _Loop:
-        payload = _payload(data.numel, bits, scale, GROUP)
-        backend.quantize_groups(data.x, payload, bits=bits, group=GROUP, scale=scale, stochastic=True, seed=0)
-        return _Loop(
-            lambda _: backend.dequantize_groups(
-                payload, data.y, bits=bits, group=GROUP, scale=scale, weight=0.25, accumulate=True
-            )
-        )
-
-    return make
-
-
-def _payload(numel: int, bits: int, scale: kernels.Scale, group: int) -> Tensor:
-    header = -(-numel // group) * (8 if scale == "minmax" else 4)
-    return torch.empty((header + kernels.packed_nbytes(numel, bits, group) + 3) // 4 * 4, dtype=torch.uint8)
-
-
-def _select(sampled: bool) -> _Maker:
-    return lambda data, backend: _Loop(lambda seed: backend.select_topk(data.x, data.k, sampled=sampled, seed=seed))
-
-
-def _ef_topk_encode(data: _Data, backend: Any) -> _Loop:
-    """``topk:density=0.001+ef`` of one tensor: compensate, select, write values and Elias–Fano indices, reset.
-
-    The residual of a run in progress is as large as the gradient or larger, so both start as N(0, 1).
-    """
-    n, k = data.numel, data.k
-    residual_before = torch.randn(n, generator=data.generator)
-    x, residual = torch.empty(n), torch.empty(n)
-    out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
-
-    def body(seed: int) -> None:
-        backend.encode_topk(x, residual, k, out, seed=seed, subtract=True)
-
-    def restore() -> None:
-        x.copy_(data.x)
-        residual.copy_(residual_before)
-
-    return _Loop(body, restore)
-
-
-def _compensate(data: _Data, backend: Any) -> _Loop:
-    x, residual = data.x.clone(), torch.zeros(data.numel)
-    return _Loop(lambda _: backend.compensate(x, residual), residual.zero_)
-
-
-def _threshold(data: _Data, backend: Any) -> _Loop:
-    value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
-    return _Loop(lambda _: backend.select_threshold(data.x, value))
-
-
-def _elias_fano_encode(data: _Data, backend: Any) -> _Loop:
-    at = backend.select_topk(data.x, data.k)
-    out = torch.empty(kernels.elias_fano_nbytes(data.k, data.numel), dtype=torch.uint8)
-    return _Loop(lambda _: backend.elias_fano_encode(at, data.numel, out))
-
-
-def _elias_fano_decode(data: _Data, backend: Any) -> _Loop:
-    at = backend.select_topk(data.x, data.k)
-    out = torch.empty(kernels.elias_fano_nbytes(data.k, data.numel), dtype=torch.uint8)
-    backend.elias_fano_encode(at, data.numel, out)
-    return _Loop(lambda _: backend.elias_fano_decode(out, data.k, data.numel))
-
-
-def _sparse_accumulate(data: _Data, backend: Any) -> _Loop:
-    at = backend.select_topk(data.x, data.k)
-    values = data.x[at.long()]
-    return _Loop(lambda _: backend.sparse_accumulate(data.y, at, values, 0.25))
-
-
-def _fixed_point(data: _Data) -> Tensor:
-    """Codes of the tensor, of the unit that a range of [−10, 10] has."""
-    codes = torch.empty(data.numel, dtype=torch.int32)
-    kernels.fixed_quantize(data.x, codes, 2.0**-27, 2**31 - 1)
-    return codes
-
-
-def _fixed_quantize(data: _Data, backend: Any) -> _Loop:
-    codes = torch.empty(data.numel, dtype=torch.int32)
-    return _Loop(lambda _: backend.fixed_quantize(data.x, codes, 2.0**-27, 2**31 - 1))
-
-
-def _fixed_encode(data: _Data, backend: Any) -> _Loop:
-    """Two slices become one packet; a slice is half of the tensor, so that all of it is handled once."""
-    codes, half = _fixed_point(data), data.numel // 2
-    packet = data.y.view(torch.int32)[:half]
-    return _Loop(lambda _: backend.fixed_sum(codes, [0, half], packet))
-
-
-def _fixed_decode(data: _Data, backend: Any) -> _Loop:
-    """Of a packet of two slices one is known; the other is added to what has arrived."""
-    codes, half = _fixed_point(data), data.numel // 2
-    return _Loop(lambda _: backend.fixed_decode(codes[half:][:half], codes, [0], data.y.view(torch.int32)[:half]))
-
-
-def _fixed_dequantize(data: _Data, backend: Any) -> _Loop:
-    codes = _fixed_point(data)
-    return _Loop(lambda _: backend.fixed_dequantize(codes, data.y, 2.0**-27))
-
-
-def _low_rank_product(data: _Data, backend: Any) -> _Loop:
-    """Rank 4, into the largest square matrix that the tensor holds."""
-    side = math.isqrt(data.numel)
-    out = data.y[: side * side]
-    p, q = (torch.randn(4, side, generator=data.generator) for _ in range(2))
-    return _Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
-
-
-def _dgc(data: _Data, backend: Any) -> _Loop:
-    """A step of ``dgc:density=0.001`` on one tensor: velocity, accumulation, selection, masking, with the threshold of
-    a step before. Writing the payload is the work of the loops of top-k.
-    """
-    n, k = data.numel, data.k
-    states = [torch.randn(n, generator=data.generator) for _ in range(2)]
-    x, now, before = (torch.empty(n) for _ in range(3))
-    hint = 0.0
-
-    def restore() -> None:
-        for tensor, kept in zip((x, now, before), (data.x, *states), strict=True):
-            tensor.copy_(kept)
-
-    def body(seed: int) -> float:
-        _, at, _, ahead = backend.momentum_topk(x, now, before, k, momentum=0.9, threshold=hint, seed=seed)
-        backend.forget(now, before, at, momentum=0.9)
-        return float(ahead)
-
-    restore()
-    hint = body(0)
-    return _Loop(body, restore)
-
-
-def _orthonormalize(data: _Data, backend: Any) -> _Loop:
-    p = torch.randn(1, *_TALL, generator=data.generator)
-    return _Loop(lambda _: backend.orthonormalize(p))
-
-
-def _aq_sgd(sends: bool) -> _Maker:
-    """What AQ-SGD adds to its codec at one end, for a batch of samples that are held: look the buffer up and update it,
-    with a plain sum where the codec would decode into it.
-
-    Args:
-        sends: this end takes the difference and sees that it is finite; the other copies the new buffer to its output.
-    """
-
-    def make(data: _Data, backend: Any) -> _Loop:
-        n = min(_SAMPLE, data.numel)
-        samples = [slice(begin, begin + n) for begin in range(0, data.numel - n + 1, n)]
-        store, difference = SampleStore(n), torch.zeros(n)
-        for sample, cut in enumerate(samples):
-            store.put(sample, data.x[cut])
-
-        def body(_: int) -> None:
-            for sample, cut in enumerate(samples):
-                buffer = store.row(sample, write=True)
-                if sends:
-                    backend.difference(data.x[cut], buffer, difference)
-                buffer.add_(difference)
-                if not sends:
-                    data.y[cut].copy_(buffer)
-                store.put(sample, buffer)
-
-        return _Loop(body)
-
-    return make
-
-
-class _Activation:
-    """The tensor as saved activations of a transformer block: a range per head, in rows of one token's features."""
-
-    def __init__(self, data: _Data, backend: Any, bits: int = 8) -> None:
-        self.rows = kernels.Rows(1, data.numel // math.prod(_HEADS), *_HEADS)
-        self.x, self.y = data.x[: self.rows.numel], data.y[: self.rows.numel]
-        self.low, high = backend.row_extremes(self.x, self.rows)
-        self.step = (high - self.low) / (2**bits - 1)
-        self.codes = torch.empty(self.rows.nbytes(bits), dtype=torch.uint8)
-
-
-def _activation_extremes(data: _Data, backend: Any) -> _Loop:
-    a = _Activation(data, backend)
-    return _Loop(lambda _: backend.row_extremes(a.x, a.rows))
-
-
-def _activation_quantize(bits: int, *, watch: bool = False) -> _Maker:
-    def make(data: _Data, backend: Any) -> _Loop:
-        a = _Activation(data, backend, bits)
-        quantize = backend.quantize_rows_extremes if watch else backend.quantize_rows
-        return _Loop(lambda seed: quantize(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed))
-
-    return make
-
-
-def _activation_dequantize(bits: int) -> _Maker:
-    def make(data: _Data, backend: Any) -> _Loop:
-        a = _Activation(data, backend, bits)
-        backend.quantize_rows(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True)
-        return _Loop(lambda _: backend.dequantize_rows(a.codes, a.y, a.rows, a.low, a.step, bits=bits))
-
-    return make
-
-
-def _activation_mask(data: _Data, backend: Any) -> _Loop:
-    mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
-    return _Loop(lambda _: backend.mask_positive(data.x, mask))
-
-
-def _activation_apply_mask(data: _Data, backend: Any) -> _Loop:
-    mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
-    backend.mask_positive(data.x, mask)
-    return _Loop(lambda _: backend.apply_mask(mask, data.x, data.y, 1.25))
-
-
-class _Pooled:
-    """The tensor as planes, pooled as a ResNet does it: a result for four elements."""
-
-    def __init__(self, data: _Data) -> None:
-        rows, columns = _PLANE
-        planes = data.numel // (rows * columns)
-        x = data.x[: planes * rows * columns].view(planes, rows, columns)
-        _, self.position = F.max_pool2d(x, 3, 2, 1, return_indices=True)
-        self.windows = kernels.Windows(planes, rows // 2, columns // 2, 1, columns, 3, (2, 2), (1, 1))
-        self.places = torch.empty(self.windows.numel, dtype=torch.uint8)
-
-
-def _activation_places(data: _Data, backend: Any) -> _Loop:
-    a = _Pooled(data)
-    return _Loop(lambda _: backend.pool_places(a.position, a.places, a.windows))
-
-
-def _activation_positions(data: _Data, backend: Any) -> _Loop:
-    a = _Pooled(data)
-    backend.pool_places(a.position, a.places, a.windows)
-    return _Loop(lambda _: backend.pool_positions(a.places, a.position, a.windows))
-
-
-_LOOPS: dict[str, _Maker] = {
-    "uniform-4bit-stochastic-encode": _quantizer(4, "minmax", True),
-    "uniform-4bit-decode-accumulate": _dequantizer(4, "minmax"),
-    "uniform-8bit-nearest-encode": _quantizer(8, "minmax", False),
-    "uniform-8bit-decode-accumulate": _dequantizer(8, "minmax"),
-    "uniform-2bit-stochastic-encode": _quantizer(2, "minmax", True),
-    "uniform-2bit-decode-accumulate": _dequantizer(2, "minmax"),
-    "qsgd-4bit-encode": _quantizer(4, "absmax", True),
-    "qsgd-4bit-l2-encode": _quantizer(4, "l2", True),
-    "qsgd-4bit-decode-accumulate": _dequantizer(4, "absmax"),
-    "sign-encode": _quantizer(1, "mean", False),
-    "group-minmax": lambda data, backend: _Loop(lambda _: backend.group_minmax(data.x, GROUP)),
-    "topk-sampled-select": _select(sampled=True),
-    "topk-exact-select": _select(sampled=False),
-    "threshold-select": _threshold,
-    "compensate": _compensate,
-    "ef-topk-encode": _ef_topk_encode,
-    "all-finite": lambda data, backend: _Loop(lambda _: backend.all_finite(data.x)),
-    "elias-fano-encode": _elias_fano_encode,
-    "elias-fano-decode": _elias_fano_decode,
-    "sparse-accumulate": _sparse_accumulate,
-    "lowrank-4-decode-accumulate": _low_rank_product,
-    "dgc-momentum-select-mask": _dgc,
-    "orthonormalize-32x4096": _orthonormalize,
-    "fixed-quantize": _fixed_quantize,
-    "fixed-encode": _fixed_encode,
-    "fixed-decode": _fixed_decode,
-    "fixed-dequantize": _fixed_dequantize,
-    "aq-sgd-send": _aq_sgd(sends=True),
-    "aq-sgd-receive": _aq_sgd(sends=False),
-    "activation-extremes": _activation_extremes,
-    "activation-quantize-8": _activation_quantize(8),
-    "activation-quantize-4": _activation_quantize(4),
-    "activation-quantize-extremes-8": _activation_quantize(8, watch=True),
-    "activation-quantize-extremes-4": _activation_quantize(4, watch=True),
-    "activation-dequantize-8": _activation_dequantize(8),
-    "activation-dequantize-4": _activation_dequantize(4),
-    "activation-mask": _activation_mask,
-    "activation-apply-mask": _activation_apply_mask,
-    "activation-pool-places": _activation_places,
-    "activation-pool-positions": _activation_positions,
-}
-
-
-# ---- baselines: the same jobs as a user would write them in plain torch ----------------------------------------------
-
-
-def _baseline_quantize(data: _Data, _: Any) -> _Loop:
-    grouped = data.x[: data.numel // GROUP * GROUP].view(-1, GROUP)
-
-    def body(_: int) -> Tensor:
-        low = grouped.amin(1, keepdim=True)
-        step = (grouped.amax(1, keepdim=True) - low) / 15
-        codes = ((grouped - low) / step + torch.rand_like(grouped)).floor_().clamp_(0, 15).to(torch.uint8)
-        return codes[:, ::2] | (codes[:, 1::2] << 4)
-
-    return _Loop(body)
-
-
-def _baseline_threshold(data: _Data, _: Any) -> _Loop:
-    value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
-    return _Loop(lambda _: (data.x.abs() >= value).nonzero())
-
-
-def _baseline_qr(data: _Data, _: Any) -> _Loop:
-    p = torch.randn(*reversed(_TALL), generator=data.generator)
-    return _Loop(lambda _: torch.linalg.qr(p))
-
-
-_BASELINES: dict[str, _Maker] = {
-    "torch.topk": lambda data, _: _Loop(lambda _: data.x.abs().topk(data.k, sorted=False)),
-    "torch 4-bit stochastic quantize": _baseline_quantize,
-    "torch threshold and nonzero": _baseline_threshold,
-    "torch.linalg.qr, 4096x32": _baseline_qr,
-    "torch.isfinite().all()": lambda data, _: _Loop(lambda _: data.x.isfinite().all()),
-}
-
 _BASELINE_REPEATS = 2
 _REST_S = 0.02
 
 
 def loops() -> tuple[str, ...]:
     """The names of all loops, in the order in which they run."""
-    return tuple(_LOOPS)
+    return tuple(LOOPS)
 
 
 def count(config: Config) -> int:
     """How many rows :func:`run` yields."""
     backends = len(BACKENDS) if config.backend == "all" else 1
-    return backends * len(config.loops or _LOOPS) + (len(_BASELINES) if config.baselines else 0)
+    return backends * len(config.loops or LOOPS) + (len(BASELINES) if config.baselines else 0)
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
@@ -450,15 +87,15 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
         >>> rows[0]["loop"]
         'all-finite'
     """
-    data = _Data(config.numel, config.seed)
+    data = Data(config.numel, config.seed)
     chosen = config.loops or loops()
     backends = BACKENDS if config.backend == "all" else (config.backend,)
     for backend in backends:
         module = import_module(f"narrowband.kernels.{backend}")
         for name in chosen:
-            yield _row(name, backend, data, _LOOPS[name](data, module), config.repeats)
+            yield _row(name, backend, data, LOOPS[name](data, module), config.repeats)
     if config.baselines:
-        for name, make in _BASELINES.items():
+        for name, make in BASELINES.items():
             yield _row(name, "torch", data, make(data, None), min(config.repeats, _BASELINE_REPEATS))
 
 
@@ -475,7 +112,7 @@ def _timed(body: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _row(name: str, backend: str, data: _Data, loop: _Loop, repeats: int) -> dict[str, Any]:
+def _row(name: str, backend: str, data: Data, loop: Loop, repeats: int) -> dict[str, Any]:
     taken, copied = [], []
     for repeat in range(-1, repeats):  # the first compiles and touches memory
         if loop.restore is not None:

@@ -1,4 +1,4 @@
-"""What backward keeps of a model's activations, in bytes and in time: plain, in few bits, and computed again.
+"""What backward keeps of a model's activations, in bytes and in time: plain, in few bits, and recomputed.
 
 ``run`` compares ways to train in less memory. All rows live in one process and take turns, so that a machine that
 others use treats them alike; ``ratio_to_plain`` is the median over rounds of a row's step over the plain step right
@@ -21,15 +21,12 @@ import contextlib
 import fnmatch
 import functools
 import gc
-import importlib.util
-import inspect
 import math
 import multiprocessing
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,134 +38,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
-from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
 from narrowband.bench.ranks import check_seed
+from narrowband.bench.subjects import SUBJECTS, subject, tried
 
-__all__ = ["Config", "Fit", "Subject", "count", "fit", "is_out_of_memory", "run", "subject", "survey", "tried"]
-
-#: A model and the inputs of its forward.
-Subject = tuple[nn.Module, tuple[Any, ...]]
-
-
-def _vit(batch: int, **shape: Any) -> Subject:
-    return ViT(**shape), (torch.randn(batch, 3, 224, 224),)
-
-
-def _gpt(batch: int) -> Subject:
-    shape = GPTConfig(vocab=8000, dim=384, blocks=6, heads=6, sequence=256, batch=batch)
-    return GPT(shape), (torch.randint(shape.vocab, (batch, shape.sequence)),)
-
-
-def _resnet(batch: int) -> Subject:
-    return ResNet18(), (torch.randn(batch, 3, 224, 224),)
-
-
-_SUBJECTS: dict[str, Callable[[int], Subject]] = {
-    "deit-tiny": _vit,
-    "deit-small": functools.partial(_vit, dim=384, heads=6),
-    "gpt": _gpt,
-    "resnet18": _resnet,
-}
-
-
-def subject(name: str, batch: int) -> Subject:
-    """A model and its inputs.
-
-    Args:
-        name: deit-tiny, deit-small, gpt or resnet18; or ``file.py:function``, which is called with the batch size and
-            returns a module and the tuple of its inputs.
-        batch: samples.
-
-    Raises:
-        ValueError: there is no such model, file or function; the file cannot be imported; the function cannot be called
-            so, raises an error, or returns something else.
-    """
-    if name in _SUBJECTS:
-        return _SUBJECTS[name](batch)
-    path, colon, function = name.rpartition(":")
-    if name.removesuffix(":").endswith(".py"):
-        raise ValueError(f"which function of {name.removesuffix(':')}? Write {name.removesuffix(':')}:function")
-    if not colon or not path:
-        raise ValueError(f"unknown model {name!r}; there are: {', '.join(_SUBJECTS)}, and yours: file.py:function")
-    build = _function(path, function, name)
-    try:
-        inspect.signature(build).bind(batch)
-    except TypeError as error:
-        raise ValueError(
-            f"{name}: {function} is called with the batch size alone, as {function}({batch}), and does not take that: "
-            f"{error}"
-        ) from error
-    with _users_errors(f"{name}: {function}({batch}) raised", path):
-        made = build(batch)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"{name}: {function}({batch}) has to return a module and the tuple of its inputs: model, (x,)")
-    model, inputs = made
-    return model, inputs if isinstance(inputs, tuple) else (inputs,)
-
-
-def tried(name: str, batch: int) -> Subject:
-    """:func:`subject`, whose forward was run once to see that it takes its inputs; backward keeps nothing of that.
-
-    Raises:
-        ValueError: as :func:`subject` does, or forward raises an error.
-    """
-    model, inputs = subject(name, batch)
-    if name not in _SUBJECTS:
-        with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
-            model(*inputs)
-    return model, inputs
-
-
-def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
-    if not Path(path).is_file():
-        raise ValueError(f"{name}: there is no file {path}; write file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{name}: {path} is no Python file, its name does not end in .py; write file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    with _importing_beside(path), _users_errors(f"{name}: {path} cannot be imported:", path):
-        spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        there = f"; there are: {', '.join(defined)}" if defined else ""
-        raise ValueError(f"{name}: {path} has no function {function!r}{there}")
-    build: Callable[[int], Any] = found
-    return build
-
-
-@contextlib.contextmanager
-def _users_errors(what: str, path: str | None = None) -> Iterator[None]:
-    """What a user's own code raises is one sentence, with the line of the file at ``path`` that it comes from."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if is_out_of_memory(error):
-            raise
-        said = str(error).strip().splitlines()
-        here = path and Path(path).resolve()
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == here]
-        at = f" ({path}, line {lines[-1]})" if lines else ""
-        raise ValueError(f"{what} {type(error).__name__}{': ' if said else ''}{said[0] if said else ''}{at}") from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of this machine or of its GPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-@contextlib.contextmanager
-def _importing_beside(path: str) -> Iterator[None]:
-    """Scripts import what lies beside them."""
-    folder = str(Path(path).resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+__all__ = ["Config", "Fit", "count", "fit", "run", "survey"]
 
 
 # ---- a comparison ----------------------------------------------------------------------------------------------------
@@ -184,7 +57,7 @@ class Config:
         batch: Samples.
         bits: Of what is kept; a row each.
         baselines: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
-            computed again, where modules are called mlp.
+            recomputed, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
         rounds: Timed steps of every row.
         peaks: Also measure peaks of memory; on CPU each row then trains in a process of its own, too. --no-peaks leaves
@@ -211,7 +84,7 @@ class Config:
                 raise ValueError(f"bits={bits}: there are 8, 4 and 2")
         if not (self.bits or self.baselines or self.compiled):
             raise ValueError("nothing to measure: give bits, such as 8 4, or ask for baselines")
-        if self.model not in _SUBJECTS and ":" not in self.model:
+        if self.model not in SUBJECTS and ":" not in self.model:
             subject(self.model, self.batch)
 
 
@@ -226,8 +99,8 @@ class _Kind:
     name: str
     bits: int | None = None
     amp: bool = False
-    again: bool = False  # checkpoints
-    mlps_again: bool = False
+    checkpoint: bool = False
+    recompute_mlps: bool = False
     compiled: bool = False
 
 
@@ -235,12 +108,12 @@ def _kinds(config: Config) -> list[_Kind]:
     kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
     if config.baselines:
         mlps = config.bits if _has_mlps(config) else ()
-        kinds += [_Kind(f"{bits} bits, MLPs again", bits, mlps_again=True) for bits in mlps]
-        kinds += [_Kind("checkpoint", again=True)]
-        kinds += [_Kind(f"checkpoint, {bits} bits", bits, again=True) for bits in config.bits[:1]]
+        kinds += [_Kind(f"{bits} bits, MLPs recomputed", bits, recompute_mlps=True) for bits in mlps]
+        kinds += [_Kind("checkpoint", checkpoint=True)]
+        kinds += [_Kind(f"checkpoint, {bits} bits", bits, checkpoint=True) for bits in config.bits[:1]]
         kinds += [_Kind("bf16", amp=True), *(_Kind(f"bf16, {bits} bits", bits, amp=True) for bits in config.bits)]
-        kinds += [_Kind(f"bf16, {bits} bits, MLPs again", bits, amp=True, mlps_again=True) for bits in mlps]
-        kinds += [_Kind("bf16, checkpoint", amp=True, again=True)]
+        kinds += [_Kind(f"bf16, {bits} bits, MLPs recomputed", bits, amp=True, recompute_mlps=True) for bits in mlps]
+        kinds += [_Kind("bf16, checkpoint", amp=True, checkpoint=True)]
     if config.compiled:
         kinds += [_Kind("compiled", compiled=True)]
         kinds += [_Kind(f"compiled, {bits} bits", bits, compiled=True) for bits in config.bits]
@@ -266,13 +139,13 @@ class _Row:
         self.device = device
         model, inputs = subject(config.model, config.batch)
         self.model, self.inputs = model.to(device), tuple(_moved(x, device) for x in inputs)
-        if kind.again:
-            _compute_again(self.model)
+        if kind.checkpoint:
+            _checkpoint_blocks(self.model)
         if kind.compiled:
             self.model.compile()
         policy = ActivationPolicy(
             bits="off" if kind.bits is None else kind.bits,  # type: ignore[arg-type]
-            modules={_MLPS: "checkpoint"} if kind.mlps_again else {},
+            modules={_MLPS: "checkpoint"} if kind.recompute_mlps else {},
         )
         self.context = compress_activations(self.model, policy=policy)
         self.steps: list[float] = []
@@ -317,7 +190,7 @@ def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[d
     """
     tell = on_event or (lambda _: None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.model not in _SUBJECTS:
+    if config.model not in SUBJECTS:
         tried(config.model, config.batch)
     rows = [_Row(kind, config, device) for kind in _kinds(config)]
     counts: list[Saved] = []
@@ -394,7 +267,7 @@ def _gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.detach().reshape(-1).double().cpu() for p in model.parameters() if p.grad is not None])
 
 
-def _compute_again(model: nn.Module) -> None:
+def _checkpoint_blocks(model: nn.Module) -> None:
     """Full activation checkpointing: of every block only the input is kept."""
     lists = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList)) and len(m) > 1]
     if not lists:

@@ -287,17 +287,21 @@ class _Row:
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "link_bytes": statistics.median(self.link_bytes[-compared:]),
         }
-        for way in ("forward", "backward"):
-            messages, nbytes = (now - then for now, then in zip(self.counts()[way], before[way], strict=True))
-            found[f"{way}_nbytes"] = nbytes / messages if messages else None
-            found[f"{way}_relative_error"] = None if self.name == BASELINE else self.stage.stats()[way].relative_error
+        for direction in ("forward", "backward"):
+            messages, nbytes = (
+                now - then for now, then in zip(self.counts()[direction], before[direction], strict=True)
+            )
+            found[f"{direction}_nbytes"] = nbytes / messages if messages else None
+            found[f"{direction}_relative_error"] = (
+                None if self.name == BASELINE else self.stage.stats()[direction].relative_error
+            )
         return found
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Messages and bytes that the library says it sent."""
         if self.name == BASELINE:
             return {"forward": (0, 0), "backward": (0, 0)}
-        return {way: (stats.messages, stats.sent_bytes) for way, stats in self.stage.stats().items()}
+        return {direction: (stats.messages, stats.sent_bytes) for direction, stats in self.stage.stats().items()}
 
 
 def _batches(config: Config, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -46,8 +46,8 @@ class RankError(RuntimeError):
         sentence: what happened, without what the ranks said; it names the file that holds all of that.
     """
 
-    def __init__(self, sentence: str, said: str = "") -> None:
-        super().__init__(f"{sentence}\n{said}" if said else sentence)
+    def __init__(self, sentence: str, output: str = "") -> None:
+        super().__init__(f"{sentence}\n{output}" if output else sentence)
         self.sentence = sentence
 
 
@@ -270,7 +270,7 @@ _CHAINED = ("The above exception was", "During handling of the above")
 
 def _rank_error(code: int, log: Path) -> RankError:
     """What is known of a failure: the first error of the log, and a copy of the log that outlives this process."""
-    said = log.read_text(errors="replace").strip()
+    output = log.read_text(errors="replace").strip()
     if code > _SIGNALLED:
         name = signal.Signals(code - _SIGNALLED).name if code - _SIGNALLED in set(signal.Signals) else "a signal"
         what = f"a rank was ended by {name}"
@@ -278,12 +278,12 @@ def _rank_error(code: int, log: Path) -> RankError:
             what += ", which is what the system does when memory runs out"
     else:
         what = f"a rank ended with exit code {code}"
-    if not said:
+    if not output:
         return RankError(f"{what} and said nothing")
-    raised = [match for match in _RAISED.finditer(said) if not said[match.end() :].lstrip().startswith(_CHAINED)]
+    raised = [match for match in _RAISED.finditer(output) if not output[match.end() :].lstrip().startswith(_CHAINED)]
     if raised:
         what += f": {raised[0][1]}"
     with tempfile.NamedTemporaryFile("w", prefix="narrowband-ranks-", suffix=".log", delete=False) as kept:
-        kept.write(said)
-    tail = "\n".join(said.splitlines()[-_TAIL_LINES:])
+        kept.write(output)
+    tail = "\n".join(output.splitlines()[-_TAIL_LINES:])
     return RankError(f"{what} (all that the ranks said is in {kept.name})", tail)

@@ -166,7 +166,7 @@ class BenchAdapt:
 
 @dataclass(frozen=True)
 class BenchMemory:
-    """Measure what backward keeps, peak memory and time of a step: plain, in few bits, and computed again.
+    """Measure what backward keeps, peak memory and time of a step: plain, in few bits, and recomputed.
 
     All rows take turns in one process. With --baselines also bfloat16 autocast, full activation checkpointing, and what
     they give together.

@@ -62,11 +62,13 @@ class Codecs:
         for name, kept in feedback.available().items():
             console.print(f"  [bold]+{name}[/bold]  {escape(_summary(kept))}", highlight=False)
         console.print("Methods, which bring their codec and their feedback along:")
-        for way in feedback.methods().values():
-            method = way()
+        for method_class in feedback.methods().values():
+            method = method_class()
             bits = f"{method.codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g} bits"
-            console.print(f"  [bold]{escape(str(method))}[/bold]  {bits}. {escape(_summary(way))}", highlight=False)
-            console.print("   " + ", ".join(line.strip() for line in _keys(way)), highlight=False)
+            console.print(
+                f"  [bold]{escape(str(method))}[/bold]  {bits}. {escape(_summary(method_class))}", highlight=False
+            )
+            console.print("   " + ", ".join(line.strip() for line in _keys(method_class)), highlight=False)
         return DONE
 
 

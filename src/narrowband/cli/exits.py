@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from narrowband.bench.memory import is_out_of_memory
 from narrowband.bench.ranks import RankError
+from narrowband.bench.subjects import is_out_of_memory
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -66,14 +66,14 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
     except Exception as error:
         if debug or os.environ.get(DEBUG, "") not in ("", "0"):
             raise
-        code, said, expected = _told(error)
-        errors.print(said, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        code, sentence, expected = _explained(error)
+        errors.print(sentence, style="bold red", markup=False, highlight=False, soft_wrap=True)
         if not expected:
             errors.print(f"({DEBUG}=1 shows the traceback)", style="dim", highlight=False)
         return code
 
 
-def _told(error: Exception) -> tuple[int, str, bool]:
+def _explained(error: Exception) -> tuple[int, str, bool]:
     """The exit code, a sentence, and whether it says all that a user needs."""
     if isinstance(error, RankError):
         return FAILED, error.sentence, True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import memory
+from narrowband.bench import memory, subjects
 from narrowband.cli.exits import DONE, FAILED, check_output
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Memory:
 
         self._check()
         with console.status("building"):
-            model, inputs = memory.tried(self.model, self.batch)
+            model, inputs = subjects.tried(self.model, self.batch)
             model.train()
 
         def measure(policy: ActivationPolicy) -> Saved:
@@ -94,15 +94,15 @@ class Memory:
         return DONE if found is None or found.reached else FAILED
 
     def _modules(self, saved: Saved) -> dict[str, Kept]:
-        """Modules put together as far as their names agree in their first parts."""
+        """Modules put merged as far as their names agree in their first parts."""
         from narrowband.activations import Kept
 
-        together: dict[str, Kept] = {}
+        merged: dict[str, Kept] = {}
         for name, kept in saved.by_module.items():
-            entry = together.setdefault(".".join(name.split(".")[: self.depth]), Kept())
+            entry = merged.setdefault(".".join(name.split(".")[: self.depth]), Kept())
             entry.plain += kept.plain
             entry.kept += kept.kept
-        return together
+        return merged
 
     def _say(self, console: Console, found: memory.Fit) -> None:
         from narrowband.units import format_bytes
@@ -130,19 +130,19 @@ class Memory:
         from narrowband.report.record import provenance, write_json
 
         assert self.json is not None
-        told: dict[str, Any] = {"model": self.model, "batch": self.batch, "amp": self.amp, "budget": self.budget}
+        record: dict[str, Any] = {"model": self.model, "batch": self.batch, "amp": self.amp, "budget": self.budget}
         for name, saved in surveys.items():
-            told[name] = _told(saved)
+            record[name] = _as_record(saved)
         if found is not None:
-            told["fit"] = {"policy": found.policy.to_dict(), "reached": found.reached, **_told(found.saved)}
-        write_json(self.json, provenance(0) | told)
+            record["fit"] = {"policy": found.policy.to_dict(), "reached": found.reached, **_as_record(found.saved)}
+        write_json(self.json, provenance(0) | record)
 
 
 def _notes(surveys: dict[str, Saved]) -> list[str]:
     """What the table of operators needs to be understood."""
     first = (
-        "Each operator is counted what it is the first to keep: what another one keeps already, or what backward "
-        "computes again from that, costs nothing more."
+        "An operator is counted with the tensors that it is the first to keep. What another one keeps already, and "
+        "what backward recomputes from that, costs nothing more."
     )
     notes = [first]
     if any("layer_norm" in saved.by_operator for saved in surveys.values()):
@@ -153,12 +153,12 @@ def _notes(surveys: dict[str, Saved]) -> list[str]:
         )
     outliers = {name: saved.outliers for name, saved in surveys.items() if saved.outliers}
     if outliers:
-        told = ", ".join(f"{count} with {name}" for name, count in outliers.items())
-        notes.append(f"Tensors that are kept as they are, since inf, NaN or outliers are in them: {told}.")
+        record = ", ".join(f"{count} with {name}" for name, count in outliers.items())
+        notes.append(f"Tensors that are kept as they are, since inf, NaN or outliers are in them: {record}.")
     return notes
 
 
-def _told(saved: Saved) -> dict[str, Any]:
+def _as_record(saved: Saved) -> dict[str, Any]:
     tables = {"by_operator": saved.by_operator, "by_module": saved.by_module}
     return {"bytes_plain": saved.bytes_plain, "bytes_kept": saved.bytes_kept} | {
         what: {name: {"plain": kept.plain, "kept": kept.kept} for name, kept in table.items()}

@@ -167,8 +167,8 @@ class _Watch:
         return self._ever_used if hook is None else hook.watch is not self
 
     def _is_ours(self, p: Tensor) -> bool:
-        known = self._ours.get(id(p))
-        return known is not None and known() is p
+        reference = self._ours.get(id(p))
+        return reference is not None and reference() is p
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step.

@@ -1,0 +1,148 @@
+"""The models whose memory is measured: those that come with narrowband, and users' own from a file.
+
+What a user's file raises becomes one sentence with the line it comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
+
+__all__ = ["SUBJECTS", "Subject", "is_out_of_memory", "subject", "tried"]
+
+#: A model and the inputs of its forward.
+Subject = tuple[nn.Module, tuple[Any, ...]]
+
+
+def _vit(batch: int, **shape: Any) -> Subject:
+    return ViT(**shape), (torch.randn(batch, 3, 224, 224),)
+
+
+def _gpt(batch: int) -> Subject:
+    shape = GPTConfig(vocab=8000, dim=384, blocks=6, heads=6, sequence=256, batch=batch)
+    return GPT(shape), (torch.randint(shape.vocab, (batch, shape.sequence)),)
+
+
+def _resnet(batch: int) -> Subject:
+    return ResNet18(), (torch.randn(batch, 3, 224, 224),)
+
+
+#: The models that come with narrowband, made for a batch size.
+SUBJECTS: dict[str, Callable[[int], Subject]] = {
+    "deit-tiny": _vit,
+    "deit-small": functools.partial(_vit, dim=384, heads=6),
+    "gpt": _gpt,
+    "resnet18": _resnet,
+}
+
+
+def subject(name: str, batch: int) -> Subject:
+    """A model and its inputs.
+
+    Args:
+        name: deit-tiny, deit-small, gpt or resnet18; or ``file.py:function``, which is called with the batch size and
+            returns a module and the tuple of its inputs.
+        batch: samples.
+
+    Raises:
+        ValueError: there is no such model, file or function; the file cannot be imported; the function cannot be called
+            so, raises an error, or returns something else.
+    """
+    if name in SUBJECTS:
+        return SUBJECTS[name](batch)
+    path, colon, function = name.rpartition(":")
+    if name.removesuffix(":").endswith(".py"):
+        raise ValueError(f"which function of {name.removesuffix(':')}? Write {name.removesuffix(':')}:function")
+    if not colon or not path:
+        raise ValueError(f"unknown model {name!r}; there are: {', '.join(SUBJECTS)}, and yours: file.py:function")
+    build = _function(path, function, name)
+    try:
+        inspect.signature(build).bind(batch)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}: {function} is called with the batch size alone, as {function}({batch}), and does not take that: "
+            f"{error}"
+        ) from error
+    with _users_errors(f"{name}: {function}({batch}) raised", path):
+        made = build(batch)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"{name}: {function}({batch}) has to return a module and the tuple of its inputs: model, (x,)")
+    model, inputs = made
+    return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def tried(name: str, batch: int) -> Subject:
+    """:func:`subject`, whose forward was run once to see that it takes its inputs; backward keeps nothing of that.
+
+    Raises:
+        ValueError: as :func:`subject` does, or forward raises an error.
+    """
+    model, inputs = subject(name, batch)
+    if name not in SUBJECTS:
+        with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
+            model(*inputs)
+    return model, inputs
+
+
+def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
+    if not Path(path).is_file():
+        raise ValueError(f"{name}: there is no file {path}; write file.py:function")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{name}: {path} is no Python file, its name does not end in .py; write file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    with _importing_beside(path), _users_errors(f"{name}: {path} cannot be imported:", path):
+        spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        there = f"; there are: {', '.join(defined)}" if defined else ""
+        raise ValueError(f"{name}: {path} has no function {function!r}{there}")
+    build: Callable[[int], Any] = found
+    return build
+
+
+@contextlib.contextmanager
+def _users_errors(what: str, path: str | None = None) -> Iterator[None]:
+    """What a user's own code raises is one sentence, with the line of the file at ``path`` that it comes from."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        text = str(error).strip().splitlines()
+        here = path and Path(path).resolve()
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == here]
+        at = f" ({path}, line {lines[-1]})" if lines else ""
+        raise ValueError(f"{what} {type(error).__name__}{': ' if text else ''}{text[0] if text else ''}{at}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of this machine or of its GPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+@contextlib.contextmanager
+def _importing_beside(path: str) -> Iterator[None]:
+    """Scripts import what lies beside them."""
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
