@@ -1,17 +1,18 @@
-"""Which backend runs a tensor, and what that imports."""
+"""Which backend runs a tensor, what that imports, and that all of them are called alike."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
 from narrowband import kernels
+from narrowband.kernels import cpu, reference
 
-if TYPE_CHECKING:
-    pass
+LOOPS = [name for name in reference.__all__ if inspect.isfunction(getattr(reference, name))]
 
 
 def test_the_backend_is_chosen_by_device_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,26 @@ def test_the_backend_is_chosen_by_device_and_can_be_forced(monkeypatch: pytest.M
     assert kernels.backend_for("cuda").name == "reference"
     monkeypatch.setenv("NARROWBAND_KERNELS", "reference")
     assert kernels.backend_for("cpu").name == "reference"
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults, in their order."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_is_called_alike_in_public_and_in_every_backend(name: str) -> None:
+    form = parameters(getattr(kernels, name))
+    for backend in (reference, cpu):
+        found = parameters(getattr(backend, name))
+        if name == "randomk_indices":  # backends are given a device, users may leave it out
+            assert [entry[:2] for entry in found] == [entry[:2] for entry in form]
+        else:
+            assert found == form
+
+
+def test_a_backend_brings_no_loop_that_the_reference_lacks() -> None:
+    assert set(cpu.__all__) <= set(reference.__all__)
 
 
 def test_importing_the_package_does_not_import_numba() -> None:
