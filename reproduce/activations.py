@@ -79,9 +79,9 @@ class Activations:
             told["derive"] = True
         found = {
             "spec": json.dumps(told),
-            "plain_bytes": saved.bytes_plain,
-            "kept_bytes": saved.bytes_kept,
-            "by_operator": {name: [kept.plain, kept.kept] for name, kept in saved.by_operator.items()},
+            "plain_bytes": saved.raw_bytes,
+            "kept_bytes": saved.kept_bytes,
+            "by_operator": {name: [kept.raw_bytes, kept.kept_bytes] for name, kept in saved.by_operator.items()},
             "gradient_error": self._gradient_error(task),
         }
         return found | {"ranges": self._ranges()} if self._trace else found

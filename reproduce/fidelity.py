@@ -330,8 +330,8 @@ def measure(
                 own_norms,
                 policy.granularity,
                 policy.rounding,
-                keeping.saved.bytes_plain,
-                keeping.saved.bytes_kept,
+                keeping.saved.raw_bytes,
+                keeping.saved.kept_bytes,
                 float(squares[0].sum() / (between.sum() / 2)),
                 *(_shares(each, norms, places) for each in squares),
             )

@@ -27,7 +27,7 @@ def test_forward_is_the_same_to_the_bit_and_gradients_are_close(name, dtype):
     assert same(found.loss, plain.loss)
     assert all(same(found.buffers[key], plain.buffers[key]) for key in plain.buffers)
     if name != "recurrent":  # whose kernel keeps bytes of its own
-        assert found.saved.bytes_kept < found.saved.bytes_plain / (2.5 if dtype == "float32" else 1.3)
+        assert found.saved.kept_bytes < found.saved.raw_bytes / (2.5 if dtype == "float32" else 1.3)
     assert 0 < error(found.grads, plain.grads) < 0.02
 
 
@@ -35,7 +35,7 @@ def test_forward_is_the_same_to_the_bit_and_gradients_are_close(name, dtype):
 def test_fewer_bits_keep_less_and_err_more(name):
     plain = plain_step(name)
     by_bits = {bits: step(name, {"bits": bits}) for bits in (8, 4, 2)}
-    kept = [run.saved.bytes_kept for run in by_bits.values()]
+    kept = [run.saved.kept_bytes for run in by_bits.values()]
     errors = [error(run.grads, plain.grads) for run in by_bits.values()]
     assert kept == sorted(kept, reverse=True)
     assert errors == sorted(errors)
@@ -48,7 +48,7 @@ def test_off_is_plain_to_the_bit(name, dtype):
     off = step(name, {"bits": "off"}, autocast=HALF[dtype])
     assert same(off.out, plain.out)
     assert all(same(off.grads[key], plain.grads[key]) for key in plain.grads)
-    assert off.saved.bytes_kept == off.saved.bytes_plain > 0
+    assert off.saved.kept_bytes == off.saved.raw_bytes > 0
 
 
 @every_dtype
@@ -58,7 +58,7 @@ def test_one_bit_masks_give_the_same_gradient_to_the_bit(name, dtype):
     assert same(masks.out, plain.out)
     assert all(same(masks.grads[key], plain.grads[key]) for key in plain.grads)
     has_masks = {"relu", "dropout"} & set(masks.saved.by_operator)
-    assert bool(has_masks) == (masks.saved.bytes_kept < masks.saved.bytes_plain)
+    assert bool(has_masks) == (masks.saved.kept_bytes < masks.saved.raw_bytes)
     assert bool(has_masks) == (name not in ("attention", "attention, sequence first", "recurrent"))
 
 
@@ -87,10 +87,10 @@ def test_bytes_plain_is_what_the_plain_model_keeps(name, autocast, options):
         model(x).float().logsumexp(-1).sum()
     with nb.compress_activations(model, min_numel=SMALL, **options) as saved, cast():
         model(x).float().logsumexp(-1).sum()
-    assert saved.bytes_plain == total[0]
+    assert saved.raw_bytes == total[0]
     for table in (saved.by_operator, saved.by_module):
-        assert sum(entry.plain for entry in table.values()) == saved.bytes_plain
-        assert sum(entry.kept for entry in table.values()) == saved.bytes_kept
-    assert saved.ratio == saved.bytes_plain / saved.bytes_kept
-    assert saved.by_module["(outside)"].plain == saved.by_module["(outside)"].kept > 0
+        assert sum(entry.raw_bytes for entry in table.values()) == saved.raw_bytes
+        assert sum(entry.kept_bytes for entry in table.values()) == saved.kept_bytes
+    assert saved.ratio == saved.raw_bytes / saved.kept_bytes
+    assert saved.by_module["(outside)"].raw_bytes == saved.by_module["(outside)"].kept_bytes > 0
     assert "custom" not in saved.by_operator

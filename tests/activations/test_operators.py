@@ -95,8 +95,10 @@ def test_relu_is_that_of_pytorch_to_the_bit(name, dtype):
     assert same(ours, y)
     assert same(our_grad, grad)
     assert y.isnan().any()
-    assert (saved.by_operator["relu"].kept == 8) == (dtype != torch.float64)  # 60 bits; other dtypes are left alone
-    assert saved.by_operator["relu"].plain == 60 * x.element_size()
+    assert (saved.by_operator["relu"].kept_bytes == 8) == (
+        dtype != torch.float64
+    )  # 60 bits; other dtypes are left alone
+    assert saved.by_operator["relu"].raw_bytes == 60 * x.element_size()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,8 +110,8 @@ def test_dropout_is_that_of_pytorch_to_the_bit(name, dtype):
     (y, grad, _), (ours, our_grad, saved) = both(DROPOUTS[name], x, gradient)
     assert same(ours, y)
     assert same(our_grad, grad)
-    assert (saved.by_operator["dropout"].kept == 75) == (dtype != torch.float64)
-    assert saved.by_operator["dropout"].plain == 600 * x.element_size()
+    assert (saved.by_operator["dropout"].kept_bytes == 75) == (dtype != torch.float64)
+    assert saved.by_operator["dropout"].raw_bytes == 600 * x.element_size()
 
 
 @pytest.mark.parametrize("function", [F.relu, F.dropout, nn.ReLU(inplace=True)], ids=["relu", "dropout", "in place"])
@@ -143,7 +145,7 @@ def test_any_shape_and_any_probability(shape, p, training, seed):
     assert same(ours, y)
     assert same(our_grad, grad)
     masks = 1 + (training and 0 < p < 1)
-    assert sum(saved.by_operator[name].kept for name in ("relu", "dropout") if name in saved.by_operator) >= (
+    assert sum(saved.by_operator[name].kept_bytes for name in ("relu", "dropout") if name in saved.by_operator) >= (
         masks * -(-x.numel() // 8)
     )
 
@@ -179,7 +181,7 @@ def test_masks_are_neither_for_small_tensors_nor_for_modules_that_are_off():
         model, handle = compressing(F.relu, **options)
         with handle as saved:
             model(x)
-        assert saved.by_operator["relu"].kept == saved.by_operator["relu"].plain == 400
+        assert saved.by_operator["relu"].kept_bytes == saved.by_operator["relu"].raw_bytes == 400
 
 
 def test_no_mask_where_there_is_no_backward():
@@ -188,7 +190,7 @@ def test_no_mask_where_there_is_no_backward():
         model(torch.randn(10, 10))
         with torch.no_grad():
             model(torch.randn(10, 10, requires_grad=True))
-    assert (saved.bytes_plain, saved.bytes_kept) == (0, 0)
+    assert (saved.raw_bytes, saved.kept_bytes) == (0, 0)
 
 
 def test_a_function_that_was_replaced_is_called(monkeypatch):
@@ -204,7 +206,7 @@ def test_a_function_that_was_replaced_is_called(monkeypatch):
         after, _ = model(x, x, x, need_weights=False)
     assert same(after, model(x, x, x, need_weights=False)[0])
     assert not same(after, before)
-    assert saved.by_operator["attention"].kept < saved.by_operator["attention"].plain
+    assert saved.by_operator["attention"].kept_bytes < saved.by_operator["attention"].raw_bytes
 
 
 # ---- max pooling -----------------------------------------------------------------------------------------------------
@@ -232,8 +234,8 @@ def test_max_pooling_is_that_of_pytorch_to_the_bit(name, dtype):
     assert same(our_grad, grad)
     assert y.isnan().any()
     kept = saved.by_operator["max_pool"]
-    assert kept.plain == x.nbytes + 8 * y.numel()
-    assert kept.kept == (y.numel() if dtype != torch.float64 else kept.plain)
+    assert kept.raw_bytes == x.nbytes + 8 * y.numel()
+    assert kept.kept_bytes == (y.numel() if dtype != torch.float64 else kept.raw_bytes)
 
 
 @pytest.mark.parametrize("of_gradient", LAYOUTS)
@@ -248,7 +250,7 @@ def test_max_pooling_however_input_and_gradient_lie_in_memory(of_input, of_gradi
     assert ours.stride() == y.stride()
     assert same(our_grad, grad)
     assert our_grad.stride() == grad.stride()
-    assert saved.by_operator["max_pool"].kept == y.numel()
+    assert saved.by_operator["max_pool"].kept_bytes == y.numel()
 
 
 @given(data=st.data(), last=st.booleans(), ceil_mode=st.booleans(), dtype=st.sampled_from(DTYPES[:3]))
@@ -274,7 +276,7 @@ def test_max_pooling_of_any_windows(data, last, ceil_mode, dtype):
     assert same(ours, y)
     assert same(our_grad, grad)
     fits = kernel[0] * kernel[1] <= 256
-    assert (saved.by_operator["max_pool"].kept == y.numel()) == fits
+    assert (saved.by_operator["max_pool"].kept_bytes == y.numel()) == fits
 
 
 @pytest.mark.parametrize(
@@ -295,8 +297,8 @@ def test_other_max_pooling_is_left_to_pytorch_and_has_the_name(function):
     assert same(ours, y)
     assert grad.count_nonzero() == our_grad.count_nonzero()
     kept = saved.by_operator["max_pool"]
-    assert kept.plain >= x[0].nbytes + 8 * y.numel()
-    assert kept.kept >= kept.plain - 4 * x.numel() + x[0].numel()
+    assert kept.raw_bytes >= x[0].nbytes + 8 * y.numel()
+    assert kept.kept_bytes >= kept.raw_bytes - 4 * x.numel() + x[0].numel()
 
 
 def test_an_error_of_max_pooling_is_that_of_pytorch():
@@ -376,7 +378,7 @@ def test_operators_by_name(name, function):
         y = model(x)
     y.sum().backward()
     assert list(saved.by_operator) == [name]
-    assert saved.bytes_kept < saved.bytes_plain
+    assert saved.kept_bytes < saved.raw_bytes
 
 
 def test_custom_functions_are_left_alone_unless_named():

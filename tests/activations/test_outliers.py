@@ -11,8 +11,10 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.activations import ActivationPolicy
-from narrowband.activations.compiled import _decode, _encode, _unpacked
-from narrowband.activations.kept import JUMP, Arena, Bulk, Estimates, Outliers, Payload, quantized
+from narrowband.activations.graph_codes import decode, encode, unpacked
+from narrowband.activations.outliers import Magnitudes, Outliers
+from narrowband.activations.packed import Arena, Payload, quantized
+from narrowband.activations.ranges import JUMP, Estimates
 from narrowband.kernels import Rows
 from tests.activations.models import MODELS, SMALL
 
@@ -168,7 +170,7 @@ def test_outliers_teach_the_estimates_nothing_and_are_counted_where_they_were(be
     assert (calm.outliers, saved.outliers) == (0, 1)
     assert sum(kept.outliers for kept in saved.by_operator.values()) == 1
     assert sum(kept.outliers for kept in saved.by_module.values()) == 1
-    assert saved.bytes_kept > calm.bytes_kept
+    assert saved.kept_bytes > calm.kept_bytes
 
 
 @pytest.mark.parametrize("size", [20.0, 100.0])
@@ -190,7 +192,7 @@ def test_a_batch_that_is_suddenly_wider_is_neither_clipped_nor_drowned(behind, b
 def is_dwarfed(x, rows):
     x = x.contiguous()
     by_range = x.view(rows.parts, rows.outer, rows.groups, rows.inner)
-    return Bulk(x.view(-1), rows).is_dwarfed_by((by_range.amax((1, 3)) - by_range.amin((1, 3))).flatten())
+    return Magnitudes(x.view(-1), rows).is_dwarfed_by((by_range.amax((1, 3)) - by_range.amin((1, 3))).flatten())
 
 
 FORMS = {
@@ -321,8 +323,8 @@ def test_in_ordinary_training_nothing_counts_as_an_outlier(name):
 
 
 def restored(x, bits, *, signs, stochastic=True):
-    codes, low, step = _encode(x, bits, stochastic=stochastic, signs=signs)
-    return _decode(_unpacked(codes, bits, x.shape[1]), low, step)
+    codes, low, step = encode(x, bits, stochastic=stochastic, signs=signs)
+    return decode(unpacked(codes, bits, x.shape[1]), low, step)
 
 
 @pytest.mark.parametrize("signs", [False, True])

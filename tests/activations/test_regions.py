@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
-from narrowband.activations.regions import compiled_modules, eager_modules
+from narrowband.activations.dynamo import compiled_modules, eager_modules
 from tests.activations.models import error
 
 # Dynamo looks at gradients of what it did not compute itself.
@@ -101,8 +101,8 @@ def test_a_compiled_model_keeps_codes_and_its_output_is_exact(make, bits, bound)
     assert torch.equal(packed_y, y)
     assert 0 < norm(gradients, wanted) < bound
     compiled = saved.by_operator["compiled"]
-    assert compiled.plain == EXACT
-    assert compiled.kept == EXACT // 4 * bits // 8 + EXACT // 4 // 256 * 8
+    assert compiled.raw_bytes == EXACT
+    assert compiled.kept_bytes == EXACT // 4 * bits // 8 + EXACT // 4 // 256 * 8
 
 
 @ways
@@ -155,10 +155,12 @@ def test_compiled_and_other_parts_are_compressed_side_by_side():
     _, gradients, saved = run(model, x, compress(model))
     assert 0 < norm(gradients, wanted) < 0.02
     assert set(saved.by_operator) == {"compiled", "matmul", "relu", "gelu"}
-    assert saved.by_operator["compiled"].plain >= 2 * EXACT
-    assert saved.by_module["blocks.0"].plain >= EXACT
-    assert saved.by_module["blocks.1"].kept == EXACT // 4 // 8, "ReLU keeps one bit per element, for both layers' use"
-    assert saved.bytes_kept < saved.bytes_plain * 0.35
+    assert saved.by_operator["compiled"].raw_bytes >= 2 * EXACT
+    assert saved.by_module["blocks.0"].raw_bytes >= EXACT
+    assert saved.by_module["blocks.1"].kept_bytes == EXACT // 4 // 8, (
+        "ReLU keeps one bit per element, for both layers' use"
+    )
+    assert saved.kept_bytes < saved.raw_bytes * 0.35
 
 
 def test_a_policy_names_compiled_parts():
@@ -171,7 +173,7 @@ def test_a_policy_names_compiled_parts():
     _, _, saved = run(model, x, compress(model, bits=8, modules={"blocks.0": "off", "blocks.2": 4}))
     assert saved.by_module["blocks.0"].ratio == 1
     graph_input = 4 * BATCH * WIDTH  # is kept as it is
-    assert saved.by_module["blocks.2"].kept == graph_input + EXACT // 8 + EXACT // 4 // 256 * 8
+    assert saved.by_module["blocks.2"].kept_bytes == graph_input + EXACT // 8 + EXACT // 4 // 256 * 8
     _, gradients, saved = run(model, x, compress(model, bits="off"))
     assert saved.ratio == 1
     assert all(map(torch.equal, gradients, wanted))
@@ -211,7 +213,7 @@ def test_between_the_graphs_of_a_model_that_breaks_all_is_exact():
     packed_y, gradients, saved = run(model, x, compress(model))
     assert torch.equal(packed_y, y)
     assert 0 < norm(gradients, wanted) < 0.02
-    assert saved.by_operator["compiled"].plain >= 2 * EXACT
+    assert saved.by_operator["compiled"].raw_bytes >= 2 * EXACT
     assert saved.by_operator["compiled"].ratio > 2
 
 
@@ -323,8 +325,8 @@ def test_threads_have_passes_of_their_own():
         first.wait()
         y = model(x)
     thread.join()
-    assert saved.by_operator["compiled"].plain == second[0].by_operator["compiled"].plain == EXACT
-    assert second[0].by_operator["compiled"].kept < saved.by_operator["compiled"].kept
+    assert saved.by_operator["compiled"].raw_bytes == second[0].by_operator["compiled"].raw_bytes == EXACT
+    assert second[0].by_operator["compiled"].kept_bytes < saved.by_operator["compiled"].kept_bytes
     gradients = torch.autograd.grad(y.square().mean(), list(model.parameters()))
     assert all(map(torch.equal, gradients, wanted))
     assert vars(model)["forward"] is compiled

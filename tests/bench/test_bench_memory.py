@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowband.activations import ActivationPolicy, Kept, Saved
+from narrowband.activations import ActivationPolicy, Saved, SavedBytes
 from narrowband.bench import memory
 from narrowband.bench.subjects import subject
 
@@ -218,7 +218,7 @@ def test_the_cheapest_operators_are_compressed_first(budget, operators):
     found = memory.fit(measure_with(PLAIN, SECONDS), budget)
     assert found.reached
     assert found.policy == ActivationPolicy(bits="off", operators=operators)
-    assert found.saved.bytes_kept <= budget
+    assert found.saved.kept_bytes <= budget
 
 
 def test_layer_norms_go_below_eight_bits_last():
@@ -232,7 +232,7 @@ def test_layer_norms_go_below_eight_bits_last():
 def test_what_cannot_be_reached_comes_with_the_least_that_can():
     found = memory.fit(measure_with(PLAIN, SECONDS), 3_499)
     assert not found.reached
-    assert found.saved.bytes_kept == 3_500
+    assert found.saved.kept_bytes == 3_500
 
 
 def test_the_policy_that_is_found_keeps_within_the_budget_of_a_real_model(model):
@@ -242,11 +242,11 @@ def test_the_policy_that_is_found_keeps_within_the_budget_of_a_real_model(model)
     def measure(policy):
         return memory.survey(built, inputs, policy)
 
-    plain = measure(ActivationPolicy(bits="off")).bytes_plain
+    plain = measure(ActivationPolicy(bits="off")).raw_bytes
     for share in (0.9, 0.5, 0.2):
         found = memory.fit(measure, int(plain * share))
         assert found.reached
-        assert measure(found.policy).bytes_kept <= plain * share
+        assert measure(found.policy).kept_bytes <= plain * share
         assert all(p.grad is None for p in built.parameters())
     assert memory.fit(measure, plain).policy.is_off
 
@@ -264,9 +264,9 @@ def test_a_model_whose_output_needs_no_gradient_is_refused():
 
 
 def test_ratio():
-    assert Kept(8, 2).ratio == 4
-    assert Kept(0, 0).ratio == 1
-    assert Kept(8, 0).ratio == float("inf")
+    assert SavedBytes(8, 2).ratio == 4
+    assert SavedBytes(0, 0).ratio == 1
+    assert SavedBytes(8, 0).ratio == float("inf")
 
 
 def test_what_cannot_be_divided_is_left_open_and_not_nan(model):

@@ -57,10 +57,10 @@ def test_tables_by_operator_and_by_module_and_json_beside_them(narrow, model, tm
     assert told["batch"] == 8
     for bits, times in (("8 bits", 3), ("4 bits", 5)):
         kept = told[bits]
-        assert kept["bytes_plain"] > times * kept["bytes_kept"]
+        assert kept["raw_bytes"] > times * kept["kept_bytes"]
         for table in ("by_operator", "by_module"):
-            assert sum(entry["kept"] for entry in kept[table].values()) == kept["bytes_kept"]
-            assert sum(entry["plain"] for entry in kept[table].values()) == kept["bytes_plain"]
+            assert sum(entry["kept_bytes"] for entry in kept[table].values()) == kept["kept_bytes"]
+            assert sum(entry["raw_bytes"] for entry in kept[table].values()) == kept["raw_bytes"]
     assert {"commit", "machine", "command"} <= set(told)
 
 
@@ -83,11 +83,11 @@ def test_the_table_says_why_an_operator_keeps_more_in_4_bits_than_in_8_and_what_
     path.write_text(SHARED.format(outlier=0.0))
     code, said = narrow(f"{path}:build", "--batch", "64", "--json", str(tmp_path / "found.json"))
     told = json.loads((tmp_path / "found.json").read_text())
-    eight, four = (told[bits]["by_operator"]["layer_norm"]["kept"] for bits in ("8 bits", "4 bits"))
+    eight, four = (told[bits]["by_operator"]["layer_norm"]["kept_bytes"] for bits in ("8 bits", "4 bits"))
     assert (eight, four) == (2 * 4 * 64, 2 * 4 * 64 + 64 * 256)  # statistics, and beside them codes of its own
     said = " ".join(said.split())
     assert code == 0
-    assert "Each operator is counted what it is the first to keep" in said
+    assert "An operator is counted with the tensors that it is the first to keep" in said
     assert "Layer norms have 8 bits in the column of 4, too" in said
     assert "outliers" not in said
     path.write_text(SHARED.format(outlier=1e12))
@@ -103,8 +103,8 @@ def test_a_budget_gives_a_policy_that_keeps_within_it(narrow, model, tmp_path):
     policy = nb.ActivationPolicy.load(path)
     assert policy.bits == "off"
     built, inputs = subject(model, 8)
-    assert memory.survey(built, inputs, policy).bytes_kept <= 200_000
-    assert memory.survey(built, inputs, nb.ActivationPolicy(bits="off")).bytes_kept > 200_000
+    assert memory.survey(built, inputs, policy).kept_bytes <= 200_000
+    assert memory.survey(built, inputs, nb.ActivationPolicy(bits="off")).kept_bytes > 200_000
 
 
 def test_a_budget_that_needs_nothing_or_more_than_there_is_says_so(narrow, model, tmp_path):

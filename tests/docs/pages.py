@@ -36,7 +36,7 @@ __all__ = ["LANGUAGES", "ROOT", "SCRIPT", "Block", "Page", "read", "run"]
 
 ROOT = Path(__file__).parent.parent.parent
 #: What blocks are written in. One in none of these would be checked by nobody.
-LANGUAGES = ("python", "diff", "console", "toml", "text")
+LANGUAGES = ("python", "diff", "console", "toml", "text", "mermaid")
 #: A reader's own training script, in pages that are about any script.
 SCRIPT = "train.py"
 #: Pages that show lines without the script around them.

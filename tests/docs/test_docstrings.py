@@ -23,7 +23,7 @@ ELSEWHERE = {
     "narrowband": "README.md runs these lines",
     "narrowband.activations.compiled.compiled_hooks": "Inductor takes a minute; tests/activations/test_compiled.py",
     "narrowband.activations.compiled.compiled_saving": "Inductor takes a minute; tests/activations/test_compiled.py",
-    "narrowband.activations.compiled.is_compiled_itself": "importing Inductor warns, which is an error in a test",
+    "narrowband.activations.dynamo.is_compiled_itself": "importing Inductor warns, which is an error in a test",
     "narrowband.adapt.plan.Plan": "needs a file; docs/how-to/adapt.md runs these lines",
     "narrowband.coded.choose.choose_redundancy": "needs three ranks; docs/how-to/coded.md runs these lines",
     "narrowband.coded.parallel.CodedDataParallel": "needs three ranks; docs/how-to/coded.md runs these lines",

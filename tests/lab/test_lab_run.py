@@ -291,7 +291,7 @@ def test_an_unshaped_lab_works() -> None:
     assert report.exit_code == 0
     # Nothing holds the sender back: on a busy machine a receiver cannot follow, and TCP sends some of it again.
     assert 2_000_000 <= report.ranks[0].sent_bytes < 3_000_000
-    assert report.ranks[0].received_bytes < 200_000
+    assert report.ranks[0].received_bytes < report.ranks[0].sent_bytes / 2  # acknowledgements
 
 
 @pytest.mark.skipif(not NETEM_MISSING, reason="this kernel has netem")

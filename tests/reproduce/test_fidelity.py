@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import narrowband as nb
-from narrowband.activations.kept import DRIFT
+from narrowband.activations.ranges import DRIFT
 from reproduce import fidelity
 from reproduce.activations import gradient
 from reproduce.fidelity import Fidelity, Setting, claims, deviation, measure, passes
@@ -160,7 +160,7 @@ def test_a_linear_layers_error_is_that_of_the_papers_equations(bits, granularity
     expected = ((upstream.T @ (restored - h)).norm() / (upstream.T @ h).norm()).item()
     assert found.tolist() == pytest.approx([0, 0, expected, 0], rel=2e-3, abs=1e-6)
     assert expected > 1e-3
-    assert keeping.saved.bytes_plain - keeping.saved.bytes_kept == 4 * samples * hidden - samples * hidden * bits // 8
+    assert keeping.saved.raw_bytes - keeping.saved.kept_bytes == 4 * samples * hidden - samples * hidden * bits // 8
 
 
 def test_every_gradient_finds_the_same_estimates_and_other_roundings():

@@ -1,19 +1,32 @@
-"""What backward keeps of forward's activations, in few bits: the fourth place where compression is used.
+"""What backward needs of forward's activations, kept in few bits: the fourth place where compression is used.
+
+A forward pass goes through these files from bottom to top; each imports only from those below it.
 
 =====================  ===============================================================================
+:mod:`.context`        ``nb.compress_activations``, the context around a forward pass; its state
+:mod:`.warmup`         compiles the loops that a model needs, at set-up
+:mod:`.regions`        calls of compiled modules, and of those that backward computes again
+:mod:`.operators`      operators that keep a bit or a byte per element
+:mod:`.recorder`       decides of each tensor that autograd saves what is kept of it
+:mod:`.modules`        names of modules, their attention heads, which are computed again
+:mod:`.calls`          which operator is at work, and where its groups are
+:mod:`.storages`       the memory that tensors share
+:mod:`.recompute`      results that are computed again from what is kept of an input
+:mod:`.packed`         one packed tensor: its codes, and the way back
+:mod:`.ranges`         running estimates of ranges
+:mod:`.outliers`       tensors of which codes would tell nothing
+:mod:`.layout`         a tensor's order in memory, and its groups
+:mod:`.compiled`       what a compiled graph packs, as graphs; its codes are those of :mod:`.graph_codes`
+:mod:`.dynamo`         which modules are compiled, and how to hide from the compiler
+:mod:`.stats`          what was saved: bytes by operator and by module
 :mod:`.policy`         what is kept in how many bits
-:mod:`.saved`          the context around a forward pass, and its report
-:mod:`.kept`           one tensor: its order in memory, its groups, their ranges, its codes
-:mod:`.derived`        results that are computed again from what is kept of an input
-:mod:`.operators`      which operator is at work, and operators that keep a bit or a byte per element
-:mod:`.regions`        calls of compiled modules, and of those that are computed again
-:mod:`.compiled`       what a compiled graph packs, as graphs
 =====================  ===============================================================================
 
 Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 """
 
+from narrowband.activations.context import ActivationCompression, compress_activations
 from narrowband.activations.policy import OPERATORS, ActivationPolicy
-from narrowband.activations.saved import ActivationCompression, Kept, Saved, compress_activations
+from narrowband.activations.stats import Saved, SavedBytes
 
-__all__ = ["OPERATORS", "ActivationCompression", "ActivationPolicy", "Kept", "Saved", "compress_activations"]
+__all__ = ["OPERATORS", "ActivationCompression", "ActivationPolicy", "Saved", "SavedBytes", "compress_activations"]

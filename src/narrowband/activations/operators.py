@@ -1,7 +1,4 @@
-"""Which operator is at work, and operators that save less than PyTorch's own.
-
-A hook on saved tensors is told the tensor and nothing else. So a mode on torch functions notes which one is called, by
-the name a policy has for it, and where in a tensor its channels or heads are.
+"""Operators that save less than PyTorch's own, and the mode on functions that puts them in their place.
 
 ReLU's backward asks of an element whether it was above zero, and dropout's whether it was kept: one bit. Here they save
 that, where PyTorch's save the result, or the mask in the dtype of the input. Max pooling's asks where in its window a
@@ -13,53 +10,37 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
-from narrowband.activations.derived import DERIVED, Normalization, Recipes, bound, derive_elementwise
-from narrowband.activations.kept import Arena, Arrangement
+from narrowband.activations.calls import NO_CALL, Call, differentiates_forward, operator_of
+from narrowband.activations.dynamo import unseen
+from narrowband.activations.layout import Arrangement
+from narrowband.activations.packed import Arena
 from narrowband.activations.policy import ActivationPolicy
-from narrowband.activations.regions import unseen
+from narrowband.activations.recompute import DERIVED, Normalization, Recipes, bound, derive_elementwise
 
-__all__ = ["COMPILED", "CUSTOM", "OTHER", "Known", "Recorder", "Watch", "differentiates_forward"]
-
-#: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
-Kind = Literal["last", "second", "heads", "either"]
+__all__ = ["Keeper", "Watch"]
 
 
-class Known(NamedTuple):
-    """An operator.
-
-    Attributes:
-        name: for a policy.
-        kind: where the groups of what it saves are.
-    """
-
-    name: str
-    kind: Kind
-
-
-class Recorder(Recipes, Protocol):
+class Keeper(Recipes, Protocol):
     """What operators need of a pass.
 
     Attributes:
         policy: what is kept in how many bits.
         arena: memory for what operators keep.
-        operator: the one at work.
-        arguments: what it was given.
-        normalization: the layer normalization at work.
+        call: at work.
+        normalization: the call of layer normalization at work.
     """
 
     policy: ActivationPolicy
     arena: Arena
-    operator: Known | None
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    call: Call
     normalization: Normalization | None
 
     def replaces(self, x: Any) -> bool:
@@ -69,57 +50,10 @@ class Recorder(Recipes, Protocol):
         """Count what an operator of ours saves, and what PyTorch's would: a tensor, or bytes, or both."""
 
 
-def _table() -> dict[Any, Known]:
-    """Functions as a mode sees them. Those that this PyTorch lacks are left out."""
-    tensor = torch.Tensor
-    calls: dict[Known, list[Any]] = {
-        Known("matmul", "last"): [F.linear, torch.addmm, torch.mm, tensor.mm, tensor.addmm, F.bilinear],
-        Known("matmul", "heads"): [
-            torch.matmul, tensor.matmul, tensor.__matmul__, tensor.__rmatmul__, torch.bmm, tensor.bmm, torch.baddbmm,
-            tensor.baddbmm, torch.einsum,
-        ],
-        Known("attention", "heads"): [F.scaled_dot_product_attention],
-        Known("softmax", "heads"): [F.softmax, torch.softmax, tensor.softmax],
-        Known("layer_norm", "last"): [F.layer_norm, torch.layer_norm, getattr(F, "rms_norm", None)],
-        Known("layer_norm", "second"): [F.group_norm, torch.group_norm],
-        Known("gelu", "either"): [F.gelu, F.silu],
-        Known("relu", "either"): [F.relu, F.relu_, torch.relu, torch.relu_, tensor.relu, tensor.relu_],
-        Known("dropout", "either"): [F.dropout, torch.dropout],
-        Known("conv", "second"): [
-            F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-        ],
-        Known("max_pool", "either"): [
-            F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d,
-            F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices,
-        ],
-        Known("batch_norm", "second"): [F.batch_norm, torch.batch_norm, F.instance_norm],
-    }  # fmt: skip
-    return {call: known for known, those in calls.items() for call in those if call is not None}
-
-
-_KNOWN = _table()
-OTHER = Known("other", "either")
-#: Autograd functions, written in Python or behind operators of other libraries.
-CUSTOM = Known("custom", "either")
-#: A graph of torch.compile, in which there are operators no more.
-COMPILED = Known("compiled", "last")
-
 #: Written in Python, of operators that are to be seen one by one; backward, of those that a checkpoint runs again.
 _COMPOSITE = frozenset(
     {F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
-
-
-#: Namespaces in torch.ops of what is PyTorch's own.
-_OWN = ("aten", "prims")
-
-
-def _operator(function: Any) -> Known:
-    known = _KNOWN.get(function)
-    if known is not None:
-        return known
-    name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
-    return CUSTOM if isinstance(name, str) and name.partition("::")[0] not in _OWN else OTHER
 
 
 def _transparent(function: types.FunctionType) -> Callable[..., Any]:
@@ -136,49 +70,43 @@ def _transparent(function: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
-def differentiates_forward() -> bool:
-    """Whether forward-mode derivatives are being computed: tensors come with tangents then, which our operators and
-    codes do not have.
-    """
-    return forward_ad._current_level >= 0
-
-
 class Watch(TorchFunctionMode):
     """Notes the operator at work in a pass, and replaces those that can save less.
 
     Args:
-        at: the pass.
+        keeper: records what the pass saves.
     """
 
-    def __init__(self, at: Recorder) -> None:
+    def __init__(self, keeper: Keeper) -> None:
         super().__init__()
-        self._pass = at
+        self._keeper = keeper
 
     @unseen
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        at = self._pass
+        keeper = self._keeper
         if func in _COMPOSITE:
             with self:
                 return _transparent(func)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return func(*args, **kwargs)  # nothing is saved, and tensors have no versions to note
-        at.operator, at.arguments = _operator(func), (args, kwargs)
+        operator = operator_of(func)
+        keeper.call = Call(operator, args, kwargs)
         try:
             if differentiates_forward():
                 return func(*args, **kwargs)
-            lean = _LEAN.get(at.operator.name)
+            lean = _LEAN.get(operator.name)
             if lean is not None:
-                replaced = lean(at, func, args, kwargs)
+                replaced = lean(keeper, func, args, kwargs)
                 if replaced is not None:
                     return replaced
             result = func(*args, **kwargs)
             derived = DERIVED.get(func)
             if derived is not None:
-                derived(at, result, args, kwargs)
+                derived(keeper, result, args, kwargs)
             return result
         finally:
-            at.operator, at.arguments = None, ((), {})
+            keeper.call = NO_CALL
 
 
 # ---- operators that keep a bit or a byte per element -----------------------------------------------------------------
@@ -219,15 +147,15 @@ def _needs_operators(gradient: Tensor) -> bool:
 
 class _ReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Recorder, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keeper: Keeper, inplace: bool) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
             y = torch.relu_(x)
         else:
             y = torch.relu(x)
         ctx.arrangement = Arrangement.of(y)
-        mask = _bits_of(ctx.arrangement.flat(y), at.arena)
-        at.keeps(mask, plain=y)
+        mask = _bits_of(ctx.arrangement.flat(y), keeper.arena)
+        keeper.keeps(mask, plain=y)
         ctx.save_for_backward(mask)
         return y
 
@@ -239,7 +167,7 @@ class _ReLU(torch.autograd.Function):
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Recorder, p: float, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keeper: Keeper, p: float, inplace: bool) -> Tensor:
         ctx.arrangement = Arrangement.of(x)
         if x.device.type == "cpu":  # what torch.dropout does there, so that the same seed leaves out the same elements
             noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
@@ -253,9 +181,9 @@ class _Dropout(torch.autograd.Function):
                 y = x.copy_(y)
         if inplace:
             ctx.mark_dirty(x)
-        mask = _bits_of(ctx.arrangement.flat(noise), at.arena)
+        mask = _bits_of(ctx.arrangement.flat(noise), keeper.arena)
         ctx.p = p
-        at.keeps(mask, plain=plain)
+        keeper.keeps(mask, plain=plain)
         ctx.save_for_backward(mask)
         return y
 
@@ -298,14 +226,14 @@ class _Pooling(NamedTuple):
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Recorder, pooling: _Pooling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keeper: Keeper, pooling: _Pooling) -> Tensor:
         kernel, stride, padding, ceil_mode = ctx.pooling = pooling
         y, position = torch.ops.aten.max_pool2d_with_indices(x, kernel, stride, padding, 1, ceil_mode)
         ctx.shape, ctx.strides, ctx.arrangement = x.shape, x.stride(), Arrangement.of(position)
         ctx.windows = pooling.windows(ctx.arrangement, x.shape[-1])
-        places = at.arena.take(y.numel(), y.device)
+        places = keeper.arena.take(y.numel(), y.device)
         kernels.pool_places(ctx.arrangement.flat(position), places, ctx.windows)
-        at.keeps(places, plain=x, and_bytes=position.nbytes)
+        keeper.keeps(places, plain=x, and_bytes=position.nbytes)
         ctx.save_for_backward(places)
         result: Tensor = y
         return result
@@ -323,41 +251,41 @@ class _MaxPool(torch.autograd.Function):
         return back(gradient, like, kernel, stride, padding, 1, ceil_mode, position), None, None
 
 
-def _relu(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     x, inplace = bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
-    if x is None or not at.replaces(x):
+    if x is None or not keeper.replaces(x):
         return None
-    origin = at.origin(x)  # before it changes
-    y = _apply(_ReLU, x, at, inplace)
-    derive_elementwise(at, x, y, origin, torch.relu_)
+    origin = keeper.origin(x)  # before it changes
+    y = _apply(_ReLU, x, keeper, inplace)
+    derive_elementwise(keeper, x, y, origin, torch.relu_)
     return y
 
 
-def _dropout(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _dropout(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func is F.dropout:
         x, p, training, inplace = bound(args, kwargs, input=None, p=0.5, training=True, inplace=False)
     else:
         x, p, training = bound(args, kwargs, input=None, p=None, train=None)
         inplace = False
-    if x is None or not training or not 0 < p < 1 or not at.replaces(x):
+    if x is None or not training or not 0 < p < 1 or not keeper.replaces(x):
         return None
-    return _apply(_Dropout, x, at, p, inplace)
+    return _apply(_Dropout, x, keeper, p, inplace)
 
 
-def _max_pool(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _max_pool(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func not in (F.max_pool2d, torch.max_pool2d):
         return None
     x, kernel, stride, padding, dilation, ceil_mode, return_indices = bound(
         args, kwargs, input=None, kernel_size=None, stride=None, padding=0, dilation=1, ceil_mode=False,
         return_indices=False,
     )  # fmt: skip
-    if x is None or kernel is None or return_indices or not at.replaces(x):
+    if x is None or kernel is None or return_indices or not keeper.replaces(x):
         return None
     kernel = _pair(kernel)
     if math.prod(kernel) > 1 << 8 or _pair(dilation) != (1, 1):
         return None  # places need more than a byte; or windows may lie wholly in the padding, and a place be none
     pooling = _Pooling(kernel, _pair(stride) if stride else kernel, _pair(padding), ceil_mode)
-    return _apply(_MaxPool, x, at, pooling)
+    return _apply(_MaxPool, x, keeper, pooling)
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -365,25 +293,25 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return first, others[0] if others else first
 
 
-def _layer_norm(at: Recorder, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _layer_norm(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """PyTorch's own, of whose input something else is kept."""
     if func not in (F.layer_norm, torch.layer_norm):
         return None
     x, *told = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
-    if not at.replaces(x) or not at.policy.derive:
+    if not keeper.replaces(x) or not keeper.policy.derive:
         return None
-    at.normalization = Normalization(x, *told)
+    keeper.normalization = Normalization(x, *told)
     try:
         y: Tensor = func(*args, **kwargs)
-        normalization = at.normalization
+        normalization = keeper.normalization
     finally:
-        at.normalization = None
-    if not normalization.derive(at, y):
-        DERIVED[func](at, y, args, kwargs)
+        keeper.normalization = None
+    if not normalization.derive(keeper, y):
+        DERIVED[func](keeper, y, args, kwargs)
     return y
 
 
-_LEAN: dict[str, Callable[[Recorder, Any, Any, Any], Tensor | None]] = {
+_LEAN: dict[str, Callable[[Keeper, Any, Any, Any], Tensor | None]] = {
     "relu": _relu,
     "dropout": _dropout,
     "max_pool": _max_pool,

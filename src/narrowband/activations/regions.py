@@ -1,65 +1,105 @@
-"""Calls of modules that take another way while a pass lasts: compiled ones, and those that backward computes again.
+"""Calls of modules that take another way during a pass: compiled ones, and those that backward computes again.
 
-Hooks on modules, the mode on functions and hooks on saved tensors are Python. Dynamo would see them, and compile them
-along, anew for every pass. So while a pass lasts, what ``torch.compile`` put into a module is wrapped: inside of it
-there is only what :mod:`.compiled` gives, and afterwards what the graphs keep is counted. Modules around the compiled
-ones, and between them, are compressed operator by operator as ever.
+Dynamo would compile what watches a pass along; see :mod:`.dynamo`. So while a pass lasts, what ``torch.compile`` put
+into a module is wrapped: inside of it there is only what :mod:`.compiled` gives, and afterwards what the graphs keep is
+counted. Modules around the compiled ones, and between them, are compressed operator by operator as ever.
 
 What is computed again is left to torch.utils.checkpoint, which has its own hooks on saved tensors: inside of it nothing
-is quantized.
+is packed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import torch.overrides
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from narrowband.activations.compiled import graph_bytes, is_compiled_itself
+from narrowband.activations.calls import COMPILED, Call
+from narrowband.activations.compiled import compiled_hooks, compiled_saving, graph_bytes
+from narrowband.activations.dynamo import is_compiled_itself, unseen, without_mode
+from narrowband.activations.recorder import Recorder
 
-__all__ = ["compiled_modules", "computed_again", "eager_modules", "graphs_behind", "rerouted", "unseen", "without_mode"]
+__all__ = ["Regions", "active", "graphs_behind", "recomputed", "rerouted"]
 
-_T = TypeVar("_T")
-
-
-def compiled_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules to which ``torch.compile`` was applied, the outermost ones."""
-    if is_compiled_itself(model):
-        yield name, model
-        return
-    for child, module in model.named_children():
-        yield from compiled_modules(module, f"{name}.{child}" if name else child)
+#: Neighbours that share a range in a compiled graph.
+_GROUP = 256
 
 
-def eager_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that are neither compiled nor inside of one that is."""
-    if not is_compiled_itself(model):
-        yield model
-        for module in model.children():
-            yield from eager_modules(module)
+class Regions:
+    """Calls of compiled and recomputed modules in one pass.
+
+    Args:
+        recorder: of the pass.
+        mode: on functions, which compiled code must not see.
+    """
+
+    def __init__(self, recorder: Recorder, mode: TorchFunctionMode) -> None:
+        self._recorder, self._mode = recorder, mode
+
+    @unseen
+    def call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module that backward computes again, or a compiled one, or one that is both."""
+        recorder = self._recorder
+        # Of what is in a checkpoint already nothing is kept; and the second time it has to go the same way.
+        if module not in recorder.modules.recomputed or not torch.is_grad_enabled() or not recorder.saves_here():
+            return _direct(module, call, *args, **kwargs)
+        with recorder.inside(module, args, kwargs):
+            recorder.packed += 1
+            return recomputed(module, functools.partial(_direct, module, call), args, kwargs)
+
+    def call_compiled(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module of which torch.compile made graphs, and count what they keep."""
+        recorder = self._recorder
+        if not recorder.knows(module):
+            return call(*args, **kwargs)
+        with recorder.inside(module, args, kwargs, Call(COMPILED)), without_mode(self._mode):
+            with self._saving_of_graphs():
+                outputs = call(*args, **kwargs)
+            # In a checkpoint nothing of a graph stays, and to look at it would be to compute it again.
+            for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)) if recorder.saves_here() else ():
+                recorder.keeps_graph(tensors, plain, packed)
+            return outputs
+
+    def _saving_of_graphs(self) -> contextlib.AbstractContextManager[None]:
+        recorder = self._recorder
+        bits, policy = recorder.bits(), recorder.policy
+        if bits == "off" or not recorder.saves_here():
+            return contextlib.nullcontext()
+        stochastic = policy.rounding == "stochastic"
+        hooks = compiled_hooks(bits, min_numel=max(policy.min_numel, _GROUP), group=_GROUP, stochastic=stochastic)
+        return compiled_saving(hooks, recorder.hooks)
 
 
-class Router(Protocol):
-    """What a pass does with a call of a module."""
+class _Active(threading.local):
+    regions: Regions | None = None
 
-    def __call__(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+#: The pass of this thread.
+active = _Active()
+
+
+def _direct(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a module, also when a checkpoint makes it, perhaps in another thread or after the pass."""
+    if active.regions is None or not is_compiled_itself(module):
+        return call(*args, **kwargs)
+    return active.regions.call_compiled(module, call, args, kwargs)
 
 
 class _Rerouted:
     """A module of which what is called is wrapped, by so many passes."""
 
-    def __init__(self, module: nn.Module, router: Callable[[], Router | None]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.passes = 0
         # Where Module.__call__ looks: Module.compile() leaves what it compiled in the one, all others in forward.
         self.attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
@@ -69,10 +109,10 @@ class _Rerouted:
 
         @functools.wraps(self.call)  # with the marks of what may be compiled
         def route(*args: Any, **kwargs: Any) -> Any:
-            there, to = inside(), router()
-            if there is None or to is None:
+            there, regions = inside(), active.regions
+            if there is None or regions is None:
                 return self.call(*args, **kwargs)
-            return to(there, self.call, args, kwargs)
+            return regions.call(there, self.call, args, kwargs)
 
         setattr(module, self.attribute, route)
 
@@ -88,11 +128,11 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def rerouted(module: nn.Module, router: Callable[[], Router | None]) -> Iterator[None]:
-    """Calls of a module go to the router of their thread, if it has one. Several passes may last at once."""
+def rerouted(module: nn.Module) -> Iterator[None]:
+    """Calls of a module go to the pass of their thread, if it has one. Several passes may last at once."""
     with _lock:
         if module not in _rerouted:
-            _rerouted[module] = _Rerouted(module, router)
+            _rerouted[module] = _Rerouted(module)
         _rerouted[module].passes += 1
     try:
         yield
@@ -105,7 +145,7 @@ def rerouted(module: nn.Module, router: Callable[[], Router | None]) -> Iterator
                 there.restore(module)
 
 
-def computed_again(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def recomputed(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call something of a module, keep its inputs, and call it again in backward.
 
     Tensors are inputs wherever they are in the arguments; random numbers and autocast are the same the second time.
@@ -133,46 +173,6 @@ def _unchanged_statistics(module: nn.Module) -> Iterator[None]:
     finally:
         for buffer, value in before:
             buffer.data.copy_(value)  # which is no change to those who keep it
-
-
-def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Let Dynamo look no further, if it is there at all: what is decorated runs as it is written, and so does what it
-    calls. PyTorch's own decorator for that would import Dynamo, which takes seconds.
-    """
-    disabled: list[Callable[..., _T]] = []
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> _T:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args, **kwargs)
-
-    return wrapper
-
-
-@contextmanager
-def without_mode(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
-    """Take a mode on functions away, also from below others."""
-    overrides: Any = torch.overrides
-    above: list[Any] = []
-    stack = overrides._get_current_function_mode_stack()
-    for other in reversed(stack) if mode in stack else ():
-        overrides._pop_mode()
-        if other is mode:
-            break
-        above.append(other)
-    for other in reversed(above):
-        overrides._push_mode(other)
-    try:
-        yield
-    finally:
-        if mode in stack:
-            for _ in above:
-                overrides._pop_mode()
-            for other in (mode, *reversed(above)):
-                overrides._push_mode(other)
 
 
 def graphs_behind(outputs: Any, inputs: Any) -> Iterator[tuple[list[Tensor], int, int]]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["use_all", "use_once", "warm_up"]
 
 #: The sides of the square matrices that stand for a model's: small tensors take one thread and large ones several, and
-#: sparse codecs look at a sample where that is much smaller than the tensor.
-_SIDES = (64, 256, 1024)
+#: sparse codecs look at a sample of runs where that is much smaller than the tensor, and of single elements elsewhere.
+_SIDES = (32, 256, 1024)
 
 
 def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.device, peers: Peers) -> None:

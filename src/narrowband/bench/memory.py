@@ -231,9 +231,9 @@ def _told(
         "name": row.kind.name,
         "step_s": statistics.median(row.steps),
         "ratio_to_plain": statistics.median(a / b for a, b in zip(row.steps, row.plain_steps, strict=True)),
-        "kept_bytes": saved.bytes_kept,
-        "kept_ratio": plain.bytes_plain / saved.bytes_kept if saved.bytes_kept else None,
-        "saved_of_own": 1 - saved.bytes_kept / saved.bytes_plain if saved.bytes_plain else 0.0,
+        "kept_bytes": saved.kept_bytes,
+        "kept_ratio": plain.raw_bytes / saved.kept_bytes if saved.kept_bytes else None,
+        "saved_of_own": 1 - saved.kept_bytes / saved.raw_bytes if saved.raw_bytes else 0.0,
         "peak_bytes": peak,
         "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
         "compress_s": sum(kept.seconds for kept in saved.by_operator.values()),
@@ -375,14 +375,14 @@ def fit(measure: Callable[[ActivationPolicy], Saved], budget: int) -> Fit:
     """
     policy = ActivationPolicy(bits="off")
     saved = measure(policy)
-    if saved.bytes_plain <= budget:
+    if saved.raw_bytes <= budget:
         return Fit(policy, saved, reached=True)
     everything = measure(ActivationPolicy(bits=8))
     cost: dict[str, float] = {}
     for name, kept in everything.by_operator.items():
         # Several operators may share memory, so what one frees shows where it alone is left out.
         without = measure(ActivationPolicy(bits=8, operators={name: "off"})) if name != "custom" else everything
-        freed = without.bytes_kept - everything.bytes_kept
+        freed = without.kept_bytes - everything.kept_bytes
         if freed > 0:
             cost[name] = kept.seconds / freed
     order = sorted(cost, key=lambda name: cost[name])
@@ -396,6 +396,6 @@ def fit(measure: Callable[[ActivationPolicy], Saved], budget: int) -> Fit:
             operators[name] = bits
             policy = ActivationPolicy(bits="off", operators=dict(operators))
             saved = measure(policy)
-            if saved.bytes_kept <= budget:
+            if saved.kept_bytes <= budget:
                 return Fit(policy, saved, reached=True)
     return Fit(policy, saved, reached=False)

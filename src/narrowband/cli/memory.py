@@ -15,7 +15,7 @@ from narrowband.cli.exits import DONE, FAILED, check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from narrowband.activations import ActivationPolicy, Kept, Saved
+    from narrowband.activations import ActivationPolicy, Saved, SavedBytes
 
 __all__ = ["Memory"]
 
@@ -93,21 +93,21 @@ class Memory:
             console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
         return DONE if found is None or found.reached else FAILED
 
-    def _modules(self, saved: Saved) -> dict[str, Kept]:
+    def _modules(self, saved: Saved) -> dict[str, SavedBytes]:
         """Modules put merged as far as their names agree in their first parts."""
-        from narrowband.activations import Kept
+        from narrowband.activations import SavedBytes
 
-        merged: dict[str, Kept] = {}
+        merged: dict[str, SavedBytes] = {}
         for name, kept in saved.by_module.items():
-            entry = merged.setdefault(".".join(name.split(".")[: self.depth]), Kept())
-            entry.plain += kept.plain
-            entry.kept += kept.kept
+            entry = merged.setdefault(".".join(name.split(".")[: self.depth]), SavedBytes())
+            entry.raw_bytes += kept.raw_bytes
+            entry.kept_bytes += kept.kept_bytes
         return merged
 
     def _say(self, console: Console, found: memory.Fit) -> None:
         from narrowband.units import format_bytes
 
-        kept = format_bytes(found.saved.bytes_kept)
+        kept = format_bytes(found.saved.kept_bytes)
         if not found.reached:
             console.print(
                 f"Not within {self.budget}: with every operator in 2 bits backward still keeps {kept}. A smaller batch "
@@ -160,8 +160,8 @@ def _notes(surveys: dict[str, Saved]) -> list[str]:
 
 def _as_record(saved: Saved) -> dict[str, Any]:
     tables = {"by_operator": saved.by_operator, "by_module": saved.by_module}
-    return {"bytes_plain": saved.bytes_plain, "bytes_kept": saved.bytes_kept} | {
-        what: {name: {"plain": kept.plain, "kept": kept.kept} for name, kept in table.items()}
+    return {"raw_bytes": saved.raw_bytes, "kept_bytes": saved.kept_bytes} | {
+        what: {name: {"raw_bytes": kept.raw_bytes, "kept_bytes": kept.kept_bytes} for name, kept in table.items()}
         for what, table in tables.items()
     }
 

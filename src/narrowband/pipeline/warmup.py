@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["warm_up"]
 
-#: Small tensors take one thread and large ones several, and top-k looks at a sample of those of enough elements.
-_SHAPES = ((4, 4096), (4, 65536))
+#: Small tensors take one thread and large ones several. Top-k samples runs of neighbours where there are enough of them,
+#: and single elements elsewhere; it does so in large tensors, too, where runs have misled it.
+_SHAPES = ((4, 256), (4, 4096), (4, 65536))
 
 #: Specs for which it is done.
 _done: set[str] = set()

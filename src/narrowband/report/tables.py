@@ -13,7 +13,7 @@ from rich.table import Table
 from narrowband.units import NOTHING, format_bytes, format_loss, format_or_dash, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from narrowband.activations import Kept
+    from narrowband.activations import SavedBytes
     from narrowband.adapt import Plan
     from narrowband.lab import LabReport
 
@@ -164,19 +164,19 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def saved_table(what: str, surveys: dict[str, dict[str, Kept]]) -> Table:
+def saved_table(what: str, surveys: dict[str, dict[str, SavedBytes]]) -> Table:
     """What operators or modules keep, a column per policy; the first column of bytes is without compression."""
     first = next(iter(surveys.values()))
     table = _table(f"Kept for backward, by {what}", what, "plain", *surveys)
-    for name, kept in sorted(first.items(), key=lambda item: -item[1].plain):
+    for name, kept in sorted(first.items(), key=lambda item: -item[1].raw_bytes):
         table.add_row(
             escape(name) or "(model)",
-            format_bytes(kept.plain),
-            *(format_bytes(table_[name].kept) if name in table_ else NOTHING for table_ in surveys.values()),
+            format_bytes(kept.raw_bytes),
+            *(format_bytes(table_[name].kept_bytes) if name in table_ else NOTHING for table_ in surveys.values()),
         )
-    total = [sum(kept.kept for kept in table_.values()) for table_ in surveys.values()]
+    total = [sum(kept.kept_bytes for kept in table_.values()) for table_ in surveys.values()]
     table.add_section()
-    table.add_row("all", format_bytes(sum(kept.plain for kept in first.values())), *map(format_bytes, total))
+    table.add_row("all", format_bytes(sum(kept.raw_bytes for kept in first.values())), *map(format_bytes, total))
     return table
 
 

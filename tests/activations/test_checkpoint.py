@@ -90,8 +90,11 @@ def test_it_is_what_a_checkpoint_written_by_hand_is(bits, inside, autocast):
     assert all(same(our_grads[name], grads[name]) for name in grads)
     assert ours.by_operator.keys() == saved.by_operator.keys()
     for name, kept in saved.by_operator.items():
-        assert (ours.by_operator[name].plain, ours.by_operator[name].kept) == (kept.plain, kept.kept)
-    assert ours.by_module["blocks.0.mlp"].plain == 4 * 16 * 32 * (2 if autocast else 4) or autocast
+        assert (ours.by_operator[name].raw_bytes, ours.by_operator[name].kept_bytes) == (
+            kept.raw_bytes,
+            kept.kept_bytes,
+        )
+    assert ours.by_module["blocks.0.mlp"].raw_bytes == 4 * 16 * 32 * (2 if autocast else 4) or autocast
     plain_y, plain, _ = step(model, x, autocast=autocast)
     assert same(our_y, plain_y)
     assert all(same(our_grads[name], plain[name]) for name in plain) == (bits == "off")
@@ -102,14 +105,14 @@ def test_only_the_inputs_are_kept_and_those_in_their_own_bits():
     model, x = made(), (images(),)
     elements = 4 * 16 * 32
     _, _, saved = step(model, x, bits="off", modules={"blocks.*": "checkpoint"})
-    assert {name: kept.kept for name, kept in saved.by_module.items() if name.startswith("blocks")} == {
+    assert {name: kept.kept_bytes for name, kept in saved.by_module.items() if name.startswith("blocks")} == {
         "blocks.0": 4 * elements,
         "blocks.1": 4 * elements,
     }
     _, _, saved = step(model, x, bits=8, modules={"blocks.*": "checkpoint", "blocks.1:checkpoint": 4})
-    assert (saved.by_module["blocks.0"].kept, saved.by_module["blocks.1"].kept) == (elements, elements // 2)
+    assert (saved.by_module["blocks.0"].kept_bytes, saved.by_module["blocks.1"].kept_bytes) == (elements, elements // 2)
     _, _, saved = step(model, x, bits=8, modules={"blocks.*": "checkpoint", "blocks.0*": 8})
-    assert saved.by_module["blocks.0.attn"].kept
+    assert saved.by_module["blocks.0.attn"].kept_bytes
     assert "blocks.1.attn" not in saved.by_module
 
 
@@ -118,7 +121,7 @@ def test_the_model_itself_may_be_one():
     _, plain, _ = step(model, x)
     for pattern in ("", "*"):
         _, grads, saved = step(model, x, modules={pattern: "checkpoint"})
-        assert saved.bytes_kept == 0
+        assert saved.kept_bytes == 0
         assert all(same(grads[name], plain[name]) for name in plain)
 
 
@@ -147,7 +150,7 @@ def test_what_is_within_is_covered_and_runs_once_more(inside):
     _, grads, saved = step(model, x, inside=inside, bits="off", modules=modules)
     assert [module.calls for module in counts] == [2, 2, 2, 4]
     assert all(same(grads[name], plain[name]) for name in plain)
-    assert saved.by_operator["checkpoint"].kept == 4 * 20 * 32 * 4
+    assert saved.by_operator["checkpoint"].kept_bytes == 4 * 20 * 32 * 4
 
 
 def test_tensors_are_inputs_wherever_they_are_in_the_arguments():
@@ -165,7 +168,7 @@ def test_tensors_are_inputs_wherever_they_are_in_the_arguments():
     our_y, grads, saved = step(model, x, bits=8, modules={"part": "checkpoint"})
     assert same(our_y, y)
     assert 0 < error(grads, plain) < 0.02
-    assert saved.by_module["part"].kept == 5 * 20 * 32
+    assert saved.by_module["part"].kept_bytes == 5 * 20 * 32
 
 
 def test_running_statistics_see_a_batch_once():
@@ -194,7 +197,7 @@ def test_nothing_runs_again_where_there_is_no_backward():
     model = Chain(part)
     with compress(model, modules={"parts.0": "checkpoint"}) as saved, torch.no_grad():
         model(torch.randn(20, 32))
-    assert (part.calls, saved.bytes_plain) == (1, 0)
+    assert (part.calls, saved.raw_bytes) == (1, 0)
 
 
 def test_it_lasts_as_long_as_the_context():
@@ -301,14 +304,14 @@ def test_a_compiled_module_is_computed_again(how, inside):
     assert same(our_y, y)
     assert 0 < error(grads, plain) < 0.02
     assert "compiled" not in saved.by_operator
-    assert (saved.by_module["parts.0"].plain, saved.by_module["parts.0"].kept) == (4 * 20 * 32, 20 * 32)
+    assert (saved.by_module["parts.0"].raw_bytes, saved.by_module["parts.0"].kept_bytes) == (4 * 20 * 32, 20 * 32)
 
 
 @pytest.mark.usefixtures("nothing_compiled_yet")
 def test_a_compiled_model_may_be_one():
     model, x = compiled(made()), (images(),)
     _, _, saved = step(model, x, modules={"": "checkpoint"})
-    assert saved.bytes_kept == 0
+    assert saved.kept_bytes == 0
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -336,7 +339,7 @@ def test_in_a_compiled_function_it_runs_as_it_is_written():
     with compress(model, bits="off", modules={"parts.0": "checkpoint"}) as saved:
         y = compiled(lambda x: model(x).square().sum())(x)
     assert all(map(torch.allclose, torch.autograd.grad(y, list(model.parameters())), wanted))
-    assert saved.by_module["parts.0"].kept == 4 * 20 * 32
+    assert saved.by_module["parts.0"].kept_bytes == 4 * 20 * 32
 
 
 @pytest.mark.usefixtures("nothing_compiled_yet")

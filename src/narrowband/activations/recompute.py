@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowband.activations.kept import Arrangement, Exact, Source
+from narrowband.activations.layout import Arrangement
+from narrowband.activations.packed import Exact, Source
 
 __all__ = [
     "DERIVED",
@@ -157,31 +158,37 @@ def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
     return [values.get(name, default) for name, default in parameters.items()]
 
 
-def derive_elementwise(at: Recipes, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
+def derive_elementwise(recipes: Recipes, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
     """Note that each element of the result comes of the input's in the same place."""
     if origin is not None and Arrangement.of(x) == Arrangement.of(y):
-        at.derive(y, Recipe(function, origin))
+        recipes.derive(y, Recipe(function, origin))
 
 
-def _gelu(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
+def _gelu(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     x, approximate = bound(args, kwargs, input=None, approximate="none")
     gelu = torch.ops.aten.gelu_
-    derive_elementwise(at, x, y, at.origin(x), lambda flat: gelu(flat, approximate=approximate))
+    derive_elementwise(recipes, x, y, recipes.origin(x), lambda flat: gelu(flat, approximate=approximate))
 
 
-def _silu(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
+def _silu(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     x, inplace = bound(args, kwargs, input=None, inplace=False)
     if not inplace:
-        derive_elementwise(at, x, y, at.origin(x), torch.ops.aten.silu_)
+        derive_elementwise(recipes, x, y, recipes.origin(x), torch.ops.aten.silu_)
 
 
 def _derive_whole(
-    at: Recipes, x: Tensor, y: Tensor, origin: Origin, function: Function, *held: Tensor | None, by_row: bool = False
+    recipes: Recipes,
+    x: Tensor,
+    y: Tensor,
+    origin: Origin,
+    function: Function,
+    *held: Tensor | None,
+    by_row: bool = False,
 ) -> None:
     """Note how the result comes of the input, both in their shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
     if x.dtype == y.dtype:  # autocast may have cast the input first
-        at.derive(
+        recipes.derive(
             y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*held), by_row=by_row)
         )
 
@@ -229,7 +236,7 @@ class Normalization:
 
         return function
 
-    def derive(self, at: Recipes, y: Tensor) -> bool:
+    def derive(self, recipes: Recipes, y: Tensor) -> bool:
         """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
         node: Any = y.grad_fn
         if self.origin is None or not y.is_contiguous() or y.dtype != self._input[-1]:
@@ -238,7 +245,7 @@ class Normalization:
             self._statistics = node._saved_result1, node._saved_result2
         weight, bias, shape = _copy(self._weight), _copy(self._bias), y.shape
         self._weight = self._bias = None
-        at.derive(
+        recipes.derive(
             y,
             Recipe(lambda flat: _affine(flat.view(shape), weight, bias).view(-1), self.origin, _nbytes(weight, bias)),
         )
@@ -254,32 +261,34 @@ def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
     return (wide if term is None else wide.add_(term)).to(x.dtype)
 
 
-def _layer_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
+def _layer_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     """Of the input itself, where that is what is kept."""
     x, shape, weight, bias, eps = bound(
         args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
     )
-    origin = at.origin(x)
+    origin = recipes.origin(x)
     if origin is not None:
         weight, bias = _copy(weight), _copy(bias)
-        _derive_whole(at, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True)
+        _derive_whole(
+            recipes, x, y, origin, lambda x: F.layer_norm(x, shape, weight, bias, eps), weight, bias, by_row=True
+        )
 
 
-def _rms_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
+def _rms_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     x, shape, weight, eps = bound(args, kwargs, input=None, normalized_shape=None, weight=None, eps=None)
-    origin = at.origin(x)
+    origin = recipes.origin(x)
     if origin is not None:
         weight = _copy(weight)
-        _derive_whole(at, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight, by_row=True)
+        _derive_whole(recipes, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight, by_row=True)
 
 
-def _batch_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
+def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     """By the statistics that forward had, and nothing runs along: all of it is one scale and one shift per channel."""
     x, mean, variance, weight, bias, training, _, eps = bound(
         args, kwargs, input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False,
         momentum=0.1, eps=1e-5,
     )  # fmt: skip
-    origin = at.origin(x)
+    origin = recipes.origin(x)
     if origin is None:
         return
     with torch.no_grad():
@@ -302,7 +311,7 @@ def _batch_norm(at: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
             return x.mul_(scale.view(channels)).add_(shift.view(channels))
         return torch.batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0, False)  # rounds once
 
-    _derive_whole(at, x, y, origin, function, scale, shift)
+    _derive_whole(recipes, x, y, origin, function, scale, shift)
 
 
 def _nbytes(*held: Tensor | None) -> int:

@@ -1,0 +1,234 @@
+"""Which operator is at work, and where the groups of what it saves are.
+
+A hook on saved tensors is told the tensor and nothing else. A mode on torch functions notes the call that is at work:
+its operator, by the name that a policy has for it, and its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+
+from narrowband.activations.layout import Grouping, largest_divisor
+from narrowband.activations.policy import ActivationPolicy
+from narrowband.activations.storages import base_of, is_of_a_parameter
+
+__all__ = [
+    "CHECKPOINT",
+    "COMPILED",
+    "CUSTOM",
+    "NO_CALL",
+    "OTHER",
+    "Call",
+    "Operator",
+    "differentiates_forward",
+    "operator_of",
+    "saved_by_checkpoint",
+]
+
+#: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
+Kind = Literal["last", "second", "heads", "either"]
+
+
+class Operator(NamedTuple):
+    """An operator.
+
+    Attributes:
+        name: for a policy.
+        kind: where the groups of what it saves are.
+    """
+
+    name: str
+    kind: Kind
+
+
+def _table() -> dict[Any, Operator]:
+    """Functions as a mode sees them. Those that this PyTorch lacks are left out."""
+    tensor = torch.Tensor
+    calls: dict[Operator, list[Any]] = {
+        Operator("matmul", "last"): [F.linear, torch.addmm, torch.mm, tensor.mm, tensor.addmm, F.bilinear],
+        Operator("matmul", "heads"): [
+            torch.matmul, tensor.matmul, tensor.__matmul__, tensor.__rmatmul__, torch.bmm, tensor.bmm, torch.baddbmm,
+            tensor.baddbmm, torch.einsum,
+        ],
+        Operator("attention", "heads"): [F.scaled_dot_product_attention],
+        Operator("softmax", "heads"): [F.softmax, torch.softmax, tensor.softmax],
+        Operator("layer_norm", "last"): [F.layer_norm, torch.layer_norm, getattr(F, "rms_norm", None)],
+        Operator("layer_norm", "second"): [F.group_norm, torch.group_norm],
+        Operator("gelu", "either"): [F.gelu, F.silu],
+        Operator("relu", "either"): [F.relu, F.relu_, torch.relu, torch.relu_, tensor.relu, tensor.relu_],
+        Operator("dropout", "either"): [F.dropout, torch.dropout],
+        Operator("conv", "second"): [
+            F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        ],
+        Operator("max_pool", "either"): [
+            F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d,
+            F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices,
+        ],
+        Operator("batch_norm", "second"): [F.batch_norm, torch.batch_norm, F.instance_norm],
+    }  # fmt: skip
+    return {call: operator for operator, those in calls.items() for call in those if call is not None}
+
+
+_TABLE = _table()
+OTHER = Operator("other", "either")
+#: Autograd functions, written in Python or behind operators of other libraries.
+CUSTOM = Operator("custom", "either")
+#: A graph of torch.compile, in which there are operators no more.
+COMPILED = Operator("compiled", "last")
+CHECKPOINT = Operator("checkpoint", "last")
+
+#: Namespaces in torch.ops of what is PyTorch's own.
+_OWN = ("aten", "prims")
+
+
+def operator_of(function: Any) -> Operator:
+    """The operator behind a function, as a mode sees it."""
+    found = _TABLE.get(function)
+    if found is not None:
+        return found
+    name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
+    return CUSTOM if isinstance(name, str) and name.partition("::")[0] not in _OWN else OTHER
+
+
+#: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
+_SECOND = (
+    "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
+)  # fmt: skip
+#: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
+_OF_A_PARAMETER = tuple(
+    f"{name}Backward0"
+    for name in (
+        "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "AsStrided",
+    )
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of an operator.
+
+    Attributes:
+        operator: None: no operator of PyTorch, or one of its backward.
+        args: what it was given.
+        kwargs: by name.
+    """
+
+    operator: Operator | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def operands(self) -> list[Tensor]:
+        """The tensors that the operator is given."""
+        return [x for x in torch.utils._pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+
+    def samples(self, x: Tensor, grouping: Grouping) -> int:
+        """How many samples a saved tensor's first dimension is made of: products make one of samples and tokens, or
+        heads.
+        """
+        if grouping.dim == 0:
+            return grouping.major
+        given = next(iter(self.operands()), x)
+        samples = given.shape[0] if given.dim() else 0
+        return samples if samples and x.shape[0] % samples == 0 else x.shape[0]
+
+    def grouping(
+        self, x: Tensor, operator: Operator, policy: ActivationPolicy, heads: int | None, default_groups: int
+    ) -> Grouping:
+        """Where a saved tensor's groups are: heads where there are any, or else groups of channels.
+
+        Args:
+            x: the tensor.
+            operator: that saves it.
+            policy: may say how many heads or groups there are.
+            heads: of attention in the module at work.
+            default_groups: of channels where nothing says how many.
+        """
+        if policy.granularity == "layer":
+            return Grouping(x.dim() - 1, 1)
+        kind = operator.kind
+        if operator.name == "matmul" and any(operand.dim() < 3 for operand in self.operands()[-2:]):
+            kind = "last"  # a product with one matrix is a linear layer
+        if kind == "either":
+            producer = x.grad_fn.name() if x.grad_fn is not None else ""
+            kind = "second" if x.dim() > 2 and producer.startswith(_SECOND) else "last"
+            if x.dim() == 4 and heads is not None and x.shape[1] == heads:
+                kind = "heads"
+        if kind == "heads":
+            if x.dim() == 4:
+                # (B, H, N, D), and (B, N, H, D) where heads are known to be there.
+                dim = 2 if heads is not None and x.shape[1] != heads and x.shape[2] == heads else 1
+                return Grouping(dim, x.shape[dim])
+            if x.dim() == 3 and heads is not None and x.shape[0] % heads == 0:  # (B·H, N, D)
+                return Grouping(0, heads, x.shape[0] // heads)
+        dim = 1 if kind == "second" and x.dim() > 1 else x.dim() - 1
+        # Batch normalization makes channels equally large, and with them their errors: each has its own range.
+        each = x.shape[dim] if operator.name == "batch_norm" and policy.derive else None
+        return Grouping(dim, largest_divisor(x.shape[dim], policy.groups or each or heads or default_groups))
+
+    def is_statistic(self, x: Tensor, operator: Operator) -> bool:
+        """Means and deviations of normalization, and attention's log-sum-exp: few, and much depends on them."""
+        if operator.name not in ("attention", "layer_norm", "batch_norm"):
+            return False
+        given = next(iter(self.operands()), x)
+        if operator.name == "attention":  # a number per row of the scores; there may be more, to fill up
+            per_row = x.shape[:-1] == given.shape[:-2] and x.shape[-1] >= given.shape[-2]
+            return per_row or (x.shape[-1] == 1 and x.dim() == given.dim())
+        return x.numel() < given.numel()
+
+    def parameter_before_cast(self, x: Tensor) -> Tensor | None:
+        """The parameter of which autocast made a saved tensor, or the one that it is a view of."""
+        node = x.grad_fn
+        while node is not None and node.name() in _OF_A_PARAMETER:
+            node = node.next_functions[0][0]
+        if node is not None:
+            parameter = getattr(node, "variable", None)
+            return parameter if isinstance(parameter, nn.Parameter) else None
+        if x.requires_grad:
+            return None
+        # Of one that is frozen nothing says where it comes from.
+        base = base_of(x)
+        those = (given.detach() for given in self.operands() if is_of_a_parameter(given) and given.dtype != x.dtype)
+        same = (given for given in those if base.shape == given.shape and torch.equal(base, given.to(x.dtype)))
+        return next(same, None)
+
+
+#: Between calls.
+NO_CALL = Call()
+
+
+def differentiates_forward() -> bool:
+    """Whether forward-mode derivatives are being computed: tensors come with tangents then, which our operators and
+    codes do not have.
+    """
+    return forward_ad._current_level >= 0
+
+
+def saved_by_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint is what saves: what it calls may save, too."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _is_between(frame):
+        frame = frame.f_back  # up to the hook's caller
+    if frame is not None and frame.f_code is _APPLY:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == checkpoint.__file__
+
+
+def _is_between(frame: types.FrameType) -> bool:
+    """Whether a frame is between the hook and its caller: this room's code, or Dynamo's around it."""
+    return frame.f_code.co_filename.startswith(_ROOM) or frame.f_code.co_filename.endswith(_DYNAMO)
+
+
+_ROOM = os.path.dirname(__file__) + os.sep
+_DYNAMO = "/torch/_dynamo/eval_frame.py"
+#: Between the hook and who calls an autograd function.
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

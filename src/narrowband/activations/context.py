@@ -1,0 +1,274 @@
+"""``nb.compress_activations``: the context around a forward pass, in which activations are packed for backward.
+
+Forward computes with exact activations. What autograd saves of them for backward goes to a
+:class:`~narrowband.activations.recorder.Recorder`: large floating tensors are quantized, and restored when backward
+asks for them.
+
+Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, cast
+
+import torch
+from torch import distributed, nn
+from torch.nn.modules import module as modules_of_torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from narrowband.activations.dynamo import compiled_modules, eager_modules, unseen
+from narrowband.activations.modules import Modules
+from narrowband.activations.operators import Watch
+from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
+from narrowband.activations.ranges import Estimates
+from narrowband.activations.recorder import Recorder
+from narrowband.activations.regions import Regions, active, rerouted
+from narrowband.activations.stats import Saved
+from narrowband.activations.warmup import warm_up
+from narrowband.errors import UnsupportedError
+
+__all__ = ["ActivationCompression", "compress_activations"]
+
+log = logging.getLogger(__name__)
+
+#: Models of which nothing was compressed, and about which a warning was given.
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+#: The estimates of a model live as long as it does, so that every step may make its context anew.
+_estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
+
+
+@unseen
+def compress_activations(
+    model: nn.Module, bits: Bits | None = None, *, policy: ActivationPolicy | None = None, **options: Any
+) -> ActivationCompression:
+    """Keep what backward needs of a model's activations in few bits.
+
+    Use what is returned as a context around the forward pass, or as a decorator of a function that runs it. Backward
+    may be inside or outside. Ranges are learned from step to step; they belong to the model, so the context may be made
+    once or in every step.
+
+    Args:
+        model: any module. DistributedDataParallel around it is seen through.
+        bits: 8, 4 or 2, short for ``policy=ActivationPolicy(bits=…)``; 8 where neither is given.
+        policy: what is kept in how many bits; see :class:`ActivationPolicy`.
+        options: fields of a policy, such as ``operators={"softmax": "off"}``, where no policy is given.
+
+    Raises:
+        ValueError: a pattern of the policy matches no module; or a field of the policy has a value that it cannot have.
+        TypeError: both a policy and fields of one; a field that does not exist; or what is no model, or no policy.
+
+    Example:
+        What the loss saves is outside of the model and stays as it is:
+
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> with nb.compress_activations(model, bits=8) as saved:
+        ...     loss = model(torch.randn(32, 64)).square().mean()
+        >>> loss.backward()
+        >>> saved.raw_bytes, saved.kept_bytes, saved.ratio
+        (73728, 16384, 4.5)
+    """
+    if policy is not None and (bits is not None or options):
+        given = ["bits"] * (bits is not None) + list(options)
+        raise TypeError(f"{', '.join(given)}: given beside policy, whose field this is; use dataclasses.replace on it")
+    there = [field.name for field in fields(ActivationPolicy)]
+    for option in options:
+        if option not in there:
+            close = get_close_matches(option, there, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise TypeError(f"compress_activations takes no {option!r}{hint} There are: {', '.join(there)}")
+    if policy is None:
+        policy = ActivationPolicy(bits=8 if bits is None else bits, **options)
+    return ActivationCompression(model, policy)
+
+
+class _Passes(threading.local):
+    """The pass that is open in this thread."""
+
+    recorder: Recorder | None = None
+    stack: contextlib.ExitStack | None = None
+
+
+class ActivationCompression(contextlib.ContextDecorator):
+    """Context of :func:`compress_activations`; it yields a :class:`Saved`, which is complete when the context ends.
+
+    It may be entered again and again, and by several threads at once, but not inside of another one.
+
+    Args:
+        model: whose activations.
+        policy: what is kept in how many bits.
+
+    Raises:
+        TypeError: one of these is something else.
+        ValueError: a pattern of the policy matches no module.
+        UnsupportedError: the model is compiled in a way that does not go with this.
+    """
+
+    def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
+        _check_arguments(model, policy)
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        self.model = model
+        self.policy = policy
+        self.modules = Modules(model, policy)
+        self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
+        self.estimates.decay = policy.decay
+        self._passes = _Passes()
+        warm_up(model, policy)
+
+    @unseen
+    def __enter__(self) -> Saved:
+        if active.regions is not None:
+            raise UnsupportedError(
+                "compress_activations is entered inside of another one in the same thread: only one can decide what a "
+                "tensor is kept in. Give the outer one a policy for both models"
+            )
+        warm_up(self.model, self.policy)  # autocast may be on by now
+        recorder = Recorder(self.model, self.modules, self.policy, self.estimates)
+        stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.callback(stack.close)
+            self._attach(recorder, stack)
+            try:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*recorder.hooks))
+            except RuntimeError as error:
+                refused = _refusal(error)
+                if refused is None:
+                    raise
+                raise refused from error
+            watch = stack.enter_context(Watch(recorder))
+            undo.pop_all()
+        self._passes.recorder, self._passes.stack = recorder, stack
+        active.regions = Regions(recorder, watch)
+        return recorder.saved
+
+    def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> None:
+        """Let a recorder know which module is at work."""
+        self.modules.check()
+        compiled = [module for _, module in compiled_modules(self.model)]
+        for module in {*compiled, *self.modules.recomputed}:
+            stack.enter_context(rerouted(module))
+        if not compiled:
+            stack.callback(modules_of_torch.register_module_forward_pre_hook(recorder.entering).remove)
+            stack.callback(modules_of_torch.register_module_forward_hook(recorder.leaving, always_call=True).remove)
+            stack.callback(self.model.register_forward_pre_hook(recorder.begins, with_kwargs=True).remove)
+            return
+        for module in eager_modules(self.model):  # no hooks on all modules: Dynamo would compile them along
+            if module is self.model:
+                stack.callback(module.register_forward_pre_hook(recorder.begins, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(recorder.entering).remove)
+            stack.callback(module.register_forward_hook(recorder.leaving, always_call=True).remove)
+
+    @unseen
+    def __exit__(self, *error: object) -> None:
+        recorder, stack = self._passes.recorder, self._passes.stack
+        active.regions = self._passes.recorder = self._passes.stack = None
+        assert recorder is not None
+        assert stack is not None
+        stack.close()
+        refused = _refusal(error[1])
+        if refused is not None:
+            raise refused from cast("BaseException", error[1])
+        saved = recorder.saved
+        nothing = error[0] is None and saved.raw_bytes and not recorder.packed and not saved.outliers
+        if nothing and not self.policy.is_off and self.model not in _warned:  # once, not in every step
+            _warned.add(self.model)
+            log.warning(
+                "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
+                "min_numel=%d elements, or was saved outside of the model",
+                self.policy.min_numel,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ranges by name, (2, groups) float32 each, α and β; the seed of random draws, and how many were made.
+
+        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2,
+        whether or not the first two are computed again instead. Of layer normalization's input in its normalized form
+        it is ``module:layer_norm:place:normalized``.
+        """
+        return {
+            "estimates": self.estimates.state_dict(),
+            "seed": self.estimates.seed,
+            "draws": self.estimates.draws,
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it is something else, or of another model. Nothing has changed then.
+        """
+        if not isinstance(state, Mapping) or set(state) != {"estimates", "seed", "draws"}:
+            what = ", ".join(map(repr, state)) if isinstance(state, Mapping) else _shown(state)
+            raise ValueError(f"a state has estimates, seed and draws, and this has {what or 'nothing'}")
+        for name in ("seed", "draws"):
+            value = state[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+                raise ValueError(f"{name} of a state is a whole number, at least 0, and this is {_shown(value)}")
+        if not isinstance(state["estimates"], Mapping):
+            raise ValueError(f"estimates of a state are ranges by name, and this is {_shown(state['estimates'])}")
+        modules = {*self.modules.names.values()}
+        others = [name for name in state["estimates"] if _module_of(name) not in modules]
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise ValueError(
+                f"the state is of another model: it has a range of {others[0]!r}{more}, module:operator:place, and the "
+                f"model has no such module. There are: {', '.join(map(repr, sorted(modules)[:8]))}"
+                f"{', …' if len(modules) > 8 else ''}"
+            )
+        self.estimates.load_state_dict(state["estimates"])
+        self.estimates.seed, self.estimates.draws = state["seed"], state["draws"]
+
+
+def _check_arguments(model: Any, policy: Any) -> None:
+    """Raise TypeError for what is no model, or no policy."""
+    if isinstance(model, type):
+        name = model.__name__
+        raise TypeError(f"compress_activations was given the class {name}: give it a model, such as {name}(…)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"compress_activations was given {_shown(model)} as the model: give it a torch.nn.Module, and around a "
+            "function the module that the function calls"
+        )
+    if not isinstance(policy, ActivationPolicy):
+        raise TypeError(
+            f"policy is {_shown(policy)}: give an nb.ActivationPolicy; ActivationPolicy.load(path) reads one from a "
+            "file, and ActivationPolicy.from_dict takes a dictionary"
+        )
+
+
+def _module_of(name: Any) -> str | None:
+    """The module in the name of an estimate; None where it is no such name."""
+    match = re.fullmatch(r"(.*):([a-z_]+):\d+(:normalized)?", name, re.DOTALL) if isinstance(name, str) else None
+    return match[1] if match is not None and match[2] in OPERATORS else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:59] + '…'} ({type(value).__name__})"
+
+
+def _refusal(error: object) -> UnsupportedError | None:
+    """What it means here that PyTorch refused hooks on saved tensors; None if it did something else."""
+    text = f"{error}"
+    if not isinstance(error, RuntimeError) or "torch.func" not in text or "saved tensor hooks" not in text:
+        return None
+    return UnsupportedError(
+        "torch.func.grad, vjp, jacrev and hessian cannot be used together with compress_activations: PyTorch allows no "
+        "hooks on saved tensors in them, and by these activations are compressed. Use torch.autograd.grad, or leave "
+        "the context for these calls. torch.func.jvp, jacfwd and vmap work inside"
+    )
+
+
+def _seed() -> int:
+    """From what ``torch.manual_seed`` was given, and another one on every rank: so roundings average out over ranks."""
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return (torch.initial_seed() + rank) & 0xFFFFFFFF

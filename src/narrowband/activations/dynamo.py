@@ -1,0 +1,106 @@
+"""What has to be known of ``torch.compile`` around a forward pass: which modules it compiled, and how to hide from it.
+
+Hooks on modules, the mode on functions and hooks on saved tensors are Python. Dynamo would see them, and compile them
+along, anew for every pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.overrides
+from torch import nn
+
+__all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "obstacle", "unseen", "without_mode"]
+
+_T = TypeVar("_T")
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to this very module, or to its ``forward``.
+
+    Example:
+        >>> is_compiled_itself(torch.compile(nn.Linear(4, 4)))
+        True
+    """
+    # What torch.compile returns, module or function, tells how it compiles; what torch.compiler.disable returns, not.
+    told = hasattr(module, "get_compiler_config") or hasattr(module.forward, "get_compiler_config")
+    return told or module._compiled_call_impl is not None
+
+
+def obstacle() -> str | None:
+    """Why compiled models cannot be handled in this process, in a sentence; None where they can.
+
+    Hooks have to know which node of the graph a tensor comes from and what backward does with it. PyTorch has no stable
+    name for that.
+    """
+    try:
+        from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context  # noqa: F401
+    except ImportError:
+        return (
+            f"PyTorch {torch.__version__} does not say what a saved tensor of a compiled graph is; "
+            "train without torch.compile, or use another version"
+        )
+    return None
+
+
+def compiled_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules to which ``torch.compile`` was applied, the outermost ones."""
+    if is_compiled_itself(model):
+        yield name, model
+        return
+    for child, module in model.named_children():
+        yield from compiled_modules(module, f"{name}.{child}" if name else child)
+
+
+def eager_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that are neither compiled nor inside of one that is."""
+    if not is_compiled_itself(model):
+        yield model
+        for module in model.children():
+            yield from eager_modules(module)
+
+
+def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let Dynamo look no further, if it is there at all: what is decorated runs as it is written, and so does what it
+    calls. PyTorch's own decorator for that would import Dynamo, which takes seconds.
+    """
+    disabled: list[Callable[..., _T]] = []
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> _T:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return wrapper
+
+
+@contextmanager
+def without_mode(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
+    """Take a mode on functions away, also from below others."""
+    overrides: Any = torch.overrides
+    above: list[Any] = []
+    stack = overrides._get_current_function_mode_stack()
+    for other in reversed(stack) if mode in stack else ():
+        overrides._pop_mode()
+        if other is mode:
+            break
+        above.append(other)
+    for other in reversed(above):
+        overrides._push_mode(other)
+    try:
+        yield
+    finally:
+        if mode in stack:
+            for _ in above:
+                overrides._pop_mode()
+            for other in (mode, *reversed(above)):
+                overrides._push_mode(other)

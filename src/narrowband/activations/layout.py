@@ -1,0 +1,107 @@
+"""How a tensor lies in memory, and where its groups are.
+
+A tensor is seen in the order of its memory, whatever the order of its dimensions. So nothing is copied to be quantized,
+and a transposed view of a tensor that is packed already is recognized. One dimension is cut into groups, which makes
+the tensor (parts, outer, groups, inner). Each group of each part has a range of its own. With running estimates there
+is one part, whose ranges all samples share; with statistics per sample each sample is a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from narrowband.kernels import Rows
+
+__all__ = ["Arrangement", "Grouping", "largest_divisor"]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Where the groups of a tensor are.
+
+    Attributes:
+        dim: the dimension that is cut.
+        groups: how many there are.
+        major: the dimension is (major, groups, rest): 1 where neighbours in it belong together, as channels do; B where
+            it is samples × heads.
+    """
+
+    dim: int
+    groups: int
+    major: int = 1
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The order in which a tensor's dimensions lie in memory, slowest first.
+
+    Attributes:
+        order: of dimensions.
+        sizes: of dimensions, in that order.
+        dense: whether the tensor's memory has no gaps and no overlap.
+    """
+
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dense: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Arrangement:
+        """That of a strided tensor."""
+        strides = x.stride()
+        if x.is_contiguous():
+            return cls(tuple(range(x.dim())), tuple(x.shape), dense=True)
+        order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
+        sizes = tuple(x.shape[dim] for dim in order)
+        return cls(order, sizes, dense=x.permute(order).is_contiguous())
+
+    def flat(self, x: Tensor) -> Tensor:
+        """The elements in that order, contiguous; a view where there are no gaps."""
+        return x.permute(self.order).reshape(-1).contiguous()  # of one row with gaps, reshape makes a view with gaps
+
+    def lines(self, x: Tensor, rows: Rows) -> Tensor:
+        """The elements in that order as kernels read them: flat, or with gaps between lines, (parts · outer,
+        groups · inner). A view, unless there are gaps elsewhere.
+        """
+        if not self.dense:
+            with contextlib.suppress(RuntimeError):  # strides that are not those of a matrix
+                lines = x.permute(self.order).view(rows.parts * rows.outer, rows.groups * rows.inner)
+                if lines.stride(1) == 1:
+                    return lines
+        return self.flat(x)
+
+    def unflat(self, flat: Tensor) -> Tensor:
+        """The inverse of :meth:`flat`."""
+        back = [0] * len(self.order)
+        for place, dim in enumerate(self.order):
+            back[dim] = place
+        return flat.view(self.sizes).permute(back)
+
+    def rows(self, grouping: Grouping, *, samples: int = 1) -> Rows:
+        """How the flat tensor is cut.
+
+        Args:
+            grouping: its groups.
+            samples: how many the first dimension is made of, each to be a part. They can be only where that dimension
+                lies outermost.
+        """
+        place = self.order.index(grouping.dim)
+        before = math.prod(self.sizes[:place]) * grouping.major
+        groups = grouping.groups
+        inner = math.prod(self.sizes) // max(1, before * groups)
+        parts = samples if self.order[0] == 0 and before % samples == 0 else 1
+        return Rows(parts, before // parts, groups, inner)
+
+
+def largest_divisor(size: int, at_most: int) -> int:
+    """The largest divisor of a size that is no larger than a bound; at least 1.
+
+    Example:
+        >>> largest_divisor(768, 100)
+        96
+    """
+    return next((divisor for divisor in range(min(size, at_most), 1, -1) if size % divisor == 0), 1)

@@ -1,0 +1,104 @@
+"""Tensors with outliers, of which 8 bits would tell nothing.
+
+A range is as wide as its extremes are apart. One huge element makes the steps of codes so wide that all others have the
+same code. Such a tensor is kept as it is; this rule is not the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.activations.layout import largest_divisor
+from narrowband.kernels import Rows
+
+__all__ = ["Magnitudes", "Outliers"]
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Why a tensor is kept as it is.
+
+    Attributes:
+        extreme: whether what comes of it is to be kept as it is, too. What a saturated tanh passes on of its gradient
+            is zero; by its codes it is not quite, and beside an input of 1e20 that is no small error.
+    """
+
+    extreme: bool
+
+
+class Magnitudes:
+    """How large the rows and the columns of a tensor are, by which outliers are found.
+
+    A range is *dwarfing* where no more than one row in 16 (:data:`FEW`) has an element as large as a 128th
+    (:data:`REACH`) of its width: all elements of all other rows lie within two steps of 8 bits on either side of zero,
+    and codes, of however many bits, say next to nothing of them. Rows are what :class:`~narrowband.kernels.Rows` cuts,
+    in pieces of at most 512 neighbours. The same for columns, the elements that have one place in rows, and a 512th:
+    tokens and channels of a linear layer's input, of which it is usual that some channels are 100 times as large as the
+    others. Rows and columns of zeros do not count.
+
+    All these numbers are ratios. They leave alone what is heavy-tailed as a whole, and softmax, of which every row has
+    something large.
+
+    Args:
+        x: the tensor's elements in the order of memory; see :meth:`Arrangement.lines`.
+        rows: how they are cut.
+
+    Example:
+        >>> x, rows = torch.randn(64, 32), Rows(parts=1, outer=64, groups=1, inner=32)
+        >>> Magnitudes(x, rows).is_dwarfed_by(x.amax() - x.amin())
+        False
+        >>> x[5, 7] = 1e6
+        >>> Magnitudes(x, rows).is_dwarfed_by(x.amax() - x.amin())
+        True
+    """
+
+    #: Of rows, and of columns.
+    REACH = 128, 512
+    FEW = 16
+    #: A range that is dwarfing by so many times more is extreme.
+    EXTREME = 8
+    #: Neighbours in a piece of a row, at most, and in rows of less that are put together.
+    _LONG, _SHORT = 512, 16
+    #: In longer rows a column is no channel any more: pixels, products of queries and keys.
+    _CHANNELS = 1024
+
+    def __init__(self, x: Tensor, rows: Rows) -> None:
+        parts, outer, groups, inner = rows.parts, rows.outer, rows.groups, rows.inner
+        together = largest_divisor(outer, self._SHORT // max(inner, 1))
+        count = parts * outer // together
+        pieces = inner // largest_divisor(inner, self._LONG)
+        if pieces == inner:  # a prime number, or nearly
+            pieces = 1
+        form = Rows(count, together, groups * pieces, inner // pieces)
+        rows_PNGM = _largest(x, form).view(parts, -1, groups, pieces)
+        #: (P, G, N): of every range the largest magnitudes of its rows, and of its columns.
+        self._largest = [rows_PNGM.transpose(1, 2).flatten(2)]
+        if outer >= self.FEW and 1 < inner <= self._CHANNELS:
+            self._largest.append(_largest(x, Rows(parts, outer, groups * inner, 1)).view(parts, groups, inner))
+
+    def is_dwarfed_by(self, width: Tensor) -> bool:
+        """Whether one of these widths dwarfs its range's rows, or columns.
+
+        Args:
+            width: of the range of every group of every part, float32.
+        """
+        found = torch.zeros((), dtype=torch.bool, device=width.device)
+        for largest_PGN, reach in zip(self._largest, self.REACH, strict=False):
+            reaching = (largest_PGN >= (width / reach).view(*largest_PGN.shape[:2], 1)).sum(-1)
+            there = (largest_PGN > 0).sum(-1)
+            found = found | ((reaching <= (there + self.FEW - 1) // self.FEW) & (reaching < there)).any()
+        return bool(found)
+
+    def outliers(self, width: Tensor) -> Outliers | None:
+        """What is wrong with ranges of these widths, if anything."""
+        return Outliers(extreme=self.is_dwarfed_by(width / self.EXTREME)) if self.is_dwarfed_by(width) else None
+
+
+def _largest(x: Tensor, rows: Rows) -> Tensor:
+    """The largest magnitude of each range."""
+    low, high = kernels.row_extremes(x, rows)
+    return torch.maximum(high, -low)

@@ -1,0 +1,288 @@
+"""One packed tensor: its codes, or how it is computed again, and the way back.
+
+A batch that is more than four times (:data:`~narrowband.activations.ranges.JUMP`) as wide as its estimate is not
+clipped to a fraction: it has 8 bits, and its own range. And a tensor with outliers is kept as it is; see
+:class:`~narrowband.activations.outliers.Magnitudes`. These two rules are not the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.activations.layout import Arrangement
+from narrowband.activations.outliers import Magnitudes, Outliers
+from narrowband.activations.ranges import DRIFT, JUMP, Estimates, centred, ranges, shaped
+from narrowband.kernels import Rows
+
+if TYPE_CHECKING:
+    from narrowband.activations.policy import ActivationPolicy
+
+__all__ = ["Arena", "Clock", "Exact", "Packed", "Payload", "Source", "quantized"]
+
+
+class Arena:
+    """Memory for the codes of a pass: large pieces that hold nothing else, filled one after the other.
+
+    Codes live until backward, activations for a moment. Side by side in one heap, codes that are freed leave gaps
+    there, which stay with the process. A piece goes back to the system with the last of the codes in it, and backward
+    needs them in the opposite order. On devices, PyTorch's own allocator sees to that.
+
+    Example:
+        >>> arena, cpu = Arena(), torch.device("cpu")
+        >>> a, b = arena.take(100, cpu), arena.take(100, cpu)
+        >>> a.numel(), b.data_ptr() - a.data_ptr()
+        (100, 128)
+    """
+
+    #: Bytes of a piece: more than the 32 MiB up to which glibc may take it from its heap. What is never written to
+    #: takes no memory.
+    PIECE_NBYTES = 33 << 20
+    _ALIGNED = 64
+
+    def __init__(self) -> None:
+        self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory for so many bytes: uint8, flat."""
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if nbytes > self._piece.numel() - self._used:
+            self._piece, self._used = torch.empty(max(nbytes, self.PIECE_NBYTES), dtype=torch.uint8), 0
+        taken = torch.empty(0, dtype=torch.uint8)  # no view of the piece, of whose changes autograd would keep count
+        taken.set_(self._piece.untyped_storage(), self._used, (nbytes,), (1,))
+        self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
+        return taken
+
+
+class Payload:
+    """The codes of a tensor, in the order of its memory. Every operator that saved it holds this one.
+
+    Args:
+        rows: how it is cut.
+        bits: of a code.
+        dtype: of the tensor.
+        codes: memory for them, of ``rows.nbytes(bits)``.
+    """
+
+    __slots__ = ("__weakref__", "bits", "codes", "dtype", "low", "rows", "step")
+
+    low: Tensor
+    step: Tensor
+
+    def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
+        self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
+
+    def encode(
+        self,
+        x: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        *,
+        symmetric: bool,
+        stochastic: bool,
+        seed: int,
+        watch: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Make codes.
+
+        Args:
+            x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
+            alpha: α of every group of every part.
+            beta: β.
+            symmetric: whether a code in the middle stands for zero.
+            stochastic: how codes are rounded.
+            seed: of that.
+            watch: whether to return the extremes of every group of every part, too.
+        """
+        if symmetric:
+            middle = (1 << self.bits - 1) - 1
+            self.step = centred(alpha / (2 * middle), middle)
+            self.low = self.step * -middle
+        else:
+            self.step = alpha / ((1 << self.bits) - 1)
+            self.low = beta
+        encode = kernels.quantize_rows_extremes if watch else kernels.quantize_rows
+        return encode(x, self.codes, self.rows, self.low, self.step, bits=self.bits, stochastic=stochastic, seed=seed)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes, and of ranges where each sample has its own."""
+        own = self.low.nbytes + self.step.nbytes if self.rows.parts > 1 else 0
+        return self.codes.numel() + own
+
+    def decode(self) -> Tensor:
+        """Flat, in the order of memory."""
+        direct = self.dtype in (torch.float32, torch.bfloat16)
+        out = torch.empty(self.rows.numel, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
+        kernels.dequantize_rows(self.codes, out, self.rows, self.low, self.step, bits=self.bits)
+        return out if direct else out.to(self.dtype)
+
+
+def quantized(
+    x: Tensor,
+    rows: Rows,
+    bits: Literal[8, 4, 2],
+    dtype: torch.dtype,
+    arena: Arena,
+    policy: ActivationPolicy,
+    estimates: Estimates,
+    name: str,
+) -> Payload | Outliers:
+    """Codes of a tensor, of whose range the estimates learn. None of one that is not finite, has no range in float32,
+    or has outliers (see
+    :class:`~narrowband.activations.outliers.Magnitudes`): nothing is learned of it, and it is to be kept exactly.
+
+    Outliers are looked for where a range is new, or moves; and, since it may widen slowly, in one batch of 64.
+
+    Args:
+        x: the tensor's elements in the order of memory, float32 or bfloat16; see :meth:`Arrangement.lines`.
+        rows: how they are cut.
+        bits: of a code.
+        dtype: of the tensor.
+        arena: where codes go.
+        policy: says which statistics, and how codes are rounded.
+        estimates: of the model.
+        name: of the tensor's estimate.
+    """
+    known = estimates.get(name, rows.groups, x.device) if policy.statistics == "running" else None
+    form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
+    if known is None:
+        low, high = kernels.row_extremes(x, rows)
+        if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
+            return Outliers(extreme=True)
+        found = Magnitudes(x, rows).outliers(high - low)
+        if found is not None:
+            return found
+        payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
+        payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
+        return payload
+    payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
+    seen = payload.encode(x, *shaped(known, policy), seed=seed, watch=True, **form)
+    assert seen is not None
+    learned, finite, moved = kernels.learn_ranges(known, *seen, estimates.decay)
+    if not finite:
+        return Outliers(extreme=True)
+    own, jumps = torch.stack((seen[1] - seen[0], seen[0])), False
+    if moved > DRIFT or _by_chance(seed):
+        magnitudes = Magnitudes(x, rows)
+        found = magnitudes.outliers(own[0])
+        if found is not None:
+            return found
+        if magnitudes.is_dwarfed_by(known[0]):  # by now, or since an outlier that was none when it came
+            estimates.forget(name)
+            moved = math.inf
+        else:
+            jumps = bool((own[0] > JUMP * known[0]).any())
+    if not estimates.replace(name, known, learned):  # another thread took a batch in meanwhile, or it is on a device
+        learned = estimates.observe(name, *seen)
+    if jumps and bits != 8:
+        payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
+    if moved > DRIFT:
+        payload.encode(x, *shaped(own if jumps else learned, policy), seed=seed, **form)
+    return payload
+
+
+def _by_chance(seed: int) -> bool:
+    """Whether this draw is one of those, one in 64, whose tensors are looked at for outliers anyway: a hash, so that a
+    resumed run looks at the same.
+    """
+    return seed * 0x9E3779B1 & 0xFFFFFFFF < 1 << 26
+
+
+class Clock(Protocol):
+    """What counts seconds."""
+
+    seconds: float
+
+
+class Source(Protocol):
+    """Values of a tensor that can be had again: codes, or how to compute them."""
+
+    @property
+    def bits(self) -> int:
+        """How many of an element were kept."""
+
+    def decode(self) -> Tensor:
+        """Flat, in the order of memory, and the caller's own."""
+
+
+class _Watched:
+    """Something saved, which must not have changed when it is used: as PyTorch itself sees to where there are no hooks.
+
+    Args:
+        x: what is saved.
+        where: operator and module, for the error.
+    """
+
+    __slots__ = ("_dtype", "_shape", "_version", "_watch", "_where")
+
+    def __init__(self, x: Tensor, watch: Tensor, where: str) -> None:
+        self._watch, self._version, self._where = watch, x._version, where
+        self._dtype, self._shape = x.dtype, x.shape
+
+    def check(self) -> None:
+        if self._watch._version != self._version:
+            form = f"{self._dtype}".removeprefix("torch.") + f" {list(self._shape)}"
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{form}, which {self._where} saved for backward, is at version {self._watch._version}; "
+                f"expected version {self._version} instead"
+            )
+
+
+class Exact(_Watched):
+    """A tensor that is kept as it is."""
+
+    __slots__ = ("__weakref__", "_x")
+
+    def __init__(self, x: Tensor, where: str) -> None:
+        self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed
+        super().__init__(x, self._x, where)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether all of its memory's values are those of another tensor there, of the same order."""
+        own = self._x
+        return (
+            (own.storage_offset(), own.dtype, own.numel()) == (x.storage_offset(), x.dtype, x.numel())
+            and self._version == x._version
+            and Arrangement.of(own).dense
+        )
+
+    def restore(self) -> Tensor:
+        """It."""
+        self.check()
+        return self._x
+
+
+class Packed(_Watched):
+    """A tensor of which codes are kept, or how it is computed from those of another one.
+
+    Args:
+        x: it.
+        arrangement: how it lies in memory.
+        source: its codes, or that.
+        where: operator and module.
+        clock: is told the seconds that restoring took.
+    """
+
+    __slots__ = ("_arrangement", "_clock", "_source")
+
+    def __init__(self, x: Tensor, arrangement: Arrangement, source: Source, where: str, clock: Clock) -> None:
+        watch = x.detach()  # counts versions along with x
+        watch.data = x.new_empty(0)  # and lets go of its memory
+        super().__init__(x, watch, where)
+        self._arrangement, self._source, self._clock = arrangement, source, clock
+
+    def restore(self) -> Tensor:
+        """About what was saved: same shape, same order in memory."""
+        begin = time.perf_counter()
+        self.check()
+        restored = self._arrangement.unflat(self._source.decode())
+        self._clock.seconds += time.perf_counter() - begin
+        return restored

@@ -1,0 +1,146 @@
+"""Ranges of groups: what is estimated of them from batch to batch.
+
+A code stands for a share of a range, α wide from β on (equations 3 and 5 of Pan et al. 2021, Mesa, arXiv 2111.11124)::
+
+    x̃ = clip(round((x − β) · (2^b − 1) / α), 0, 2^b − 1)        (3)        x̂ = x̃ · α / (2^b − 1) + β        (5)
+    α ← μ·α + (1 − μ)·(max − min),    β ← μ·β + (1 − μ)·min       (6, 7)
+
+The paper takes a batch into the estimates and quantizes it then, which reads it twice. Here codes are made with the
+estimates of the batches before, and the same pass finds the batch's extremes. Where taking these in moves an end of a
+range by more than a small share of its width (:data:`DRIFT`), the tensor is quantized anew, as the paper has it. So
+every range is the paper's within that share. An element beyond the range exceeds it by at most 1/μ times what it
+exceeds the paper's, since x − (μ·end + (1 − μ)·x) = μ·(x − end).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from narrowband import kernels
+
+if TYPE_CHECKING:
+    from narrowband.activations.policy import ActivationPolicy
+
+__all__ = ["DRIFT", "JUMP", "Estimates", "centred", "ranges", "shaped"]
+
+#: The share of a range's width by which an end may differ from what equations 6 and 7 say.
+DRIFT = 0.02
+#: How many times as wide as its estimate a batch may be, and be clipped to what it makes of that.
+JUMP = 4
+#: About half of all steps miss the middle by a bit.
+_TRIES = 64
+
+
+class Estimates:
+    """What a model has learned of its activations: running estimates of ranges, α and β by name, float32 (groups,)
+    each; and how many random draws were made. Any thread may use them.
+
+    Codes of a batch are made with what :meth:`get` returned for the batches before, if that is close enough to what
+    :meth:`observe` says then; see :func:`~narrowband.activations.packed.quantized`.
+
+    Args:
+        decay: μ.
+        seed: of random draws, 32 bits.
+    """
+
+    def __init__(self, decay: float = 0.9, seed: int = 0) -> None:
+        self.decay = decay
+        self.seed = seed
+        self.draws = 0
+        self._ranges: dict[str, Tensor] = {}  # (2, groups): α, β
+        self._lock = threading.Lock()
+
+    def draw(self) -> int:
+        """The next seed."""
+        with self._lock:
+            self.draws += 1
+            return self.seed << 32 | self.draws
+
+    def get(self, name: str, groups: int, device: torch.device) -> Tensor | None:
+        """The estimate, (2, groups): α, β. None where there is none yet, and where every batch has its own range."""
+        with self._lock:
+            estimate = self._ranges.get(name)
+        return None if not self.decay or estimate is None or estimate.shape[1] != groups else estimate.to(device)
+
+    def observe(self, name: str, low: Tensor, high: Tensor) -> Tensor:
+        """Take a batch's extremes in, and return the new estimate. The first batch is taken as it is."""
+        with self._lock:
+            estimate = self._ranges.get(name)
+            if estimate is None or estimate.shape[1] != low.numel():  # or it is grouped in another way now
+                learned = torch.stack((high - low, low))
+            else:
+                learned, _, _ = kernels.learn_ranges(estimate.to(low.device), low, high, self.decay)
+            self._ranges[name] = learned
+        return learned
+
+    def forget(self, name: str) -> None:
+        """Drop the estimate of a tensor."""
+        with self._lock:
+            self._ranges.pop(name, None)
+
+    def replace(self, name: str, expected: Tensor, learned: Tensor) -> bool:
+        """Put an estimate in the place of the expected one; False where another is there by now."""
+        with self._lock:
+            there = self._ranges.get(name) is expected
+            if there:
+                self._ranges[name] = learned
+        return there
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Name → (2, groups) float32: α, then β."""
+        with self._lock:
+            return dict(self._ranges)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}: a range is a tensor, (2, groups), and this is a {type(value).__name__}")
+            if value.dim() != 2 or value.shape[0] != 2 or not value.is_floating_point():
+                raise ValueError(
+                    f"{name}: a range is (2, groups) of floats, and this is {tuple(value.shape)} of {value.dtype}"
+                )
+            if not bool(torch.isfinite(value).all()) or bool((value[0] < 0).any()):
+                raise ValueError(f"{name}: widths and lower ends of ranges are finite, and widths at least 0")
+        with self._lock:
+            self._ranges = {name: value.detach().to(torch.float32, copy=True) for name, value in state.items()}
+
+
+def ranges(
+    low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
+) -> tuple[Tensor, Tensor]:
+    """α and β for a tensor with these extremes."""
+    running = policy.statistics == "running"
+    return shaped(estimates.observe(name, low, high) if running else torch.stack((high - low, low)), policy)
+
+
+def shaped(estimate: Tensor, policy: ActivationPolicy) -> tuple[Tensor, Tensor]:
+    """α and β as the policy wants them. The same estimates serve any policy."""
+    alpha, beta = estimate.unbind()
+    if not policy.symmetric:
+        return alpha, beta
+    beta = -torch.maximum(alpha + beta, -beta)
+    return -2 * beta, beta
+
+
+def centred(step: Tensor, middle: int) -> Tensor:
+    """Steps, next to none larger, with which the kernels give zero exactly the code in the middle: they multiply by
+    1 / step, which is rounded.
+    """
+    step = torch.where(step < torch.finfo(torch.float32).tiny, 0.0, step)
+    for _ in range(_TRIES):
+        missed = (middle * step) * (1 / step) != middle
+        missed &= step > 0
+        if not bool(missed.any()):
+            break
+        step = torch.where(missed, step * (1 + 2.0**-20), step)
+    return step

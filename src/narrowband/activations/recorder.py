@@ -1,0 +1,370 @@
+"""What one forward pass saves for backward, recorded tensor by tensor: each is packed, or has a reason not to be.
+
+Autograd hands every tensor that an operator saves to :meth:`Recorder.pack`. Parameters, buffers, the model's inputs
+(which live anyway), integers and small tensors stay as they are, and so does what is saved outside of the model, by a
+loss for example. A tensor that several operators save is packed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from narrowband.activations.calls import (
+    CHECKPOINT,
+    COMPILED,
+    CUSTOM,
+    NO_CALL,
+    OTHER,
+    Call,
+    Operator,
+    differentiates_forward,
+    saved_by_checkpoint,
+)
+from narrowband.activations.dynamo import unseen
+from narrowband.activations.layout import Arrangement
+from narrowband.activations.modules import Modules
+from narrowband.activations.outliers import Outliers
+from narrowband.activations.packed import Arena, Exact, Packed, Payload, Source, quantized
+from narrowband.activations.policy import ActivationPolicy, Bits
+from narrowband.activations.ranges import Estimates
+from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
+from narrowband.activations.stats import Saved
+from narrowband.activations.storages import (
+    Storage,
+    Storages,
+    base_of,
+    is_cast_of,
+    is_expanded,
+    is_of_a_parameter,
+    is_plain,
+    is_strided,
+    values_of,
+)
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """One run through the context, in one thread.
+
+    Args:
+        model: its parameters and buffers live anyway.
+        modules: of that model.
+        policy: what is kept in how many bits.
+        estimates: of the model's ranges.
+
+    Attributes:
+        saved: what was saved so far.
+        packed: how many tensors were packed.
+        call: of the operator at work, as far as the mode on functions sees it.
+        normalization: the call of layer normalization at work.
+        hooks: pack and unpack, for :class:`torch.autograd.graph.saved_tensors_hooks`.
+    """
+
+    def __init__(self, model: nn.Module, modules: Modules, policy: ActivationPolicy, estimates: Estimates) -> None:
+        self.modules, self.policy, self.estimates = modules, policy, estimates
+        self.saved = Saved()
+        self.arena = Arena()
+        self.packed = 0
+        self.call = NO_CALL
+        self.normalization: Normalization | None = None
+        self.storages = Storages()
+        self.storages.live((*model.parameters(), *model.buffers()))
+        # A graph holds the hooks, and a model may hold a graph: so they do not hold the model.
+        self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
+        self._thread = threading.get_ident()
+        self._at_work: list[tuple[int, str]] = []  # modules by id, and their names; the innermost is last
+        self._counts: dict[tuple[str, str], int] = {}
+        #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
+        self._extreme = False
+
+    # ---- where we are ------------------------------------------------------------------------------------------------
+    # Hooks on modules are called in all threads: each recorder minds its own.
+
+    @unseen
+    def entering(self, module: nn.Module, _: Any) -> None:
+        """A module begins."""
+        if self._thread != threading.get_ident():
+            return
+        name = self.modules.names.get(module)
+        if name is None and not self._at_work:
+            return
+        if not self._at_work:
+            self._counts.clear()
+        # Of modules that came later, the one around them answers.
+        self._at_work.append((id(module), self._at_work[-1][1] if name is None else name))
+
+    @unseen
+    def leaving(self, module: nn.Module, *_: Any) -> None:
+        """A module has ended."""
+        if self._thread != threading.get_ident():
+            return
+        for place in reversed(range(len(self._at_work))):
+            if self._at_work[place][0] == id(module):
+                del self._at_work[place:]  # with what KeyboardInterrupt kept from ending
+                return
+
+    @unseen
+    def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is given these: they live as long as whoever gave them wants."""
+        if self._thread == threading.get_ident():
+            self.storages.live(torch.utils._pytree.tree_leaves((args, kwargs)))
+
+    @contextlib.contextmanager
+    def inside(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Iterator[None]:
+        """A call of a module on which there are no hooks; a call of an operator in its stead, if one is given."""
+        if not self._at_work:
+            self.begins(module, args, kwargs)
+        before = self.call
+        self.entering(module, args)
+        if call is not None:
+            self.call = call
+        try:
+            yield
+        finally:
+            self.leaving(module)
+            self.call = before
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module is one of the model's, or is called by one of them."""
+        return bool(self._at_work) or module in self.modules.names
+
+    def saves_here(self) -> bool:
+        """Whether what autograd saves comes to this recorder: a checkpoint has hooks of its own."""
+        return bool(torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks)
+
+    def place(self) -> tuple[Operator, str]:
+        """The operator at work, and the name of the module."""
+        operator = self.call.operator
+        if operator is None:  # no operator of PyTorch, or one of its backward
+            operator = CHECKPOINT if saved_by_checkpoint() else CUSTOM if self._at_work else OTHER
+        return operator, self._at_work[-1][1] if self._at_work else "(outside)"
+
+    def bits(self) -> Bits:
+        """Of what is saved now."""
+        operator, module = self.place()
+        return self.policy.bits_for(operator.name, module)
+
+    # ---- operators and graphs that pack by themselves ----------------------------------------------------------------
+
+    def replaces(self, x: Any) -> bool:
+        """Whether an operator of ours shall take the place of PyTorch's, for this input."""
+        return (
+            bool(self._at_work)
+            and type(x) is Tensor
+            and x.requires_grad
+            and torch.is_grad_enabled()
+            and is_plain(x)
+            and x.numel() >= self.policy.min_numel
+            and self.bits() != "off"
+            # Not in a checkpoint: there, PyTorch compares what it saves now with what it saves when it computes again.
+            and self.saves_here()
+        )
+
+    def keeps(self, kept: Tensor, *, plain: Tensor | int, and_bytes: int = 0) -> None:
+        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own, or both."""
+        self.storages.of(kept).lives = True  # counted here, and kept as it is
+        operator, module = self.place()
+        if isinstance(plain, Tensor):
+            plain = self.storages.of(plain).count(plain.untyped_storage().nbytes())
+        self.saved.add(operator.name, module, plain + and_bytes, kept.numel())
+        self.packed += 1
+
+    def keeps_graph(self, tensors: Iterable[Tensor], plain: int, packed: int) -> None:
+        """A graph keeps these tensors, of which some is codes: so many bytes, and without compression so many."""
+        exact = -packed
+        for x in tensors:
+            storage = self.storages.of(x)
+            if not storage.lives:
+                exact += storage.count(x.untyped_storage().nbytes())
+        operator, module = self.place()
+        self.saved.add(operator.name, module, exact + plain, exact + packed)
+        self.packed += bool(packed)
+
+    # ---- results that are computed again -----------------------------------------------------------------------------
+
+    def origin(self, x: Any) -> Origin | None:
+        """Where to find what is kept of an operator's input, so that its result can be computed again. None: nothing is
+        kept of it, or the policy wants nothing computed again.
+        """
+        if (
+            not self.policy.derive
+            or not self._at_work
+            or type(x) is not Tensor
+            or not is_plain(x)
+            or x.numel() < self.policy.min_numel
+            or not self.saves_here()
+        ):
+            return None
+        storage, arrangement = self.storages.of(x), Arrangement.of(x)
+        values = values_of(x, arrangement)
+        exact = None if storage.exact is None else storage.exact()
+        if exact is not None and arrangement.dense and exact.holds(x):
+            return original(weakref.ref(exact))
+        payload = storage.payloads.get(values)
+        if payload is not None:
+            return weakref.ref(payload)
+        recipe = storage.recipes.get(values)
+        return None if recipe is None else recipe.derivation
+
+    def derive(self, y: Tensor, recipe: Recipe) -> None:
+        """Note how an operator's result can be computed again."""
+        arrangement = Arrangement.of(y)
+        if type(y) is Tensor and y.requires_grad and arrangement.dense:
+            self.storages.of(y).recipes[values_of(y, arrangement)] = recipe
+
+    def _recipe(self, x: Tensor, arrangement: Arrangement, storage: Storage) -> Recipe | None:
+        """How a tensor that is saved can be computed again."""
+        values = values_of(x, arrangement)
+        recipe = storage.recipes.get(values)
+        if recipe is None:
+            operand = self._operand_before_cast(x, arrangement)
+            if operand is not None:
+                lies = Arrangement.of(operand)
+                before = self.storages.of(operand).recipes.get(values_of(operand, lies))
+                if before is not None:
+                    recipe = storage.recipes[values] = Recipe(cast_to(x.dtype), before.derivation)
+        return recipe
+
+    def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
+        """What the operator at work was given, of which autocast made this tensor, or the one that it is a view of."""
+        base = base_of(x)
+        node = base.grad_fn
+        if (
+            node is None
+            or node.name() != "ToCopyBackward0"
+            or x._version != 0
+            or not arrangement.dense
+            or (x.numel(), x.storage_offset()) != (base.numel(), base.storage_offset())
+        ):
+            return None
+        before = node.next_functions[0]
+        for given in self.call.operands():
+            if (given.grad_fn, given.output_nr) == before and Arrangement.of(given) == Arrangement.of(base):
+                return given
+        return None
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def pack(self, x: Tensor) -> Exact | Packed:
+        """What to keep of a tensor that autograd saves."""
+        operator, module = self.place()
+        where = _where(operator, module)
+        if type(x) not in (Tensor, nn.Parameter) or not is_strided(x) or differentiates_forward():
+            return Exact(x, where)
+        nbytes = x.untyped_storage().nbytes()
+        storage = self.storages.of(x)
+        if is_of_a_parameter(x):  # of one that came later than the pass
+            storage.lives = storage.counted = True
+        if storage.lives or nbytes == 0:
+            return Exact(x, where)
+        plain = storage.count(nbytes)
+        begin = time.perf_counter()
+        source, arrangement, added = self._source(x, storage, operator, module)
+        if source is None:
+            exact = Exact(x, where)
+            self.saved.add(operator.name, module, plain, 0 if storage.is_exact else nbytes)
+            if not storage.is_exact:
+                storage.exact = weakref.ref(exact)
+            return exact
+        self.saved.add(operator.name, module, plain, added)
+        self.packed += 1
+        clock = self.saved.by_operator[operator.name]
+        clock.seconds += time.perf_counter() - begin
+        return Packed(x, arrangement, source, where, clock)
+
+    def _source(
+        self, x: Tensor, storage: Storage, operator: Operator, module: str
+    ) -> tuple[Source | None, Arrangement, int]:
+        """Codes of the tensor, or how it is computed again; how it lies in memory; and how many bytes are kept for it
+        that were not before. Neither codes nor a computation: it is to be kept as it is.
+        """
+        where = _where(operator, module)
+        arrangement = Arrangement.of(x)
+        bits = self.policy.bits_for(operator.name, module)
+        # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
+        # counted, also those that stay as they are today, so that names do not change with sizes.
+        place = self._counts[module, operator.name] = self._counts.get((module, operator.name), -1) + 1
+        if (
+            bits == "off"
+            or self._extreme
+            or operator is COMPILED  # between graphs nothing says which operator it is
+            or not self._at_work
+            or not is_plain(x)
+            or x.numel() < self.policy.min_numel
+            or is_expanded(x)
+            or storage.is_exact
+            or self.call.is_statistic(x, operator)
+        ):
+            return None, arrangement, 0
+        parameter = self.call.parameter_before_cast(x)
+        if parameter is not None:  # which lives anyway, and can be cast again
+            cast = Original(Exact(parameter, where), x.dtype) if is_cast_of(x, arrangement, parameter) else None
+            return cast, arrangement, 0
+        values = values_of(x, arrangement)
+        payload = storage.payloads.get(values)
+        if payload is not None and payload.bits >= bits:
+            return payload, arrangement, 0
+        recipe = self._recipe(x, arrangement, storage)
+        derivation = None if recipe is None else recipe.derivation()
+        if derivation is not None and derivation.bits >= bits:
+            return derivation, arrangement, derivation.count()
+        name = f"{module}:{operator.name}:{place}"
+        with torch.no_grad():
+            if self.normalization is not None and self.normalization.takes(x):
+                n = self.normalization.normalized(x)
+                payload = self._quantized(n, operator, f"{name}:normalized", module, bits)
+                if payload is None:
+                    return None, arrangement, 0
+                self.normalization.origin = weakref.ref(payload)
+                recipe = storage.recipes[values] = Recipe(self.normalization.input(x), self.normalization.origin)
+                return recipe.derivation(), arrangement, payload.nbytes
+            payload = self._quantized(x, operator, name, module, bits)
+        if payload is None:
+            return None, arrangement, 0
+        storage.payloads[values] = payload
+        return payload, arrangement, payload.nbytes
+
+    def _quantized(
+        self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2]
+    ) -> Payload | None:
+        """Codes of a tensor; None, which is counted, where there are outliers, or no tensor that has codes."""
+        made: Payload | Outliers = Outliers(extreme=True)
+        if x is not None:
+            policy, modules = self.policy, self.modules
+            arrangement = Arrangement.of(x)
+            grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
+            samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
+            rows = arrangement.rows(grouping, samples=samples)
+            lines = arrangement.lines(x.detach(), rows)
+            wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
+            made = quantized(wide, rows, bits, x.dtype, self.arena, policy, self.estimates, name)
+        if isinstance(made, Payload):
+            return made
+        self._extreme |= made.extreme
+        self.saved.add(operator.name, module, 0, 0, outliers=1)
+        return None
+
+
+def _where(operator: Operator, module: str) -> str:
+    return f"{operator.name} in {module or 'the model'}"
+
+
+@unseen
+def _pack(recorder: weakref.ref[Recorder], x: Tensor) -> Exact | Packed:
+    there = recorder()
+    return Exact(x, "an operator") if there is None else there.pack(x)
+
+
+@unseen
+def _unpack(kept: Exact | Packed) -> Tensor:
+    return kept.restore()

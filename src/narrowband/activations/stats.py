@@ -1,0 +1,75 @@
+"""What a forward pass saved for backward: bytes by operator and by module, with and without compression."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+__all__ = ["Saved", "SavedBytes"]
+
+
+@dataclass
+class SavedBytes:
+    """Bytes that backward needs.
+
+    Attributes:
+        raw_bytes: without compression: the memory of every saved tensor, counted once.
+        kept_bytes: with compression.
+        seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it.
+        outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
+            outlier is in them; see :class:`~narrowband.activations.outliers.Magnitudes`.
+    """
+
+    raw_bytes: int = 0
+    kept_bytes: int = 0
+    seconds: float = 0.0
+    outliers: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes: raw / kept. 1 where nothing was saved; infinite where all is computed again."""
+        return self.raw_bytes / self.kept_bytes if self.kept_bytes else 1.0 if not self.raw_bytes else math.inf
+
+    def add(self, raw_bytes: int, kept_bytes: int, outliers: int = 0) -> None:
+        """Count bytes, and tensors with outliers."""
+        self.raw_bytes += raw_bytes
+        self.kept_bytes += kept_bytes
+        self.outliers += outliers
+
+
+@dataclass
+class Saved:
+    """What one forward pass saved for backward.
+
+    Attributes:
+        by_operator: operator → bytes; see :data:`~narrowband.activations.policy.OPERATORS`.
+        by_module: module → bytes, of what it saved itself; "" is the model, "(outside)" what no module saved.
+    """
+
+    by_operator: dict[str, SavedBytes] = field(default_factory=dict)
+    by_module: dict[str, SavedBytes] = field(default_factory=dict)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Without compression."""
+        return sum(saved.raw_bytes for saved in self.by_operator.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """With compression."""
+        return sum(saved.kept_bytes for saved in self.by_operator.values())
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes: raw / kept."""
+        return SavedBytes(self.raw_bytes, self.kept_bytes).ratio
+
+    @property
+    def outliers(self) -> int:
+        """Tensors that are kept as they are because inf, NaN or an outlier is in them."""
+        return sum(saved.outliers for saved in self.by_operator.values())
+
+    def add(self, operator: str, module: str, raw_bytes: int, kept_bytes: int, outliers: int = 0) -> None:
+        """Count bytes, and tensors with outliers."""
+        self.by_operator.setdefault(operator, SavedBytes()).add(raw_bytes, kept_bytes, outliers)
+        self.by_module.setdefault(module, SavedBytes()).add(raw_bytes, kept_bytes, outliers)

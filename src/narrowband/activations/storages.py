@@ -1,0 +1,148 @@
+"""The pieces of memory that a forward pass's tensors lie in, and what is known of each.
+
+Many tensors that a pass saves share memory: views, a tensor that several operators save, results written in place. So
+bytes are counted, and tensors packed, once per piece of memory and not once per tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+from narrowband.activations.layout import Arrangement
+from narrowband.activations.packed import Exact, Payload
+from narrowband.activations.recompute import Recipe
+
+__all__ = [
+    "Storage",
+    "Storages",
+    "base_of",
+    "is_cast_of",
+    "is_expanded",
+    "is_of_a_parameter",
+    "is_plain",
+    "is_strided",
+    "values_of",
+]
+
+
+class Storage:
+    """One piece of memory. It may be freed while the pass goes on, and its address used again.
+
+    Attributes:
+        lives: whether it lives anyway, as parameters and the model's inputs do.
+        counted: whether its bytes were counted.
+        exact: the tensor that keeps all of it as it is, if one does.
+        payloads: which values of it (see :func:`values_of`) → their codes.
+        recipes: which values of it → how they are computed again.
+    """
+
+    __slots__ = ("_reference", "counted", "exact", "lives", "payloads", "recipes")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.lives = False
+        self.counted = False
+        self.exact: weakref.ref[Exact] | None = None
+        self.payloads: weakref.WeakValueDictionary[tuple[Any, ...], Payload] = weakref.WeakValueDictionary()
+        self.recipes: dict[tuple[Any, ...], Recipe] = {}
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether it is no longer there."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of it is kept as it is."""
+        return self.exact is not None and self.exact() is not None
+
+    def count(self, nbytes: int) -> int:
+        """So many bytes the first time, and none from then on."""
+        counted, self.counted = self.counted, True
+        return 0 if counted else nbytes
+
+
+class Storages:
+    """Those of a pass.
+
+    Example:
+        >>> storages, x = Storages(), torch.zeros(4, 4)
+        >>> storages.of(x) is storages.of(x.T)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, Storage] = {}
+
+    def of(self, x: Tensor) -> Storage:
+        """The one that a tensor lies in."""
+        storage = x.untyped_storage()
+        found = self._by_address.get(storage._cdata)
+        if found is None or found.is_freed:
+            found = self._by_address[storage._cdata] = Storage(storage)
+        return found
+
+    def live(self, tensors: Iterable[Any]) -> None:
+        """Note that tensors live anyway, and need not be counted. What is no tensor with memory is passed over."""
+        for x in tensors:
+            if isinstance(x, Tensor) and not is_lazy(x) and is_strided(x):
+                storage = self.of(x)
+                storage.lives = storage.counted = True
+
+
+# ---- what a tensor is ------------------------------------------------------------------------------------------------
+
+
+def values_of(x: Tensor, arrangement: Arrangement) -> tuple[Any, ...]:
+    """Which values of its memory a tensor has, in whatever shape: a key."""
+    return x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.dense else (x.shape, x.stride())
+
+
+def base_of(x: Tensor) -> Tensor:
+    """What the tensor is a view of, or itself."""
+    return x if x._base is None else x._base
+
+
+def is_strided(x: Tensor) -> bool:
+    """Whether the tensor has memory of its own with strides: no sparse, nested or functorch tensor."""
+    return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether codes can be made of the tensor: strided, of a dtype that kernels take, and no number alone."""
+    floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_strided(x) and floating and x.dim() > 0 and not x.is_neg() and not x.is_inference()
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether elements share memory: it is smaller than it looks."""
+    return x.nbytes > x.untyped_storage().nbytes() or any(
+        stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def is_of_a_parameter(x: Tensor) -> bool:
+    """Whether the tensor is a parameter, or a view of one."""
+    return isinstance(base_of(x), nn.Parameter)
+
+
+def is_cast_of(x: Tensor, arrangement: Arrangement, parameter: Tensor) -> bool:
+    """Whether a tensor's memory has the parameter's values in their order, in another dtype."""
+    base = base_of(x)
+    node = base.grad_fn  # None of what is frozen, and has been compared
+    direct = node is None or getattr(node.next_functions[0][0], "variable", None) is parameter
+    return (
+        direct
+        and x._version == 0
+        and arrangement.dense
+        and (x.numel(), x.storage_offset()) == (base.numel(), base.storage_offset())
+        and (base.shape, base.stride()) == (parameter.shape, parameter.stride())
+        and Arrangement.of(parameter).dense
+    )

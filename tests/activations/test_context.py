@@ -1,0 +1,304 @@
+"""The context: errors, threads, states, names, warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from tests.activations.helpers import compress, grads_of, linears
+from tests.activations.models import ViT, error, mlp, same
+
+
+def is_clean(model):
+    """Whether nothing of a context is left: hooks of modules, of saved tensors, modes."""
+    everywhere = torch.nn.modules.module
+    return not (
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_forward_hooks_always_called
+        or any(m._forward_hooks or m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._len_torch_function_stack()
+    )
+
+
+def test_an_exception_leaves_everything_clean():
+    model = linears(16, 32, 8)
+    handle = compress(model)
+    for wrong in (torch.randn(3, 5), "no tensor"):
+        with pytest.raises((RuntimeError, TypeError)), handle:
+            model(wrong)
+        assert is_clean(model)
+    with handle as saved:  # in the model, and caught there
+        with pytest.raises(RuntimeError):
+            model(torch.randn(3, 5))
+        y = model(torch.randn(20, 16)).exp()
+    assert is_clean(model)
+    assert saved.by_module["(outside)"].raw_bytes == saved.by_module["(outside)"].kept_bytes == 20 * 8 * 4
+    y.sum().backward()
+
+
+def test_an_interrupt_that_the_model_catches_does_not_confuse_modules():
+    class Interrupts(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(16, 32), Interrupts(), nn.Linear(32, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            with contextlib.suppress(KeyboardInterrupt):
+                self.inner(x)
+            return self.last(x)
+
+    model = nn.Sequential(Catches(), nn.GELU())
+    with compress(model) as saved:
+        model(torch.randn(20, 16)).exp()
+    assert set(saved.by_module) == {"0.last", "1", "(outside)"}
+
+
+def test_ratios():
+    assert nb.activations.SavedBytes(12, 3).ratio == 4
+    assert nb.activations.SavedBytes(12, 0).ratio == math.inf
+    assert nb.activations.SavedBytes().ratio == nb.activations.Saved().ratio == 1
+
+
+def test_contexts_do_not_nest():
+    model = linears(16, 32, 8)
+    handle = compress(model)
+    for inner in (handle, compress(linears(4, 4))):
+        with handle, pytest.raises(nb.UnsupportedError, match="inside of another one in the same thread"), inner:
+            pass
+        assert is_clean(model)
+    with handle as saved:
+        model(torch.randn(20, 16))
+    assert saved.kept_bytes < saved.raw_bytes
+
+
+def test_several_threads_have_a_pass_each():
+    """They come and go at different times, and each sees only its own."""
+    torch.manual_seed(0)
+    model = ViT().eval()  # without dropout
+    inputs = [torch.randn(2 + i, 3, 16, 16) for i in range(3)]
+    alone, found, grads = [], [None] * 3, [None] * 3
+    handle = compress(model, decay=0.0)
+    for x in inputs:
+        with handle as saved:
+            model(x)
+        alone.append(saved)
+    barriers = [threading.Barrier(2) for _ in range(2)]
+    failed = []
+
+    def work(i):
+        try:
+            with compress(model, decay=0.0) if i else handle as saved:
+                if i == 0:  # is in the middle of the model while others begin and end
+                    release = model.norm.register_forward_pre_hook(lambda *_: meet() if me() else None)
+                    y = model(inputs[i])
+                    release.remove()
+                else:
+                    y = model(inputs[i])
+                y.exp()  # outside of the model
+            found[i] = saved
+            grads[i] = torch.autograd.grad(y.sum(), list(model.parameters()))
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    def wait(which):
+        barriers[which].wait(30)
+
+    def meet():
+        wait(0)
+        wait(1)
+
+    threads = []
+
+    def me():
+        return threading.current_thread() is threads[0]
+
+    threads.append(threading.Thread(target=work, args=(0,)))
+    threads[0].start()
+    wait(0)
+    others = [threading.Thread(target=work, args=(i,)) for i in (1, 2)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+    wait(1)
+    threads[0].join()
+    assert not failed
+    for i in range(3):
+        plain = torch.autograd.grad(model(inputs[i]).sum(), list(model.parameters()))
+        as_dict = [dict(enumerate(part)) for part in (grads[i], plain)]
+        assert error(*as_dict) < 0.03
+        outside = found[i].by_module.pop("(outside)")
+        assert outside.raw_bytes == outside.kept_bytes == (2 + i) * 10 * 4
+        assert found[i].by_module == alone[i].by_module
+    assert is_clean(model)
+
+
+def test_as_a_decorator():
+    model, x = linears(16, 32, 8), torch.randn(20, 16)
+
+    @compress(model, rounding="nearest")
+    def loss_of(x):
+        """Of the batch."""
+        return model(x).square().sum()
+
+    assert loss_of.__doc__ == "Of the batch."
+    for _ in range(2):
+        loss = loss_of(x)
+        assert is_clean(model)
+        loss.backward()
+    first = grads_of(model)
+    model.zero_grad()
+    model(x).square().sum().mul(2).backward()
+    assert 0 < error(first, grads_of(model)) < 0.01
+
+
+def test_the_model_can_be_copied_and_pickled_afterwards():
+    model, x = mlp(), torch.randn(16, 32)
+    with compress(model):
+        y = model(x)
+    y.sum().backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert is_clean(other)
+        model.eval()
+        other.eval()
+        assert torch.equal(other(x), model(x))
+        state = compress(other).state_dict()  # estimates are the original's
+        assert state == {"estimates": {}, "seed": torch.initial_seed() & 0xFFFFFFFF, "draws": 0}
+
+
+def test_estimates_belong_to_the_model_and_not_to_the_context():
+    model, x = linears(16, 32, 8), torch.randn(20, 16)
+    for _ in range(3):
+        with compress(model):
+            model(x * 2)
+    assert compress(model).state_dict()["draws"] == 3
+    one = linears(16, 32, 8)
+    handle = compress(one)
+    for _ in range(3):
+        with handle:
+            one(x * 2)
+    expected = handle.state_dict()["estimates"]
+    assert all(torch.equal(compress(model).state_dict()["estimates"][name], expected[name]) for name in expected)
+
+
+def test_names_of_estimates_do_not_change_with_the_batch():
+    """A small batch, of which less is compressed, and a long one learn what the first one began."""
+    torch.manual_seed(0)
+    model = ViT()
+    handle = compress(model, min_numel=2000)
+    with handle:
+        model(torch.randn(8, 3, 16, 16))
+    before = handle.state_dict()["estimates"]
+    with handle:
+        model(torch.randn(2, 3, 16, 16))
+    between = handle.state_dict()["estimates"]
+    with handle:
+        model(torch.randn(5, 3, 16, 32))
+    after = handle.state_dict()["estimates"]
+    assert before.keys() == between.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], between[name])]
+    assert 0 < len(changed) < len(before)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
+    def train(steps, model, optimizer, handle):
+        for at in steps:
+            generator = torch.Generator().manual_seed(at)
+            torch.manual_seed(at)
+            with handle:
+                loss = model(torch.randn(16, 32, generator=generator)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def new():
+        torch.manual_seed(0)
+        model = mlp()
+        return model, torch.optim.SGD(model.parameters(), lr=0.5), compress(model, bits=4)
+
+    whole = new()
+    train(range(8), *whole)
+    first = new()
+    train(range(4), *first)
+    torch.save([part.state_dict() for part in first], tmp_path / "state.pt")
+    second = new()
+    for part, state in zip(second, torch.load(tmp_path / "state.pt", weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(range(4, 8), *second)
+    assert all(same(p, q) for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True))
+    assert second[2].state_dict()["draws"] == whole[2].state_dict()["draws"]
+    forgetful = new()
+    for part, state in zip(forgetful[:2], torch.load(tmp_path / "state.pt", weights_only=True)[:2], strict=True):
+        part.load_state_dict(state)
+    train(range(4, 8), *forgetful)
+    assert not all(same(p, q) for p, q in zip(whole[0].parameters(), forgetful[0].parameters(), strict=True))
+
+
+def test_roundings_follow_the_seed_of_torch():
+    def gradients(seed):
+        model, x = linears(16, 32, 8), torch.ones(20, 16)
+        torch.manual_seed(seed)
+        with compress(model, bits=2):
+            y = model(x)
+        y.square().sum().backward()
+        return grads_of(model)["1.weight"]
+
+    assert torch.equal(gradients(1), gradients(1))
+    assert not torch.equal(gradients(1), gradients(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({"min_numel": 10**6}, True), ({}, False), ({"bits": "off"}, False), ({"modules": {"*": "off"}}, True)],
+    ids=str,
+)
+def test_a_pass_in_which_nothing_was_compressed_warns(options, warns, caplog):
+    model = linears(16, 32, 8)
+    with caplog.at_level(logging.WARNING), compress(model, **options):
+        model(torch.randn(20, 16))
+    assert any("nothing was compressed" in record.message for record in caplog.records) == warns
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), compress(model, **options):
+        model(torch.randn(20, 16))
+    assert not caplog.records  # it was said, of this model
+    model = linears(16, 32, 8)
+    with caplog.at_level(logging.WARNING), compress(model, **options), torch.no_grad():
+        model(torch.randn(20, 16))
+    assert not caplog.records  # nothing was saved
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError), compress(model, min_numel=10**6):
+        model(model(torch.randn(20, 16)))
+    assert not caplog.records
+
+
+def test_modules_are_named_and_policies_go_by_these_names():
+    torch.manual_seed(0)
+    model = ViT(fused=False)
+    with compress(model, modules={"blocks.0.*": "off", "blocks.*.attn:softmax": 2}) as saved:
+        model(torch.randn(4, 3, 16, 16))
+    names = {name for name, _ in model.named_modules()} | {"(outside)"}
+    assert set(saved.by_module) <= names
+    for name, entry in saved.by_module.items():
+        if name.startswith("blocks.0.") and name != "blocks.0.attn":
+            assert entry.kept_bytes == entry.raw_bytes
+        elif name in ("blocks.1.norm1", "blocks.1.mlp.1", "norm"):
+            assert entry.kept_bytes < entry.raw_bytes / 2
+    softmax = saved.by_operator["softmax"]
+    assert softmax.kept_bytes * 16 == softmax.raw_bytes == 2 * 4 * 4 * 16 * 16 * 4
