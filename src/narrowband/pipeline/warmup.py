@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["warm_up"]
 
-#: Small tensors take one thread and large ones several. Top-k samples runs of neighbours where there are enough of them,
+#: Small tensors take one thread, large ones several. Top-k samples runs of neighbours where there are enough of them,
 #: and single elements elsewhere; it does so in large tensors, too, where runs have misled it.
 _SHAPES = ((4, 256), (4, 4096), (4, 65536))
 
