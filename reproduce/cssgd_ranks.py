@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowband as nb
 from narrowband.bench.ranks import Worker, received, transmitted
 from narrowband.coded.assignment import Assignment
-from narrowband.coded.average import header_nbytes
+from narrowband.coded.header import header_nbytes
 from narrowband.transport import connect
 from narrowband.transport.datagram import HEADER_BYTES
 from narrowband.transport.sockets import IP_UDP_BYTES

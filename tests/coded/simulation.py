@@ -12,7 +12,7 @@ from narrowband.coded.average import BlockAverage
 from narrowband.transport.contract import Transport, check_exchange
 
 
-class Wires:
+class Simulation:
     """What connects the nodes of a simulation, and what was sent."""
 
     def __init__(self, nodes):
@@ -23,31 +23,31 @@ class Wires:
         self.received = [0] * nodes
 
     def end(self, rank):
-        return Wire(self, rank)
+        return SimulatedTransport(self, rank)
 
 
-class Wire(Transport):
+class SimulatedTransport(Transport):
     """One node's end: what it did not want is noise."""
 
-    name = "wire"
+    name = "simulated"
 
-    def __init__(self, wires, rank):
-        self._wires, self._rank = wires, rank
+    def __init__(self, simulation, rank):
+        self._simulation, self._rank = simulation, rank
 
     def exchange(self, outgoing, incoming, wanted):
-        wires, rank = self._wires, self._rank
-        check_exchange(outgoing, incoming, wanted, rank, wires.nodes)
-        wires.buffers[rank] = outgoing
-        wires.sent[rank] += outgoing.numel()
-        wires.barrier.wait()
-        for k in range(wires.nodes):
+        simulation, rank = self._simulation, self._rank
+        check_exchange(outgoing, incoming, wanted, rank, simulation.nodes)
+        simulation.buffers[rank] = outgoing
+        simulation.sent[rank] += outgoing.numel()
+        simulation.barrier.wait()
+        for k in range(simulation.nodes):
             if k != rank:
-                assert incoming[k].numel() == wires.buffers[k].numel()
+                assert incoming[k].numel() == simulation.buffers[k].numel()
                 incoming[k].random_(0, 256)
                 for start, stop in wanted[k]:
-                    incoming[k][start:stop] = wires.buffers[k][start:stop]
-                    wires.received[rank] += stop - start
-        wires.barrier.wait()
+                    incoming[k][start:stop] = simulation.buffers[k][start:stop]
+                    simulation.received[rank] += stop - start
+        simulation.barrier.wait()
 
     def close(self):
         pass
@@ -68,9 +68,9 @@ def on_all(nodes, work):
 
 def averages_of(assignment, numels, **options):
     """The nodes' averages, and what connects them."""
-    wires = Wires(assignment.nodes)
-    return wires, [
-        BlockAverage(assignment, rank, numels, wires.end(rank), **options) for rank in range(assignment.nodes)
+    simulation = Simulation(assignment.nodes)
+    return simulation, [
+        BlockAverage(assignment, rank, numels, simulation.end(rank), **options) for rank in range(assignment.nodes)
     ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband.coded.assignment import Assignment
-from narrowband.coded.average import Header, header_nbytes
+from narrowband.coded.header import Header, header_nbytes
 from tests.coded.simulation import averages_of, exactly, gradients_of, on_all, put
 
 EVERY = [(n, r, g) for n in range(2, 7) for r in range(1, n) for g in range(r, n + 1) if n % g == 0]
@@ -31,17 +31,17 @@ def assert_same(results, expected):
 def test_all_nodes_get_the_bits_that_one_place_computes(n, r, g, bits):
     a = Assignment(n, r, g)
     numels = [7, 50, 1]
-    wires, averages = averages_of(a, numels, bits=bits, span=1.0)
+    simulation, averages = averages_of(a, numels, bits=bits, span=1.0)
     gradients = gradients_of(a, numels, scale=0.1 / a.blocks)
     put(averages, gradients)
     node = averages[0]
-    expected = exactly(gradients, math.ldexp(1.0, node.exponent), node.limit)
+    expected = exactly(gradients, math.ldexp(1.0, node.unit.exponent), node.unit.limit)
     assert_same(on_all(n, lambda rank: averages[rank].average(48)), expected)
-    assert wires.sent == [node.nbytes for node in averages] == [node.last.sent_bytes for node in averages]
+    assert simulation.sent == [node.nbytes for node in averages] == [node.last.sent_bytes for node in averages]
     assert [one.step for one in averages] == [1] * n
     # Coarser in fewer bits, but by no more than half a unit for each block.
     exact = sum(torch.cat(block).double() for block in gradients)
-    assert (expected.double() - exact).abs().max() <= a.blocks * node.reach / node.limit / 2 + 1e-7
+    assert (expected.double() - exact).abs().max() <= a.blocks * node.unit.reach / node.unit.limit / 2 + 1e-7
 
 
 @given(
@@ -54,12 +54,12 @@ def test_all_nodes_get_the_bits_that_one_place_computes(n, r, g, bits):
 @settings(max_examples=30)
 def test_segments_and_layers_of_any_size_change_nothing(numbers, numels, bits, segment, seed):
     a = Assignment(*numbers)
-    wires, averages = averages_of(a, numels, bits=bits, span=1.0, segment_nbytes=segment)
+    simulation, averages = averages_of(a, numels, bits=bits, span=1.0, segment_nbytes=segment)
     gradients = gradients_of(a, numels, seed, scale=0.1 / a.blocks)
     put(averages, gradients)
-    expected = exactly(gradients, math.ldexp(1.0, averages[0].exponent))
+    expected = exactly(gradients, math.ldexp(1.0, averages[0].unit.exponent))
     assert_same(on_all(a.nodes, lambda rank: averages[rank].average(48)), expected)
-    assert wires.sent == [node.nbytes for node in averages]
+    assert simulation.sent == [node.nbytes for node in averages]
 
 
 @pytest.mark.parametrize(("n", "r"), [(n, r) for n in range(4, 9) for r in range(1, 5) if r < n])
@@ -67,7 +67,7 @@ def test_segments_and_layers_of_any_size_change_nothing(numbers, numels, bits, s
 def test_bytes_are_those_of_equation_19_and_the_header(n, r, bits):
     a = Assignment(n, r)
     numel = 840 * 32  # whole slices for every r
-    wires, averages = averages_of(a, [numel], bits=bits, span=1.0, segment_nbytes=20_000)
+    simulation, averages = averages_of(a, [numel], bits=bits, span=1.0, segment_nbytes=20_000)
     header = 20 + 4 * comb(n - 1, r - 1)
     assert header == header_nbytes(a.blocks_per_node)
     gradient = numel * bits // 8
@@ -78,17 +78,17 @@ def test_bytes_are_those_of_equation_19_and_the_header(n, r, bits):
     if n <= 6:
         put(averages, gradients_of(a, [numel], scale=0.1 / a.blocks))
         on_all(n, lambda rank: averages[rank].average(8))
-        assert wires.sent == [averages[0].nbytes] * n
-        assert wires.received == [a.load(multicast=False) * gradient + (n - 1) * header] * n
+        assert simulation.sent == [averages[0].nbytes] * n
+        assert simulation.received == [a.load(multicast=False) * gradient + (n - 1) * header] * n
 
 
 def test_bytes_of_groups():
     a = Assignment(8, 2, group=4)
-    wires, averages = averages_of(a, [4096], segment_nbytes=5000)
+    simulation, averages = averages_of(a, [4096], segment_nbytes=5000)
     put(averages, gradients_of(a, [4096]))
     on_all(8, lambda rank: averages[rank].average(8))
-    assert wires.sent == [node.nbytes for node in averages]
-    assert sum(wires.sent) == 8 * (a.load() * 4 * 4096 + header_nbytes(3) + header_nbytes(0))
+    assert simulation.sent == [node.nbytes for node in averages]
+    assert sum(simulation.sent) == 8 * (a.load() * 4 * 4096 + header_nbytes(3) + header_nbytes(0))
     repeated = averages_of(Assignment(8, 2, group=2), [4096])[1][0]
     assert repeated.nbytes == 4 * 4096 / 2 + header_nbytes(1)
 
@@ -122,14 +122,14 @@ some = pytest.mark.parametrize("numbers", SOME)
 def test_out_of_reach_is_seen_by_all_and_nothing_wraps(numbers, bits, times, caplog):
     a = Assignment(*numbers)
     _, averages = averages_of(a, [40], bits=bits, span=1.0)
-    reach, before = averages[0].reach, averages[0].exponent
+    reach, before = averages[0].unit.reach, averages[0].unit.exponent
     assert reach >= 1.0 / a.blocks
     gradients = gradients_of(a, [40], scale=0.01 / a.blocks)
     gradients[-1][0][7] = -reach * times  # of one block, on r of the nodes
     put(averages, gradients)
     with caplog.at_level(logging.WARNING, "narrowband"):
         results = on_all(a.nodes, lambda rank: averages[rank].average(48))
-    exponents = {node.exponent for node in averages}
+    exponents = {node.unit.exponent for node in averages}
     assert len(exponents) == 1
     wider = exponents.pop() - before
     assert 2.0 ** (wider - 1) < times <= 2.0**wider
@@ -156,7 +156,7 @@ def test_what_is_not_finite_is_nan_on_all_nodes_in_that_step_and_forgotten_in_th
         assert result.isnan().all()
     gradients[0][0] = fine
     put(averages, gradients)
-    expected = exactly(gradients, math.ldexp(1.0, averages[0].exponent))
+    expected = exactly(gradients, math.ldexp(1.0, averages[0].unit.exponent))
     assert_same(on_all(a.nodes, lambda rank: averages[rank].average(48)), expected)
     assert [node.last.exchanges for node in averages] == [1] * a.nodes
 
@@ -166,9 +166,9 @@ def test_the_largest_contributions_there_may_be_add_up_without_wrapping(n):
     for r in range(1, n):
         a = Assignment(n, r)
         _, averages = averages_of(a, [9], span=10.0)
-        reach = averages[0].reach
+        reach = averages[0].unit.reach
         assert a.blocks * reach >= 10.0
-        assert a.blocks * averages[0].limit < 2**31
+        assert a.blocks * averages[0].unit.limit < 2**31
         for sign in (1.0, -1.0):
             put(averages, [[torch.full((9,), sign * reach)] for _ in range(a.blocks)])
             results = on_all(n, lambda rank, averages=averages: averages[rank].average(48))
@@ -183,7 +183,7 @@ def test_nodes_that_computed_other_bits_for_a_block_are_found_by_all(numbers):
     put(averages, gradients_of(a, [40]))
     block = a.blocks - 1
     last = averages[a.holders[block][-1]]
-    last._contributions[a.held(last.rank).index(block), 5] += 1e-7
+    last._exchange._contributions[a.held(last.rank).index(block), 5] += 1e-7
     for error in on_all(a.nodes, lambda rank: averages[rank].average(48)):
         assert isinstance(error, RuntimeError)
         assert f"block {block} of the mini-batch has other gradients" in str(error)
@@ -197,7 +197,8 @@ def test_nodes_out_of_step_are_found_by_all(numbers, what):
     _, averages = averages_of(a, [40])
     put(averages, gradients_of(a, [40]))
     if what != "samples":
-        setattr(averages[-1], what, getattr(averages[-1], what) + 1)
+        at = averages[-1].unit if what == "exponent" else averages[-1]
+        setattr(at, what, getattr(at, what) + 1)
     for error in on_all(a.nodes, lambda rank: averages[rank].average(48 - (what == "samples" and rank == a.nodes - 1))):
         assert isinstance(error, RuntimeError)
         assert "ranks are not in the same step" in str(error)
@@ -216,12 +217,12 @@ def test_auto_follows_gradients_that_grow_and_shrink(bits):
         assert_same(results, results[0])
         steady = 1e-4 < scale < 1.0
         if steady or scale == 40.0:  # a step that follows a like one, or one that was exchanged twice
-            assert (results[0].double() - exact).abs().max() <= a.blocks * 2 * largest / averages[0].limit * 16
+            assert (results[0].double() - exact).abs().max() <= a.blocks * 2 * largest / averages[0].unit.limit * 16
         if step in (1, 2, 4, 7):
             assert averages[0].last.exchanges == 1
         if step in (0, 5):
             assert averages[0].last.exchanges == 2
-    assert len({node.exponent for node in averages}) == 1
+    assert len({node.unit.exponent for node in averages}) == 1
 
 
 @pytest.mark.parametrize(
@@ -247,12 +248,12 @@ def test_gradients_of_several_backward_passes_add_up_with_their_weights():
     summed = [
         [0.5 * x + 0.25 * y for x, y in zip(one, other, strict=True)] for one, other in zip(first, second, strict=True)
     ]
-    expected = exactly(summed, math.ldexp(1.0, averages[0].exponent))
+    expected = exactly(summed, math.ldexp(1.0, averages[0].unit.exponent))
     assert_same(on_all(3, lambda rank: averages[rank].average(24)), expected)
     # A parameter without a gradient contributes nothing, whatever it did in the step before.
     for node in averages:
         for row, block in enumerate(a.held(node.rank)):
             node.add(row, [None, second[block][1]], 1.0)
     without = [[torch.zeros(4), block[1]] for block in second]
-    expected = exactly(without, math.ldexp(1.0, averages[0].exponent))
+    expected = exactly(without, math.ldexp(1.0, averages[0].unit.exponent))
     assert_same(on_all(3, lambda rank: averages[rank].average(24)), expected)

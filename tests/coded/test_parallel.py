@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import narrowband as nb
 from narrowband.coded.assignment import Assignment
-from narrowband.coded.average import header_nbytes
+from narrowband.coded.header import header_nbytes
 from tests.coded.training import INPUTS, OUTPUTS, batch, computed_in_one_place, flat, gradient, loss_of, mlp
 from tests.gradients.training import refusal
 from tests.ranks import RankError, run_ranks
@@ -28,7 +28,7 @@ def all_equal(tensors):
 def one_step(rank, world_size, redundancy, group, bits, samples):
     torch.set_num_threads(1)
     model = nb.CodedDataParallel(mlp(), redundancy, group=group, bits=bits)
-    exponent = model._average.exponent
+    exponent = model._average.unit.exponent
     x, y = model.split(*batch(0, samples))
     loss_of(model(x), y).backward()
     return gradient(model), exponent

@@ -3,7 +3,13 @@
 =====================  ===============================================================================
 :mod:`.assignment`     which node computes what: blocks, samplers, loads
 :mod:`.coding`         what travels: packets that are sums of slices, and what is left of them
-:mod:`.average`        from the gradients of blocks to the average: fixed point, headers, exchanges
+:mod:`.fixed_point`    contributions as whole numbers
+:mod:`.header`         what each node says of itself in a step
+:mod:`.exchange`       one exchange: packets filled, sent, and taken apart
+:mod:`.recovery`       a node is lost, or returns
+:mod:`.average`        from the gradients of blocks to the average: a step
+:mod:`.blocks`         one forward and backward, block by block
+:mod:`.checks`         what is refused at set-up
 :mod:`.parallel`       the model that is used like DDP
 :mod:`.choose`         how much redundancy pays: two times measured, all others predicted
 =====================  ===============================================================================
@@ -15,9 +21,9 @@ Source: Li, Xie, Mao et al. 2021, CSSGD (DOI 10.19678/j.issn.1000-3428.0057340);
 from __future__ import annotations
 
 from narrowband.coded.assignment import Assignment, CodedSampler
-from narrowband.coded.average import CodedStats, CodedStepStats
 from narrowband.coded.choose import Candidate, Choice, choose_redundancy, predict
 from narrowband.coded.parallel import CodedDataParallel
+from narrowband.coded.stats import CodedStepStats
 from narrowband.transport import Broadcast, RanksLostError, Transport
 from narrowband.transport.multicast import Multicast, MulticastStatistics
 
@@ -28,7 +34,6 @@ __all__ = [
     "Choice",
     "CodedDataParallel",
     "CodedSampler",
-    "CodedStats",
     "CodedStepStats",
     "Multicast",
     "MulticastStatistics",

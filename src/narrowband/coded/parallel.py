@@ -11,42 +11,39 @@ Backward of the outputs is where the step happens: it runs backward of each bloc
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import logging
 import math
 import weakref
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from narrowband import kernels
 from narrowband.coded.assignment import Assignment, CodedSampler
-from narrowband.coded.average import BlockAverage, CodedStats, CodedStepStats
+from narrowband.coded.average import BlockAverage
+from narrowband.coded.blocks import Run
+from narrowband.coded.checks import NORMS, check_agreement, check_failures, check_model, no_batch_norm
+from narrowband.coded.fixed_point import DTYPES
+from narrowband.coded.stats import CodedStepStats
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
+from narrowband.stats import Stats
 from narrowband.transport import Transport, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
-    from torch.utils._pytree import TreeSpec
 
-    from narrowband.coded.average import Span
+    from narrowband.coded.fixed_point import Span
 
 __all__ = ["CodedDataParallel"]
-
-log = logging.getLogger(__name__)
-
-#: Norms that look at several samples at once.
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class CodedDataParallel(nn.Module):
@@ -70,22 +67,24 @@ class CodedDataParallel(nn.Module):
             the same step, and widens it. ``auto``, the default with fewer bits: as far as the last step was in need of.
         process_group: the ranks; by default all.
         seed: of random numbers in the model (dropout).
-        tolerate: how many ranks may be lost while the others go on, 0 or 1. One takes ``redundancy`` 2 or more, and
+        max_failures: how many ranks may be lost while the others go on, 0 or 1. One takes ``redundancy`` 2 or more, and
             multicast: when a rank dies or falls silent, the others exchange the step without it, and compute what it
             would have, since all its blocks are on other ranks, too. They get the same bits as if nothing had happened.
-        patience: with ``tolerate``, after so many seconds without a sign of life a rank that is waited for is lost. A
-            rank that computes gives signs of life; that one is waited for as long as the process group would.
-        remember: with ``tolerate``, for so many steps a lost rank whose process lives may return: it is given the
-            averages that it missed and applies one after the other in its own training loop, with the same bits as all.
-            One of the others keeps them meanwhile, in 4 bytes per parameter and step of its host's memory. 0: never.
+        silence_timeout: with ``max_failures``, after so many seconds without a sign of life a rank that is waited for
+            is lost. A rank that computes gives signs of life; that one is waited for as long as the process group
+            would.
+        rejoin_steps: with ``max_failures``, for so many steps a lost rank whose process lives may return: it is given
+            the averages that it missed and applies one after the other in its own training loop, with the same bits as
+            all. One of the others keeps them meanwhile, in 4 bytes per parameter and step of its host's memory. 0:
+            never.
 
     Raises:
         ValueError: numbers that do not fit together, or ranks that differ in model or arguments.
         UnsupportedError: no process group, or a model that cannot be trained this way (BatchNorm, sparse or complex
             gradients, several devices), or a transport that cannot go on without a rank, but should.
 
-    Backward raises :class:`~narrowband.coded.RanksLostError` on all ranks where more are lost than ``tolerate`` says,
-    and on a rank that the others have gone on without, once it cannot return.
+    Backward raises :class:`~narrowband.coded.RanksLostError` on all ranks where more are lost than ``max_failures``
+    says, and on a rank that the others have gone on without, once it cannot return.
 
     Example:
         >>> model = nb.CodedDataParallel(net, redundancy=2)
@@ -107,9 +106,9 @@ class CodedDataParallel(nn.Module):
         span: Span | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
-        tolerate: int = 0,
-        patience: float = 30.0,
-        remember: int = 16,
+        max_failures: int = 0,
+        silence_timeout: float = 30.0,
+        rejoin_steps: int = 16,
     ) -> None:
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
@@ -122,19 +121,19 @@ class CodedDataParallel(nn.Module):
             "bits": bits,
             "span": span,
             "seed": seed,
-            "tolerate": tolerate,
-            "patience": patience,
-            "remember": remember,
+            "max_failures": max_failures,
+            "silence_timeout": silence_timeout,
+            "rejoin_steps": rejoin_steps,
         }
-        _agree(arguments, module, cast("dist.ProcessGroup", users))
-        device = _check(module)
+        check_agreement(arguments, module, cast("dist.ProcessGroup", users))
+        device = check_model(module)
         ranks = dist.get_process_group_ranks(users)
         self.assignment = Assignment(len(ranks), redundancy, group or 0)
-        _check_tolerance(tolerate, patience, remember, redundancy, transport)
+        check_failures(max_failures, silence_timeout, rejoin_steps, redundancy, transport)
         self.module = module
         self._trained = [p for p in module.parameters() if p.requires_grad]
         named = module.named_modules()
-        self._norms = {name: m for name, m in named if isinstance(m, _NORMS) and m.track_running_stats}
+        self._norms = {name: m for name, m in named if isinstance(m, NORMS) and m.track_running_stats}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._seed = seed
         self._syncs = True
@@ -147,8 +146,8 @@ class CodedDataParallel(nn.Module):
         own = dist.new_group(ranks, backend=dist.get_backend(users), timeout=timeout, use_local_synchronization=True)
         self._rank = dist.get_rank(own)
         limits: dict[str, Any] = {}
-        if tolerate:
-            limits = {"tolerate": tolerate, "patience": patience, "readmits": remember > 0}
+        if max_failures:
+            limits = {"max_failures": max_failures, "silence_timeout": silence_timeout, "readmits": rejoin_steps > 0}
         self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport
         weakref.finalize(self, self.transport.close)
         numels = [p.numel() for p in self._trained]
@@ -160,7 +159,7 @@ class CodedDataParallel(nn.Module):
             bits=bits,
             span=span,
             device=device,
-            remember=remember,
+            rejoin_steps=rejoin_steps,
         )
         _warm_up(bits, device, own)
 
@@ -226,28 +225,24 @@ class CodedDataParallel(nn.Module):
         """The rank that the others, and so this one, go on without; empty as long as, and as soon as, all are there."""
         return self.transport.lost
 
-    def stats(self) -> CodedStats:
+    def stats(self) -> Stats[CodedStepStats]:
         """Bytes and seconds: in total, and of the last step."""
-        return CodedStats(CodedStepStats(**vars(self._average.total)), CodedStepStats(**vars(self._average.last)))
+        return Stats(replace(self._average.total), replace(self._average.last))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Part of :meth:`state_dict`: with it, a resumed run ends with the same bits. The same on all ranks."""
         return {
-            "step": self._average.step,
-            "exponent": self._average.exponent,
-            "limit": self._average.limit,
+            **self._average.state_dict(),
             "assignment": str(self.assignment),
             "heights": dict(self._heights),
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Part of :meth:`load_state_dict`. Where the number of ranks or bits has changed, the span begins anew."""
-        self._average.step = state["step"]
-        if state["assignment"] == str(self.assignment):
-            for height, samples in state["heights"].items():
-                self._heights.setdefault(height, samples)
-            if state["limit"] == self._average.limit:
-                self._average.exponent = state["exponent"]
+        same = state["assignment"] == str(self.assignment)
+        self._average.load_state_dict(state, same_assignment=same)
+        for height, samples in state["heights"].items() if same else ():
+            self._heights.setdefault(height, samples)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -263,13 +258,14 @@ class CodedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         for name, norm in self._norms.items():
             if norm.training:  # frozen before, and woken by model.train()
-                raise UnsupportedError(_no_batch_norm(name, norm))
+                raise UnsupportedError(no_batch_norm(name, norm))
         leaves = tree_flatten((args, kwargs))[0]
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise UnsupportedError("inputs that want gradients cannot be cut into blocks; move what makes them inside")
         samples, height = self._batch(rows)
-        run = _Run(self, samples, height, syncs=self._syncs)
+        finish = functools.partial(self._finish, samples, syncs=self._syncs)
+        run = Run(self._trained, self._average, samples, height, finish)
         sizes = self.assignment.sizes(samples)
         for row, block in enumerate(self.assignment.held(self._rank)):
             part = slice(row * height, row * height + sizes[block])
@@ -324,167 +320,6 @@ class CodedDataParallel(nn.Module):
                 p.grad += part
 
 
-@dataclass
-class _Block:
-    """What the module made of one block: outputs, and how many of its rows are samples."""
-
-    outputs: list[Any]
-    samples: int
-
-
-class _Run:
-    """One forward: block after block, and later back."""
-
-    def __init__(self, model: CodedDataParallel, samples: int, height: int, *, syncs: bool) -> None:
-        self._model, self._samples, self._height, self._syncs = model, samples, height, syncs
-        self._blocks: list[_Block] = []
-        self._spec: TreeSpec | None = None
-
-    def add(self, output: Any, samples: int) -> None:
-        outputs, self._spec = tree_flatten(output)
-        for leaf in outputs:
-            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != samples):
-                raise UnsupportedError(
-                    f"a block of {samples} samples has an output of shape {tuple(leaf.shape)}: outputs need a row for "
-                    "each sample, so that a block's part of the loss is known; compute the loss outside of the model"
-                )
-        self._blocks.append(_Block(outputs, samples))
-
-    def outputs(self, anchor: Tensor) -> Any:
-        """All blocks' outputs, one block after the other."""
-        columns = list(zip(*(block.outputs for block in self._blocks), strict=True))
-        tensors = [at for at, column in enumerate(columns) if isinstance(column[0], torch.Tensor)]
-        joined: list[Any] = [column[0] for column in columns]
-        for at, tensor in zip(tensors, _Blocks.apply(anchor, self, tensors), strict=True):  # type: ignore[no-untyped-call]
-            joined[at] = tensor
-        assert self._spec is not None
-        return tree_unflatten(joined, self._spec)
-
-    def join(self, at: int) -> tuple[Tensor, bool]:
-        """One output of all blocks, and whether it has a gradient; what has no sample of its own repeats the last."""
-        parts = []
-        for block in self._blocks:
-            part = block.outputs[at].detach()
-            parts += [part, part[-1:].expand(self._height - block.samples, *part.shape[1:])]
-        return torch.cat(parts), any(block.outputs[at].requires_grad for block in self._blocks)
-
-    def backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-        """From the gradients of all outputs to those of each block, and to the average."""
-        if not self._blocks:
-            raise RuntimeError("backward a second time: the blocks' graphs are freed, retain_graph=True or not")
-        model, blocks = self._model, self._blocks
-        self._blocks = []
-        weight = self._height * len(blocks) / self._samples
-        if model._average.is_given:  # this rank was lost: what these blocks contribute, others have computed
-            blocks = []
-        for row, block in enumerate(blocks):
-            first = row * self._height
-            ends, starts = [], []
-            for at, gradient in zip(tensors, gradients, strict=True):
-                if gradient is not None and block.outputs[at].requires_grad:
-                    ends.append(block.outputs[at])
-                    starts.append(gradient[first : first + block.samples])
-            found: Sequence[Tensor | None] = [None] * len(model._trained)
-            if ends:
-                found = torch.autograd.grad(ends, model._trained, starts, allow_unused=True)
-            block.outputs.clear()
-            model._average.add(row, found, weight)
-        model._finish(self._samples, syncs=self._syncs)
-
-
-class _Blocks(torch.autograd.Function):
-    """Where the user's graph ends and those of the blocks begin."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, run: _Run, tensors: list[int]) -> tuple[Tensor, ...]:
-        ctx.run, ctx.tensors = run, tensors
-        joined = [run.join(at) for at in tensors]
-        ctx.mark_non_differentiable(*(tensor for tensor, has_gradient in joined if not has_gradient))
-        ctx.set_materialize_grads(False)
-        return tuple(tensor for tensor, _ in joined)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.run.backward(ctx.tensors, gradients)
-        return None, None, None
-
-
-# ---- set-up ----------------------------------------------------------------------------------------------------------
-
-
-def _check(module: nn.Module) -> torch.device:
-    """The device of the parameters, if the model can be trained."""
-    for name, child in module.named_modules():
-        if isinstance(child, _NORMS) and child.training:
-            if child.track_running_stats:
-                raise UnsupportedError(_no_batch_norm(name, child))
-            log.warning("%s is a %s: its statistics are those of one block", name, type(child).__name__)
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise UnsupportedError(f"{name} has sparse gradients, which have no fixed places; use sparse=False")
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
-        raise UnsupportedError("the model has no parameter that requires a gradient: there is nothing to average")
-    odd = [name for name, p in trained.items() if p.is_complex()]
-    if odd:
-        raise UnsupportedError(f"gradients are real numbers here; these parameters are complex: {', '.join(odd)}")
-    devices = {p.device for p in trained.values()}
-    if len(devices) > 1:
-        raise UnsupportedError(f"the parameters are on several devices: {', '.join(sorted(map(str, devices)))}")
-    return devices.pop()
-
-
-def _check_tolerance(
-    tolerate: int, patience: float, remember: int, redundancy: int, transport: str | Transport
-) -> None:
-    if tolerate not in (0, 1):
-        raise ValueError(f"tolerate={tolerate!r} is neither 0 nor 1")
-    if tolerate and redundancy < 2:
-        raise ValueError(
-            f"tolerate=1 takes redundancy=2 or more, not {redundancy}: what one rank alone computes is lost with it"
-        )
-    if not 0 < patience < math.inf:
-        raise ValueError(f"patience={patience!r} is no number of seconds above 0")
-    if remember < 0:
-        raise ValueError(f"remember={remember!r} is no number of steps")
-    if not isinstance(transport, str) and transport.tolerate != tolerate:
-        raise UnsupportedError(
-            f"tolerate={tolerate}, but the transport, {transport.name}, has tolerate={transport.tolerate}; "
-            "Multicast(group, silence_s=..., tolerate=1) is one that goes on without a rank"
-        )
-
-
-def _no_batch_norm(name: str, child: nn.Module) -> str:
-    return (
-        f"{name} is a {type(child).__name__} in training: it would normalize by one block of the mini-batch at a time, "
-        "and its running averages would be those of other samples on every rank. SyncBatchNorm is no way out: ranks "
-        "compute different blocks at a time, so what it would add up is no statistic of the mini-batch. Use GroupNorm "
-        "or LayerNorm, or freeze it with .eval()"
-    )
-
-
-def _agree(arguments: dict[str, Any], module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Ranks that were set up differently would hang, or decode nonsense; find out now."""
-    mine: dict[str, Any] = dict(arguments)
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):
-            value = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
-            digest = hashlib.blake2b(value.numpy().data, digest_size=8).hexdigest()
-            mine[name] = f"{what}, values {digest}"
-    everybody: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, mine, group=group)
-    first = everybody[0]
-    for rank, theirs in enumerate(everybody):
-        differs = [key for key in {**first, **theirs} if first.get(key, "none") != theirs.get(key, "none")]
-        if differs:
-            raise ValueError(
-                f"ranks 0 and {rank} differ in {', '.join(differs[:3])}{' …' if len(differs) > 3 else ''}: "
-                f"{first.get(differs[0], 'none')!r} and {theirs.get(differs[0], 'none')!r}. All ranks have to begin "
-                "with the same arguments and the same model, to the bit: the same seed before it is made, or the same "
-                "checkpoint"
-            )
-
-
 def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
     """Have every loop compiled or loaded now, on one rank first, so that the others find what it compiled."""
     rank = dist.get_rank(group)
@@ -497,7 +332,7 @@ def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
 
 def _use_once(bits: int, device: torch.device) -> None:
     x, total = torch.ones(8, device=device), torch.zeros(8, dtype=torch.int32, device=device)
-    codes = torch.empty(8, dtype={32: torch.int32, 16: torch.int16, 8: torch.int8}[bits], device=device)
+    codes = torch.empty(8, dtype=DTYPES[bits], device=device)
     kernels.fixed_quantize(x, codes, 1.0, 100)
     for out in (codes[:4], total[:4]):
         kernels.fixed_sum(codes, [4], out)

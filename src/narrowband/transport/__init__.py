@@ -5,6 +5,10 @@
 :mod:`.broadcast`    exchanges through a process group
 :mod:`.multicast`    exchanges by datagrams that leave their sender once
 :mod:`.factory`      chooses between the two
+:mod:`.event_loop`   the thread of multicast
+:mod:`.membership`   ranks that are silent, lost, or let back in
+:mod:`.repair`       which chunks are sent, and sent again
+:mod:`.link`         datagrams out and in, and their counts
 :mod:`.delivery`     which chunks of a buffer were sent, arrived, or are missing
 :mod:`.pacing`       how fast datagrams are sent
 :mod:`.datagram`     the format of a datagram

@@ -47,7 +47,7 @@ class Transport(ABC):
         name: as users choose it.
         multicast: whether what a rank sends leaves it once, however many ranks need it.
         device: where outgoing and incoming buffers have to live.
-        tolerate: how many ranks may be lost: an exchange that fails for want of them says so
+        max_failures: how many ranks may be lost: an exchange that fails for want of them says so
             (:class:`RanksLostError`), once on each of the others, and later ones go on without them.
         lost: the ranks that are lost. Nothing may be wanted of them.
         readmits: whether a rank that was lost, and lives, may take part again: the others let it back in where it asks
@@ -57,7 +57,7 @@ class Transport(ABC):
     name: ClassVar[str]
     multicast: ClassVar[bool] = False
     device: torch.device = torch.device("cpu")
-    tolerate: int = 0
+    max_failures: int = 0
     readmits: bool = False
 
     @property

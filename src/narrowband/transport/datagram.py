@@ -9,8 +9,8 @@
 
 The code is keyed BLAKE2b (RFC 7693) of the first 16 bytes and the payload; the key is the session's, known to its ranks
 only. So a datagram that was changed, cut, made up, or recorded in another session is not one of this session, and
-:meth:`Wire.parse` says None. One of this session that comes again, or late, is genuine: what (sender, exchange, index)
-is for is that whoever reads it may do so twice.
+:meth:`Framing.parse` returns None. One of this session that comes again, or late, is genuine: what (sender, exchange,
+index) is for is that whoever reads it may do so twice.
 
 ==========  =============================================  ============================================================
 kind        index                                          payload
@@ -42,10 +42,10 @@ __all__ = [
     "MAX_CHUNKS",
     "MAX_RANKS",
     "Datagram",
+    "Framing",
     "Kind",
     "Missing",
     "Status",
-    "Wire",
     "pack_ranks",
     "ranks_of",
 ]
@@ -90,7 +90,7 @@ class Datagram:
     payload: memoryview
 
 
-class Wire:
+class Framing:
     """Makes and checks the datagrams of one session, for one rank.
 
     Args:
@@ -98,8 +98,8 @@ class Wire:
         rank: who sends what :meth:`header` is for.
         world_size: how many ranks there are; a sender beyond is nobody.
 
-    >>> wire, other = Wire(bytes(32), 0, 2), Wire(bytes(32), 1, 2)
-    >>> datagram = bytes(wire.header(Kind.DATA, 7, 0, b"chunk")) + b"chunk"
+    >>> framing, other = Framing(bytes(32), 0, 2), Framing(bytes(32), 1, 2)
+    >>> datagram = bytes(framing.header(Kind.DATA, 7, 0, b"chunk")) + b"chunk"
     >>> other.parse(memoryview(datagram)).index
     7
     >>> other.parse(memoryview(datagram[:-1])) is None

@@ -29,8 +29,8 @@ def connect(
     group: dist.ProcessGroup,
     timeout: timedelta | None = None,
     *,
-    tolerate: int = 0,
-    patience: float | None = None,
+    max_failures: int = 0,
+    silence_timeout: float | None = None,
     readmits: bool = False,
 ) -> Transport:
     """A transport among the ranks of a process group that nothing else uses. All of them call it.
@@ -42,30 +42,31 @@ def connect(
         name: one of ``TRANSPORTS``.
         group: the ranks.
         timeout: of the group, which multicast keeps, too.
-        tolerate: how many ranks may be lost, 0 or 1. One takes multicast: a process group waits for its members.
-        patience: after so many seconds without a sign of life a rank is lost; None: after the time-out.
+        max_failures: how many ranks may be lost, 0 or 1. One takes multicast: a process group waits for its members.
+        silence_timeout: after so many seconds without a sign of life a rank is lost; None: after the time-out.
         readmits: whether one that was lost may return.
 
     Raises:
         ValueError: a name that does not exist.
-        UnsupportedError: ``multicast``, where it does not reach all ranks; what cannot tolerate a loss, but should.
+        UnsupportedError: ``multicast``, where it does not reach all ranks; what cannot go on after a loss, but should.
     """
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r} is none of {', '.join(TRANSPORTS)}")
-    if name == "broadcast" and tolerate:
+    if name == "broadcast" and max_failures:
         raise UnsupportedError(
-            f"tolerate={tolerate} takes transport='multicast': a process group cannot go on without one of its members"
+            f"max_failures={max_failures} takes transport='multicast': a process group cannot go on without one of its "
+            "members"
         )
-    if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2 and not tolerate):
+    if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2 and not max_failures):
         return Broadcast(group)
     limits: dict[str, Any] = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
     try:
-        return Multicast(group, **limits, silence_s=patience, tolerate=tolerate, readmits=readmits)
+        return Multicast(group, **limits, silence_timeout=silence_timeout, max_failures=max_failures, readmits=readmits)
     except UnsupportedError as error:
         if name == "multicast":
             raise
-        if tolerate:
-            raise UnsupportedError(f"tolerate={tolerate} takes multicast, and {error}") from error
+        if max_failures:
+            raise UnsupportedError(f"max_failures={max_failures} takes multicast, and {error}") from error
         if dist.get_rank(group) == 0:
             log.warning("every packet is sent to each rank that needs it, by broadcast: %s", error)
         return Broadcast(group)

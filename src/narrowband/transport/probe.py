@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from narrowband.errors import UnsupportedError
-from narrowband.transport.datagram import KEY_BYTES, MAX_RANKS, Kind, Wire
+from narrowband.transport.datagram import KEY_BYTES, MAX_RANKS, Framing, Kind
 from narrowband.transport.sockets import Interface, MulticastSocket, find_interface
 
 __all__ = ["Session", "open_session"]
@@ -101,7 +101,7 @@ def open_session(
         _refuse(_gather(group, failure))  # nobody listens in vain, and everybody is there before anybody speaks
         assert opened is not None
         try:
-            heard = _listen(opened, Wire(chosen["key"], rank, size), chunk_bytes, wait_s)
+            heard = _listen(opened, Framing(chosen["key"], rank, size), chunk_bytes, wait_s)
         except OSError as error:
             failure = f"cannot send to {chosen['group']}: {error}"
         reports = _gather(group, {"heard": heard, "failure": failure, "receive_buffer": receive_buffer})
@@ -147,33 +147,33 @@ def _complaint(report: dict[str, Any], proposals: list[dict[str, Any]]) -> str:
     return f"nothing came from rank {names}"
 
 
-def _listen(opened: MulticastSocket, wire: Wire, chunk_bytes: int, wait_s: float) -> list[bool]:
+def _listen(opened: MulticastSocket, framing: Framing, chunk_bytes: int, wait_s: float) -> list[bool]:
     """Whose hellos came, until all came and all others have said the same of theirs, or time is up."""
-    everybody = bytes([1]) * wire.world_size
-    heard = bytearray(wire.world_size)
-    heard[wire.rank] = 1
-    content = {wire.rank}
+    everybody = bytes([1]) * framing.world_size
+    heard = bytearray(framing.world_size)
+    heard[framing.rank] = 1
+    content = {framing.rank}
     poller = select.poll()
     poller.register(opened.fileno(), select.POLLIN)
     deadline, hello_at, spoken = time.monotonic() + wait_s, 0.0, 0
-    while (heard != everybody or len(content) < wire.world_size) and (now := time.monotonic()) < deadline:
+    while (heard != everybody or len(content) < framing.world_size) and (now := time.monotonic()) < deadline:
         if now >= hello_at:
-            _say_hello(opened, wire, heard, chunk_bytes, spoken)
+            _say_hello(opened, framing, heard, chunk_bytes, spoken)
             hello_at, spoken = now + _HELLO_S, spoken + 1
         poller.poll(max(0.0, hello_at - now) * 1000)
         while (raw := opened.receive()) is not None:
-            datagram = wire.parse(raw)
+            datagram = framing.parse(raw)
             if datagram is None or datagram.kind is not Kind.HELLO or len(datagram.payload) != chunk_bytes:
                 continue
             heard[datagram.sender] = 1
-            if datagram.payload[: wire.world_size] == everybody:
+            if datagram.payload[: framing.world_size] == everybody:
                 content.add(datagram.sender)
     for _ in range(_GOODBYES):  # a rank that has yet to hear that this one is content need not wait for its time
-        _say_hello(opened, wire, heard, chunk_bytes, spoken)
+        _say_hello(opened, framing, heard, chunk_bytes, spoken)
         spoken += 1
     return [bool(each) for each in heard]
 
 
-def _say_hello(opened: MulticastSocket, wire: Wire, heard: bytearray, chunk_bytes: int, spoken: int) -> None:
+def _say_hello(opened: MulticastSocket, framing: Framing, heard: bytearray, chunk_bytes: int, spoken: int) -> None:
     payload = bytes(heard) + bytes(chunk_bytes - len(heard))
-    opened.send(wire.header(Kind.HELLO, spoken, 0, payload), payload)
+    opened.send(framing.header(Kind.HELLO, spoken, 0, payload), payload)

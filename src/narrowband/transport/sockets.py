@@ -18,6 +18,7 @@ from narrowband.transport.datagram import HEADER_BYTES
 __all__ = ["Interface", "MulticastSocket", "find_interface"]
 
 IP_UDP_BYTES = 28  # headers of IPv4 and UDP
+LINK_BYTES = 14  # of an Ethernet frame, without preamble and checksum: as Linux's counters count
 _MAX_UDP_BYTES = 65507  # what IPv4's 16-bit length leaves
 
 # Linux; Python's socket module has no names for them.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowband.transport.datagram import HEADER_BYTES, MAX_CHUNKS, Kind, Missing, Status, Wire, pack_ranks, ranks_of
+from narrowband.transport.datagram import HEADER_BYTES, MAX_CHUNKS, Framing, Kind, Missing, Status, pack_ranks, ranks_of
 
 KEY = bytes(range(32))
 WORLD = 5
@@ -21,11 +21,11 @@ payloads = st.binary(max_size=200)
 
 
 def datagram(kind: Kind, index: int, exchange: int, payload: bytes, *, key: bytes = KEY, sender: int = 1) -> bytes:
-    return Wire(key, sender, WORLD).header(kind, index, exchange, payload) + payload
+    return Framing(key, sender, WORLD).header(kind, index, exchange, payload) + payload
 
 
 def parse(raw: bytes, rank: int = 0):
-    return Wire(KEY, rank, WORLD).parse(memoryview(raw))
+    return Framing(KEY, rank, WORLD).parse(memoryview(raw))
 
 
 @given(kinds, indices, exchanges, payloads)
@@ -76,9 +76,9 @@ def test_another_session_is_not_this_one(kind, index, exchange, payload):
 def test_a_rank_does_not_read_its_own_and_nobody_has_a_rank_beyond_the_world():
     raw = datagram(Kind.POLL, 0, 1, b"", sender=3)
     assert parse(raw, rank=3) is None
-    assert Wire(KEY, 3, WORLD).is_own(memoryview(raw))
-    assert not Wire(KEY, 2, WORLD).is_own(memoryview(raw))
-    larger = Wire(KEY, 7, 8)
+    assert Framing(KEY, 3, WORLD).is_own(memoryview(raw))
+    assert not Framing(KEY, 2, WORLD).is_own(memoryview(raw))
+    larger = Framing(KEY, 7, 8)
     assert parse(larger.header(Kind.POLL, 0, 1)) is None
 
 
@@ -90,11 +90,11 @@ def test_another_format_and_an_unknown_kind_are_no_datagrams_though_their_code_i
 
 def test_keys_and_ranks_are_checked():
     with pytest.raises(ValueError, match="31 bytes"):
-        Wire(bytes(31), 0, 2)
+        Framing(bytes(31), 0, 2)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        Wire(KEY, 2, 2)
+        Framing(KEY, 2, 2)
     with pytest.raises(ValueError, match="at most 256"):
-        Wire(KEY, 0, 257)
+        Framing(KEY, 0, 257)
 
 
 statuses = st.builds(

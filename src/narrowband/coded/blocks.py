@@ -1,0 +1,126 @@
+"""One forward pass, block after block; and its backward, which gives each block's gradients to the average.
+
+To autograd all outputs come from one function. Its backward is where the user's graph ends and the graphs of the blocks
+begin: it asks for the gradients of one block after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+    from torch.utils._pytree import TreeSpec
+
+    from narrowband.coded.average import BlockAverage
+
+__all__ = ["Run"]
+
+
+@dataclass
+class _BlockOutputs:
+    """What the module made of one block: outputs, and how many of its rows are samples."""
+
+    outputs: list[Any]
+    samples: int
+
+
+class Run:
+    """One forward: block after block, and later back.
+
+    Args:
+        parameters: whose gradients are averaged.
+        average: takes the gradients of each block.
+        samples: of the mini-batch.
+        height: rows of a block.
+        finish: is called when backward is complete.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        average: BlockAverage,
+        samples: int,
+        height: int,
+        finish: Callable[[], None],
+    ) -> None:
+        self._parameters, self._average, self._finish = parameters, average, finish
+        self._samples, self._height = samples, height
+        self._blocks: list[_BlockOutputs] = []
+        self._spec: TreeSpec | None = None
+
+    def add(self, output: Any, samples: int) -> None:
+        """What the module made of the next block, of which so many rows are samples."""
+        outputs, self._spec = tree_flatten(output)
+        for leaf in outputs:
+            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != samples):
+                raise UnsupportedError(
+                    f"a block of {samples} samples has an output of shape {tuple(leaf.shape)}: outputs need a row for "
+                    "each sample, so that a block's part of the loss is known; compute the loss outside of the model"
+                )
+        self._blocks.append(_BlockOutputs(outputs, samples))
+
+    def outputs(self, anchor: Tensor) -> Any:
+        """All blocks' outputs, one block after the other."""
+        columns = list(zip(*(block.outputs for block in self._blocks), strict=True))
+        tensors = [at for at, column in enumerate(columns) if isinstance(column[0], torch.Tensor)]
+        joined: list[Any] = [column[0] for column in columns]
+        for at, tensor in zip(tensors, _Boundary.apply(anchor, self, tensors), strict=True):  # type: ignore[no-untyped-call]
+            joined[at] = tensor
+        assert self._spec is not None
+        return tree_unflatten(joined, self._spec)
+
+    def join(self, at: int) -> tuple[Tensor, bool]:
+        """One output of all blocks, and whether it has a gradient; what has no sample of its own repeats the last."""
+        parts = []
+        for block in self._blocks:
+            part = block.outputs[at].detach()
+            parts += [part, part[-1:].expand(self._height - block.samples, *part.shape[1:])]
+        return torch.cat(parts), any(block.outputs[at].requires_grad for block in self._blocks)
+
+    def backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """From the gradients of all outputs to those of each block, and to the average."""
+        if not self._blocks:
+            raise RuntimeError("backward a second time: the blocks' graphs are freed, retain_graph=True or not")
+        blocks, self._blocks = self._blocks, []
+        weight = self._height * len(blocks) / self._samples
+        if self._average.is_given:  # this rank was lost: what these blocks contribute, others have computed
+            blocks = []
+        for row, block in enumerate(blocks):
+            first = row * self._height
+            ends, starts = [], []
+            for at, gradient in zip(tensors, gradients, strict=True):
+                if gradient is not None and block.outputs[at].requires_grad:
+                    ends.append(block.outputs[at])
+                    starts.append(gradient[first : first + block.samples])
+            found: Sequence[Tensor | None] = [None] * len(self._parameters)
+            if ends:
+                found = torch.autograd.grad(ends, self._parameters, starts, allow_unused=True)
+            block.outputs.clear()
+            self._average.add(row, found, weight)
+        self._finish()
+
+
+class _Boundary(torch.autograd.Function):
+    """Where the user's graph ends and those of the blocks begin."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, run: Run, tensors: list[int]) -> tuple[Tensor, ...]:
+        ctx.run, ctx.tensors = run, tensors
+        joined = [run.join(at) for at in tensors]
+        ctx.mark_non_differentiable(*(tensor for tensor, has_gradient in joined if not has_gradient))
+        ctx.set_materialize_grads(False)
+        return tuple(tensor for tensor, _ in joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.run.backward(ctx.tensors, gradients)
+        return None, None, None

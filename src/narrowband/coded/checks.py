@@ -1,0 +1,100 @@
+"""What coded data parallelism refuses when it is set up: models, arguments, and ranks that differ."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import batchnorm, instancenorm
+
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from narrowband.transport import Transport
+
+__all__ = ["NORMS", "check_agreement", "check_failures", "check_model", "no_batch_norm"]
+
+log = logging.getLogger(__name__)
+
+#: Norms that look at several samples at once.
+NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm)
+
+
+def check_model(module: nn.Module) -> torch.device:
+    """The device of the parameters, if the model can be trained."""
+    for name, child in module.named_modules():
+        if isinstance(child, NORMS) and child.training:
+            if child.track_running_stats:
+                raise UnsupportedError(no_batch_norm(name, child))
+            log.warning("%s is a %s: its statistics are those of one block", name, type(child).__name__)
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise UnsupportedError(f"{name} has sparse gradients, which have no fixed places; use sparse=False")
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UnsupportedError("the model has no parameter that requires a gradient: there is nothing to average")
+    odd = [name for name, p in trained.items() if p.is_complex()]
+    if odd:
+        raise UnsupportedError(f"gradients are real numbers here; these parameters are complex: {', '.join(odd)}")
+    devices = {p.device for p in trained.values()}
+    if len(devices) > 1:
+        raise UnsupportedError(f"the parameters are on several devices: {', '.join(sorted(map(str, devices)))}")
+    return devices.pop()
+
+
+def check_failures(
+    max_failures: int, silence_timeout: float, rejoin_steps: int, redundancy: int, transport: str | Transport
+) -> None:
+    """Raise ValueError, or UnsupportedError, for what does not fit together when ranks may be lost."""
+    if max_failures not in (0, 1):
+        raise ValueError(f"max_failures={max_failures!r} is neither 0 nor 1")
+    if max_failures and redundancy < 2:
+        raise ValueError(
+            f"max_failures=1 takes redundancy=2 or more, not {redundancy}: what one rank alone computes is lost with it"
+        )
+    if not 0 < silence_timeout < math.inf:
+        raise ValueError(f"silence_timeout={silence_timeout!r} is no number of seconds above 0")
+    if rejoin_steps < 0:
+        raise ValueError(f"rejoin_steps={rejoin_steps!r} is no number of steps")
+    if not isinstance(transport, str) and transport.max_failures != max_failures:
+        raise UnsupportedError(
+            f"max_failures={max_failures}, but the transport, {transport.name}, has {transport.max_failures}; "
+            "Multicast(group, silence_timeout=..., max_failures=1) is one that goes on without a rank"
+        )
+
+
+def no_batch_norm(name: str, child: nn.Module) -> str:
+    """The error for a norm over several samples, in words."""
+    return (
+        f"{name} is a {type(child).__name__} in training: it would normalize by one block of the mini-batch at a time, "
+        "and its running averages would be those of other samples on every rank. SyncBatchNorm is no way out: ranks "
+        "compute different blocks at a time, so what it would add up is no statistic of the mini-batch. Use GroupNorm "
+        "or LayerNorm, or freeze it with .eval()"
+    )
+
+
+def check_agreement(arguments: dict[str, Any], module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Ranks that were set up differently would hang, or decode nonsense; find out now."""
+    mine: dict[str, Any] = dict(arguments)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            value = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+            digest = hashlib.blake2b(value.numpy().data, digest_size=8).hexdigest()
+            mine[name] = f"{what}, values {digest}"
+    everybody: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, mine, group=group)
+    first = everybody[0]
+    for rank, theirs in enumerate(everybody):
+        differs = [key for key in {**first, **theirs} if first.get(key, "none") != theirs.get(key, "none")]
+        if differs:
+            raise ValueError(
+                f"ranks 0 and {rank} differ in {', '.join(differs[:3])}{' …' if len(differs) > 3 else ''}: "
+                f"{first.get(differs[0], 'none')!r} and {theirs.get(differs[0], 'none')!r}. All ranks have to begin "
+                "with the same arguments and the same model, to the bit: the same seed before it is made, or the same "
+                "checkpoint"
+            )

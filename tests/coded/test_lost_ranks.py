@@ -1,0 +1,288 @@
+"""Ranks that are killed, stopped or cut off in real training: the others go on, and who returns has the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import narrowband as nb
+from narrowband.transport import probe
+from narrowband.transport.contract import RanksLostError
+from narrowband.transport.sockets import MulticastSocket
+from tests.coded.training import batch, flat, loss_of, mlp
+from tests.gradients.training import refusal
+from tests.ranks import run_ranks
+from tests.transport.exchanges import LIMIT_S, PATIENCE_S, Cut, Deaf, capture
+
+WORLD, STEPS, SAMPLES = 4, 8, 30
+
+
+def step_of(model, optimizer, step):
+    optimizer.zero_grad()
+    x, y = model.split(*batch(step, SAMPLES))
+    loss_of(model(x), y).backward()
+    optimizer.step()
+
+
+def undisturbed(rank, world):
+    model = nb.CodedDataParallel(mlp(dropout=0.2), 2, "broadcast")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        step_of(model, optimizer, step)
+    return flat(model), list(model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run_ranks(undisturbed, WORLD, timeout_s=LIMIT_S)[0]
+
+
+# ------------------------------------------------------------------------------------------------ real losses
+
+
+class KilledWhileSending(MulticastSocket):
+    """Its process is killed after so many datagrams."""
+
+    left = 1 << 60
+
+    def send(self, header, payload=b""):
+        KilledWhileSending.left -= 1
+        if KilledWhileSending.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().send(header, payload)
+
+
+class KilledOrCut(KilledWhileSending, Cut):
+    """Either, or neither."""
+
+
+def live(pipe, rank, store, fates, naps, cuts, rejoin_steps):
+    """One rank's training. A fate is the step before which a rank is killed, or begins to be, after some datagrams; a
+    cut is one from which on it is cut off for some seconds.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    def tell(message):
+        pipe.send_bytes(pickle.dumps(message))  # tensors' contents, not their places in shared memory
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=limit)
+    with patch.object(probe, "MulticastSocket", KilledOrCut):
+        model = nb.CodedDataParallel(
+            mlp(dropout=0.2), 2, max_failures=1, silence_timeout=PATIENCE_S, rejoin_steps=rejoin_steps
+        )
+    dist.destroy_process_group()  # nothing of it is needed from here on
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with capture() as messages:
+        try:
+            for step in range(STEPS):
+                tell(step)
+                time.sleep(naps.get((rank, step), 0.0))
+                if (rank, step) in cuts:
+                    Cut.until = time.monotonic() + cuts[rank, step]
+                at, datagrams = fates.get(rank, (None, 0))
+                if at == step:
+                    KilledWhileSending.left = datagrams
+                    if not datagrams:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                step_of(model, optimizer, step)
+        except Exception as error:
+            tell((type(error), str(error), getattr(error, "ranks", None)))
+        else:
+            tell((flat(model), model.lost, model.stats().total.steps, list(model.state_dict()), messages))
+    model.transport.close()
+
+
+class Ranks:
+    """Processes, one for each rank, that the test may kill, stop and continue."""
+
+    def __init__(self, *arguments):
+        context = get_context("forkserver")
+        self.processes, self._pipes = [], []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=live, args=(theirs, rank, *arguments))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def answers(self, ranks, until=lambda message: not isinstance(message, int)):
+        """The first message of each rank that is awaited; "died" for a rank that is dead."""
+        found, deadline = {}, time.monotonic() + LIMIT_S
+        while len(found) < len(ranks):
+            pending = {self._pipes[rank]: rank for rank in ranks if rank not in found}
+            ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(pending.values())} hang"
+            for pipe in ready:
+                try:
+                    message = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    message = "died"
+                if message == "died" or until(message):
+                    found[pending[pipe]] = message
+        return [found[rank] for rank in ranks]
+
+    def signal(self, rank, number):
+        os.kill(self.processes[rank].pid, number)
+
+
+@contextlib.contextmanager
+def training(tmp_path, fates=(), naps=(), cuts=(), rejoin_steps=16) -> Iterator[Ranks]:
+    ranks = Ranks(str(tmp_path / "store"), dict(fates), dict(naps), dict(cuts), rejoin_steps)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+
+
+def assert_undisturbed(answers, expected, lost):
+    parameters, keys = expected
+    warned = []
+    for answer in answers:
+        assert isinstance(answer[0], torch.Tensor), answer
+        found, gone, steps, state, messages = answer
+        assert torch.equal(found, parameters)
+        assert gone == (lost,)
+        assert steps == STEPS
+        assert state == keys
+        warned += messages
+    (message,) = warned
+    assert f"rank {lost} is lost" in message
+
+
+@pytest.mark.parametrize(
+    ("lost", "step", "datagrams"),
+    [
+        (2, 0, 0),  # before anything was exchanged
+        (0, 3, 1),  # the host of what ranks meet at, between its gradients and the rest of the step
+        (3, 4, 9),  # somewhere in the exchanges of a step, or of the next
+    ],
+)
+def test_no_step_is_lost_with_a_rank_that_is_killed(tmp_path, expected, lost, step, datagrams):
+    others = [rank for rank in range(WORLD) if rank != lost]
+    slow = {(others[-1], step): 1.5 * PATIENCE_S} if not datagrams else {}  # computes while others wait: not lost
+    with training(tmp_path, {lost: (step, datagrams)}, slow) as ranks:
+        assert_undisturbed(ranks.answers(others), expected, lost)
+        assert ranks.answers([lost]) == ["died"]
+
+
+def test_no_step_is_lost_with_a_rank_that_is_killed_at_any_time(tmp_path, expected):
+    with training(tmp_path) as ranks:
+        ranks.answers([1], until=lambda message: message == 2)
+        time.sleep(random.random() * 0.05)
+        ranks.signal(1, signal.SIGKILL)
+        assert_undisturbed(ranks.answers([0, 2, 3]), expected, 1)
+
+
+@pytest.mark.parametrize("rejoin_steps", [0, 1])
+def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, rejoin_steps):
+    with training(tmp_path, naps={(0, STEPS - 1): 5.0}, rejoin_steps=rejoin_steps) as ranks:
+        ranks.answers([2], until=lambda message: message == 3)
+        ranks.signal(2, signal.SIGSTOP)
+        ranks.answers([0], until=lambda message: message == STEPS - 1)
+        ranks.signal(2, signal.SIGCONT)
+        ((kind, said, at_fault),) = ranks.answers([2])
+        assert (kind, at_fault) == (RanksLostError, (2,))
+        assert "the other ranks go on without this one" in said
+        assert "restart all ranks from a checkpoint" in said
+        assert ("it was away for too long" in said) == (rejoin_steps > 0)
+        answers = ranks.answers([0, 1, 3])
+        messages = [message for answer in answers for message in answer[-1]]
+        assert ["cannot return" in message for message in messages] == [False, True][: 1 + rejoin_steps]
+        assert_undisturbed([(*answer[:-1], messages[:1] * (answer is answers[0])) for answer in answers], expected, 2)
+
+
+def assert_all_are_back(answers, expected, said):
+    parameters, keys = expected
+    for answer in answers:
+        assert isinstance(answer[0], torch.Tensor), answer
+        found, gone, steps, state, _ = answer
+        assert torch.equal(found, parameters)
+        assert (gone, steps, state) == ((), STEPS, keys)
+    messages = [message for answer in answers for message in answer[-1]]
+    for part, times in said.items():
+        assert sum(part in message for message in messages) == times, messages
+
+
+def test_ranks_that_were_stopped_return_and_end_with_the_same_bits(tmp_path, expected):
+    naps = {(1, 3): 1.0, (1, 6): 1.0}  # the others are still at it
+    with training(tmp_path, naps=naps) as ranks:
+        for lost, stopped, goes_on in (
+            (2, 1, 3),
+            (0, 5, 6),
+        ):  # rank 0 keeps what rank 2 missed, and then is lost itself
+            ranks.answers([lost], until=lambda message, step=stopped: message == step)
+            ranks.signal(lost, signal.SIGSTOP)
+            ranks.answers([1], until=lambda message, step=goes_on: message == step)
+            ranks.signal(lost, signal.SIGCONT)
+        said = {"rank 2 is lost": 1, "rank 2 is back": 1, "rank 0 is lost": 1, "rank 0 is back": 1, "this one": 2}
+        assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
+
+
+def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, expected):
+    cut_s = 2.5 * PATIENCE_S
+    with training(tmp_path, naps={(3, 5): cut_s}, cuts={(1, 2): cut_s}) as ranks:
+        said = {"rank 1 is lost": 1, "rank 1 is back": 1, "this one": 1, "cannot return": 0}
+        assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
+
+
+def test_two_ranks_that_are_killed_are_an_error_on_the_others(tmp_path):
+    with training(tmp_path, {1: (2, 0), 3: (2, 0)}) as ranks:
+        for kind, _, at_fault in ranks.answers([0, 2]):
+            assert kind is RanksLostError
+            assert at_fault
+        assert ranks.answers([1, 3]) == ["died"] * 2
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def misuse(rank, world):
+    def refused(**options):
+        return refusal(lambda: nb.CodedDataParallel(mlp(), **{"max_failures": 1, **options}))
+
+    told = [
+        refused(redundancy=1),
+        refused(max_failures=2),
+        refused(silence_timeout=0.0),
+        refused(rejoin_steps=-1),
+        refused(transport="broadcast"),
+        refused(transport=nb.coded.Broadcast(dist.group.WORLD)),
+        refused(redundancy=3),
+    ]
+    with patch.object(probe, "MulticastSocket", Deaf):
+        told.append(refused(transport="auto"))
+    return told
+
+
+def test_what_cannot_tolerate_a_loss_is_refused_alike_on_all_ranks():
+    results = run_ranks(misuse, 3, timeout_s=LIMIT_S)
+    assert results == [results[0]] * 3
+    expected = [
+        ("ValueError", "max_failures=1 takes redundancy=2 or more, not 1"),
+        ("ValueError", "max_failures=2 is neither 0 nor 1"),
+        ("ValueError", "silence_timeout=0.0"),
+        ("ValueError", "rejoin_steps=-1"),
+        ("UnsupportedError", "max_failures=1 takes transport='multicast'"),
+        ("UnsupportedError", "the transport, broadcast, has 0"),
+        ("ValueError", "redundancy=3 must be at least 1 and less than"),
+        ("UnsupportedError", "max_failures=1 takes multicast, and multicast does not reach all ranks"),
+    ]
+    for (kind, message), (expected_kind, part) in zip(results[0], expected, strict=True):
+        assert (kind, part in message) == (expected_kind, True), message

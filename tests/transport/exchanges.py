@@ -1,0 +1,84 @@
+"""Exchanges among real ranks, and cards that do not hear everything."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from narrowband.transport import probe
+from narrowband.transport.multicast import Multicast
+from narrowband.transport.sockets import MulticastSocket
+
+ETHERNET = 1500
+
+
+LIMIT_S = 240.0  # only what hangs takes this long
+PATIENCE_S = 4.0  # a busy machine may forget a living rank for some time
+
+
+def content(rank: int, nbytes: int, turn: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def places(rank: int, sizes: list[int]) -> list[torch.Tensor | None]:
+    return [None if k == rank else torch.zeros(nbytes, dtype=torch.uint8) for k, nbytes in enumerate(sizes)]
+
+
+def everything(rank: int, sizes: list[int]) -> list[list[tuple[int, int]]]:
+    return [[] if k == rank or not nbytes else [(0, nbytes)] for k, nbytes in enumerate(sizes)]
+
+
+@contextlib.contextmanager
+def transport(socket_class: type[MulticastSocket] = MulticastSocket, **options) -> Iterator[Multicast]:
+    with patch.object(probe, "MulticastSocket", socket_class):
+        made = Multicast(dist.group.WORLD, **{"timeout_s": LIMIT_S, **options})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Deaf(MulticastSocket):
+    """Rank 1 does not hear rank 0."""
+
+    def receive(self):
+        while (raw := super().receive()) is not None:
+            if dist.get_rank() != 1 or raw[2:4] != b"\0\0":
+                return raw
+        return None
+
+
+class Cut(MulticastSocket):
+    """A card that neither sends nor receives for a time."""
+
+    until = 0.0
+
+    def send(self, header, payload=b""):
+        return True if time.monotonic() < Cut.until else super().send(header, payload)
+
+    def receive(self):
+        while (raw := super().receive()) is not None:
+            if time.monotonic() >= Cut.until:
+                return raw
+        return None
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[list[str]]:
+    """Warnings of the library's log."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("narrowband")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
