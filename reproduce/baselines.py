@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowband.coded import Transport
+from narrowband.transport import Transport
 
 __all__ = ["SSGD", "Flat", "serve", "work"]
 

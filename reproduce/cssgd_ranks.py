@@ -38,7 +38,7 @@ import narrowband as nb
 from narrowband.bench.ranks import Worker, received, transmitted
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.header import header_nbytes
-from narrowband.transport import connect
+from narrowband.transport import Multicast, connect
 from narrowband.transport.datagram import HEADER_BYTES
 from narrowband.transport.sockets import IP_UDP_BYTES
 from reproduce.baselines import SSGD, Flat, serve, work
@@ -389,7 +389,7 @@ def counted(row: Row, card: str) -> dict[str, Any]:
         nn.Linear(_COUNTED, 1, bias=False), row.redundancy, "multicast", group=row.group or None
     )
     (x,) = coded.split(torch.randn(coded.assignment.blocks, 1).expand(-1, _COUNTED))
-    assert isinstance(coded.transport, nb.coded.Multicast)
+    assert isinstance(coded.transport, Multicast)
 
     def step() -> None:
         coded.zero_grad()

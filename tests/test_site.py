@@ -145,6 +145,7 @@ def documented(site, room):
         ("activations", "compress_activations"),
         ("pipeline", "Boundary"),
         ("coded", "CodedDataParallel"),
+        ("transport", "Transport"),
         ("adapt", "LGreCo"),
         ("codecs", "codec"),
     ],

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import narrowband as nb
-from narrowband.coded import Assignment, Broadcast, choose, predict
+from narrowband.coded import Assignment, choose, predict
+from narrowband.transport import Broadcast
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 

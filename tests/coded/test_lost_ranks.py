@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.transport import probe
+from narrowband.transport import Broadcast, probe
 from narrowband.transport.contract import RanksLostError
 from narrowband.transport.sockets import MulticastSocket
 from tests.coded.training import batch, flat, loss_of, mlp
@@ -263,7 +263,7 @@ def misuse(rank, world):
         refused(silence_timeout=0.0),
         refused(rejoin_steps=-1),
         refused(transport="broadcast"),
-        refused(transport=nb.coded.Broadcast(dist.group.WORLD)),
+        refused(transport=Broadcast(dist.group.WORLD)),
         refused(redundancy=3),
     ]
     with patch.object(probe, "MulticastSocket", Deaf):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from narrowband.coded import Broadcast
+from narrowband.transport import Broadcast
 from reproduce.baselines import SSGD, Flat, serve, work
 from tests.ranks import RankError, run_ranks
 

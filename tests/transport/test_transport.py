@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.coded import Broadcast
-from narrowband.transport import TRANSPORTS, connect
+from narrowband.transport import TRANSPORTS, Broadcast, connect
 from tests.coded.training import batch, gradient, loss_of, mlp
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks

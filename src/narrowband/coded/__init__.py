@@ -24,21 +24,14 @@ from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.choose import Candidate, Choice, choose_redundancy, predict
 from narrowband.coded.parallel import CodedDataParallel
 from narrowband.coded.stats import CodedStepStats
-from narrowband.transport import Broadcast, RanksLostError, Transport
-from narrowband.transport.multicast import Multicast, MulticastStatistics
 
 __all__ = [
     "Assignment",
-    "Broadcast",
     "Candidate",
     "Choice",
     "CodedDataParallel",
     "CodedSampler",
     "CodedStepStats",
-    "Multicast",
-    "MulticastStatistics",
-    "RanksLostError",
-    "Transport",
     "choose_redundancy",
     "predict",
 ]

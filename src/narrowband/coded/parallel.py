@@ -60,7 +60,7 @@ class CodedDataParallel(nn.Module):
         module: the model. Its outputs have a row for each sample; the loss, a mean over rows, is outside of it.
         redundancy: on how many ranks each block is computed, r: 1 ≤ r < n.
         transport: ``multicast``; ``broadcast``, through the process group; ``auto``, multicast if it reaches all ranks,
-            else broadcast; or a :class:`~narrowband.coded.Transport`.
+            else broadcast; or a :class:`~narrowband.transport.Transport`.
         group: how many ranks share blocks, g: all by default. Groups of g = r compute the same and send least.
         bits: of a number on the wire: 32, or 16 or 8, which round more and sum as exactly.
         span: what averages reach, as in [−10, 10], the default with 32 bits; what exceeds it is seen by all ranks in
@@ -83,7 +83,7 @@ class CodedDataParallel(nn.Module):
         UnsupportedError: no process group, or a model that cannot be trained this way (BatchNorm, sparse or complex
             gradients, several devices), or a transport that cannot go on without a rank, but should.
 
-    Backward raises :class:`~narrowband.coded.RanksLostError` on all ranks where more are lost than ``max_failures``
+    Backward raises :class:`~narrowband.transport.RanksLostError` on all ranks where more are lost than ``max_failures``
     says, and on a rank that the others have gone on without, once it cannot return.
 
     Example:
