@@ -429,7 +429,8 @@ def around(given: int) -> list[float]:
 @functools.lru_cache(maxsize=1 << 14)
 def _payload_nbytes(codec: Codec, shape: int | tuple[int, ...], dtype: torch.dtype) -> int:
     """Asked for several times per tensor and step, and always the same."""
-    return codec._nbytes(shape, dtype) if numel_of(shape) else 0
+    # Its own class, whose method it would be, if a cache did not keep every instance of a method alive.
+    return codec._nbytes(shape, dtype) if numel_of(shape) else 0  # noqa: SLF001
 
 
 def keys_of(term: object) -> list[Field[Any]]:

@@ -74,7 +74,7 @@ class Hook:
         self.handle: GradientCompression | None = None
         self.watch: _Watch | None = None  # among one rank nothing can part
         self._model = None if model is None else weakref.ref(model)
-        self._group = None if model is None else model.process_group
+        self.group = None if model is None else model.process_group
         self._said_copied = False
 
     @property
@@ -135,8 +135,8 @@ _on_bucket.__annotations__.update({"bucket": GradBucket, "return": torch.futures
 def _average(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP does without a hook, to the bit: it multiplies by 1/N, and adds up."""
     buffer = bucket.buffer()
-    buffer.mul_(1.0 / dist.get_world_size(hook._group))
-    work = dist.all_reduce(buffer, group=hook._group, async_op=True)
+    buffer.mul_(1.0 / dist.get_world_size(hook.group))
+    work = dist.all_reduce(buffer, group=hook.group, async_op=True)
     assert work is not None
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return averaged
