@@ -63,7 +63,7 @@ def test_the_relative_error_is_that_of_what_arrives(spec):
     alone = Channel(spec, seed=3)
     alone.pack(x, MESSAGES[0], samples=samples_of(MESSAGES[0]))  # nobody asked what arrives
     assert alone.stats.relative_error == first
-    both = ChannelStats.total([ChannelStats(1, 8, 4), alone.stats])
+    both = ChannelStats.total([ChannelStats(messages=1, raw_bytes=8, sent_bytes=4), alone.stats])
     assert (both.messages, both.relative_error) == (2, first)
 
 

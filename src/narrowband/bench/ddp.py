@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks, transmitted
-from narrowband.feedback import DGC, Compression, compression
+from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
 __all__ = ["NO_COMMUNICATION", "Config", "run", "skip_communication"]
@@ -228,7 +228,7 @@ def _check(spec: str, model: str) -> None:
 
 
 def _has_momentum(chosen: Compression | Plan) -> bool:
-    return isinstance(chosen, Compression) and isinstance(chosen.feedback, DGC)
+    return isinstance(chosen, Compression) and chosen.feedback is not None and chosen.feedback.momentum > 0
 
 
 def _attach_codec(spec: str, seed: int) -> _Attach:

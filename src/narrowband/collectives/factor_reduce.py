@@ -91,7 +91,7 @@ class FactorReduce(Exchange):
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
-        if isinstance(feedback, PowerSGD):
+        if feedback is not None and feedback.collective == FactorReduce.name:
             return None
         return f"factors of low rank are kept by powersgd, and {codec} has none behind it"
 

@@ -4,19 +4,8 @@ The sending end turns a tensor into a payload (:meth:`Channel.pack`), the receiv
 (:meth:`Channel.unpack`); a process that plays both ends does both in one call. Sizes are known on both ends before
 anything is sent, so payloads travel in the fixed buffers that a pipeline schedule wants.
 
-===============  =====================================================================  ===========================
-feedback         what travels for x                                                     kept between two messages
-===============  =====================================================================  ===========================
-none             C(x)                                                                   nothing
-``ef``           C(x + e); e ← x + e − C(x + e)  (Seide et al. 2014)                     e, on the sender
-``ef-mixed``     the top half k of x and of e, of x + e (Rudakov et al., 2401.07788)    e, on the sender
-``ef21``         C(x − g); g ← g + C(x − g), which is what is used (2106.05203)         g, on both ends
-``aq-sgd``       C(xᵢ − mᵢ) for each sample i; mᵢ ← mᵢ + C(xᵢ − mᵢ) (2206.01299)        mᵢ, on both ends
-===============  =====================================================================  ===========================
-
-Buffers e and g are kept per shape and shared by all micro-batches of that shape, as in Rudakov et al. ("global"), so
-both ends have to see micro-batches in one order; the channel checks that. A tensor that holds inf or NaN changes no
-buffer on either end, and arrives as something that is not finite.
+How a tensor travels, and what is kept between two messages, depends on the spec's feedback: see :mod:`.carriers`. With
+feedback both ends have to see micro-batches in one order; the channel checks that.
 
 Shapes: B samples of a micro-batch.
 """
@@ -24,15 +13,16 @@ Shapes: B samples of a micro-batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowband import kernels
 from narrowband.codecs import Codec, Identity, SelectingCodec
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression, Feedback, SampleState, compression
+from narrowband.pipeline.carriers import At, AtPlaces, BySample, Carrier, Compensated, Message
+from narrowband.stats import StepRecord, latest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,19 +39,12 @@ _MASK = (1 << 64) - 1
 _MEASURE_EVERY = 50
 
 
-class At(NamedTuple):
-    """Which message of a channel: the micro-batch of a training step, both from 0."""
-
-    step: int
-    microbatch: int
-
-
 #: Evaluation draws the same numbers every time.
 _EVALUATION = At(0, 0)
 
 
 @dataclass
-class ChannelStats:
+class ChannelStats(StepRecord):
     """What a channel carried so far.
 
     Attributes:
@@ -73,14 +56,7 @@ class ChannelStats:
     """
 
     messages: int = 0
-    raw_bytes: int = 0
-    sent_bytes: int = 0
-    relative_error: float | None = field(default=None, compare=False)  # the receiving end cannot know it
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes were sent."""
-        return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
+    relative_error: float | None = latest(compare=False)  # the receiving end cannot know it
 
     @classmethod
     def total(cls, several: Iterable[ChannelStats]) -> ChannelStats:
@@ -139,40 +115,43 @@ class Channel:
         chosen, self.reuses = _parsed(spec)
         self.compression = chosen
         self.codec = chosen.codec
-        self.state = chosen.new_feedback()
+        self._state = chosen.new_feedback()
         self.stats = ChannelStats()
         self._seed = seed * 0x9E3779B97F4A7C15 + index * 0xD6E8FEB86659FD93
         self._name = name
         self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
         self._epoch: int | None = None
         self._last = At(-1, -1)
-        self._forward = forward if self.reuses else None
         #: Of the messages whose indices the other direction will want: at most a step's.
         self._places: dict[tuple[At, tuple[int, ...]], Tensor] = {}
         self.keeps_places = False
-        self._check(forward)
+        self._carrier = self._carrier_for(forward)
 
-    def _check(self, forward: Channel | None) -> None:
+    def _carrier_for(self, forward: Channel | None) -> Carrier:
+        """How tensors travel, or an error."""
         if not self.codec.fixed_size:
             raise UnsupportedError(
                 f"{self}: the length of its payloads depends on the data, and a stage has to know what to receive; "
                 "use topk"
             )
-        if self.state is not None and not self.state.takes_activations:
+        state = self._state
+        if state is not None and not state.takes_activations:
             raise UnsupportedError(
                 f"{self} is for gradients of data parallelism; between stages use a codec, with +ef, +ef-mixed, +ef21 "
                 "or +aq-sgd if wanted"
             )
         if not self.reuses:
-            return
+            if isinstance(state, SampleState):
+                return BySample(self.codec, state, self._name)
+            return Compensated(self.codec, state) if isinstance(state, Feedback) else Carrier(self.codec)
         if forward is None:
             raise UnsupportedError("reuse=forward takes the indices of the forward direction, so it is for backward")
-        if not isinstance(forward.codec, SelectingCodec) or isinstance(forward.state, SampleState):
+        if not isinstance(forward.codec, SelectingCodec) or forward.by_sample:
             raise UnsupportedError(
                 f"reuse=forward takes the indices that topk chose forward, and forward is {str(forward)!r}; use topk "
                 "there, or leave out reuse=forward"
             )
-        if self.state is not None:
+        if state is not None:
             raise UnsupportedError(f"{self}: reuse=forward works without feedback")
         assert isinstance(self.codec, SelectingCodec)
         if self.codec.density != forward.codec.density:
@@ -181,6 +160,7 @@ class Channel:
                 f"{forward.codec.density}"
             )
         forward.keeps_places = True
+        return AtPlaces(self.codec, forward.codec, forward.take_places)
 
     def __str__(self) -> str:
         return f"{self.compression},reuse=forward" if self.reuses else str(self.compression)
@@ -188,12 +168,12 @@ class Channel:
     @property
     def exact(self) -> bool:
         """Whether tensors arrive as they are, so that nothing is compressed."""
-        return self.codec.exact and self.state is None
+        return self.codec.exact and self._state is None
 
     @property
     def by_sample(self) -> bool:
         """Whether it needs to know which samples a tensor holds."""
-        return isinstance(self.state, SampleState)
+        return self._carrier.by_sample
 
     def warming_up(self, at: At) -> bool:
         """Whether this message travels as it is.
@@ -237,17 +217,7 @@ class Channel:
         """
         if training and self.warming_up(at):
             return _PLAIN.payload_nbytes(shape, dtype)
-        if isinstance(self.state, SampleState) and training:
-            return self.state.payload_nbytes(self._name, self.codec, shape, dtype, _known(samples))
-        if self._forward is not None:
-            assert isinstance(self.codec, SelectingCodec)
-            return self.codec.values_nbytes(self._forward.kept(shape))
-        return self.codec.payload_nbytes(shape, torch.float32 if isinstance(self.state, Feedback) else dtype)
-
-    def kept(self, shape: tuple[int, ...]) -> int:
-        """How many elements of a tensor top-k keeps."""
-        assert isinstance(self.codec, SelectingCodec)
-        return self.codec.kept(shape)
+        return self._carrier.payload_nbytes(shape, dtype, self._message(at, samples, training))
 
     # ---- the sending end ---------------------------------------------------------------------------------------------
 
@@ -300,64 +270,15 @@ class Channel:
             self.stats.relative_error = (error / norm) ** 2
 
     def _pack(self, x: Tensor, at: At, samples: Tensor | None, training: bool, arrived: Tensor | None) -> Tensor:
-        state, codec, seed = self.state, self.codec, self._seed_of(at)
+        message = self._message(at, samples, training)
         if training and self.warming_up(at):
-            if isinstance(state, SampleState):
-                state.fill(self._name, x, _known(samples))
+            self._carrier.whole(x, message)
             if arrived is not None:
                 arrived.copy_(x)
             return _PLAIN.encode(x)
-        if self._forward is not None:
-            assert isinstance(codec, SelectingCodec)
-            places = self._forward.take_places(at, tuple(x.shape))
-            payload = codec.encode_at(_shown(x), places)
-            if arrived is not None:
-                codec.decode_at(payload, places, arrived)
-            return payload
-        if isinstance(state, SampleState) and training:
-            return state.pack(self._name, x, codec, samples=_known(samples), seed=seed, arrived=arrived)
-        if isinstance(state, Feedback):
-            return self._pack_compensated(state, x, at, training, arrived)
-        payload = codec.encode(_shown(x) if codec.shared_seed else x, seed=seed)
-        if arrived is not None:
-            codec.decode(payload, arrived, seed=seed)
+        payload = self._carrier.pack(x, message, arrived)
         self._keep_places(payload, x, at, training)
         return payload
-
-    def _pack_compensated(self, state: Feedback, x: Tensor, at: At, training: bool, arrived: Tensor | None) -> Tensor:
-        """What the feedback makes of x. Buffers are float32, and so is what is encoded."""
-        codec, key, shape, seed = self.codec, _key(x), tuple(x.shape), self._seed_of(at)
-        scratch = x.reshape(-1).to(torch.float32, copy=True)
-        if training or _holds(state, key):
-            commit = training and state.can_roll_back(scratch)
-            finite, payload = state.encode(key, scratch, codec, shape=shape, seed=seed, commit=commit)
-            if not training or not finite:
-                state.roll_back(key, scratch)
-            elif not commit:
-                state.commit(key, scratch, codec, payload, shape=shape, seed=seed)
-        else:
-            finite, payload = True, codec.encode(scratch.view(shape), seed=seed)
-        if not finite:  # whatever it was that overflowed, the other end has to see that this message says nothing
-            payload = codec.encode(torch.full(shape, torch.nan, device=x.device), seed=seed)
-        if arrived is not None:
-            if state.incremental and finite and training:
-                reference = state.sent_reference(key)
-                assert reference is not None
-                arrived.copy_(reference.view(shape))
-            else:
-                base = state.sent_reference(key) if finite else None
-                self._decode_onto(base, payload, arrived, seed)
-        self._keep_places(payload, x, at, training)
-        return payload
-
-    def _decode_onto(self, base: Tensor | None, payload: Tensor, out: Tensor, seed: int) -> None:
-        """``out ← base + decoded``, in float32."""
-        decoded = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
-        self.codec.decode(payload, decoded, seed=seed)
-        if base is not None:
-            decoded.add_(base.view(out.shape))
-        if decoded is not out:
-            out.copy_(decoded)
 
     # ---- the receiving end -------------------------------------------------------------------------------------------
 
@@ -387,29 +308,12 @@ class Channel:
         return out.copy_(self._unpack(payload, flat, at, samples, training))
 
     def _unpack(self, payload: Tensor, out: Tensor, at: At, samples: Tensor | None, training: bool) -> Tensor:
-        state, codec, seed = self.state, self.codec, self._seed_of(at)
+        message = self._message(at, samples, training)
         if training and self.warming_up(at):
             _PLAIN.decode(payload, out)
-            if isinstance(state, SampleState):
-                state.fill(self._name, out, _known(samples))
+            self._carrier.whole(out, message)
             return out
-        if self._forward is not None:
-            assert isinstance(codec, SelectingCodec)
-            return codec.decode_at(payload, self._forward.take_places(at, tuple(out.shape)), out)
-        if isinstance(state, SampleState) and training:
-            return state.unpack(self._name, payload, out, codec, samples=_known(samples), seed=seed)
-        if isinstance(state, Feedback) and state.incremental and training:
-            change = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
-            codec.decode(payload, change, seed=seed)
-            if codec.is_finite(payload, tuple(out.shape)):
-                state.deliver(_key(out), change.view(-1))
-            if change is not out:
-                out.copy_(change)
-        elif isinstance(state, Feedback):
-            base = state.received_reference(_key(out))
-            self._decode_onto(base, payload, out, seed)
-        else:
-            codec.decode(payload, out, seed=seed)
+        self._carrier.unpack(payload, out, message)
         self._keep_places(payload, out, at, training)
         return out
 
@@ -436,15 +340,14 @@ class Channel:
 
     def reference_ids(self) -> Tensor | None:
         """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
-        return self.state.reference_ids(self._name) if isinstance(self.state, SampleState) else None
+        return self._carrier.reference_ids()
 
     def keep_only(self, samples: Tensor) -> None:
         """Forget all other samples: they travel in full precision again."""
-        assert isinstance(self.state, SampleState)
-        self.state.keep_only(self._name, samples)
+        self._carrier.keep_only(samples)
 
     def _in_order(self, at: At) -> None:
-        if self.state is not None and at <= self._last:
+        if self._state is not None and at <= self._last:
             raise UnsupportedError(
                 f"step {at.step}, micro-batch {at.microbatch} comes after step {self._last.step}, micro-batch "
                 f"{self._last.microbatch}: with {self} both ends must see them in one order. Use a schedule that keeps "
@@ -452,12 +355,13 @@ class Channel:
             )
         self._last = at
 
-    def _seed_of(self, at: At) -> int:
-        return (self._seed + at.step * 0xA0761D6478BD642F + at.microbatch * 0xE7037ED1A0B428DB) & _MASK
+    def _message(self, at: At, samples: Tensor | None, training: bool) -> Message:
+        seed = (self._seed + at.step * 0xA0761D6478BD642F + at.microbatch * 0xE7037ED1A0B428DB) & _MASK
+        return Message(at, seed, training, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept between two steps, and the spec it was kept for."""
-        state = {} if self.state is None else self.state.state_dict()
+        state = {} if self._state is None else self._state.state_dict()
         return {"spec": str(self), "state": state, "last": tuple(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -468,8 +372,8 @@ class Channel:
         """
         if state["spec"] != str(self):
             raise ValueError(f"the state was kept for {state['spec']!r}, and this is {str(self)!r}")
-        if self.state is not None:
-            self.state.load_state_dict(state["state"])
+        if self._state is not None:
+            self._state.load_state_dict(state["state"])
         self._last = At(*state["last"])
 
 
@@ -490,26 +394,3 @@ def _parsed(spec: str | Codec | Compression) -> tuple[Compression, bool]:
     if not isinstance(chosen.codec, SelectingCodec):
         raise UnsupportedError(f"{spec!r}: only topk can take the elements that another direction chose")
     return chosen, True
-
-
-def _shown(x: Tensor) -> Tensor:
-    """x, for an encoding that does not look at all of it; NaN throughout if any of it is not finite."""
-    return x if kernels.all_finite(x.reshape(-1).float()) else torch.full_like(x, torch.nan)
-
-
-def _key(x: Tensor) -> str:
-    """Buffers are per shape."""
-    return "x".join(map(str, x.shape))
-
-
-def _holds(state: Feedback, key: str) -> bool:
-    return (state.sent_reference(key) if state.incremental else state.residual(key)) is not None
-
-
-def _known(samples: Tensor | None) -> Tensor:
-    if samples is None:
-        raise ValueError(
-            "aq-sgd needs to know the samples of every micro-batch: set .samples to their ids (int64, one for each) "
-            "before the step"
-        )
-    return samples

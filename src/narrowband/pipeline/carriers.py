@@ -1,0 +1,248 @@
+"""How tensors travel through a channel: alone, compensated, by sample, or at places that another direction chose.
+
+===============  =====================================================================  ===========================
+feedback         what travels for x                                                     kept between two messages
+===============  =====================================================================  ===========================
+none             C(x)                                                                   nothing
+``ef``           C(x + e); e ← x + e − C(x + e)  (Seide et al. 2014)                     e, on the sender
+``ef-mixed``     the top half k of x and of e, of x + e (Rudakov et al., 2401.07788)    e, on the sender
+``ef21``         C(x − g); g ← g + C(x − g), which is what is used (2106.05203)         g, on both ends
+``aq-sgd``       C(xᵢ − mᵢ) for each sample i; mᵢ ← mᵢ + C(xᵢ − mᵢ) (2206.01299)        mᵢ, on both ends
+===============  =====================================================================  ===========================
+
+Buffers e and g are kept per shape and shared by all micro-batches of that shape, as in Rudakov et al. ("global"). A
+tensor that holds inf or NaN changes no buffer on either end, and arrives as something that is not finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from narrowband import kernels
+from narrowband.feedback import Feedback, SampleState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec, SelectingCodec
+
+__all__ = ["At", "AtPlaces", "BySample", "Carrier", "Compensated", "Message"]
+
+
+class At(NamedTuple):
+    """Which message of a channel: the micro-batch of a training step, both from 0."""
+
+    step: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What both ends know of a message.
+
+    Attributes:
+        at: which one it is.
+        seed: of its random numbers.
+        training: whether feedback takes part, and learns.
+        samples: (B,), the ids of the samples; None where nobody named them.
+    """
+
+    at: At
+    seed: int
+    training: bool
+    samples: Tensor | None = None
+
+
+class Carrier:
+    """Tensors travel alone: a payload says all of them.
+
+    Args:
+        codec: what they are encoded with.
+    """
+
+    #: Whether it needs to know which samples a tensor holds.
+    by_sample = False
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
+        """Bytes of a payload, the same on both ends."""
+        return self.codec.payload_nbytes(shape, dtype)
+
+    def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
+        """The payload of a tensor; ``arrived`` gets what the other end will, where it is given."""
+        payload = self.codec.encode(_finite_or_nan(x) if self.codec.shared_seed else x, seed=message.seed)
+        if arrived is not None:
+            self.codec.decode(payload, arrived, seed=message.seed)
+        return payload
+
+    def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
+        """``out ←`` what a payload of the other end brings."""
+        self.codec.decode(payload, out, seed=message.seed)
+
+    def whole(self, x: Tensor, message: Message) -> None:
+        """A tensor has travelled uncompressed."""
+
+    def reference_ids(self) -> Tensor | None:
+        """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
+        return None
+
+    def keep_only(self, samples: Tensor) -> None:
+        """Forget all other samples: they travel in full precision again."""
+
+
+class Compensated(Carrier):
+    """What a payload does not say of a tensor, feedback takes into account in the next one. All of it is float32."""
+
+    def __init__(self, codec: Codec, feedback: Feedback) -> None:
+        super().__init__(codec)
+        self._feedback = feedback
+
+    def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
+        return self.codec.payload_nbytes(shape, torch.float32)
+
+    def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
+        codec, feedback, key, shape = self.codec, self._feedback, _key(x), tuple(x.shape)
+        training, seed = message.training, message.seed
+        scratch = x.reshape(-1).to(torch.float32, copy=True)
+        if training or self._has_buffer(key):
+            commit = training and feedback.can_roll_back(scratch)
+            finite, payload = feedback.encode(key, scratch, codec, shape=shape, seed=seed, commit=commit)
+            if not training or not finite:
+                feedback.roll_back(key, scratch)
+            elif not commit:
+                feedback.commit(key, scratch, codec, payload, shape=shape, seed=seed)
+        else:
+            finite, payload = True, codec.encode(scratch.view(shape), seed=seed)
+        if not finite:  # whatever it was that overflowed, the other end has to see that this message says nothing
+            payload = codec.encode(torch.full(shape, torch.nan, device=x.device), seed=seed)
+        if arrived is not None:
+            if feedback.incremental and finite and training:
+                reference = feedback.sent_reference(key)
+                assert reference is not None
+                arrived.copy_(reference.view(shape))
+            else:
+                base = feedback.sent_reference(key) if finite else None
+                self._decode_onto(base, payload, arrived, seed)
+        return payload
+
+    def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
+        feedback, codec = self._feedback, self.codec
+        if not (feedback.incremental and message.training):
+            self._decode_onto(feedback.received_reference(_key(out)), payload, out, message.seed)
+            return
+        change = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
+        codec.decode(payload, change, seed=message.seed)
+        if codec.is_finite(payload, tuple(out.shape)):
+            feedback.deliver(_key(out), change.view(-1))
+        if change is not out:
+            out.copy_(change)
+
+    def _has_buffer(self, key: str) -> bool:
+        feedback = self._feedback
+        return (feedback.sent_reference(key) if feedback.incremental else feedback.residual(key)) is not None
+
+    def _decode_onto(self, base: Tensor | None, payload: Tensor, out: Tensor, seed: int) -> None:
+        """``out ← base + decoded``, in float32."""
+        decoded = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
+        self.codec.decode(payload, decoded, seed=seed)
+        if base is not None:
+            decoded.add_(base.view(out.shape))
+        if decoded is not out:
+            out.copy_(decoded)
+
+
+class BySample(Carrier):
+    """Differences to a buffer of each sample travel in training; in evaluation tensors travel alone.
+
+    Args:
+        codec: what differences are encoded with.
+        state: the buffers.
+        name: of the channel.
+    """
+
+    by_sample = True
+
+    def __init__(self, codec: Codec, state: SampleState, name: str) -> None:
+        super().__init__(codec)
+        self._state, self._name = state, name
+
+    def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
+        if not message.training:
+            return super().payload_nbytes(shape, dtype, message)
+        return self._state.payload_nbytes(self._name, self.codec, shape, dtype, _named(message))
+
+    def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
+        if not message.training:
+            return super().pack(x, message, arrived)
+        samples = _named(message)
+        return self._state.pack(self._name, x, self.codec, samples=samples, seed=message.seed, arrived=arrived)
+
+    def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
+        if not message.training:
+            super().unpack(payload, out, message)
+        else:
+            self._state.unpack(self._name, payload, out, self.codec, samples=_named(message), seed=message.seed)
+
+    def whole(self, x: Tensor, message: Message) -> None:
+        self._state.fill(self._name, x, _named(message))
+
+    def reference_ids(self) -> Tensor | None:
+        return self._state.reference_ids(self._name)
+
+    def keep_only(self, samples: Tensor) -> None:
+        self._state.keep_only(self._name, samples)
+
+
+class AtPlaces(Carrier):
+    """Only values travel, of the elements that the other direction chose.
+
+    Args:
+        codec: encodes their values.
+        chooser: the codec of the other direction, which says how many they are.
+        places: message and shape → the indices that the other direction chose; asked for once per message.
+    """
+
+    def __init__(
+        self, codec: SelectingCodec, chooser: SelectingCodec, places: Callable[[At, tuple[int, ...]], Tensor]
+    ) -> None:
+        super().__init__(codec)
+        self._selecting, self._chooser, self._places = codec, chooser, places
+
+    def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
+        return self._selecting.values_nbytes(self._chooser.kept(shape))
+
+    def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
+        places = self._places(message.at, tuple(x.shape))
+        payload = self._selecting.encode_at(_finite_or_nan(x), places)
+        if arrived is not None:
+            self._selecting.decode_at(payload, places, arrived)
+        return payload
+
+    def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
+        self._selecting.decode_at(payload, self._places(message.at, tuple(out.shape)), out)
+
+
+def _finite_or_nan(x: Tensor) -> Tensor:
+    """x, for an encoding that does not look at all of it; NaN throughout if any of it is not finite."""
+    return x if kernels.all_finite(x.reshape(-1).float()) else torch.full_like(x, torch.nan)
+
+
+def _key(x: Tensor) -> str:
+    """Buffers are per shape."""
+    return "x".join(map(str, x.shape))
+
+
+def _named(message: Message) -> Tensor:
+    if message.samples is None:
+        raise ValueError(
+            "aq-sgd needs to know the samples of every micro-batch: set .samples to their ids (int64, one for each) "
+            "before the step"
+        )
+    return message.samples
