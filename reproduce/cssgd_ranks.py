@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
-from narrowband.bench.ranks import Worker, received, transmitted
+from narrowband.bench.ranks import RankProcess, received, transmitted
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.header import header_nbytes
 from narrowband.transport import Multicast, connect
@@ -439,7 +439,7 @@ def _limited(images: Images, limit: int | None) -> Images:
     return Images(x, y, test_x, test_y, images.digest)
 
 
-def _work(worker: Worker) -> None:
+def _work(worker: RankProcess) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     card = os.environ["GLOO_SOCKET_IFNAME"]
@@ -462,4 +462,4 @@ def _work(worker: Worker) -> None:
 
 
 if __name__ == "__main__":
-    _work(Worker(sys.argv[1]))
+    _work(RankProcess(sys.argv[1]))

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
 from narrowband.bench.models import GPT, GPTConfig
-from narrowband.bench.ranks import Worker
+from narrowband.bench.ranks import RankProcess
 from reproduce.data import Text, tiny_shakespeare, wikitext2
 from reproduce.tasks import Language
 
@@ -322,7 +322,7 @@ def _limited(text: Text, limit: int | None) -> Text:
     return replace(text, train=text.train[:limit], heldout=text.heldout[:limit])
 
 
-def _work(worker: Worker) -> None:
+def _work(worker: RankProcess) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     told = worker.config["data_dir"]
@@ -345,4 +345,4 @@ def _work(worker: Worker) -> None:
 
 
 if __name__ == "__main__":
-    _work(Worker(sys.argv[1]))
+    _work(RankProcess(sys.argv[1]))

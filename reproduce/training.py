@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
 from narrowband.adapt import search_space
-from narrowband.bench.ranks import Loopback, Worker, run_ranks
+from narrowband.bench.ranks import Loopback, RankProcess, run_ranks
 from narrowband.collectives import all_reduce_nbytes, choose
 from narrowband.lab import LabConfig
 from narrowband.pipeline import Channel
@@ -580,7 +580,7 @@ def _keep_freed_memory() -> None:
         library.mallopt(top_pad, 1 << 26)
 
 
-def _work(worker: Worker) -> None:
+def _work(worker: RankProcess) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _keep_freed_memory()
     apart = worker.config["apart"]
@@ -612,4 +612,4 @@ def _work(worker: Worker) -> None:
 
 
 if __name__ == "__main__":
-    _work(Worker(sys.argv[1]))
+    _work(RankProcess(sys.argv[1]))

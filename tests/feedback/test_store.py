@@ -144,8 +144,8 @@ def test_a_full_store_keeps_what_it_has_and_says_so_once(make, place, caplog):
     assert not kept.full
     assert [kept.put(sample, numbers(100, sample)) for sample in range(5)] == [True, True, True, False, False]
     assert kept.full
-    assert kept.known([4, 2, 0]) == [False, True, True]
-    assert kept.known(torch.tensor([1, 3])) == [True, False]
+    assert kept.has([4, 2, 0]) == [False, True, True]
+    assert kept.has(torch.tensor([1, 3])) == [True, False]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["the store is full with 3 samples of 200 bytes; those that are new from now on are not kept"]
     assert kept.put(1, numbers(100, 9)), "one that is there can change"
@@ -353,7 +353,7 @@ for sample in range(100):
         said = error.strerror
         break
 assert (kept.row(0) == 0).all() and (kept.row(sample - 1) == sample - 1).all()
-print(len(kept), kept.known([sample]), said)
+print(len(kept), kept.has([sample]), said)
 """
 
 

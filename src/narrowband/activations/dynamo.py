@@ -29,8 +29,8 @@ def is_compiled_itself(module: nn.Module) -> bool:
         True
     """
     # What torch.compile returns, module or function, tells how it compiles; what torch.compiler.disable returns, not.
-    told = hasattr(module, "get_compiler_config") or hasattr(module.forward, "get_compiler_config")
-    return told or module._compiled_call_impl is not None
+    configured = hasattr(module, "get_compiler_config") or hasattr(module.forward, "get_compiler_config")
+    return configured or module._compiled_call_impl is not None
 
 
 def obstacle() -> str | None:

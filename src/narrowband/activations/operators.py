@@ -297,10 +297,10 @@ def _layer_norm(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | N
     """PyTorch's own, of whose input something else is kept."""
     if func not in (F.layer_norm, torch.layer_norm):
         return None
-    x, *told = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
+    x, *options = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
     if not keeper.replaces(x) or not keeper.policy.derive:
         return None
-    keeper.normalization = Normalization(x, *told)
+    keeper.normalization = Normalization(x, *options)
     try:
         y: Tensor = func(*args, **kwargs)
         normalization = keeper.normalization

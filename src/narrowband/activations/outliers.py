@@ -68,12 +68,12 @@ class Magnitudes:
 
     def __init__(self, x: Tensor, rows: Rows) -> None:
         parts, outer, groups, inner = rows.parts, rows.outer, rows.groups, rows.inner
-        together = largest_divisor(outer, self._SHORT // max(inner, 1))
-        count = parts * outer // together
+        joined = largest_divisor(outer, self._SHORT // max(inner, 1))
+        count = parts * outer // joined
         pieces = inner // largest_divisor(inner, self._LONG)
         if pieces == inner:  # a prime number, or nearly
             pieces = 1
-        form = Rows(count, together, groups * pieces, inner // pieces)
+        form = Rows(count, joined, groups * pieces, inner // pieces)
         rows_PNGM = _largest(x, form).view(parts, -1, groups, pieces)
         #: (P, G, N): of every range the largest magnitudes of its rows, and of its columns.
         self._largest = [rows_PNGM.transpose(1, 2).flatten(2)]

@@ -150,9 +150,9 @@ def quantized(
         estimates: of the model.
         name: of the tensor's estimate.
     """
-    known = estimates.get(name, rows.groups, x.device) if policy.statistics == "running" else None
+    estimate = estimates.get(name, rows.groups, x.device) if policy.statistics == "running" else None
     form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
-    if known is None:
+    if estimate is None:
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
             return Outliers(extreme=True)
@@ -163,9 +163,9 @@ def quantized(
         payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    seen = payload.encode(x, *shaped(known, policy), seed=seed, watch=True, **form)
+    seen = payload.encode(x, *shaped(estimate, policy), seed=seed, watch=True, **form)
     assert seen is not None
-    learned, finite, moved = kernels.learn_ranges(known, *seen, estimates.decay)
+    learned, finite, moved = kernels.learn_ranges(estimate, *seen, estimates.decay)
     if not finite:
         return Outliers(extreme=True)
     own, jumps = torch.stack((seen[1] - seen[0], seen[0])), False
@@ -174,12 +174,12 @@ def quantized(
         found = magnitudes.outliers(own[0])
         if found is not None:
             return found
-        if magnitudes.is_dwarfed_by(known[0]):  # by now, or since an outlier that was none when it came
+        if magnitudes.is_dwarfed_by(estimate[0]):  # by now, or since an outlier that was none when it came
             estimates.forget(name)
             moved = math.inf
         else:
-            jumps = bool((own[0] > JUMP * known[0]).any())
-    if not estimates.replace(name, known, learned):  # another thread took a batch in meanwhile, or it is on a device
+            jumps = bool((own[0] > JUMP * estimate[0]).any())
+    if not estimates.replace(name, estimate, learned):  # another thread took a batch in meanwhile, or it is on a device
         learned = estimates.observe(name, *seen)
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))

@@ -113,11 +113,11 @@ class ActivationPolicy:
             if not isinstance(value, Mapping):
                 raise ValueError(f'{field_}={value!r} must say what has how many bits, such as {{"softmax": 4}}')
         for name in self.operators:
-            _known("operator", name, OPERATORS)
+            _check_name("operator", name, OPERATORS)
         for pattern in self.modules:
             _, colon, operator = pattern.partition(":")
             if colon:
-                _known("operator", operator, OPERATORS)
+                _check_name("operator", operator, OPERATORS)
             _check(pattern, self.modules[pattern], Bits if colon else ModuleBits)
         for where, bits in (("bits", self.bits), *self.operators.items()):
             _check(where, bits, Bits)
@@ -189,15 +189,15 @@ class ActivationPolicy:
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> ActivationPolicy:
+    def from_dict(cls, values: Mapping[str, Any]) -> ActivationPolicy:
         """A policy from what a TOML file holds.
 
         Raises:
             ValueError: a key that does not exist.
         """
-        for key in told:
-            _known("key", key, [f.name for f in fields(cls)])
-        return cls(**told)
+        for key in values:
+            _check_name("key", key, [f.name for f in fields(cls)])
+        return cls(**values)
 
     @classmethod
     def load(cls, path: str | Path) -> ActivationPolicy:
@@ -217,9 +217,9 @@ class ActivationPolicy:
 
     def to_toml(self) -> str:
         """What :meth:`load` reads."""
-        told = self.to_dict()
-        tables = {name: told.pop(name) for name in ("operators", "modules") if name in told}
-        lines = [f"{name} = {_toml(value)}" for name, value in told.items()]
+        values = self.to_dict()
+        tables = {name: values.pop(name) for name in ("operators", "modules") if name in values}
+        lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
         for name, table in tables.items():
             lines += ["", f"[{name}]", *(f"{_toml(key)} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines).strip() + "\n"
@@ -245,7 +245,7 @@ def _check(where: str, bits: Any, kind: Any) -> None:
     raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"{modules}')
 
 
-def _known(what: str, name: str, there: Iterable[str]) -> None:
+def _check_name(what: str, name: str, there: Iterable[str]) -> None:
     names = list(there)
     if name not in names:
         close = get_close_matches(name, names, n=1)

@@ -182,14 +182,14 @@ def _derive_whole(
     y: Tensor,
     origin: Origin,
     function: Function,
-    *held: Tensor | None,
+    *copies: Tensor | None,
     by_row: bool = False,
 ) -> None:
     """Note how the result comes of the input, both in their shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
     if x.dtype == y.dtype:  # autocast may have cast the input first
         recipes.derive(
-            y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*held), by_row=by_row)
+            y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*copies), by_row=by_row)
         )
 
 
@@ -314,8 +314,8 @@ def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     _derive_whole(recipes, x, y, origin, function, scale, shift)
 
 
-def _nbytes(*held: Tensor | None) -> int:
-    return sum(x.nbytes for x in held if x is not None)
+def _nbytes(*copies: Tensor | None) -> int:
+    return sum(x.nbytes for x in copies if x is not None)
 
 
 def _copy(x: Tensor | None) -> Tensor | None:

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
-from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks, transmitted
+from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks, transmitted
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
@@ -343,7 +343,7 @@ class _Row:
         return found
 
 
-def _together(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> None:
+def _joined(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> None:
     """Do ``job`` on all ranks and wait for all; if it fails on any, the row is over on all."""
     try:
         job(tokens_SBL)
@@ -356,13 +356,13 @@ def _together(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> N
         row.error = "failed on another rank"
 
 
-def _work(worker: Worker) -> None:
-    config = Config(**{**worker.config, "codecs": tuple(worker.config["codecs"])})
+def _main(process_: RankProcess) -> None:
+    config = Config(**{**process_.config, "codecs": tuple(process_.config["codecs"])})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
     shape = MODELS[config.model]
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + worker.rank)
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + process_.rank)
 
     def tokens(steps: int) -> Tensor:
         return torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
@@ -375,20 +375,20 @@ def _work(worker: Worker) -> None:
     def tell(row: _Row) -> None:
         nonlocal done
         done += 1
-        worker.tell(event="round", done=done, of=total, codec=row.kind.codec)
+        process_.tell(event="round", done=done, of=total, codec=row.kind.codec)
 
     warm_up = tokens(_WARM_UP_STEPS)
     for row in rows:
-        _together(row, row.build, warm_up)
+        _joined(row, row.build, warm_up)
         tell(row)
 
     def measure(row: _Row, batches: Tensor) -> None:
-        _together(row, row.wake, batches)
+        _joined(row, row.wake, batches)
         if row.error is not None:
             return
         dist.barrier()
         sent = transmitted(card) if card else 0
-        _together(row, row.measure, batches)
+        _joined(row, row.measure, batches)
         # All ranks have all they wait for by now, so everything that this one sent has left its card.
         row.link_bytes += transmitted(card) - sent if card else 0
 
@@ -401,11 +401,11 @@ def _work(worker: Worker) -> None:
                 measure(row, batches)
                 row.round_compute_s.append(compute.round_step_s[-1])
             tell(row)
-    worker.finish([row.result(card) for row in rows])
+    process_.finish([row.result(card) for row in rows])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a process group of a row that failed may never shut down
 
 
 if __name__ == "__main__":
-    _work(Worker(sys.argv[1]))
+    _main(RankProcess(sys.argv[1]))

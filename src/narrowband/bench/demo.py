@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowband
 from narrowband.bench.ddp import skip_communication
 from narrowband.bench.models import GPT, MODELS
-from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks
+from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks
 from narrowband.bench.text import Text, batch_of, standard_library
 from narrowband.feedback import compression
 from narrowband.report.estimate import FORMULA, Row, estimates, verdict
@@ -252,8 +252,8 @@ def _compute_seconds(config: Config, text: Text, rank: int) -> float:
     return slowest.median().item()
 
 
-def _train_row(config: Config, spec: str, text: Text, worker: Worker) -> dict[str, Any]:
-    trainer = _Trainer(config, text, worker.rank)
+def _train_row(config: Config, spec: str, text: Text, process: RankProcess) -> dict[str, Any]:
+    trainer = _Trainer(config, text, process.rank)
     handle = narrowband.compress_gradients(trainer.model, spec, seed=config.seed)
     every = max(1, config.steps // _CURVE_POINTS)
     taken: list[float] = []
@@ -264,7 +264,7 @@ def _train_row(config: Config, spec: str, text: Text, worker: Worker) -> dict[st
         taken.append(time.perf_counter() - start)
         if step % every == 0 and step < config.steps:
             curve.append((step, _finite(trainer.heldout_loss(_CURVE_WINDOWS))))
-        worker.tell(event="step", codec=spec, step=step, of=config.steps, loss=_finite(loss))
+        process.tell(event="step", codec=spec, step=step, of=config.steps, loss=_finite(loss))
     final = _finite(trainer.heldout_loss(_FINAL_WINDOWS))
     total = handle.stats().total
     return {
@@ -287,20 +287,20 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _work(worker: Worker) -> None:
+def _main(process: RankProcess) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    specs = worker.config.pop("rows")
-    config = Config(**{**worker.config, "codecs": tuple(worker.config["codecs"])})
+    specs = process.config.pop("rows")
+    config = Config(**{**process.config, "codecs": tuple(process.config["codecs"])})
     dist.init_process_group("gloo")
     text = standard_library()
-    worker.tell(event="setup", what="measuring a step that sends nothing")
-    compute = _compute_seconds(config, text, worker.rank)
+    process.tell(event="setup", what="measuring a step that sends nothing")
+    compute = _compute_seconds(config, text, process.rank)
     for spec in specs:
-        row = _train_row(config, spec, text, worker) | {"compute_s": compute}
-        worker.tell(event="row", codec=spec, row=row)
-    worker.finish(None)
+        row = _train_row(config, spec, text, process) | {"compute_s": compute}
+        process.tell(event="row", codec=spec, row=row)
+    process.finish(None)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _work(Worker(sys.argv[1]))
+    _main(RankProcess(sys.argv[1]))

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowband.bench.models import GPT, GPTConfig
-from narrowband.bench.ranks import Loopback, Worker, check_seed, run_ranks, transmitted
+from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks, transmitted
 from narrowband.bench.text import standard_library
 from narrowband.lab import LabConfig
 from narrowband.lab.config import parse_rate
@@ -315,13 +315,13 @@ def _batches(config: Config, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tenso
         yield ids, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _work(worker: Worker) -> None:
-    config = Config(**{**worker.config, "rows": tuple(worker.config["rows"])})
+def _main(process: RankProcess) -> None:
+    config = Config(**{**process.config, "rows": tuple(process.config["rows"])})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
     names = [COMPUTE, *config.rows, *((BASELINE,) if config.baselines else ())]
-    rows = [_Row(name, config, worker.rank) for name in names]
+    rows = [_Row(name, config, process.rank) for name in names]
     total, done = config.epochs * len(rows) * config.batches, 0
     compared = 2 * config.batches
     before: dict[str, dict[str, tuple[int, int]]] = {}
@@ -333,12 +333,12 @@ def _work(worker: Worker) -> None:
             for ids, x, y in batches:
                 row.train(ids, x, y, card)
                 done += 1
-                worker.tell(event="step", done=done, of=total, name=row.name)
-    worker.finish([row.result(compared, before[row.name]) for row in rows])
+                process.tell(event="step", done=done, of=total, name=row.name)
+    process.finish([row.result(compared, before[row.name]) for row in rows])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    _work(Worker(sys.argv[1]))
+    _main(RankProcess(sys.argv[1]))

@@ -1,8 +1,9 @@
 """Start the ranks of a benchmark, hear from rank 0 while they work, collect what each of them found.
 
-A benchmark is a module with a worker side, run as ``python -m MODULE DIRECTORY`` once per rank with torchrun's
+A benchmark is a module that ranks run as ``python -m MODULE DIRECTORY`` once per rank with torchrun's
 environment variables. The directory is all they share with the parent: ``config.json`` goes in, rank 0 appends progress
-to ``events.jsonl`` (:meth:`Worker.tell`), each rank leaves its result in ``rank<N>.json`` (:meth:`Worker.finish`).
+to ``events.jsonl`` (:meth:`RankProcess.tell`), each rank leaves its result in ``rank<N>.json``
+(:meth:`RankProcess.finish`).
 
 Ranks run on this machine's loopback (:class:`Loopback`, no rights needed) or behind emulated links
 (:class:`narrowband.lab.LabConfig`). Either way they end when their parent does, however it ends.
@@ -28,7 +29,7 @@ from typing import Any
 
 from narrowband.lab import LabConfig, run
 
-__all__ = ["Loopback", "RankError", "Worker", "check_seed", "received", "run_ranks", "transmitted"]
+__all__ = ["Loopback", "RankError", "RankProcess", "check_seed", "received", "run_ranks", "transmitted"]
 
 _POLL_S = 0.1
 _GRACE_S = 5.0
@@ -70,11 +71,11 @@ def run_ranks(
     where: Loopback | LabConfig,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[Any]:
-    """Run ``python -m module`` once per rank and return what each passed to :meth:`Worker.finish`, in rank order.
+    """Run ``python -m module`` once per rank and return what each passed to :meth:`RankProcess.finish`, in rank order.
 
     Args:
         module: dotted name of the benchmark.
-        config: JSON-able; a worker finds it as ``Worker.config``.
+        config: JSON-able; a worker finds it as ``RankProcess.config``.
         where: the network that the ranks are on.
         on_event: called (from another thread) with every event that rank 0 tells.
 
@@ -101,7 +102,7 @@ def run_ranks(
         return [json.loads(path.read_text()) for path in results]
 
 
-class Worker:
+class RankProcess:
     """The worker side: this rank's place, its configuration, and its way to talk to the parent."""
 
     def __init__(self, directory: str) -> None:

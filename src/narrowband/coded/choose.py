@@ -194,14 +194,14 @@ def choose_redundancy(
     users = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
     ranks = dist.get_process_group_ranks(users)
     own = dist.new_group(ranks, backend=dist.get_backend(users), use_local_synchronization=True)
-    ways = [connect(transport, own) if isinstance(transport, str) else transport]
-    if transport == "auto" and ways[0].multicast:
-        ways.append(Broadcast(own))
+    transports = [connect(transport, own) if isinstance(transport, str) else transport]
+    if transport == "auto" and transports[0].multicast:
+        transports.append(Broadcast(own))
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device if trained else torch.device("cpu")
     numels = [p.numel() for p in trained]
     one_each, rank = Assignment(len(ranks), 1, group=1), dist.get_rank(own)
-    plains = [BlockAverage(one_each, rank, numels, way, device=device) for way in ways]
+    plains = [BlockAverage(one_each, rank, numels, each, device=device) for each in transports]
     whole = torch.zeros(sum(numels), device=device)
     try:
         seconds = torch.tensor(
@@ -215,10 +215,10 @@ def choose_redundancy(
         )
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=own)
     finally:
-        for way in ways:
-            if way is not transport:
-                way.close()
-    compute_s, all_reduce_s, *by_way = seconds.tolist()
+        for each in transports:
+            if each is not transport:
+                each.close()
+    compute_s, all_reduce_s, *exchange_s = seconds.tolist()
     choices = [
         replace(
             predict(
@@ -227,12 +227,12 @@ def choose_redundancy(
                 compute_s=compute_s,
                 communicate_s=communicate_s,
                 all_reduce_s=all_reduce_s,
-                multicast=way.multicast,
+                multicast=each.multicast,
                 bits=bits,
             ),
-            transport=way.name,
+            transport=each.name,
         )
-        for way, communicate_s in zip(ways, by_way, strict=True)
+        for each, communicate_s in zip(transports, exchange_s, strict=True)
     ]
     return _best(choices)
 
@@ -240,13 +240,13 @@ def choose_redundancy(
 def _best(choices: list[Choice]) -> Choice:
     """The fastest; its verdict says by what, where there was a choice."""
     best, *others = sorted(choices, key=lambda c: c.seconds)
-    said = f" This is by {best.transport}." if others else ""
+    sentence = f" This is by {best.transport}." if others else ""
     for other in others:
-        said += (
+        sentence += (
             f" By {other.transport} the best, redundancy={other.redundancy}, group={other.group}, would take "
             f"{1e3 * other.seconds:.1f} ms."
         )
-    return replace(best, verdict=best.verdict + said)
+    return replace(best, verdict=best.verdict + sentence)
 
 
 def _median(work: Callable[[], object], steps: int, device: torch.device) -> float:
@@ -266,27 +266,27 @@ def _verdict(
     """In words: what wins, by how much, and what would be better than any of it."""
     others = [c for c in candidates if c.redundancy > 1]
     if best.redundancy == 1:
-        said = f"redundancy=1 wins: {_named(best)} takes {_ms(best)} a step"
-        said += f", {_named(others[0])} would take {_ms(others[0])}." if others else "."
+        sentence = f"redundancy=1 wins: {_named(best)} takes {_ms(best)} a step"
+        sentence += f", {_named(others[0])} would take {_ms(others[0])}." if others else "."
     else:
-        said = (
+        sentence = (
             f"{_named(best)} is predicted to take {_ms(best)} a step, against {_ms(simple)} with {_named(simple)}: "
             f"{simple.seconds / best.seconds:.2f} times as fast."
         )
         coded = next((c for c in others if c.group > c.redundancy), None)
         if best.group == best.redundancy and coded is not None:
-            said += (
+            sentence += (
                 f" Groups compute the same and need no coding; the best that codes is {_named(coded)}, {_ms(coded)}."
             )
     if all_reduce_s < best.seconds:
-        said += (
+        sentence += (
             f" A plain all-reduce is faster: DistributedDataParallel would take {1e3 * all_reduce_s:.1f} ms, or less, "
             "as it computes meanwhile."
         )
     if alone_s < min(best.seconds, all_reduce_s):
-        said += f" One rank that computes the whole mini-batch by itself is faster: {1e3 * alone_s:.1f} ms,"
-        said += " and nothing is sent."
-    return said
+        sentence += f" One rank that computes the whole mini-batch by itself is faster: {1e3 * alone_s:.1f} ms,"
+        sentence += " and nothing is sent."
+    return sentence
 
 
 def _named(candidate: Candidate) -> str:

@@ -144,8 +144,8 @@ class Inside(Round):
             if self._rank in nodes:
                 lacked = tuple(node for node in nodes if node != self._rank)
                 first = segment.begin + lacked.index(sender) * segment.slice
-                known = self._slices(segment, nodes, sender, lacking=self._rank)
-                kernels.fixed_decode(packet, held, known, total[first : first + segment.slice])
+                subtracted = self._slices(segment, nodes, sender, lacking=self._rank)
+                kernels.fixed_decode(packet, held, subtracted, total[first : first + segment.slice])
 
     def _slices(self, segment: Segment, nodes: tuple[int, ...], sender: int, *, lacking: int | None) -> list[int]:
         """Where the slices begin, among the codes of this node's blocks, that a packet of ``sender`` is the sum of: of

@@ -154,9 +154,9 @@ class AQSGD(SampleState):
         if not ids or not x.numel():
             return out
         store, x = self._store_for(key, x[0].numel()), x.detach()
-        for at, (sample, held, part) in enumerate(zip(ids, store.known(ids), _cut(out, sizes), strict=True)):
+        for at, (sample, has_buffer, part) in enumerate(zip(ids, store.has(ids), _cut(out, sizes), strict=True)):
             target = None if arrived is None else arrived[at]
-            if held:
+            if has_buffer:
                 base = self._buffer(store, sample, x.device)
                 self._encode(key, x[at], base, codec, part, (seed + at) % 2**64)
                 self._advance(store, sample, base, codec, part, (seed + at) % 2**64, target, x.shape[1:])
@@ -196,8 +196,8 @@ class AQSGD(SampleState):
         if not ids or not out.numel():
             return out
         store, values = self._store_for(key, out[0].numel()), out.detach()
-        for at, (sample, held, part) in enumerate(zip(ids, store.known(ids), _cut(payload, sizes), strict=True)):
-            if held:
+        for at, (sample, has_buffer, part) in enumerate(zip(ids, store.has(ids), _cut(payload, sizes), strict=True)):
+            if has_buffer:
                 base = self._buffer(store, sample, out.device)
                 self._advance(store, sample, base, codec, part, (seed + at) % 2**64, values[at], out.shape[1:])
             else:
@@ -223,7 +223,7 @@ class AQSGD(SampleState):
             store.put(sample, x)
 
     def _encode(self, key: str, x: Tensor, base: Tensor, codec: Codec, part: Tensor, seed: int) -> None:
-        """What is to be said of a sample that is held."""
+        """The difference to the buffer of a sample that has one."""
         difference = self._scratch.get(key)
         if difference is None or difference.device != x.device:
             difference = self._scratch[key] = torch.empty(x.numel(), device=x.device)
@@ -245,7 +245,7 @@ class AQSGD(SampleState):
         out: Tensor | None,
         shape: torch.Size,
     ) -> None:
-        """m(i) = m(i) + what was said, the same on both ends."""
+        """m(i) ← m(i) + the decoded difference, the same on both ends."""
         if not codec.is_finite(part, shape):
             if out is not None:
                 out.fill_(torch.nan)
@@ -291,12 +291,12 @@ class AQSGD(SampleState):
         one = tuple(shape[1:])
         store = self._stores.get(key)
         if store is None:
-            held = [False] * len(ids)
+            have = [False] * len(ids)
         else:
             self._check_numel(key, store, math.prod(one))
-            held = store.known(ids)
-        whole, said = _WHOLE.payload_nbytes(one, dtype), codec.payload_nbytes(one)
-        return [said if is_held else whole for is_held in held]
+            have = store.has(ids)
+        whole, difference = _WHOLE.payload_nbytes(one, dtype), codec.payload_nbytes(one)
+        return [difference if has_buffer else whole for has_buffer in have]
 
     def _check_numel(self, key: str, store: SampleStore, numel: int) -> None:
         if store.numel != numel:
@@ -334,7 +334,7 @@ class AQSGD(SampleState):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def residual(self, key: str) -> None:
-        """Nothing: what has not been said of a sample is in the next difference."""
+        """Nothing: what a payload left out of a sample is in the next difference."""
         return
 
     def scale(self, factor: float) -> None:

@@ -77,7 +77,7 @@ class SampleStore:
         >>> store = SampleStore(1024, keep="fp16", budget_nbytes=10**9)
         >>> store.put(7, torch.randn(1024))
         True
-        >>> store.known([7, 8])
+        >>> store.has([7, 8])
         [True, False]
     """
 
@@ -109,7 +109,7 @@ class SampleStore:
         self._updates = 0
         self._file: _File | None = None
         self._scratch = torch.empty(0 if keep == "fp32" else numel)
-        self._said_full = False
+        self._warned_full = False
         self._hold({}, [])
 
     def _hold(self, places: dict[int, int], chunks: list[Tensor]) -> None:
@@ -149,7 +149,7 @@ class SampleStore:
         """The samples that are held: int64, ascending."""
         return torch.tensor(sorted(self._places), dtype=torch.int64)
 
-    def known(self, ids: Tensor | Iterable[int]) -> list[bool]:
+    def has(self, ids: Tensor | Iterable[int]) -> list[bool]:
         """Which of these samples are held."""
         return [sample in self._places for sample in _listed(ids)]
 
@@ -169,7 +169,7 @@ class SampleStore:
         """
         place = self._places.get(sample)
         if place is None:
-            raise ValueError(f"sample {sample} is not held; ask known() first")
+            raise ValueError(f"sample {sample} is not held; ask has() first")
         if write:
             self._count()
         stored = self._at(place)
@@ -262,8 +262,8 @@ class SampleStore:
         return int(min(max(1, there), max(1, most_nbytes // self.nbytes_per_sample), self._capacity - there))
 
     def _say_full(self) -> None:
-        if not self._said_full:
-            self._said_full = True
+        if not self._warned_full:
+            self._warned_full = True
             log.warning(
                 "the store is full with %d samples of %d bytes; those that are new from now on are not kept",
                 len(self), self.nbytes_per_sample,
@@ -350,7 +350,7 @@ class _File:
             self.length = (os.fstat(file.fileno()).st_size - _HEADER_NBYTES) // self._row_nbytes
         self._maps: list[mmap.mmap] = []
         #: Whether a state knows the count that is on the disk.
-        self._known = True
+        self._state_has_count = True
 
     @classmethod
     def new(cls, path: Path, form: _Form, updates: int) -> _File:
@@ -403,15 +403,15 @@ class _File:
         """Write the count of updates, before the row that changes."""
         self.updates = updates
         struct.pack_into("<Q", self._header, _HEADER.size - 8, updates)
-        if self._known:
-            self._known = False
+        if self._state_has_count:
+            self._state_has_count = False
             self._header.flush()
 
     def flush(self) -> None:
         """Have all on the disk: a state is going to know the count."""
         for memory in (*self._maps, self._header):
             memory.flush()
-        self._known = True
+        self._state_has_count = True
 
 
 def _of_another_run(path: Path) -> str:

@@ -75,7 +75,7 @@ class Hook:
         self.watch: _Watch | None = None  # among one rank nothing can part
         self._model = None if model is None else weakref.ref(model)
         self.group = None if model is None else model.process_group
-        self._said_copied = False
+        self._warned_copied = False
 
     @property
     def inert(self) -> bool:
@@ -114,8 +114,8 @@ class Hook:
         return Hook, ()
 
     def _say_copied(self) -> None:
-        if self.handle is not None and not self._said_copied:
-            self._said_copied = True
+        if self.handle is not None and not self._warned_copied:
+            self._warned_copied = True
             log.warning(
                 "the copy (or saved file) of a model has no compression: it averages uncompressed, unless "
                 "compress_gradients is called for it; save handle.state_dict() to keep the residuals"

@@ -49,7 +49,7 @@ def channel_pair(
 ) -> tuple[Channel, Channel]:
     """The channels of the n-th tensor over a boundary, for the activation and for its gradient, at one of its ends."""
     index = (boundary * _MOST_TENSORS + tensor) * 2
-    names = (f"{way}-{boundary}-{tensor}-{end}" for way in ("forward", "backward"))
+    names = (f"{direction}-{boundary}-{tensor}-{end}" for direction in ("forward", "backward"))
     warm_up: dict[str, Any] = {"warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
     there = Channel(forward, seed=seed, index=index, name=next(names), **warm_up)
     back = Channel(backward, seed=seed, index=index + 1, name=next(names), forward=there, **warm_up)
@@ -163,8 +163,8 @@ class Boundary(nn.Module):
     def stats(self) -> dict[str, ChannelStats]:
         """What went ``forward`` and ``backward`` so far, all tensors together."""
         return {
-            way: ChannelStats.total(pair[at].stats for pair in self._channels)
-            for at, way in enumerate(("forward", "backward"))
+            direction: ChannelStats.total(pair[at].stats for pair in self._channels)
+            for at, direction in enumerate(("forward", "backward"))
         }
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -60,14 +60,14 @@ class ChannelStats(StepRecord):
 
     @classmethod
     def total(cls, several: Iterable[ChannelStats]) -> ChannelStats:
-        """The sum, and the mean of the relative errors that are known."""
+        """The sum, and the mean of the relative errors that were measured."""
         several = list(several)
-        known = [stats.relative_error for stats in several if stats.relative_error is not None]
+        measured = [stats.relative_error for stats in several if stats.relative_error is not None]
         return cls(
             messages=sum(stats.messages for stats in several),
             raw_bytes=sum(stats.raw_bytes for stats in several),
             sent_bytes=sum(stats.sent_bytes for stats in several),
-            relative_error=sum(known) / len(known) if known else None,
+            relative_error=sum(measured) / len(measured) if measured else None,
         )
 
 

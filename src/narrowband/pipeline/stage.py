@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from narrowband.errors import UnsupportedError
+from narrowband.pipeline.agreement import exchange_bytes
 from narrowband.pipeline.boundary import channel_pair, compressible
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.warmup import warm_up
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["CompressedStage"]
 
 
-#: Which way: with activations, or with their gradients.
+#: Directions: of activations, and of their gradients.
 _FORWARD, _BACKWARD = 0, 1
 
 #: How many micro-batches are asked for before they are needed: one to arrive while one is computed with, and one more
@@ -46,7 +47,7 @@ _AHEAD = 2
 
 
 class _Arriving(NamedTuple):
-    """A message that is on its way, and where its tensor belongs.
+    """A message that is on its direction, and where its tensor belongs.
 
     Attributes:
         channel: that unpacks it; None where a tensor travels as it is.
@@ -100,9 +101,9 @@ class _Side:
         return [[channel.state_dict() for channel in pair] for pair in self._pairs]
 
     def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        for tensor, kept in enumerate(state):
-            for channel, known in zip(self.pair(tensor), kept, strict=True):
-                channel.load_state_dict(known)
+        for tensor, pair in enumerate(state):
+            for channel, one in zip(self.pair(tensor), pair, strict=True):
+                channel.load_state_dict(one)
 
 
 class CompressedStage(PipelineStage):
@@ -177,15 +178,15 @@ class CompressedStage(PipelineStage):
         self.compress_in_eval = compress_in_eval
         self._step = -1
         self._microbatches = 1
-        self._met = False
+        self._agreed = False
         self.samples: Tensor | None = None
         #: Those of this step's batch, and of its micro-batches.
         self._whole: Tensor | None = None
         self._parts: tuple[Tensor, ...] | None = None
-        #: By way and micro-batch: what is on its way; all that was asked for in this step.
+        #: By direction and micro-batch: what is on its direction; all that was asked for in this step.
         self._arriving: dict[tuple[int, int], list[_Arriving]] = {}
         self._asked: set[tuple[int, int]] = set()
-        #: By way: what was sent in this step and has not been waited for, a list for each micro-batch.
+        #: By direction: what was sent in this step and has not been waited for, a list for each micro-batch.
         self._leaving: tuple[list[list[tuple[dist.Work, Tensor]]], ...] = ([], [])
         self._backwards = 0
 
@@ -232,7 +233,7 @@ class CompressedStage(PipelineStage):
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._backwards += 1
         if self._backwards == self._microbatches:
-            self._see_off(_FORWARD)  # gradients came back: activations have long arrived
+            self._wait_for_sends(_FORWARD)  # gradients came back: activations have long arrived
         return result
 
     def clear_runtime_states(self) -> None:
@@ -243,9 +244,9 @@ class CompressedStage(PipelineStage):
         self._backwards = 0
         for leaving in self._leaving:
             leaving.clear()
-        if not self._met:
-            self._met = True
-            self._meet()
+        if not self._agreed:
+            self._agreed = True
+            self._agree()
         if not self.has_backward:
             return
         sides = [side for side in (self._before, self._behind) if side is not None]
@@ -272,10 +273,10 @@ class CompressedStage(PipelineStage):
     # ---- sending and receiving ---------------------------------------------------------------------------------------
 
     def _packed(
-        self, ops: list[dist.P2POp], numbers: list[int], metas: Sequence[Any], way: int, microbatch: int
+        self, ops: list[dist.P2POp], numbers: list[int], metas: Sequence[Any], direction: int, microbatch: int
     ) -> list[dist.P2POp]:
         """The same operations with payloads."""
-        side = self._before if way else self._behind
+        side = self._before if direction else self._behind
         for op, number in zip(ops, numbers, strict=True):
             x, meta = op.tensor, metas[number]
             if x.shape != meta.shape or x.dtype != meta.dtype:
@@ -286,60 +287,60 @@ class CompressedStage(PipelineStage):
                 )
             if self._compresses(x):
                 assert side is not None
-                channel = side.pair(number)[way]
+                channel = side.pair(number)[direction]
                 samples = self._samples(channel, microbatch)
                 op.tensor = channel.pack(x, self._at(microbatch), samples=samples, training=self.has_backward)
             else:
                 op.tensor = x.contiguous()
         return ops
 
-    def _send(self, ops: list[dist.P2POp], way: int, microbatch: int) -> list[dist.P2POp]:
+    def _send(self, ops: list[dist.P2POp], direction: int, microbatch: int) -> list[dist.P2POp]:
         """Send, and return what is left for the schedule to send."""
         if not self._by_itself:
             return ops
-        tag = self._tag(self.stage_index - way, way, microbatch)
-        leaving = self._leaving[way]
+        tag = self._tag(self.stage_index - direction, direction, microbatch)
+        leaving = self._leaving[direction]
         leaving.append([(_started(dist.isend, op, tag, group_dst=op.group_peer), op.tensor) for op in ops])
-        # Of a step in training, activations are seen off when the last gradient has come back.
-        if len(leaving) == self._microbatches and (way == _BACKWARD or not self.has_backward):
-            self._see_off(way)
+        # Of a step in training, activations are waited for when the last gradient has come back.
+        if len(leaving) == self._microbatches and (direction == _BACKWARD or not self.has_backward):
+            self._wait_for_sends(direction)
         return []
 
-    def _see_off(self, way: int) -> None:
+    def _wait_for_sends(self, direction: int) -> None:
         """Wait until what was sent has arrived."""
-        for sent in self._leaving[way]:
+        for sent in self._leaving[direction]:
             for work, _ in sent:
                 work.wait()
-        self._leaving[way].clear()
+        self._leaving[direction].clear()
 
-    def _receive(self, way: int, microbatch: int) -> list[dist.P2POp]:
+    def _receive(self, direction: int, microbatch: int) -> list[dist.P2POp]:
         """Begin to receive a micro-batch and those after it, and return what is left for the schedule to receive."""
         if not self._by_itself:
-            return self._expect(way, microbatch)
-        side = self._behind if way else self._before
+            return self._expect(direction, microbatch)
+        side = self._behind if direction else self._before
         # How long a message of aq-sgd is depends on what those before it have brought.
-        ahead = 0 if side is None or side.pair(0)[way].by_sample else _AHEAD
+        ahead = 0 if side is None or side.pair(0)[direction].by_sample else _AHEAD
         for coming in range(microbatch, min(microbatch + ahead + 1, self._microbatches)):
-            if (way, coming) not in self._asked:
-                self._asked.add((way, coming))
-                self._expect(way, coming)
+            if (direction, coming) not in self._asked:
+                self._asked.add((direction, coming))
+                self._expect(direction, coming)
         return []
 
-    def _expect(self, way: int, microbatch: int) -> list[dist.P2POp]:
+    def _expect(self, direction: int, microbatch: int) -> list[dist.P2POp]:
         """Make room for what a micro-batch brings; the operations that receive it."""
-        if way == _BACKWARD:
+        if direction == _BACKWARD:
             ops = super().get_bwd_recv_ops(microbatch)
             infos, side = self.grad_recv_info[microbatch] if ops else (), self._behind
         else:
             ops, infos, side = super().get_fwd_recv_ops(microbatch), self.args_recv_info[microbatch], self._before
         numbers = [n for n, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
-        arriving = self._arriving[way, microbatch] = []
-        tag = self._tag(self.stage_index - 1 + way, way, microbatch)
+        arriving = self._arriving[direction, microbatch] = []
+        tag = self._tag(self.stage_index - 1 + direction, direction, microbatch)
         for op, number in zip(ops, numbers, strict=True):
             place, channel = op.tensor, None
             if self._compresses(place):
                 assert side is not None
-                channel = side.pair(number)[way]
+                channel = side.pair(number)[direction]
                 nbytes = channel.payload_nbytes(
                     tuple(place.shape), place.dtype, self._at(microbatch),
                     samples=self._samples(channel, microbatch), training=self.has_backward,
@@ -349,9 +350,9 @@ class CompressedStage(PipelineStage):
             arriving.append(_Arriving(channel, op.tensor, place, work))
         return ops
 
-    def _unpack(self, way: int, microbatch: int) -> None:
+    def _unpack(self, direction: int, microbatch: int) -> None:
         """What was received becomes tensors."""
-        for channel, payload, place, work in self._arriving.pop((way, microbatch), ()):
+        for channel, payload, place, work in self._arriving.pop((direction, microbatch), ()):
             if work is not None:
                 work.wait()
             if channel is not None:
@@ -365,9 +366,9 @@ class CompressedStage(PipelineStage):
         """Whether this stage sends and receives, and not its schedule."""
         return self.device.type == "cpu"
 
-    def _tag(self, boundary: int, way: int, microbatch: int) -> int:
+    def _tag(self, boundary: int, direction: int, microbatch: int) -> int:
         """Of a message: no other one of a step has it. PyTorch's own have 0."""
-        return 1 + (2 * boundary + way) * self._microbatches + microbatch
+        return 1 + (2 * boundary + direction) * self._microbatches + microbatch
 
     def _compresses(self, x: Tensor) -> bool:
         return compressible(x) and (self.has_backward or self.compress_in_eval)
@@ -384,9 +385,9 @@ class CompressedStage(PipelineStage):
             self._parts = torch.tensor_split(self._whole, self._microbatches)
         return self._parts[microbatch]
 
-    # ---- the first meeting -------------------------------------------------------------------------------------------
+    # ---- before the first step ---------------------------------------------------------------------------------------
 
-    def _meet(self) -> None:
+    def _agree(self) -> None:
         """Neighbours compare what they were told, and which samples they hold; both ends go on with what both hold."""
         for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
             if side is None or self._is_same_rank(other):
@@ -400,48 +401,28 @@ class CompressedStage(PipelineStage):
                     "of one step"
                 )
             for channel in side:
-                self._compare(channel, other)
+                self._agree_on_samples(channel, other)
 
-    def _compare(self, channel: Channel, other: int) -> None:
-        held = channel.reference_ids()
-        if held is None:
+    def _agree_on_samples(self, channel: Channel, other: int) -> None:
+        own = channel.reference_ids()
+        if own is None:
             return
-        theirs = self._exchanged(held.cpu().numpy().tobytes(), other)
-        known = torch.frombuffer(bytearray(theirs), dtype=torch.int64) if theirs else torch.empty(0, dtype=torch.int64)
-        channel.keep_only(held[torch.isin(held, known)])
+        theirs = self._exchanged(own.cpu().numpy().tobytes(), other)
+        ids = torch.frombuffer(bytearray(theirs), dtype=torch.int64) if theirs else torch.empty(0, dtype=torch.int64)
+        channel.keep_only(own[torch.isin(own, ids)])
 
     def _exchanged(self, message: bytes, other: int) -> bytes:
         """Send a message to a neighbour, and receive its."""
-        if other < self.stage_index:  # the lower one speaks first
-            theirs = self._heard(other)
-            self._say(message, other)
-            return theirs
-        self._say(message, other)
-        return self._heard(other)
-
-    def _say(self, message: bytes, other: int) -> None:
         peer = self._resolve_peer_global_rank(other)
-        dist.send(torch.tensor([len(message)], device=self.device), dst=peer, group=self.group)
-        if message:
-            body = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
-            dist.send(body, dst=peer, group=self.group)
-
-    def _heard(self, other: int) -> bytes:
-        peer = self._resolve_peer_global_rank(other)
-        length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        dist.recv(length, src=peer, group=self.group)
-        body = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        if body.numel():
-            dist.recv(body, src=peer, group=self.group)
-        return body.cpu().numpy().tobytes()
+        return exchange_bytes(message, peer, self.group, self.device, sends_first=other > self.stage_index)
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, ChannelStats]:
         """What this stage sent so far: activations ``forward``, gradients ``backward``."""
         found = {}
-        for name, side, way in (("forward", self._behind, 0), ("backward", self._before, 1)):
-            channels = [] if side is None else list(side)[way::2]
+        for name, side, direction in (("forward", self._behind, 0), ("backward", self._before, 1)):
+            channels = [] if side is None else list(side)[direction::2]
             found[name] = ChannelStats.total(channel.stats for channel in channels)
         return found
 
@@ -459,7 +440,7 @@ class CompressedStage(PipelineStage):
         Raises:
             ValueError: the state of another stage or spec; or steps have been done already.
         """
-        if self._met:
+        if self._agreed:
             raise ValueError("the state of a stage is loaded before its first step: make a new CompressedStage")
         for name, side in (("before", self._before), ("behind", self._behind)):
             if (side is None) != (state[name] is None):

@@ -57,13 +57,13 @@ def commit() -> str | None:
     """The commit that this code was checked out from, with ``-dirty`` after it if changed; None outside a checkout."""
     here = Path(__file__).resolve().parent
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=here, capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 #: Variables of the environment that a measurement may depend on.

@@ -188,19 +188,19 @@ def encode_topk(
     seed: int = 0,
     subtract: bool = False,
 ) -> bool:
-    gradient, owed, payload = x.numpy(), residual.numpy(), out.numpy()
-    n, bits = gradient.size, owed.view(np.int32)
+    gradient, errors, payload = x.numpy(), residual.numpy(), out.numpy()
+    n, bits = gradient.size, errors.view(np.int32)
     low_bits, size = elias_fano_low_bits(k, n), sample_size(n, k)
     values, indices = payload[: 4 * k].view(np.int32), payload[4 * k :]
     if not sampled and n >= 4 * size and threads_for(n) == 1:
         form = low_bits, sample_rank(n, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), most_survivors(k, n)
         sample = room_for_sample(size)
-        done = _encode_topk_whole(gradient, owed, bits, k, *form, *sample, values, indices, subtract)
+        done = _encode_topk_whole(gradient, errors, bits, k, *form, *sample, values, indices, subtract)
         if done >= 0:
             return bool(done)
         found, kept = finish_topk(bits, room_for(0) if done == -1 else None, k, seed, sampled)
     else:
-        finite, found, kept = _compensate_select(gradient, owed, k, sampled, seed)
+        finite, found, kept = _compensate_select(gradient, errors, k, sampled, seed)
         if not finite:
             return False
     write_sparse(found, kept, k, n, low_bits, values, indices, bits if subtract else bits[:0])
