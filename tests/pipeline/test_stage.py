@@ -421,7 +421,7 @@ def one_end_forgot(rank, world_size):
         if state is not None:
             stage.load_state_dict(state)
             if rank == 1:
-                stage._before.pair(0)[0].keep_only(torch.arange(5))
+                stage._before.of(0)[0].keep_only(torch.arange(5))
         schedule = schedule_of("1F1B", [stage])
         for step in range(begin, end):
             stage.samples = ids(step)

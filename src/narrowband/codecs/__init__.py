@@ -6,13 +6,13 @@ sent after all, is the business of :mod:`narrowband.feedback`.
 
 from __future__ import annotations
 
-from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, format_term, numel_of
+from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, numel_of
 from narrowband.codecs.dense import BF16, FP16, Identity
 from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.registry import Registry
 from narrowband.codecs.sparse import RandomK, Threshold, TopK
-from narrowband.codecs.spec import name_of, parse_term
+from narrowband.codecs.spec import format_term, name_of, parse_term
 
 __all__ = [
     "ALIGNMENT",

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, around, check_keys, dims, numel_of
+from narrowband.codecs.base import Codec, Shape, around, dims, numel_of
+from narrowband.codecs.spec import check_keys
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, around, check_keys, numel_of
+from narrowband.codecs.base import Codec, Shape, aligned, around, numel_of
+from narrowband.codecs.spec import check_keys
 
 if TYPE_CHECKING:
     from torch import Tensor

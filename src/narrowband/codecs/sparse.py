@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, check_keys, dims, flattened, numel_of
+from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, dims, flattened, numel_of
 from narrowband.codecs.quantized import Uniform
+from narrowband.codecs.spec import check_keys
 from narrowband.errors import PayloadError
 
 if TYPE_CHECKING:

@@ -7,16 +7,15 @@ back.
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
-
-from narrowband.codecs.base import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["name_of", "parse_term"]
+__all__ = ["check_keys", "format_term", "keys_of", "name_of", "parse_term"]
 
 T = TypeVar("T")
 
@@ -103,3 +102,56 @@ def _nearest(word: str, among: Any) -> str:
 
 def _example(kinds: Mapping[str, Any]) -> str:
     return next(iter(kinds))
+
+
+def keys_of(term: object) -> list[Field[Any]]:
+    """The fields of a dataclass (or of its instance) that a spec string may set."""
+    return [f for f in fields(term) if f.init]  # type: ignore[arg-type]
+
+
+def check_keys(term: object) -> None:
+    """Give every key the very type of its annotation, so that ``str(codec)`` reads back as the same codec.
+
+    A NumPy number becomes Python's own, and a whole number a float where a float belongs.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a word that is none of those a key takes.
+    """
+    hints = get_type_hints(type(term))
+    for f in keys_of(term):
+        value, hint = getattr(term, f.name), hints[f.name]
+        where = f"{term.name}: {f.name}={value!r}"  # type: ignore[attr-defined]
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"{where} is none of {', '.join(get_args(hint))}")
+        elif hint is bool:
+            if not isinstance(value, bool):
+                raise TypeError(f"{where} is neither True nor False")
+        elif hint is str:
+            if not isinstance(value, str):
+                raise TypeError(f"{where} is not a string")
+        elif isinstance(value, bool) or not isinstance(value, Integral if hint is int else Real):
+            raise TypeError(f"{where} is not {'a whole number' if hint is int else 'a number'}")
+        else:
+            object.__setattr__(term, f.name, hint(value))  # frozen: this is part of making it
+
+
+def format_term(term: object) -> str:
+    """The canonical ``name:key=value,…`` of a codec or feedback: its required keys, and what differs from the
+    default.
+    """
+    pairs = [
+        f"{f.name}={_format_value(value)}"
+        for f in keys_of(term)
+        if (value := getattr(term, f.name)) != f.default or f.metadata.get("always")
+    ]
+    name: str = term.name  # type: ignore[attr-defined]
+    return f"{name}:{','.join(pairs)}" if pairs else name
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # 1e+30 is written 1e30: behind a plus sign stands a feedback
+    return repr(value).replace("+", "") if isinstance(value, float) else str(value)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import Identity
-from narrowband.codecs.base import check_keys
+from narrowband.codecs.spec import check_keys
 from narrowband.errors import PayloadError, UnsupportedError
 from narrowband.feedback.base import SampleState
 from narrowband.feedback.store import SampleStore

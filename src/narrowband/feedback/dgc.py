@@ -33,7 +33,8 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import SelectingCodec, TopK, format_term
-from narrowband.codecs.base import check_keys, dims, squared_norm
+from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
 
 if TYPE_CHECKING:

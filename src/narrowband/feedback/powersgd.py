@@ -17,8 +17,9 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import LowRank, format_term
-from narrowband.codecs.base import check_keys, numel_of
+from narrowband.codecs.base import numel_of
 from narrowband.codecs.lowrank import factors, start
+from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Layout, State, check_saved
 
 if TYPE_CHECKING:

@@ -1,4 +1,15 @@
-"""The second place where compression is used: between the stages of a model that is split over machines."""
+"""The second place where compression is used: between the stages of a model that is split over machines.
+
+===================  ===============================================================================
+:mod:`.stage`        a stage of PyTorch's pipeline engine that sends and receives payloads
+:mod:`.boundary`     the same between two layers of one process
+:mod:`.pairs`        the channels of a boundary
+:mod:`.channel`      one tensor in one direction: order, warm-up, statistics, state
+:mod:`.carriers`     how tensors travel: alone, compensated, by sample, at places of the other direction
+:mod:`.agreement`    what neighbouring stages tell each other before the first step
+:mod:`.warmup`       compiles the loops that a boundary needs, at set-up
+===================  ===============================================================================
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowband.pipeline.channel import At, Channel, ChannelStats
+from narrowband.pipeline.pairs import ChannelPairs, compressible
 from narrowband.pipeline.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -22,38 +23,9 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression
 
-__all__ = ["Boundary", "channel_pair", "compressible"]
+__all__ = ["Boundary"]
 
 log = logging.getLogger("narrowband")
-
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-#: Boundaries and tensors of a model have channels of their own: index = (boundary · tensors + tensor) · 2 + direction.
-_MOST_TENSORS = 1 << 10
-
-
-def compressible(x: Tensor) -> bool:
-    """Whether a codec takes it; anything else crosses a boundary as it is."""
-    return x.dtype in _COMPRESSIBLE and x.numel() > 0
-
-
-def channel_pair(
-    forward: str | Codec | Compression,
-    backward: str | Codec | Compression,
-    *,
-    boundary: int,
-    tensor: int,
-    end: str,
-    seed: int,
-    warmup_steps: int,
-    warmup_epochs: int,
-) -> tuple[Channel, Channel]:
-    """The channels of the n-th tensor over a boundary, for the activation and for its gradient, at one of its ends."""
-    index = (boundary * _MOST_TENSORS + tensor) * 2
-    names = (f"{direction}-{boundary}-{tensor}-{end}" for direction in ("forward", "backward"))
-    warm_up: dict[str, Any] = {"warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
-    there = Channel(forward, seed=seed, index=index, name=next(names), **warm_up)
-    back = Channel(backward, seed=seed, index=index + 1, name=next(names), forward=there, **warm_up)
-    return there, back
 
 
 class Boundary(nn.Module):
@@ -107,41 +79,23 @@ class Boundary(nn.Module):
         super().__init__()
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches} must be at least 1")
-        self._specs = forward, backward
-        self._config: dict[str, Any] = {
-            "boundary": index,
-            "end": "both",
-            "seed": seed,
-            "warmup_steps": warmup_steps,
-            "warmup_epochs": warmup_epochs,
-        }
-        self._epoch: int | None = None
+        config = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
+        self._channels = ChannelPairs(forward, backward, boundary=index, end="both", **config)
         self._microbatches = microbatches
         self._passes = 0
         self.compress_in_eval = compress_in_eval
-        self._channels = [self._pair(0)]  # made at once, so that a wrong spec is refused at once
         self.samples: Tensor | None = None
-        if all(channel.exact for channel in self._channels[0]):
+        if self._channels.exact:
             log.warning(
                 "this boundary compresses nothing: forward=%r, backward=%r; pass a spec such as uniform:bits=8",
-                *map(str, self._channels[0]),
+                *map(str, self._channels.of(0)),
             )
         if not torch.cuda.is_available():  # the loops are those on CPU, and nothing says yet where tensors will be
             warm_up(forward, backward)
 
-    def _pair(self, tensor: int) -> tuple[Channel, Channel]:
-        pair = channel_pair(*self._specs, tensor=tensor, **self._config)
-        if self._epoch is not None:
-            for channel in pair:
-                channel.set_epoch(self._epoch)
-        return pair
-
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, from 0 on, where warm-up counts epochs."""
-        self._epoch = epoch
-        for pair in self._channels:
-            for channel in pair:
-                channel.set_epoch(epoch)
+        self._channels.set_epoch(epoch)
 
     def forward(self, *tensors: Tensor) -> Any:
         """What arrives on the other side: a tensor for a tensor, a tuple for several."""
@@ -151,27 +105,22 @@ class Boundary(nn.Module):
             self._passes += 1
         elif not self.compress_in_eval:
             return tensors[0] if len(tensors) == 1 else tensors
-        while len(self._channels) < len(tensors):
-            self._channels.append(self._pair(len(self._channels)))
         cross: Any = _Cross.apply
         out = tuple(
-            cross(x, self._channels[number], self.training, samples, at) if compressible(x) else x
+            cross(x, self._channels.of(number), self.training, samples, at) if compressible(x) else x
             for number, x in enumerate(tensors)
         )
         return out[0] if len(out) == 1 else out
 
     def stats(self) -> dict[str, ChannelStats]:
         """What went ``forward`` and ``backward`` so far, all tensors together."""
-        return {
-            direction: ChannelStats.total(pair[at].stats for pair in self._channels)
-            for at, direction in enumerate(("forward", "backward"))
-        }
+        return {direction: self._channels.stats(at) for at, direction in enumerate(("forward", "backward"))}
 
     def get_extra_state(self) -> dict[str, Any]:
         """Buffers and the place in training, for ``state_dict``."""
         return {
             "passes": self._passes,
-            "channels": [[channel.state_dict() for channel in pair] for pair in self._channels],
+            "channels": self._channels.state_dict(),
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -181,14 +130,10 @@ class Boundary(nn.Module):
             ValueError: the state of another spec.
         """
         self._passes = state["passes"]
-        while len(self._channels) < len(state["channels"]):
-            self._channels.append(self._pair(len(self._channels)))
-        for pair, saved in zip(self._channels, state["channels"], strict=False):
-            for channel, one in zip(pair, saved, strict=True):
-                channel.load_state_dict(one)
+        self._channels.load_state_dict(state["channels"])
 
     def extra_repr(self) -> str:
-        there, back = self._channels[0]
+        there, back = self._channels.of(0)
         return f"forward={str(there)!r}, backward={str(back)!r}"
 
 

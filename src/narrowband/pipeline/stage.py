@@ -23,8 +23,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from narrowband.errors import UnsupportedError
 from narrowband.pipeline.agreement import exchange_bytes
-from narrowband.pipeline.boundary import channel_pair, compressible
 from narrowband.pipeline.channel import At, Channel, ChannelStats
+from narrowband.pipeline.pairs import ChannelPairs, compressible
 from narrowband.pipeline.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -60,50 +60,6 @@ class _Arriving(NamedTuple):
     payload: Tensor
     place: Tensor
     work: dist.Work | None
-
-
-class _Side:
-    """The channels of one boundary, as one of its two stages has them."""
-
-    def __init__(self, forward: Any, backward: Any, end: str, boundary: int, config: Mapping[str, int]) -> None:
-        self._specs = forward, backward
-        self._config: dict[str, Any] = {"boundary": boundary, **config}
-        self._end = end
-        self._epoch: int | None = None
-        self._pairs: list[tuple[Channel, Channel]] = []
-        self.pair(0)  # made at once, so that a wrong spec is refused at once
-
-    def pair(self, tensor: int) -> tuple[Channel, Channel]:
-        """(of activations, of gradients)."""
-        while len(self._pairs) <= tensor:
-            self._pairs.append(channel_pair(*self._specs, tensor=len(self._pairs), end=self._end, **self._config))
-            if self._epoch is not None:
-                self.set_epoch(self._epoch)
-        return self._pairs[tensor]
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        for channel in self:
-            channel.set_epoch(epoch)
-
-    @property
-    def by_sample(self) -> bool:
-        return any(channel.by_sample for channel in self.pair(0))
-
-    def __iter__(self) -> Any:
-        return (channel for pair in self._pairs for channel in pair)
-
-    def identity(self) -> list[object]:
-        """What both stages must agree on."""
-        return [*map(str, self.pair(0)), sorted(self._config.items())]
-
-    def state_dict(self) -> list[list[dict[str, Any]]]:
-        return [[channel.state_dict() for channel in pair] for pair in self._pairs]
-
-    def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        for tensor, pair in enumerate(state):
-            for channel, one in zip(self.pair(tensor), pair, strict=True):
-                channel.load_state_dict(one)
 
 
 class CompressedStage(PipelineStage):
@@ -165,13 +121,16 @@ class CompressedStage(PipelineStage):
             _each(specs, num_stages - 1, name) for name, specs in (("forward", forward), ("backward", backward))
         )
         #: Those before and behind this stage.
-        self._before = self._behind = None
+        self._before: ChannelPairs | None = None
+        self._behind: ChannelPairs | None = None
         config = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
         if stage_index > 0:
             at = stage_index - 1
-            self._before = _Side(there[at], back[at], "behind", at, config)
+            self._before = ChannelPairs(there[at], back[at], boundary=at, end="behind", **config)
         if stage_index < num_stages - 1:
-            self._behind = _Side(there[stage_index], back[stage_index], "before", stage_index, config)
+            self._behind = ChannelPairs(
+                there[stage_index], back[stage_index], boundary=stage_index, end="before", **config
+            )
         if torch.device(device).type == "cpu":
             for at in {max(stage_index - 1, 0), min(stage_index, num_stages - 2)} if num_stages > 1 else ():
                 warm_up(there[at], back[at])
@@ -287,7 +246,7 @@ class CompressedStage(PipelineStage):
                 )
             if self._compresses(x):
                 assert side is not None
-                channel = side.pair(number)[direction]
+                channel = side.of(number)[direction]
                 samples = self._samples(channel, microbatch)
                 op.tensor = channel.pack(x, self._at(microbatch), samples=samples, training=self.has_backward)
             else:
@@ -319,7 +278,7 @@ class CompressedStage(PipelineStage):
             return self._expect(direction, microbatch)
         side = self._behind if direction else self._before
         # How long a message of aq-sgd is depends on what those before it have brought.
-        ahead = 0 if side is None or side.pair(0)[direction].by_sample else _AHEAD
+        ahead = 0 if side is None or side.of(0)[direction].by_sample else _AHEAD
         for coming in range(microbatch, min(microbatch + ahead + 1, self._microbatches)):
             if (direction, coming) not in self._asked:
                 self._asked.add((direction, coming))
@@ -340,7 +299,7 @@ class CompressedStage(PipelineStage):
             place, channel = op.tensor, None
             if self._compresses(place):
                 assert side is not None
-                channel = side.pair(number)[direction]
+                channel = side.of(number)[direction]
                 nbytes = channel.payload_nbytes(
                     tuple(place.shape), place.dtype, self._at(microbatch),
                     samples=self._samples(channel, microbatch), training=self.has_backward,
@@ -422,8 +381,7 @@ class CompressedStage(PipelineStage):
         """What this stage sent so far: activations ``forward``, gradients ``backward``."""
         found = {}
         for name, side, direction in (("forward", self._behind, 0), ("backward", self._before, 1)):
-            channels = [] if side is None else list(side)[direction::2]
-            found[name] = ChannelStats.total(channel.stats for channel in channels)
+            found[name] = ChannelStats() if side is None else side.stats(direction)
         return found
 
     def state_dict(self) -> dict[str, Any]:

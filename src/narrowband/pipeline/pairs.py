@@ -1,0 +1,115 @@
+"""The channels of one boundary: for each tensor that crosses it, one for the activation and one for its gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from narrowband.pipeline.channel import Channel, ChannelStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression
+
+__all__ = ["ChannelPairs", "compressible"]
+
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+#: Boundaries and tensors of a model have channels of their own: index = (boundary · tensors + tensor) · 2 + direction.
+_MOST_TENSORS = 1 << 10
+
+
+def compressible(x: Tensor) -> bool:
+    """Whether a codec takes it; anything else crosses a boundary as it is."""
+    return x.dtype in _COMPRESSIBLE and x.numel() > 0
+
+
+class ChannelPairs:
+    """The channels of a boundary, as one of its ends has them; they are made as tensors come.
+
+    Args:
+        forward: the spec for activations.
+        backward: the spec for gradients.
+        boundary: which one of the model, from 0.
+        end: ``before``, ``behind`` or ``both``; ends on one machine keep their files apart by it.
+        seed, warmup_steps, warmup_epochs: as for :class:`Channel`.
+    """
+
+    def __init__(
+        self,
+        forward: str | Codec | Compression,
+        backward: str | Codec | Compression,
+        *,
+        boundary: int,
+        end: str,
+        seed: int = 0,
+        warmup_steps: int = 0,
+        warmup_epochs: int = 0,
+    ) -> None:
+        self._specs = forward, backward
+        self._boundary, self._end = boundary, end
+        self._config: dict[str, Any] = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
+        self._epoch: int | None = None
+        self._pairs: list[tuple[Channel, Channel]] = []
+        self.of(0)  # made at once, so that a wrong spec is refused at once
+
+    def of(self, tensor: int) -> tuple[Channel, Channel]:
+        """The channels of the n-th tensor: of the activation, and of its gradient."""
+        while len(self._pairs) <= tensor:
+            self._pairs.append(self._pair(len(self._pairs)))
+        return self._pairs[tensor]
+
+    def _pair(self, tensor: int) -> tuple[Channel, Channel]:
+        index = (self._boundary * _MOST_TENSORS + tensor) * 2
+        names = (f"{direction}-{self._boundary}-{tensor}-{self._end}" for direction in ("forward", "backward"))
+        there = Channel(self._specs[0], index=index, name=next(names), **self._config)
+        back = Channel(self._specs[1], index=index + 1, name=next(names), forward=there, **self._config)
+        if self._epoch is not None:
+            there.set_epoch(self._epoch)
+            back.set_epoch(self._epoch)
+        return there, back
+
+    def __iter__(self) -> Iterator[Channel]:
+        return (channel for pair in self._pairs for channel in pair)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, from 0 on."""
+        self._epoch = epoch
+        for channel in self:
+            channel.set_epoch(epoch)
+
+    @property
+    def exact(self) -> bool:
+        """Whether neither direction compresses anything."""
+        return all(channel.exact for channel in self.of(0))
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether a direction needs to know which samples a tensor holds."""
+        return any(channel.by_sample for channel in self.of(0))
+
+    def identity(self) -> list[object]:
+        """What both ends must agree on."""
+        return [*map(str, self.of(0)), self._boundary, sorted(self._config.items())]
+
+    def stats(self, direction: int) -> ChannelStats:
+        """What went in a direction so far: 0 forward, 1 backward."""
+        return ChannelStats.total(pair[direction].stats for pair in self._pairs)
+
+    def state_dict(self) -> list[list[dict[str, Any]]]:
+        """What the channels keep between two steps."""
+        return [[channel.state_dict() for channel in pair] for pair in self._pairs]
+
+    def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: the state of another spec.
+        """
+        for tensor, pair in enumerate(state):
+            for channel, one in zip(self.of(tensor), pair, strict=True):
+                channel.load_state_dict(one)
