@@ -119,3 +119,17 @@ def refusal(what):
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+class Branches(nn.Module):
+    """A model of which some steps, or some ranks, leave one branch out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.trunk = nn.Linear(24, 24)
+        self.left, self.right = nn.Linear(24, 8), nn.Linear(24, 8)
+
+    def forward(self, x, right=True):
+        h = torch.tanh(self.trunk(x))
+        return self.left(h) + self.right(h) if right else self.left(h)
