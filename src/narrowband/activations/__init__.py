@@ -7,14 +7,14 @@ A forward pass goes through these files from bottom to top; each imports only fr
 :mod:`.warmup`         compiles the loops that a model needs, at set-up
 :mod:`.regions`        calls of compiled modules, and of those that backward computes again
 :mod:`.operators`      operators that keep a bit or a byte per element
-:mod:`.recorder`       decides of each tensor that autograd saves what is kept of it
+:mod:`.recorder`       decides for each tensor that autograd saves how it is kept
 :mod:`.modules`        names of modules, their attention heads, which are computed again
 :mod:`.calls`          which operator is at work, and where its groups are
 :mod:`.storages`       the memory that tensors share
-:mod:`.recompute`      results that are computed again from what is kept of an input
+:mod:`.recompute`      results that are computed again from a packed input
 :mod:`.packed`         one packed tensor: its codes, and the way back
 :mod:`.ranges`         running estimates of ranges
-:mod:`.outliers`       tensors of which codes would tell nothing
+:mod:`.outliers`       tensors that codes would not represent
 :mod:`.layout`         a tensor's order in memory, and its groups
 :mod:`.compiled`       what a compiled graph packs, as graphs; its codes are those of :mod:`.graph_codes`
 :mod:`.dynamo`         which modules are compiled, and how to hide from the compiler

@@ -1,4 +1,4 @@
-"""Which operator is at work, and where the groups of what it saves are.
+"""Which operator is at work, and where the groups of its saved tensors are.
 
 A hook on saved tensors is told the tensor and nothing else. A mode on torch functions notes the call that is at work:
 its operator, by the name that a policy has for it, and its arguments.
@@ -44,7 +44,7 @@ class Operator(NamedTuple):
 
     Attributes:
         name: for a policy.
-        kind: where the groups of what it saves are.
+        kind: where the groups of its saved tensors are.
     """
 
     name: str
@@ -87,7 +87,7 @@ CUSTOM = Operator("custom", "either")
 COMPILED = Operator("compiled", "last")
 CHECKPOINT = Operator("checkpoint", "last")
 
-#: Namespaces in torch.ops of what is PyTorch's own.
+#: PyTorch's own namespaces in torch.ops.
 _OWN = ("aten", "prims")
 
 

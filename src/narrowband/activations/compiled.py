@@ -199,7 +199,7 @@ def _unpack(packed: Any, *, bits: int, group: int) -> Tensor:
 
 def _note(x: Tensor, packed: tuple[Tensor, ...]) -> Tensor:
     """No elements, and a shape that tells how many bytes there were, and how many there are: all that a graph that runs
-    can tell of what it packed, perhaps one from a cache.
+    can tell about what it packed; it may come from a cache.
     """
     return packed[0].new_empty((_nbytes(x), 0, sum(map(_nbytes, packed))))
 

@@ -1,4 +1,4 @@
-"""Tensors with outliers, of which 8 bits would tell nothing.
+"""Tensors with outliers, which 8 bits cannot represent.
 
 A range is as wide as its extremes are apart. One huge element makes the steps of codes so wide that all others have the
 same code. Such a tensor is kept as it is; this rule is not the paper's.
@@ -23,8 +23,8 @@ class Outliers:
     """Why a tensor is kept as it is.
 
     Attributes:
-        extreme: whether what comes of it is to be kept as it is, too. What a saturated tanh passes on of its gradient
-            is zero; by its codes it is not quite, and beside an input of 1e20 that is no small error.
+        extreme: whether tensors computed from it are to be kept as they are, too. A saturated tanh passes on a gradient
+            of zero; from its codes it is not quite zero, and times an input of 1e20 that is a large error.
     """
 
     extreme: bool
@@ -37,11 +37,11 @@ class Magnitudes:
     (:data:`REACH`) of its width: all elements of all other rows lie within two steps of 8 bits on either side of zero,
     and codes, of however many bits, say next to nothing of them. Rows are what :class:`~narrowband.kernels.Rows` cuts,
     in pieces of at most 512 neighbours. The same for columns, the elements that have one place in rows, and a 512th:
-    tokens and channels of a linear layer's input, of which it is usual that some channels are 100 times as large as the
-    others. Rows and columns of zeros do not count.
+    tokens and channels of a linear layer's input. (Some channels are often 100 times as large as the others.) Rows and
+    columns of zeros do not count.
 
-    All these numbers are ratios. They leave alone what is heavy-tailed as a whole, and softmax, of which every row has
-    something large.
+    All these numbers are ratios. Tensors that are heavy-tailed as a whole do not fall under the rule, nor does softmax,
+    where every row has a large element.
 
     Args:
         x: the tensor's elements in the order of memory; see :meth:`Arrangement.lines`.

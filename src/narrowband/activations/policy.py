@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 __all__ = ["OPERATORS", "ActivationPolicy", "Bits", "ModuleBits"]
 
 Bits = Literal[8, 4, 2, "off"]
-#: Of a module; "checkpoint": of what it computes nothing is kept.
+#: Of a module; "checkpoint": backward runs it again, and keeps only its inputs.
 ModuleBits = Literal[8, 4, 2, "off", "checkpoint"]
 
 #: Operators that a policy can name, and what they are.
@@ -139,7 +139,7 @@ class ActivationPolicy:
             raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1: at 1 nothing would ever be learned")
 
     def bits_for(self, operator: str, module: str) -> Bits:
-        """Of what an operator saves in the module of that name."""
+        """For the tensors that an operator saves in the module of that name."""
         usual: Bits = self.operators.get(operator, self._unnamed(operator))
         unnamed = operator == "custom" and usual == "off"  # then a pattern of modules alone does not mean it
         for pattern, bits in reversed(list(self.modules.items())):

@@ -1,11 +1,11 @@
 """Results that are cheap to compute again, from an input that is kept anyway.
 
 GELU keeps its input, and the linear layer behind it keeps GELU's result; so do normalization and what follows it. Of
-such a pair the input is enough: what is kept of it is decoded in backward, and the result computed from that. After
+such a pair the input is enough: in backward its codes are decoded, and the result is computed from that. After
 each call of such an operator the pass is told how its result comes about (:class:`Recipe`). When a result is to be
 saved, the recipe becomes a :class:`Derivation`, which takes the place of codes.
 
-A recipe holds what is kept of the input weakly: an operator's node does that, and a recipe makes nothing live longer.
+A recipe refers to the packed input weakly: the operator's node holds it, and a recipe makes nothing live longer.
 What else the operator was given, parameters and statistics, it copies, as they may change before backward.
 """
 
@@ -66,7 +66,7 @@ class Derivation:
     Args:
         function: from the input to the result.
         source: of the input.
-        nbytes: of what the function holds.
+        nbytes: that the function holds.
         bits: as good as those of codes of the result itself.
     """
 
@@ -93,12 +93,12 @@ Origin = Callable[[], "Source | None"]
 
 
 class Recipe:
-    """How a result can be computed again, while what is kept of the input is there.
+    """How a result can be computed again, as long as the packed input lives.
 
     Args:
         function: from the input to the result.
         origin: of the input.
-        nbytes: of what the function holds.
+        nbytes: that the function holds.
         by_row: whether it makes rows equally large, and so an error as large beside all of them as it is beside the
             smallest: codes are then worth half of their bits.
     """
@@ -110,7 +110,7 @@ class Recipe:
         self._made: Callable[[], Derivation | None] = lambda: None
 
     def derivation(self) -> Derivation | None:
-        """The same one for all who save the result; None where what is kept of the input is gone."""
+        """The same one for all who save the result; None where the packed input is gone."""
         made = self._made()
         if made is None:
             source = self._origin()
@@ -123,10 +123,10 @@ class Recipe:
 
 
 class Recipes(Protocol):
-    """Where an operator looks up what is kept of its input, and notes how its result can be computed again."""
+    """Where an operator finds its packed input, and notes how its result can be computed again."""
 
     def origin(self, x: Any) -> Origin | None:
-        """Where to find what is kept of an input; None where nothing is."""
+        """Where to find the codes of an input; None where there are none."""
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note that an operator's result can be computed again."""
@@ -197,7 +197,7 @@ class Normalization:
     """A call of layer normalization, x → (x − mean) · rstd · weight + bias.
 
     In a row of small numbers, the error of codes that all rows share is large beside the row, and normalization makes
-    it as large beside all others. So what is kept of the input is its normalized form n = (x − mean) · rstd, and both
+    it as large beside all others. So the input is kept in its normalized form n = (x − mean) · rstd, and both
     the input and the result come of that, by the statistics that the operator's node keeps anyway.
 
     Args:

@@ -139,7 +139,7 @@ class Recorder:
         return bool(self._at_work) or module in self.modules.names
 
     def saves_here(self) -> bool:
-        """Whether what autograd saves comes to this recorder: a checkpoint has hooks of its own."""
+        """Whether autograd's saved tensors come to this recorder: a checkpoint has hooks of its own."""
         return bool(torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks)
 
     def place(self) -> tuple[Operator, str]:
@@ -180,7 +180,7 @@ class Recorder:
         self.packed += 1
 
     def keeps_graph(self, tensors: Iterable[Tensor], plain: int, packed: int) -> None:
-        """A graph keeps these tensors, of which some is codes: so many bytes, and without compression so many."""
+        """Count the tensors that a graph keeps, and its codes: their bytes, and those of the tensors they stand for."""
         exact = -packed
         for x in tensors:
             storage = self.storages.of(x)
@@ -193,8 +193,8 @@ class Recorder:
     # ---- results that are computed again -----------------------------------------------------------------------------
 
     def origin(self, x: Any) -> Origin | None:
-        """Where to find what is kept of an operator's input, so that its result can be computed again. None: nothing is
-        kept of it, or the policy wants nothing computed again.
+        """Where to find the codes of an operator's input, so that its result can be computed again. None: there are
+        none, or the policy wants nothing computed again.
         """
         if (
             not self.policy.derive

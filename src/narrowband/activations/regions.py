@@ -2,7 +2,7 @@
 
 Dynamo would compile what watches a pass along; see :mod:`.dynamo`. So while a pass lasts, what ``torch.compile`` put
 into a module is wrapped: inside of it there is only what :mod:`.compiled` gives, and afterwards what the graphs keep is
-counted. Modules around the compiled ones, and between them, are compressed operator by operator as ever.
+counted. Modules around the compiled ones, and between them, are compressed operator by operator.
 
 What is computed again is left to torch.utils.checkpoint, which has its own hooks on saved tensors: inside of it nothing
 is packed.

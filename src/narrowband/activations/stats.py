@@ -43,7 +43,7 @@ class Saved:
 
     Attributes:
         by_operator: operator → bytes; see :data:`~narrowband.activations.policy.OPERATORS`.
-        by_module: module → bytes, of what it saved itself; "" is the model, "(outside)" what no module saved.
+        by_module: module → bytes that it saved itself. "" is the model; "(outside)" counts what no module saved.
     """
 
     by_operator: dict[str, SavedBytes] = field(default_factory=dict)

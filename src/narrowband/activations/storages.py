@@ -136,7 +136,7 @@ def is_of_a_parameter(x: Tensor) -> bool:
 def is_cast_of(x: Tensor, arrangement: Arrangement, parameter: Tensor) -> bool:
     """Whether a tensor's memory has the parameter's values in their order, in another dtype."""
     base = base_of(x)
-    node = base.grad_fn  # None of what is frozen, and has been compared
+    node = base.grad_fn  # None where the parameter is frozen; it has been compared
     direct = node is None or getattr(node.next_functions[0][0], "variable", None) is parameter
     return (
         direct

@@ -35,8 +35,8 @@ class Averager(Handle):
     clips, and batched products of PowerSGD without feedback.
 
     Args:
-        tensors: a module, or the (name, parameter) pairs, or mapping, of what is averaged. Only parameters that require
-            gradients take part.
+        tensors: a module, or (name, parameter) pairs, or a mapping of them, to be averaged. Only parameters that
+            require gradients take part.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``; or a plan, or a policy.
         process_group: the ranks to average over; by default all.
         optimizer: the one that will step, to check that momentum is not applied twice.

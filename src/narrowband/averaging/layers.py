@@ -215,7 +215,7 @@ class Layers:
         return spec_beside(self.default, name, spec, collective=self._collective, states=self.states)
 
     def _prepare(self) -> None:
-        """Choose the collectives of what there is now, make room for feedback, and log what it notes."""
+        """Choose the layers' collectives, make room for feedback, and log notes about both."""
         kinds: dict[type, tuple[Codec, int]] = {}
         layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
         for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come

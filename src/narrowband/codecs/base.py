@@ -205,10 +205,10 @@ class Codec(ABC):
         return finite, payload
 
     def is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        """Whether what the payload of a float32 tensor of this shape decodes to is finite.
+        """Whether the payload of a float32 tensor of this shape decodes to finite numbers.
 
-        It is not where the tensor was not (but ``randomk`` cannot tell of what it does not send), nor where finite
-        values left the codec's range.
+        It is not where the tensor was not (but ``randomk`` does not see elements that it does not send), nor where
+        finite values left the codec's range.
 
         Raises:
             PayloadError: a payload that is too short or too long.

@@ -4,7 +4,7 @@ A payload holds the kept values, then their indices. Indices are sorted and stor
 n/k⌉) bits whatever they are, so the size of a payload is known before anything is selected.
 
 For comparison there is the format of DGC's paper, too (arXiv 1712.01887, algorithm 1): with each value, 16 bits that
-say how many zeros lie before it. A run of more than 65,535 takes values of zero in between, of which n elements need at
+say how many zeros lie before it. A run of more than 65,535 takes values of zero in between; n elements need at
 most n / 65,536; how many entries there are stands before the runs. At a density of 0.1 % that is 16 bits per index
 where Elias–Fano has 12.
 """

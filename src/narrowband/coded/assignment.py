@@ -165,7 +165,7 @@ class Assignment:
         """What a node sends in a step, in gradients of the whole model in float32 (see the table above).
 
         Args:
-            multicast: whether what several nodes need is sent once.
+            multicast: whether a packet that several nodes need is sent once.
             bits: of a number inside a group; across groups it has 32.
         """
         n, r, g = self.nodes, self.redundancy, self.group

@@ -58,7 +58,7 @@ class Run:
         self._spec: TreeSpec | None = None
 
     def add(self, output: Any, samples: int) -> None:
-        """What the module made of the next block, of which so many rows are samples."""
+        """Add the outputs of the next block, so many of whose rows are samples."""
         outputs, self._spec = tree_flatten(output)
         for leaf in outputs:
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != samples):

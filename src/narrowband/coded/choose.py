@@ -111,7 +111,7 @@ def predict(
         compute_s: of a node's share, without redundancy.
         communicate_s: of its exchange.
         all_reduce_s: of an all-reduce of the gradients.
-        multicast: whether what several nodes need is sent once.
+        multicast: whether a packet that several nodes need is sent once.
         bits: of a number inside groups.
 
     Example:

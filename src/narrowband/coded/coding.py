@@ -4,7 +4,8 @@ A node holds the gradient of each of its blocks as whole numbers of a fixed unit
 every set S of r+1 nodes of a group, each node lacks exactly one of the r+1 blocks that r of them share: that of the
 others. A block is cut into r slices, one for each of its holders, ascending. Node k sends the sum of the r slices that
 are its own (equation 12). Whoever receives it knows all of them but one, subtracts these (equation 15), and so gets,
-from each of the r others, its slice of what it lacked (equation 16): one packet of 1/r of a gradient serves r nodes.
+from each of the r others, its slice of the block it lacked (equation 16): one packet of 1/r of a gradient serves r
+nodes.
 
 All arithmetic is that of whole numbers modulo 2**bits, so what is left after subtracting is the slice, to the bit. What
 is decoded is added to the total at once (equation 17): blocks that a node does not hold are never kept.

@@ -213,8 +213,8 @@ class Recovery:
             self._transport.rejoin()
         except RanksLostError as error:
             raise RanksLostError(
-                f"in step {step} the other ranks go on without this one, of which they heard nothing for too "
-                "long: what it computes has no part in their training any more. To have it back, restart all ranks "
+                f"in step {step} the other ranks go on without this one, which was silent for too long: "
+                "what it computes has no part in their training any more. To have it back, restart all ranks "
                 f"from a checkpoint ({error})",
                 error.ranks,
             ) from error

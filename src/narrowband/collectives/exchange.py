@@ -119,8 +119,8 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def first_nbytes(self) -> int:
-        """Bytes that a rank will send in the first collective, of what is encoded so far: equal on all ranks. Where
-        sizes depend on the data, the most that it can be.
+        """Bytes that a rank will send in the first collective, for the operands encoded so far: equal on all ranks.
+        Where sizes depend on the data, the most that it can be.
         """
 
     def flag(self, finite: bool) -> None:

@@ -7,7 +7,7 @@ Both ends of a boundary keep a buffer m(i) for every sample i. With activation x
     later:              send C(x − m(i))        m(i) = m(i) + C(x − m(i))
 
 and m(i) is what the receiver's stage computes with. As training converges activations change less and less, and so does
-the error of what is sent; that of C(x) would stay as large as it is. Both ends do the same arithmetic on the same
+the error of the payload; that of C(x) would stay as large as it is. Both ends do the same arithmetic on the same
 numbers, so their buffers are equal to the bit, and neither ever sends its own.
 
 Buffers may be rounded to 16 or 8 bits. What is computed with is m(i) before it is rounded, so that the error is that of

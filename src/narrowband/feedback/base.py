@@ -20,7 +20,7 @@ __all__ = ["Feedback", "Layout", "Norms", "SampleState", "State", "check_saved"]
 
 
 class Norms(NamedTuple):
-    """Squared norms of what was encoded and of what the payload did not say; their ratio is the relative error."""
+    """Squared norms of a tensor, and of its difference to the decoded payload; their ratio is the relative error."""
 
     encoded: float
     lost: float
@@ -123,7 +123,7 @@ class State(ABC):
         return codec.payload_nbytes(shape)
 
     def kept_rank(self, codec: Codec, shape: Shape) -> int | None:
-        """As :meth:`~narrowband.codecs.Codec.kept_rank`, of what is sent for a layer of this shape."""
+        """As :meth:`~narrowband.codecs.Codec.kept_rank`, for a layer of this shape."""
         return codec.kept_rank(shape)
 
     def reserve(self, layers: Sequence[Layout]) -> None:  # noqa: B027  most make room when a key first comes
@@ -187,7 +187,7 @@ class State(ABC):
             name: in :meth:`state_dict`.
             value: what was saved.
             layers: key → elements, of all that is compressed.
-            others: the same of what is not.
+            others: the same of all others.
         """
         return layers.get(name.rpartition("/")[2], 0) == value.numel()
 
@@ -276,7 +276,7 @@ class Feedback(State):
         To be called by every receiver, once for each key and step that is good on all ranks.
 
         Args:
-            x: flat; the mean over senders of what was decoded. Where :attr:`incremental`, float32.
+            x: flat; the mean over senders of the decoded payloads. Where :attr:`incremental`, float32.
         """
 
 

@@ -336,7 +336,7 @@ class DGC(Feedback):
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
     def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:
-        """Put the momentum into averages of what is not compressed, in place: they become the steps of momentum SGD.
+        """Put the momentum into uncompressed averages, in place: they become the steps of momentum SGD.
 
         A parameter whose average is exactly zero had no gradient on any rank. Its velocity waits.
         """

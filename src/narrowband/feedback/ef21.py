@@ -36,7 +36,7 @@ __all__ = ["EF21"]
 #: A change of this magnitude counts as broken: g + C(x − g) must not leave float32, or it never comes back.
 TOO_LARGE = 2.0**100
 
-#: Before the key of what is the same on all receivers.
+#: Prefix of keys of h, which is the same on all receivers.
 _SHARED = "shared/"
 
 
@@ -49,8 +49,8 @@ class EF21(Feedback):
     Between two parties there is an object on each side: the sender calls :meth:`encode` and :meth:`commit`, the
     receiver :meth:`deliver` alone.
 
-    What is delivered is h, and not the mean of what was encoded now. So a rank that did not use a parameter gets a
-    gradient for it if any rank used it, and its own zero counts like any other gradient, in this step and the next
+    Delivered is h, and not the mean of the changes that were just encoded. So a rank that did not use a parameter gets
+    a gradient for it if any rank used it, and its own zero counts like any other gradient, in this step and the next
     ones. Where no rank used it, DDP ignores what is delivered, and g and h go towards zero.
 
     Example:
@@ -70,7 +70,7 @@ class EF21(Feedback):
         return self._sent_references.get(key)
 
     def received_reference(self, key: str) -> Tensor | None:
-        """What this receiver has ever been told under ``key`` (h, flat float32), or None if nothing ever arrived."""
+        """The sum of all changes that arrived under ``key`` (h, flat float32), or None if nothing ever did."""
         return self._received_references.get(key)
 
     # ---- the sender --------------------------------------------------------------------------------------------------

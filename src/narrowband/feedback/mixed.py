@@ -1,4 +1,4 @@
-"""Mixed error feedback: half of what is sent is chosen by the gradient, half by the residual (Rudakov, Beznosikov,
+"""Mixed error feedback: half of the elements are chosen by the gradient, half by the residual (Rudakov, Beznosikov,
 Kholodov & Gasnikov, arXiv 2401.07788, there EF-mixed).
 
 With input x, residual e and k elements to send::
@@ -36,7 +36,7 @@ __all__ = ["MixedFeedback"]
 
 @dataclass(unsafe_hash=True)
 class MixedFeedback(ErrorFeedback):
-    """As ``ef``, behind ``topk`` only: half of what is sent is chosen by the input, half by the residual.
+    """As ``ef``, behind ``topk`` only: half of the elements are chosen by the input, half by the residual.
 
     See arXiv 2401.07788. It keeps the same residual as ``ef``, so a layer can change between the two. Where the
     residual is zero, the input alone chooses. A codec that keeps a single element (of a row) has no half for the

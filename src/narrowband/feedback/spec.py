@@ -94,7 +94,7 @@ class Compression:
         return self.feedback.layer_nbytes(self.codec, shape)
 
     def kept_rank(self, shape: Shape) -> int | None:
-        """As :meth:`~narrowband.codecs.Codec.kept_rank`, of what is sent for a layer of this shape."""
+        """As :meth:`~narrowband.codecs.Codec.kept_rank`, for a layer of this shape."""
         return self.codec.kept_rank(shape) if self.feedback is None else self.feedback.kept_rank(self.codec, shape)
 
     def __str__(self) -> str:

@@ -162,7 +162,7 @@ class SampleStore:
         again, and what is to stay has to be :meth:`put`.
 
         Args:
-            write: whether what is returned will be written to, which must be said before it is.
+            write: whether the caller will write to the row.
 
         Raises:
             ValueError: the sample is not held.

@@ -108,7 +108,7 @@ def quantize_rows_extremes(
 ) -> tuple[Tensor, Tensor]:
     """:func:`quantize_rows` and :func:`row_extremes` in one pass over ``x``: the codes of the one, returning the other.
 
-    Where extremes are NaN, codes say nothing of what was not finite.
+    Where extremes are NaN, codes of elements that are not finite mean nothing.
     """
     result = backend_of(x).quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
     return cast("tuple[Tensor, Tensor]", result)

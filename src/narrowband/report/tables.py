@@ -33,8 +33,9 @@ __all__ = [
 
 #: What the columns "error" say; printed below tables that have one.
 RELATIVE_ERROR = (
-    "error: relative error ‖p − C(p)‖² / ‖p‖² of what is compressed, p, in the last step that measured it: the share "
-    "of p that does not arrive in that step. 0 loses nothing, 1 everything; with error feedback (+ef) what is lost is "
+    "error: relative error ‖p − C(p)‖² / ‖p‖² of the compressed gradient p in the last step that measured it: the "
+    "share of p that does not arrive in that step. 0 loses nothing, 1 everything; with error feedback (+ef) what is "
+    "lost is "
     f"sent later. {NOTHING}: not measured, or nothing was compressed."
 )
 

@@ -45,7 +45,7 @@ class Transport(ABC):
 
     Attributes:
         name: as users choose it.
-        multicast: whether what a rank sends leaves it once, however many ranks need it.
+        multicast: whether a buffer leaves its rank once, however many ranks need it.
         device: where outgoing and incoming buffers have to live.
         max_failures: how many ranks may be lost: an exchange that fails for want of them says so
             (:class:`RanksLostError`), once on each of the others, and later ones go on without them.

@@ -246,7 +246,7 @@ class Receiving:
             self._go_past(sender, sent, now)
 
     def has_all_sent(self, sender: int) -> bool:
-        """Whether nothing is missing of what the sender is known to have sent."""
+        """Whether all has come that the sender says it sent."""
         return self.progress[sender] >= self._sent[sender] and not self._gaps[sender]
 
     def _go_past(self, sender: int, end: int, now: float) -> None:

@@ -2,8 +2,8 @@
 
 A rank that is waited for and brings nothing for ``timeout_s``, or gives no sign of life for ``silence_timeout``, is
 lost. Who notices first tells the others. Where one may be lost, exchanges go on without it. They are numbered anew,
-from 2³² times the number of a *view* on, so that what is said of earlier exchanges, or of those without another rank,
-is not taken for theirs. Of n ranks, view g·(n+1) has all of them, after g returns, and the k-th after it is the same
+from 2³² times the number of a *view* on, so that datagrams of earlier exchanges, or of exchanges without another rank,
+are not taken for theirs. Of n ranks, view g·(n+1) has all of them, after g returns, and the k-th after it is the same
 without rank k − 1. Whoever still speaks of earlier exchanges is told who is lost: a rank that did not hear it, and the
 lost one, if it was only late. Nothing goes on before all but one are there, so two parts of a network never both go on.
 

@@ -2,8 +2,8 @@
 
 - Every buffer is cut into chunks, one datagram each, sent once in order. A receiver that sees a gap, and that it stays,
   names the missing runs in a *status*; the sender sends those again, once for all who miss them.
-- Statuses also say how far a rank has got with everybody's buffer. A sender keeps within a window of what its slowest
-  receiver has got past, so neither receive buffers nor a switch's queue are overrun; the window follows loss
+- Statuses also say how far a rank has got with everybody's buffer. A sender keeps within a window beyond its slowest
+  receiver, so neither receive buffers nor a switch's queue are overrun; the window follows loss
   (:mod:`narrowband.transport.pacing`). A rank that has yet to begin the exchange keeps what comes early, up to a limit.
 - A sender that hears nothing *polls*, saying how much it has sent, so that receivers see what is missing at the end.
   Exchanges that went well have few of these: one status for about a hundred times its size.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Repair"]
 
-#: A status may cost so much of what it reports.
+#: A status may have so many of the bytes that it reports.
 _STATUS_SHARE = 0.01
 #: So far apart are answers to polls, and to what came again.
 _ANSWER_S = 0.002
@@ -126,7 +126,7 @@ class Repair:
         self.begun = self.finished = self._members.view
 
     def begin_anew(self) -> None:
-        """The same, and nothing of earlier exchanges is owed to anybody."""
+        """The same; whatever others still miss of earlier exchanges is dropped."""
         for number in list(self._sending):
             self._forget(number)
         self._status_due.clear()
