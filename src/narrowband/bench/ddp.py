@@ -356,13 +356,13 @@ def _joined(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> Non
         row.error = "failed on another rank"
 
 
-def _main(process_: RankProcess) -> None:
-    config = Config(**{**process_.config, "codecs": tuple(process_.config["codecs"])})
+def _main(rank_process: RankProcess) -> None:
+    config = Config(**{**rank_process.config, "codecs": tuple(rank_process.config["codecs"])})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
     shape = MODELS[config.model]
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + process_.rank)
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + rank_process.rank)
 
     def tokens(steps: int) -> Tensor:
         return torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
@@ -375,7 +375,7 @@ def _main(process_: RankProcess) -> None:
     def tell(row: _Row) -> None:
         nonlocal done
         done += 1
-        process_.tell(event="round", done=done, of=total, codec=row.kind.codec)
+        rank_process.tell(event="round", done=done, of=total, codec=row.kind.codec)
 
     warm_up = tokens(_WARM_UP_STEPS)
     for row in rows:
@@ -401,7 +401,7 @@ def _main(process_: RankProcess) -> None:
                 measure(row, batches)
                 row.round_compute_s.append(compute.round_step_s[-1])
             tell(row)
-    process_.finish([row.result(card) for row in rows])
+    rank_process.finish([row.result(card) for row in rows])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a process group of a row that failed may never shut down
