@@ -19,8 +19,8 @@ def test_flat_is_the_order_of_memory_and_unflat_its_inverse(x):
     back = arrangement.unflat(flat)
     assert torch.equal(back, x)
     assert flat.is_contiguous()
-    assert arrangement.dense == (flat.data_ptr() == x.data_ptr())
-    if arrangement.dense:
+    assert arrangement.without_gaps == (flat.data_ptr() == x.data_ptr())
+    if arrangement.without_gaps:
         assert all(a == b for a, b, size in zip(back.stride(), x.stride(), x.shape, strict=True) if size > 1)
 
 

@@ -114,7 +114,7 @@ def test_dense_averages_get_the_momentum_of_sgd(nesterov):
         at -= average
         optimizer.step()
         torch.testing.assert_close(at, parameter.data)
-    assert set(dgc.state_dict()) == {"dense/bias"}
+    assert set(dgc.state_dict()) == {"uncompressed/bias"}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_estimates_name_every_codec_on_every_link():
 
 def test_a_codec_that_pays_on_slow_links_only():
     said = verdict([DENSE, HALF, SPARSE], COMPUTE_S, (100e6, 10e9))
-    assert "topk:density=0.01+ef sends 40 times less than dense fp32" in said
+    assert "topk:density=0.01+ef sends 40 times less than fp32" in said
     assert "2.020 against 2.000 (+1.0%)" in said
     # fp16 at 100 Mbit/s: 0.1 + 0.001 + 0.8 s; top-k: 0.16 s
     assert "At 100 Mbit/s it would be 5.6 times as fast: topk:density=0.01+ef would take 160 ms" in said
@@ -49,7 +49,7 @@ def test_each_link_gets_the_codec_that_is_fastest_there():
 
 def test_a_codec_that_costs_too_much_loss_is_named_and_not_recommended():
     said = verdict([DENSE, HALF, SPARSE, BROKEN], COMPUTE_S)
-    assert "More than 2% above the dense loss after this many steps: sign (+25.00%)" in said
+    assert "More than 2% above the uncompressed loss after this many steps: sign (+25.00%)" in said
     assert "sign would take" not in said
 
 
@@ -107,5 +107,5 @@ def test_only_baselines():
 
 @pytest.mark.parametrize("rows", [[], [SPARSE, DENSE]])
 def test_a_verdict_needs_the_dense_run_first(rows):
-    with pytest.raises(ValueError, match="dense baseline"):
+    with pytest.raises(ValueError, match="uncompressed baseline"):
         verdict(rows, COMPUTE_S)

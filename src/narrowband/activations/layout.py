@@ -42,22 +42,22 @@ class Arrangement:
     Attributes:
         order: of dimensions.
         sizes: of dimensions, in that order.
-        dense: whether the tensor's memory has no gaps and no overlap.
+        without_gaps: whether the tensor's memory has no gaps and no overlap.
     """
 
     order: tuple[int, ...]
     sizes: tuple[int, ...]
-    dense: bool
+    without_gaps: bool
 
     @classmethod
     def of(cls, x: Tensor) -> Arrangement:
         """That of a strided tensor."""
         strides = x.stride()
         if x.is_contiguous():
-            return cls(tuple(range(x.dim())), tuple(x.shape), dense=True)
+            return cls(tuple(range(x.dim())), tuple(x.shape), without_gaps=True)
         order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
         sizes = tuple(x.shape[dim] for dim in order)
-        return cls(order, sizes, dense=x.permute(order).is_contiguous())
+        return cls(order, sizes, without_gaps=x.permute(order).is_contiguous())
 
     def flat(self, x: Tensor) -> Tensor:
         """The elements in that order, contiguous; a view where there are no gaps."""
@@ -67,7 +67,7 @@ class Arrangement:
         """The elements in that order as kernels read them: flat, or with gaps between lines, (parts · outer,
         groups · inner). A view, unless there are gaps elsewhere.
         """
-        if not self.dense:
+        if not self.without_gaps:
             with contextlib.suppress(RuntimeError):  # strides that are not those of a matrix
                 lines = x.permute(self.order).view(rows.parts * rows.outer, rows.groups * rows.inner)
                 if lines.stride(1) == 1:

@@ -251,7 +251,7 @@ class Exact(_Watched):
         return (
             (own.storage_offset(), own.dtype, own.numel()) == (x.storage_offset(), x.dtype, x.numel())
             and self._version == x._version
-            and Arrangement.of(own).dense
+            and Arrangement.of(own).without_gaps
         )
 
     def restore(self) -> Tensor:

@@ -208,7 +208,7 @@ class Recorder:
         storage, arrangement = self.storages.of(x), Arrangement.of(x)
         values = values_of(x, arrangement)
         exact = None if storage.exact is None else storage.exact()
-        if exact is not None and arrangement.dense and exact.holds(x):
+        if exact is not None and arrangement.without_gaps and exact.holds(x):
             return original(weakref.ref(exact))
         payload = storage.payloads.get(values)
         if payload is not None:
@@ -219,7 +219,7 @@ class Recorder:
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how an operator's result can be computed again."""
         arrangement = Arrangement.of(y)
-        if type(y) is Tensor and y.requires_grad and arrangement.dense:
+        if type(y) is Tensor and y.requires_grad and arrangement.without_gaps:
             self.storages.of(y).recipes[values_of(y, arrangement)] = recipe
 
     def _recipe(self, x: Tensor, arrangement: Arrangement, storage: Storage) -> Recipe | None:
@@ -243,7 +243,7 @@ class Recorder:
             node is None
             or node.name() != "ToCopyBackward0"
             or x._version != 0
-            or not arrangement.dense
+            or not arrangement.without_gaps
             or (x.numel(), x.storage_offset()) != (base.numel(), base.storage_offset())
         ):
             return None

@@ -102,7 +102,7 @@ class Storages:
 
 def values_of(x: Tensor, arrangement: Arrangement) -> tuple[Any, ...]:
     """Which values of its memory a tensor has, in whatever shape: a key."""
-    return x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.dense else (x.shape, x.stride())
+    return x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.without_gaps else (x.shape, x.stride())
 
 
 def base_of(x: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def is_cast_of(x: Tensor, arrangement: Arrangement, parameter: Tensor) -> bool:
     return (
         direct
         and x._version == 0
-        and arrangement.dense
+        and arrangement.without_gaps
         and (x.numel(), x.storage_offset()) == (base.numel(), base.storage_offset())
         and (base.shape, base.stride()) == (parameter.shape, parameter.stride())
-        and Arrangement.of(parameter).dense
+        and Arrangement.of(parameter).without_gaps
     )

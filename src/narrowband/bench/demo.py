@@ -159,9 +159,9 @@ def _key(config: Config, spec: str, text: Text) -> str:
 
 
 def _summary(config: Config, text: Text, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    dense = rows[0]["sent_bytes_per_step"]
+    uncompressed = rows[0]["sent_bytes_per_step"]
     for row in rows:
-        row["times_less_traffic"] = dense / row["sent_bytes_per_step"] if row["sent_bytes_per_step"] else None
+        row["times_less_traffic"] = uncompressed / row["sent_bytes_per_step"] if row["sent_bytes_per_step"] else None
     compute = statistics.median(row["compute_s"] for row in rows)
     judged = [
         Row(
@@ -177,7 +177,7 @@ def _summary(config: Config, text: Text, rows: list[dict[str, Any]]) -> dict[str
         "rows": rows,
         "verdict": verdict(judged, compute),
         "estimate": FORMULA,
-        "estimates": estimates(judged, compute) if dense else [],
+        "estimates": estimates(judged, compute) if uncompressed else [],
         "compute_s": compute,
         "config": asdict(config) | {"parameters": MODELS[config.model].numel(), "shape": asdict(MODELS[config.model])},
         "text": text.identity(),

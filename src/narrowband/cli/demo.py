@@ -24,7 +24,7 @@ __all__ = ["Demo"]
 class Demo:
     """Train a small GPT on real text with and without compression, and say whether it was worth it.
 
-    Four ranks on this machine train a byte-level GPT on the source of Python's standard library: dense fp32 and fp16
+    Four ranks on this machine train a byte-level GPT on the source of Python's standard library: fp32 and fp16
     first, then each codec, from the same parameters, on the same batches. At the end stand a table, estimates for
     slow and fast links, a verdict in plain words, and, in runs/demo, summary.json and a picture of the loss curves.
     Bytes and losses hardly depend on the machine. How many times as fast does, and the verdict says what it rests on.

@@ -7,7 +7,7 @@ sent after all, is the business of :mod:`narrowband.feedback`.
 from __future__ import annotations
 
 from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, numel_of
-from narrowband.codecs.dense import BF16, FP16, Identity
+from narrowband.codecs.floats import BF16, FP16, Identity
 from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.registry import Registry

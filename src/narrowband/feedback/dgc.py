@@ -48,7 +48,7 @@ __all__ = ["DGC"]
 WARM_UP = 0.25
 
 #: What the velocity of a parameter that travels uncompressed may be kept in: the dtype of its gradient.
-_DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(eq=False)
@@ -346,10 +346,10 @@ class DGC(Feedback):
         used = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in named], math.inf)]).tolist()
         for (name, x), norm in zip(named, used, strict=True):
             if norm:
-                velocity = self._dense.get(name)
+                velocity = self._uncompressed.get(name)
                 if velocity is None:
                     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-                    velocity = self._dense[name] = torch.zeros(x.numel(), dtype=dtype, device=x.device)
+                    velocity = self._uncompressed[name] = torch.zeros(x.numel(), dtype=dtype, device=x.device)
                 flat = x.view(-1)
                 velocity.mul_(self.momentum).add_(flat)
                 if self.nesterov:
@@ -360,34 +360,36 @@ class DGC(Feedback):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def scale(self, factor: float) -> None:
-        for states in (self._now, self._before, self._dense):
+        for states in (self._now, self._before, self._uncompressed):
             for state in states.values():
                 state.mul_(factor)
         self._hints = {key: hint * factor for key, hint in self._hints.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        rooms = {"now": self._now, "before": self._before, "dense": self._dense}
+        rooms = {"now": self._now, "before": self._before, "uncompressed": self._uncompressed}
         return {f"{room}/{key}": state for room, states in rooms.items() for key, state in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.check_state(state)
-        rooms: dict[str, dict[str, Tensor]] = {"now": {}, "before": {}, "dense": {}}
+        rooms: dict[str, dict[str, Tensor]] = {"now": {}, "before": {}, "uncompressed": {}}
         for name, value in state.items():
             room, _, key = name.partition("/")
-            dtype = value.dtype if room == "dense" else torch.float32
+            dtype = value.dtype if room == "uncompressed" else torch.float32
             rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self._now, self._before, self._dense = rooms["now"], rooms["before"], rooms["dense"]
+        self._now, self._before, self._uncompressed = rooms["now"], rooms["before"], rooms["uncompressed"]
         self._hints.clear()
 
     def check_state(self, state: Mapping[str, object]) -> None:
-        keys: dict[str, set[str]] = {"now": set(), "before": set(), "dense": set()}
+        keys: dict[str, set[str]] = {"now": set(), "before": set(), "uncompressed": set()}
         for name, value in state.items():
             room, slash, key = name.partition("/")
             if not slash or room not in keys:
                 raise ValueError(
                     f"dgc keeps two sums and a velocity, and the state holds {name!r}: it was saved with another spec"
                 )
-            check_saved(self.name, name, value, dtypes=_DENSE_DTYPES if room == "dense" else (torch.float32,))
+            check_saved(
+                self.name, name, value, dtypes=_UNCOMPRESSED_DTYPES if room == "uncompressed" else (torch.float32,)
+            )
             keys[room].add(key)
         odd = sorted(keys["now"] ^ keys["before"])
         if odd:
@@ -395,7 +397,7 @@ class DGC(Feedback):
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
         room, _, key = name.partition("/")
-        return (others if room == "dense" else layers).get(key, 0) == value.numel()
+        return (others if room == "uncompressed" else layers).get(key, 0) == value.numel()
 
     def __str__(self) -> str:
         return format_term(self)

@@ -24,7 +24,7 @@ FORMULA = "step = compute + codec + 8 · sent_bytes / rate"
 #: The links that a verdict speaks about, in bits per second.
 LINKS = (100e6, 1e9, 10e9)
 
-#: A compressed run's held-out loss may be this much above the dense run's to count as equal.
+#: A compressed run's held-out loss may be this much above the uncompressed run's to count as equal.
 LOSS_TOLERANCE = 0.02
 
 #: Compression that saves less than this share of a step is not worth its place in a training script.
@@ -37,7 +37,7 @@ class Row:
 
     Attributes:
         codec: its spec string.
-        baseline: whether it is one of those that compression has to beat (dense fp32, fp16).
+        baseline: whether it is one of those that compression has to beat (fp32, fp16).
         sent_bytes: bytes one rank sends per step.
         codec_s: seconds per step in encode and decode.
         heldout_loss: nats per token at the end; inf if training diverged.
@@ -68,47 +68,47 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
     """Plain words: which codec, how many times less traffic, at what cost in loss, on which links it pays, and what of
     that depends on this machine.
 
-    ``rows`` starts with the dense fp32 run. A codec is eligible when its loss is within 2 % of the dense one. Among
-    those the one that sends least is named first; on each link, the fastest by estimate is held against the fastest
-    baseline.
+    ``rows`` starts with the uncompressed run. A codec is eligible when its loss is within 2 % of the uncompressed one.
+    Among those the one that sends least is named first; on each link, the fastest by estimate is compared with the
+    fastest baseline.
 
     Raises:
         ValueError: ``rows`` is empty or does not begin with a baseline.
     """
     if not rows or not rows[0].baseline:
-        raise ValueError("a verdict needs rows, and the first has to be the dense baseline")
-    dense = rows[0]
+        raise ValueError("a verdict needs rows, and the first has to be the uncompressed baseline")
+    uncompressed = rows[0]
     baselines = [row for row in rows if row.baseline]
     compressed = [row for row in rows if not row.baseline]
-    eligible = [row for row in compressed if row.heldout_loss <= dense.heldout_loss * (1 + LOSS_TOLERANCE)]
-    if not dense.sent_bytes:
+    eligible = [row for row in compressed if row.heldout_loss <= uncompressed.heldout_loss * (1 + LOSS_TOLERANCE)]
+    if not uncompressed.sent_bytes:
         return (
             "One rank sends nothing, so there is nothing to compress and nothing to judge. Run several ranks on this "
             "machine: narrowband demo --nodes 4"
         )
     if not compressed:
         return "Only baselines were run: there is nothing to judge."
-    if not math.isfinite(dense.heldout_loss):
-        return "The dense run itself diverged: with a lower learning rate there will be something to compare."
+    if not math.isfinite(uncompressed.heldout_loss):
+        return "The uncompressed run itself diverged: with a lower learning rate there will be something to compare."
     if not eligible:
         close = min(compressed, key=lambda row: row.heldout_loss)
         return (
-            f"Do not compress here: no codec came within {LOSS_TOLERANCE:.0%} of the dense held-out loss "
-            f"({dense.heldout_loss:.3f}); the closest, {close.codec}, {_ended(close, dense)}."
+            f"Do not compress here: no codec came within {LOSS_TOLERANCE:.0%} of the uncompressed held-out loss "
+            f"({uncompressed.heldout_loss:.3f}); the closest, {close.codec}, {_ended(close, uncompressed)}."
         )
     best = min(eligible, key=lambda row: row.sent_bytes)
-    change = best.heldout_loss / dense.heldout_loss - 1
-    times = dense.sent_bytes / best.sent_bytes
+    change = best.heldout_loss / uncompressed.heldout_loss - 1
+    times = uncompressed.sent_bytes / best.sent_bytes
     sentences = [
         (
-            f"{best.codec} sends {times:.0f} times less than dense fp32 and ends at a held-out loss of "
-            f"{best.heldout_loss:.3f} against {dense.heldout_loss:.3f} ({change:+.1%})."
+            f"{best.codec} sends {times:.0f} times less than fp32 and ends at a held-out loss of "
+            f"{best.heldout_loss:.3f} against {uncompressed.heldout_loss:.3f} ({change:+.1%})."
         )
     ]
     failed = [row for row in compressed if row not in eligible]
     if failed:
-        listed = ", ".join(f"{row.codec} ({_change(row, dense)})" for row in failed)
-        sentences.append(f"More than {LOSS_TOLERANCE:.0%} above the dense loss after this many steps: {listed}.")
+        listed = ", ".join(f"{row.codec} ({_change(row, uncompressed)})" for row in failed)
+        sentences.append(f"More than {LOSS_TOLERANCE:.0%} above the uncompressed loss after this many steps: {listed}.")
     for rate in links:
         fastest = min(baselines, key=lambda row: estimated_step(row, compute_s, rate))
         before = estimated_step(fastest, compute_s, rate)
@@ -130,14 +130,16 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
     return "\n".join(sentences)
 
 
-def _change(row: Row, dense: Row) -> str:
-    """How far a loss is from the dense one; with so many digits that it is seen to be above the tolerance if it is."""
-    change = row.heldout_loss / dense.heldout_loss - 1
+def _change(row: Row, uncompressed: Row) -> str:
+    """How far a loss is from the uncompressed one, with enough digits to show whether it is above the tolerance."""
+    change = row.heldout_loss / uncompressed.heldout_loss - 1
     return f"{change:+.2%}" if math.isfinite(change) else "diverged"
 
 
-def _ended(row: Row, dense: Row) -> str:
-    return f"ended at {row.heldout_loss:.3f} ({_change(row, dense)})" if math.isfinite(row.heldout_loss) else "diverged"
+def _ended(row: Row, uncompressed: Row) -> str:
+    if not math.isfinite(row.heldout_loss):
+        return "diverged"
+    return f"ended at {row.heldout_loss:.3f} ({_change(row, uncompressed)})"
 
 
 def worth_it_below(rows: Sequence[Row], compute_s: float) -> float | None:
@@ -145,11 +147,11 @@ def worth_it_below(rows: Sequence[Row], compute_s: float) -> float | None:
 
     Infinite where it does on every link, None where it does on none. Codecs whose loss is too high do not count.
     """
-    dense = rows[0]
+    uncompressed = rows[0]
     baselines = [row for row in rows if row.baseline]
     found = []
     for row in rows:
-        if row.baseline or row.heldout_loss > dense.heldout_loss * (1 + LOSS_TOLERANCE):
+        if row.baseline or row.heldout_loss > uncompressed.heldout_loss * (1 + LOSS_TOLERANCE):
             continue
         rates = []
         for other in baselines:  # row's step ≤ other's · (1 − WORTH_IT), solved for the rate

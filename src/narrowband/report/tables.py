@@ -182,13 +182,13 @@ def saved_table(what: str, surveys: dict[str, dict[str, SavedBytes]]) -> Table:
 
 
 def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of the demo; the first is the dense one that losses are compared with."""
+    """The rows of the demo; the first is the uncompressed one that losses are compared with."""
     table = _table(
         "Bytes per rank and step; held-out loss in nats per byte"
         + ("" if rows[0]["sent_bytes_per_step"] else "\nOne rank: it sends nothing, with and without compression"),
         *("codec", "sent", "× less", "error", "step", "loss", "loss ±"),
     )
-    dense = rows[0]["heldout_loss"]
+    uncompressed = rows[0]["heldout_loss"]
     for row in rows:
         table.add_row(
             escape(row["codec"]),
@@ -197,7 +197,7 @@ def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
             _error(row.get("relative_error")),
             format_seconds(row["step_s"]),
             format_loss(row["heldout_loss"]),
-            format_or_dash(_change, row["heldout_loss"] and dense and row["heldout_loss"] / dense),
+            format_or_dash(_change, row["heldout_loss"] and uncompressed and row["heldout_loss"] / uncompressed),
         )
     return table
 
