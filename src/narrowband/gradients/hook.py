@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,35 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from narrowband.gradients.ddp import GradientCompression
+    from narrowband.averaging.layers import Layers
 
-__all__ = ["Hook", "hook_of"]
+__all__ = ["Averaging", "Hook", "hook_of"]
 
 log = logging.getLogger(__name__)
 
 #: An optimizer may step so often with gradients that did not come through the model. One may be a warm-up of somebody's
 #: own; three in a row are a training loop.
 STEPS_WITHOUT_CALL = 3
+
+
+class Averaging(Protocol):
+    """What a hook needs of the handle behind it."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks average."""
+
+    @property
+    def layers(self) -> Layers:
+        """What is averaged."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether averages are uncompressed for now."""
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """A bucket of gradients is complete; its average."""
+
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Hook] = weakref.WeakKeyDictionary()
 
@@ -71,7 +91,7 @@ class Hook:
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
-        self.handle: GradientCompression | None = None
+        self.handle: Averaging | None = None
         self.watch: _Watch | None = None  # among one rank nothing can part
         self._model = None if model is None else weakref.ref(model)
         self.group = None if model is None else model.process_group
@@ -82,7 +102,7 @@ class Hook:
         """Whether this is the hook of a copy."""
         return self._model is None
 
-    def attach(self, handle: GradientCompression) -> None:
+    def attach(self, handle: Averaging) -> None:
         """Let this handle average the model's gradients from now on."""
         model = None if self._model is None else self._model()
         assert model is not None
@@ -148,7 +168,7 @@ class _Watch:
     It outlives a model that was never called, which nobody but compress_gradients may have seen.
     """
 
-    def __init__(self, hook: Hook, handle: GradientCompression) -> None:
+    def __init__(self, hook: Hook, handle: Averaging) -> None:
         #: Whether the model was called, or sent a bucket, since an optimizer last stepped.
         self.used = False
         self._ever_used = False
