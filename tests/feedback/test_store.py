@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband.codecs import Uniform
-from narrowband.feedback import SampleStore, store
+from narrowband.feedback import SampleStore
 from tests.codecs.common import DTYPES, bits_of, values
 
 KEEPS = ["fp32", "fp16", "int8"]
@@ -118,10 +118,9 @@ def test_a_float32_row_is_the_stored_one_and_stays_where_it_is(make, place):
 
 @every_place
 @every_keep
-def test_growth_is_by_chunks_of_limited_size(make, place, keep, monkeypatch):
-    kept = make(place, 50, keep=keep)
-    monkeypatch.setattr(store, "_MEMORY_CHUNK", 9 * kept.nbytes_per_sample)
-    monkeypatch.setattr(store, "_FILE_CHUNK", 9 * kept.nbytes_per_sample)
+def test_growth_is_by_chunks_of_limited_size(make, place, keep):
+    nbytes_per_sample = make("memory", 50, keep=keep).nbytes_per_sample
+    kept = make(place, 50, keep=keep, chunk_nbytes=9 * nbytes_per_sample)
     for sample in range(40):
         kept.put(sample, numbers(50, sample))
     assert [len(chunk) for chunk in kept._chunks] == [1, 1, 2, 4, 8, 9, 9, 9]

@@ -69,6 +69,8 @@ class SampleStore:
         folder: keep rows there, in a file of this store alone, instead of in memory. It is made when the first row is
             put.
         name: of that file, without its ending.
+        chunk_nbytes: by how much memory, or a file's mapping, grows at most; at least one row. None: 64 MiB of memory,
+            1 GiB of a file.
 
     Raises:
         ValueError: a number or word out of range, or a budget that has not room for one row.
@@ -89,6 +91,7 @@ class SampleStore:
         budget_nbytes: int | None = None,
         folder: Path | None = None,
         name: str = "samples",
+        chunk_nbytes: int | None = None,
     ) -> None:
         if numel < 1:
             raise ValueError(f"numel={numel}: a row has at least one element")
@@ -104,6 +107,7 @@ class SampleStore:
                 f"{self.nbytes_per_sample} bytes; give more, or keep samples in fewer bits"
             )
         self._capacity = math.inf if budget_nbytes is None else budget_nbytes // self.nbytes_per_sample
+        self._chunk_nbytes = chunk_nbytes or (_MEMORY_CHUNK if folder is None else _FILE_CHUNK)
         self._path = None if folder is None else Path(folder).absolute() / f"{name}.rows"
         self._token = uuid.uuid4().hex
         self._updates = 0
@@ -248,18 +252,18 @@ class SampleStore:
             if self._file is None:
                 self._file = _File.new(self._path, (self.keep, self.numel, self._token), self._updates)
             if self._top == there:
-                self._append(self._file.rows(there, self._more(_FILE_CHUNK)))
+                self._append(self._file.rows(there, self._more()))
             self._file.reserve(self._top)
         elif self._top == there:
-            shape = self._more(_MEMORY_CHUNK), _width(self.keep, self.numel)
+            shape = self._more(), _width(self.keep, self.numel)
             self._append(torch.zeros(shape, dtype=_DTYPES[self.keep]))
         self._top += 1
         return self._top - 1
 
-    def _more(self, most_nbytes: int) -> int:
+    def _more(self) -> int:
         """Rows of the next chunk."""
         there = self._starts[-1]
-        return int(min(max(1, there), max(1, most_nbytes // self.nbytes_per_sample), self._capacity - there))
+        return int(min(max(1, there), max(1, self._chunk_nbytes // self.nbytes_per_sample), self._capacity - there))
 
     def _say_full(self) -> None:
         if not self._warned_full:
