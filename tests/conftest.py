@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # No deadline: the first example compiles kernels, and tests never assert on the clock. Fixed examples in CI, so that a
-# red run means a change and not a die; new ones on every run elsewhere.
+# red run means a change and not a die; new ones, and more of them, on every run elsewhere.
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=25, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Two threads are enough to see what only goes wrong with threads, and do not swamp a small machine.

@@ -21,9 +21,11 @@ from tests.ranks import run_ranks
 @pytest.fixture
 def no_collector():
     gc.collect()
+    gc.freeze()  # what is there already: the tests look at all objects, of which a long run has many
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -209,9 +209,11 @@ def alive():
 @pytest.fixture
 def no_collector():
     gc.collect()
+    gc.freeze()  # what is there already: the tests look at all objects, of which a long run has many
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 @EVERY

@@ -23,7 +23,7 @@ def module(tmp_path, monkeypatch):
 
     def write(code):
         (tmp_path / "bench_worker_under_test.py").write_text(
-            "import os, sys, time\nfrom narrowband.bench.ranks import Worker\nworker = Worker(sys.argv[1])\n"
+            "import os, sys, time\nfrom narrowband.bench.ranks import RankProcess\nworker = RankProcess(sys.argv[1])\n"
             + textwrap.dedent(code)
         )
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

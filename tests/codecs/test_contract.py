@@ -16,7 +16,7 @@ from narrowband import PayloadError, codecs
 from tests.codecs.common import DTYPES, SPECS, SUMS, WRITABLE, backend, bits_of, decoded, seeds, tensor, tensors
 
 every_codec = pytest.mark.parametrize("spec", SPECS)
-few = settings(max_examples=10)
+few = settings(max_examples=6)
 
 
 @every_codec
@@ -112,7 +112,7 @@ def test_squared_error_is_that_of_what_is_decoded(spec, x, seed):
 
 
 @every_codec
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     x=tensors(),
     data=st.data(),

@@ -47,7 +47,7 @@ class Guarded:
 
 @every_codec
 @every_backend
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_random_bytes(spec, name, data):
     codec, shape, dtype = nb.codec(spec), data.draw(st.sampled_from(SHAPES)), data.draw(st.sampled_from(DTYPES))
@@ -69,7 +69,7 @@ def test_random_bytes(spec, name, data):
 
 @every_codec
 @every_backend
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_flipped_bits(spec, name, data):
     codec, shape, dtype = nb.codec(spec), data.draw(st.sampled_from(SHAPES)), data.draw(st.sampled_from(DTYPES))
@@ -83,7 +83,7 @@ def test_flipped_bits(spec, name, data):
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPARSE if spec.startswith(("topk", "threshold"))])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_backends_refuse_and_read_the_same_bytes(spec, data):
     """Damage in the indices, where one backend might be more patient than the other."""

@@ -197,15 +197,10 @@ print(asked[before:], before > 0)
     ("spec", "threads"),
     [
         ("topk:density=0.01+ef", 1),
-        ("topk:density=0.01+ef", 2),
         ("topk:density=0.01+ef-mixed", 2),
         ("qsgd:bits=4+ef21", 2),
-        ("qsgd:bits=4", 2),
-        ("lowrank:rank=2+ef", 1),
-        ("dgc:density=0.01,warmup_steps=2", 1),
         ("dgc:density=0.001,nesterov=true,masking=false", 2),
         ("powersgd:rank=4", 1),
-        ("powersgd:rank=2,ef=false,iterations=2", 2),
     ],
 )
 def test_no_step_waits_for_a_compiler(tmp_path, spec, threads):

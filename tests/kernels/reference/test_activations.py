@@ -75,7 +75,7 @@ some_rows = st.builds(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @given(rows=some_rows, kind=st.sampled_from(KINDS), bits=st.sampled_from([2, 4, 8]), stochastic=st.booleans(),
        narrow=st.booleans(), half=st.booleans(), seed=seeds)  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_rows_bit_by_bit(
     rows: kernels.Rows, kind: str, bits: int, stochastic: bool, narrow: bool, half: bool, seed: int
 ) -> None:

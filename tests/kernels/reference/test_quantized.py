@@ -39,7 +39,7 @@ from tests.kernels.reference.naive import (
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @given(x=some_values(), group=st.sampled_from(GROUPS), quantizer=some_quantizer(), stochastic=st.booleans(),
        seed=seeds, padding=st.integers(0, 5))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_payload_bit_by_bit(
     x: np.ndarray, group: int, quantizer: tuple[str, int], stochastic: bool, seed: int, padding: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_payload_bit_by_bit(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @given(n=st.sampled_from(SIZES), group=st.sampled_from(GROUPS), quantizer=some_quantizer(), seed=seeds,
        weight=st.sampled_from([1.0, 0.25, -1 / 3]), accumulate=st.booleans(), offset=st.integers(0, 3))  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_decoding_of_any_bytes_follows_the_table(
     n: int, group: int, quantizer: tuple[str, int], seed: int, weight: float, accumulate: bool, offset: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_decoding_of_any_bytes_follows_the_table(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @given(x=some_values(8), group=st.sampled_from(GROUPS), quantizer=some_quantizer("minmax", "absmax", "l2"),
        stochastic=st.booleans(), seed=seeds)  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_error_is_below_half_a_step_or_a_step(
     x: np.ndarray, group: int, quantizer: tuple[str, int], stochastic: bool, seed: int
 ) -> None:
