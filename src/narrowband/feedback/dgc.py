@@ -102,7 +102,7 @@ class DGC(Feedback):
 
     _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _before: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _dense: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _uncompressed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Magnitudes that a few more elements than wanted reached in the step before. They save time, and change nothing.
     _hints: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
