@@ -15,8 +15,8 @@ help:  ## show this list
 demo: $(DEV)  ## train a small GPT on four ranks with and without compression, and print a verdict (minutes)
 	$(BIN)/narrowband demo
 
-test: $(DEV)  ## run the tests, two files at a time (about 15 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(DEV)  ## run the tests, three files at a time (about 12 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, and no two files that import each other
 	$(BIN)/ruff check .
