@@ -1,45 +1,17 @@
-"""Stages on real processes, under PyTorch's schedules: the same losses as boundaries in one process, to the bit."""
+"""Stages under PyTorch's schedules train as boundaries in one process do, and send while they compute."""
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
+from tests.pipeline.stages import CPU, MICROBATCHES, STEPS, batch, ids, loss_fn, parts, run_step, schedule_of
 from tests.ranks import RankError, run_ranks
-
-MICROBATCHES = 4
-BATCH = 8
-STEPS = 4
-CPU = torch.device("cpu")
-
-
-def parts(number):
-    """A model in so many parts."""
-    torch.manual_seed(0)
-    later = (nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)) for _ in range(number - 1))
-    return [nn.Linear(10, 24), *later]
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 10, generator=generator), torch.randn(BATCH, 24, generator=generator)
-
-
-def ids(step):
-    """An epoch of two steps, in another order every time."""
-    order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(step // 2))
-    return order + BATCH * (step % 2)
-
-
-def loss_fn(output, target):
-    return (output - target).square().mean()
 
 
 def in_one_process(rank, world_size, number, forward, backward, local=(), warm_up=None, evaluate=True):
@@ -82,14 +54,6 @@ def in_one_process(rank, world_size, number, forward, backward, local=(), warm_u
     return losses, [p.detach() for p in model.parameters()], [b.stats() for b in boundaries]
 
 
-def schedule_of(name, stages):
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
-    kind = get_schedule_class(name)
-    given = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    return kind(given, MICROBATCHES, loss_fn=loss_fn)
-
-
 def places(name, rank, world_size):
     """The stages of a rank."""
     if name in ("GPipe", "1F1B"):
@@ -123,19 +87,6 @@ def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
         losses += run_step(schedule, stages, *batch(99), train=False)
     found = {at: [p.detach() for p in cut[at].parameters()] for at in mine}
     return losses, found, {at: stage.stats() for at, stage in zip(mine, stages, strict=True)}
-
-
-def run_step(schedule, stages, x, y, train=True):
-    """One step of the schedule; on the last stage's rank, a loss for every micro-batch."""
-    losses = []
-    arguments = [x] if any(stage.is_first for stage in stages) else []
-    last = {"target": y, "losses": losses} if any(stage.is_last for stage in stages) else {}
-    if train:
-        schedule.step(*arguments, **last)
-    else:
-        with torch.no_grad():
-            schedule.eval(*arguments, **last)
-    return [loss.item() for loss in losses]
 
 
 def check_same(name, forward, backward, warm_up=None, world_size=4):
@@ -295,184 +246,3 @@ def test_messages_that_schedules_send_and_receive_are_the_same(name):
 def test_warm_up(counted):
     warm_up = {f"warmup_{counted}": 2}
     check_same("1F1B", "topk:density=0.1+ef21", "topk:density=0.1+ef", warm_up, world_size=2)
-
-
-# ---- what crosses a boundary -----------------------------------------------------------------------------------------
-
-
-class First(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(10, 24)
-
-    def forward(self, x):
-        h = self.linear(x)
-        return (
-            h,
-            x.argmax(1),
-            (x * 2).detach(),
-            h.double().square().float().transpose(0, 1).contiguous().transpose(0, 1),
-        )
-
-
-class Last(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-        self.unused = nn.Linear(24, 24)
-
-    def forward(self, h, index, doubled, squares):
-        return self.linear(h + 0.1 * squares) + index[:, None] + doubled.sum(1, keepdim=True)
-
-
-def several_tensors(rank, world_size, in_one):
-    torch.manual_seed(0)
-    cut = [First(), Last()]
-    specs = {"forward": "qsgd:bits=6+ef", "backward": "qsgd:bits=6+ef21"}
-    losses = []
-    if in_one:
-        boundary = nb.Boundary(**specs, microbatches=MICROBATCHES)
-        for step in range(STEPS):
-            for x, y in zip(*(torch.tensor_split(t, MICROBATCHES) for t in batch(step)), strict=True):
-                loss = loss_fn(cut[1](*boundary(*cut[0](x))), y)
-                loss.backward()
-                losses.append(loss.item())
-        return losses, cut[0].linear.weight.grad
-    stage = nb.CompressedStage(cut[rank], rank, world_size, CPU, **specs)
-    schedule = schedule_of("1F1B", [stage])
-    schedule.scale_grads = False
-    for step in range(STEPS):
-        losses += run_step(schedule, [stage], *batch(step))
-    return losses, cut[0].linear.weight.grad
-
-
-def test_several_tensors_cross_and_not_all_have_gradients_or_can_be_compressed():
-    (first, last) = run_ranks(several_tensors, 2, False)
-    ((losses, gradient),) = run_ranks(several_tensors, 1, True)
-    assert last[0] == losses
-    assert torch.equal(first[1], gradient)
-
-
-def in_two_dimensions(rank, world_size, compress):
-    """Two pipelines of two stages; the replicas of a stage average their gradients, compressed."""
-    replica, at = divmod(rank, 2)
-    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = DDP(parts(2)[at], process_group=replicas[at])
-    if compress:
-        handle = nb.compress_gradients(model, "topk:density=0.2+ef", min_numel=1, process_group=replicas[at])
-    stage = nb.CompressedStage(
-        model, at, 2, CPU, forward="qsgd:bits=6", backward="qsgd:bits=6", group=pipelines[replica]
-    )
-    schedule = schedule_of("1F1B", [stage])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        losses += run_step(schedule, [stage], *batch(replica))
-        optimizer.step()
-    return losses, [p.detach() for p in model.parameters()], handle.stats().total.ratio if compress else 1.0
-
-
-def test_data_parallelism_around_a_pipeline():
-    plain, ranks = run_ranks(in_two_dimensions, 4, False), run_ranks(in_two_dimensions, 4, True)
-    for at in range(2):  # replicas of a stage stay the same
-        assert all(map(torch.equal, ranks[at][1], ranks[at + 2][1]))
-    assert ranks[0][2] > 1.5
-    for at in (1, 3):
-        assert sum(ranks[at][0][-4:]) < 0.9 * sum(ranks[at][0][:4])
-        assert sum(ranks[at][0][-4:]) < 1.1 * sum(plain[at][0][-4:])
-
-
-# ---- resuming --------------------------------------------------------------------------------------------------------
-
-
-def resumed(rank, world_size, forward, backward, stop):
-    cut = parts(world_size)[rank]
-    optimizer = torch.optim.SGD(cut.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    state = None
-    for begin, end in ((0, 8),) if stop is None else ((0, stop), (stop, 8)):
-        stage = nb.CompressedStage(cut, rank, world_size, CPU, forward=forward, backward=backward)
-        if state is not None:
-            stage.load_state_dict(state)
-        schedule = schedule_of("1F1B", [stage])
-        for step in range(begin, end):
-            optimizer.zero_grad()
-            stage.samples = ids(step)
-            losses += run_step(schedule, [stage], *batch(step))
-            optimizer.step()
-        state = stage.state_dict()
-    return losses
-
-
-@pytest.mark.parametrize("forward", ["topk:density=0.2+ef21", "qsgd:bits=3+aq-sgd"])
-def test_a_pipeline_resumes_to_the_bit(forward):
-    whole = run_ranks(resumed, 2, forward, "qsgd:bits=4+ef", None)
-    assert run_ranks(resumed, 2, forward, "qsgd:bits=4+ef", 5) == whole
-
-
-def one_end_forgot(rank, world_size):
-    cut = parts(world_size)[rank]
-    losses = []
-    state = None
-    for begin, end in ((0, 4), (4, 8)):
-        stage = nb.CompressedStage(cut, rank, world_size, CPU, forward="qsgd:bits=3+aq-sgd", backward="none")
-        if state is not None:
-            stage.load_state_dict(state)
-            if rank == 1:
-                stage._before.of(0)[0].keep_only(torch.arange(5))
-        schedule = schedule_of("1F1B", [stage])
-        for step in range(begin, end):
-            stage.samples = ids(step)
-            losses += run_step(schedule, [stage], *batch(step))
-        state = stage.state_dict()
-    return stage.stats()["forward"].sent_bytes
-
-
-def test_a_sample_that_one_end_lost_travels_in_full_again():
-    sent, _ = run_ranks(one_end_forgot, 2)
-    full, few = 24 * 4, nb.codec("qsgd:bits=3").payload_nbytes(24)
-    assert sent == 11 * full + (4 * BATCH - 11) * few
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
-
-
-def wrong(rank, world_size, what):
-    specs = {"forward": "qsgd:bits=4", "backward": "qsgd:bits=4"}
-    if what == "specs" and rank == 1:
-        specs["forward"] = "qsgd:bits=2"
-    if what == "samples":
-        specs["forward"] = "qsgd:bits=4+aq-sgd"
-    if what == "number":
-        specs["forward"] = ["qsgd:bits=4", "none"]
-    stage = nb.CompressedStage(parts(world_size)[rank], rank, world_size, CPU, **specs)
-    schedule = schedule_of("1F1B", [stage])
-    run_step(schedule, [stage], *batch(0))
-    if what == "state":
-        stage.load_state_dict(stage.state_dict())
-    if what == "shape":
-        run_step(schedule, [stage], *(t[:5] for t in batch(0)))
-    if what == "death":
-        if rank == 1:
-            os._exit(3)
-        run_step(schedule, [stage], *batch(0))
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("specs", "do not agree"),
-        ("samples", "set stage.samples"),
-        ("number", "2 specs, and there are 1 boundaries"),
-        ("state", "before its first step"),
-        ("shape", "static shapes"),
-        ("death", "onnection"),
-    ],
-)
-def test_what_is_wrong_is_said_and_nothing_hangs(what, message):
-    with pytest.raises(RankError) as error:
-        run_ranks(wrong, 2, what, timeout_s=30.0)
-    assert message in str(error.value)
-    assert "timed out" not in str(error.value)
