@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -12,3 +14,20 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_collector():
+    """What lives is what is referred to: nothing is collected in between."""
+    gc.collect()
+    gc.freeze()  # what is there already: tests look at all objects, of which a long run has many
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.fixture
+def nothing_compiled_yet():
+    torch._dynamo.reset()
+    torch.manual_seed(0)

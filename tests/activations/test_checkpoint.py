@@ -278,11 +278,6 @@ def test_it_counts_as_compression(caplog):
 # ---- with torch.compile ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nothing_compiled_yet():
-    torch._dynamo.reset()
-
-
 def compiled(module):
     return torch.compile(module, backend="aot_eager")
 

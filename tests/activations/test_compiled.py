@@ -25,10 +25,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
 
 
 class Attention(nn.Module):

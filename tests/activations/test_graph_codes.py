@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from tests.activations.compiling import BATCH, HIDDEN, WIDTH, error, mlp, nbytes, run, saved, saving
 
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
 
 
 def restored(x: Tensor, bits: int, **options) -> Tensor:

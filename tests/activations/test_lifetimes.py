@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -16,16 +15,6 @@ from tests.activations.models import ViT, mlp, same
 from tests.ranks import run_ranks
 
 # ---- lifetimes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.freeze()  # what is there already: the tests look at all objects, of which a long run has many
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("no_collector")

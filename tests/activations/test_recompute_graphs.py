@@ -206,16 +206,6 @@ def alive():
     return sum(type(x) in (Payload, Derivation) for x in gc.get_objects())
 
 
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.freeze()  # what is there already: the tests look at all objects, of which a long run has many
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
-
-
 @EVERY
 @pytest.mark.usefixtures("no_collector")
 def test_nothing_lives_longer_than_who_saved_it(name):

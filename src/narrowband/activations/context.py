@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields
@@ -90,13 +89,6 @@ def compress_activations(
     return ActivationCompression(model, policy)
 
 
-class _Passes(threading.local):
-    """The pass that is open in this thread."""
-
-    recorder: Recorder | None = None
-    stack: contextlib.ExitStack | None = None
-
-
 class ActivationCompression(contextlib.ContextDecorator):
     """Context of :func:`compress_activations`; it yields a :class:`Saved`, which is complete when the context ends.
 
@@ -121,7 +113,6 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.modules = Modules(model, policy)
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self.estimates.decay = policy.decay
-        self._passes = _Passes()
         warm_up(model, policy)
 
     @unseen
@@ -146,8 +137,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                 raise refused from error
             watch = stack.enter_context(Watch(recorder))
             undo.pop_all()
-        self._passes.recorder, self._passes.stack = recorder, stack
-        active.regions = Regions(recorder, watch)
+        active.regions, active.stack = Regions(recorder, watch), stack
         return recorder.saved
 
     def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> None:
@@ -169,16 +159,16 @@ class ActivationCompression(contextlib.ContextDecorator):
 
     @unseen
     def __exit__(self, *error: object) -> None:
-        recorder, stack = self._passes.recorder, self._passes.stack
-        active.regions = self._passes.recorder = self._passes.stack = None
-        assert recorder is not None
+        regions, stack = active.regions, active.stack
+        active.regions = active.stack = None
+        assert regions is not None
         assert stack is not None
         stack.close()
         refused = _refusal(error[1])
         if refused is not None:
             raise refused from cast("BaseException", error[1])
-        saved = recorder.saved
-        nothing = error[0] is None and saved.raw_bytes and not recorder.packed and not saved.outliers
+        saved = regions.recorder.saved
+        nothing = error[0] is None and saved.raw_bytes and not regions.recorder.packed and not saved.outliers
         if nothing and not self.policy.is_off and self.model not in _warned:  # once, not in every step
             _warned.add(self.model)
             log.warning(

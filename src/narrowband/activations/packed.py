@@ -134,9 +134,9 @@ def quantized(
     estimates: Estimates,
     name: str,
 ) -> Payload | Outliers:
-    """Codes of a tensor, of whose range the estimates learn. None of one that is not finite, has no range in float32,
-    or has outliers (see
-    :class:`~narrowband.activations.outliers.Magnitudes`): nothing is learned of it, and it is to be kept exactly.
+    """Codes of a tensor, of whose range the estimates learn. A tensor that is not finite, has no range in float32,
+    or has outliers (:class:`~narrowband.activations.outliers.Magnitudes`) has none: nothing is learned of it, and it is
+    to be kept exactly.
 
     Outliers are looked for where a range is new, or moves; and, since it may widen slowly, in one batch of 64.
 

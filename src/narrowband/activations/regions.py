@@ -45,12 +45,12 @@ class Regions:
     """
 
     def __init__(self, recorder: Recorder, mode: TorchFunctionMode) -> None:
-        self._recorder, self._mode = recorder, mode
+        self.recorder, self._mode = recorder, mode
 
     @unseen
     def call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module that backward computes again, or a compiled one, or one that is both."""
-        recorder = self._recorder
+        recorder = self.recorder
         # Of what is in a checkpoint already nothing is kept; and the second time it has to go the same way.
         if module not in recorder.modules.recomputed or not torch.is_grad_enabled() or not recorder.saves_here():
             return _direct(module, call, *args, **kwargs)
@@ -60,7 +60,7 @@ class Regions:
 
     def call_compiled(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module of which torch.compile made graphs, and count what they keep."""
-        recorder = self._recorder
+        recorder = self.recorder
         if not recorder.knows(module):
             return call(*args, **kwargs)
         with recorder.inside(module, args, kwargs, Call(COMPILED)), without_mode(self._mode):
@@ -72,7 +72,7 @@ class Regions:
             return outputs
 
     def _saving_of_graphs(self) -> contextlib.AbstractContextManager[None]:
-        recorder = self._recorder
+        recorder = self.recorder
         bits, policy = recorder.bits(), recorder.policy
         if bits == "off" or not recorder.saves_here():
             return contextlib.nullcontext()
@@ -82,10 +82,12 @@ class Regions:
 
 
 class _Active(threading.local):
+    """The pass that is open in this thread, and what ends it."""
+
     regions: Regions | None = None
+    stack: contextlib.ExitStack | None = None
 
 
-#: The pass of this thread.
 active = _Active()
 
 

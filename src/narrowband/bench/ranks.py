@@ -1,9 +1,8 @@
 """Start the ranks of a benchmark, hear from rank 0 while they work, collect what each of them found.
 
-A benchmark is a module that ranks run as ``python -m MODULE DIRECTORY`` once per rank with torchrun's
-environment variables. The directory is all they share with the parent: ``config.json`` goes in, rank 0 appends progress
-to ``events.jsonl`` (:meth:`RankProcess.tell`), each rank leaves its result in ``rank<N>.json``
-(:meth:`RankProcess.finish`).
+A benchmark is a module that every rank runs as ``python -m MODULE DIRECTORY``, with torchrun's environment variables.
+The directory is all they share with the parent: ``config.json`` goes in, rank 0 appends progress to ``events.jsonl``
+(:meth:`RankProcess.tell`), each rank leaves its result in ``rank<N>.json`` (:meth:`RankProcess.finish`).
 
 Ranks run on this machine's loopback (:class:`Loopback`, no rights needed) or behind emulated links
 (:class:`narrowband.lab.LabConfig`). Either way they end when their parent does, however it ends.
@@ -75,7 +74,7 @@ def run_ranks(
 
     Args:
         module: dotted name of the benchmark.
-        config: JSON-able; a worker finds it as ``RankProcess.config``.
+        config: JSON-able; a rank finds it as ``RankProcess.config``.
         where: the network that the ranks are on.
         on_event: called (from another thread) with every event that rank 0 tells.
 

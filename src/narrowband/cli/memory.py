@@ -100,8 +100,7 @@ class Memory:
         merged: dict[str, SavedBytes] = {}
         for name, kept in saved.by_module.items():
             entry = merged.setdefault(".".join(name.split(".")[: self.depth]), SavedBytes())
-            entry.raw_bytes += kept.raw_bytes
-            entry.kept_bytes += kept.kept_bytes
+            entry.add(kept.raw_bytes, kept.kept_bytes, kept.outliers)
         return merged
 
     def _say(self, console: Console, found: memory.Fit) -> None:

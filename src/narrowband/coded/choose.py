@@ -218,7 +218,7 @@ def choose_redundancy(
         for each in transports:
             if each is not transport:
                 each.close()
-    compute_s, all_reduce_s, *exchange_s = seconds.tolist()
+    compute_s, all_reduce_s, *communication_s = seconds.tolist()
     choices = [
         replace(
             predict(
@@ -232,7 +232,7 @@ def choose_redundancy(
             ),
             transport=each.name,
         )
-        for each, communicate_s in zip(transports, exchange_s, strict=True)
+        for each, communicate_s in zip(transports, communication_s, strict=True)
     ]
     return _best(choices)
 

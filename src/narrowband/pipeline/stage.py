@@ -47,7 +47,7 @@ _AHEAD = 2
 
 
 class _Arriving(NamedTuple):
-    """A message that is on its direction, and where its tensor belongs.
+    """A message that is on its way, and where its tensor belongs.
 
     Attributes:
         channel: that unpacks it; None where a tensor travels as it is.
@@ -142,7 +142,7 @@ class CompressedStage(PipelineStage):
         #: Those of this step's batch, and of its micro-batches.
         self._whole: Tensor | None = None
         self._parts: tuple[Tensor, ...] | None = None
-        #: By direction and micro-batch: what is on its direction; all that was asked for in this step.
+        #: By direction and micro-batch: what is on its way; all that was asked for in this step.
         self._arriving: dict[tuple[int, int], list[_Arriving]] = {}
         self._asked: set[tuple[int, int]] = set()
         #: By direction: what was sent in this step and has not been waited for, a list for each micro-batch.
