@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.lowrank import COLUMNS
-from tests.kernels.backends.common import BACKENDS
-
-if TYPE_CHECKING:
-    pass
-
 from tests.kernels.backends.common import (
+    BACKENDS,
     assert_same,
     lean,
     make,
@@ -69,6 +63,8 @@ def test_compensate_project(n: int, m: int, r: int, sent: int, broken: float, se
 
 
 @given(n=st.sampled_from([1, 7, 64, 65, 300, 1000]), r=st.integers(1, 13), count=st.integers(1, 3), seed=seeds)
+@example(n=64, r=5, count=1, seed=609)  # differences of long rows that hardly differ
+@example(n=7, r=5, count=1, seed=609)
 @lean
 def test_orthonormalize(n: int, r: int, count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

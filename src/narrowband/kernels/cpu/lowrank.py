@@ -37,8 +37,13 @@ if TYPE_CHECKING:
 WIDE, TILE, RUN, PIECE = 8, 4, 64, 256
 #: Columns of a low-rank product that are summed up together.
 COLUMNS = 1024
-#: Above this share, rows are orthonormal to float32 after one pass; below it, a second one is made.
+#: Down to this product of the rows' shares (:func:`_inverse_root`), rows are orthonormal to float32 after one pass;
+#: below it, a second one is made.
 WELL_APART = 1e-8
+#: A share that is this many times its error is known well enough for a second pass to repair the rest.
+CERTAIN = 100.0
+#: Relative error of a sum of products in float64.
+ROUNDING = 1e-15
 
 
 @inlined
@@ -320,10 +325,13 @@ def _gram(p, rows, flat, sums, gram):
 def _inverse_root(gram, root, inverse):
     """The inverse of the lower triangular L with L·Lᵀ = gram; rows of zeros where a row of p depends on those before.
 
-    Returns the smallest share of its squared norm that a row has beside the rows before it, where it is not that.
+    A row's share is what it keeps of its squared norm beside the rows before it. Returns the product of all shares but
+    those of rows that depend on others; and whether each was found. The factors of a row before which the shares have a
+    product of π are known to ROUNDING / π of the row, and so is its share: rows of very different length, each hardly
+    apart from the last, leave nothing of it.
     """
     r = gram.shape[0]
-    smallest = 1.0
+    product, found = 1.0, True
     for a in range(r):
         for b in range(a):
             rest = gram[a, b]
@@ -335,8 +343,11 @@ def _inverse_root(gram, root, inverse):
             rest -= root[a, c] * root[a, c]
         for b in range(r):
             inverse[a, b] = 0.0
+        error = ROUNDING / product * gram[a, a]
+        if rest < CERTAIN * error and CERTAIN * error > DEPENDENT * gram[a, a]:
+            found = False
         if rest > DEPENDENT * gram[a, a]:
-            smallest = min(smallest, rest / gram[a, a])
+            product *= rest / gram[a, a]
             root[a, a] = np.sqrt(rest)
             for b in range(a):
                 total = 0.0
@@ -347,7 +358,7 @@ def _inverse_root(gram, root, inverse):
         else:
             for b in range(r):
                 root[a, b] = 0.0
-    return smallest
+    return product, found
 
 
 @loop
@@ -376,10 +387,50 @@ def _combine(inverse, p, rows, flat, sums, into, factors, out):
                 out[a, At(begin + i)] = sums[a, At(i)]
 
 
+@inlined
+def _dot(a, b, n, sums):
+    """a·b of the first n elements; ``sums`` has WIDE."""
+    for lane in range(WIDE):
+        sums[At(lane)] = 0.0
+    whole = n // WIDE * WIDE
+    for i in range(0, whole, WIDE):
+        for lane in range(WIDE):
+            sums[At(lane)] += a[At(i + lane)] * b[At(i + lane)]
+    total = 0.0
+    for lane in range(WIDE):
+        total += sums[At(lane)]
+    for i in range(whole, n):
+        total += a[At(i)] * b[At(i)]
+    return total
+
+
+@loop
+def _row_by_row(p, out, sums):
+    """Gram and Schmidt: each row loses its share of every row before it, twice."""
+    r, n = p.shape
+    rows = np.empty((r, n))
+    for a in range(r):
+        row = rows[a]
+        for i in range(n):
+            row[At(i)] = p[a, At(i)]
+        before = _dot(row, row, n, sums)
+        for _ in range(2):
+            for b in range(a):
+                share = _dot(row, rows[b], n, sums)
+                for i in range(n):
+                    row[At(i)] -= share * rows[b, At(i)]
+        rest = _dot(row, row, n, sums)
+        factor = 0.0 if rest <= DEPENDENT * before else 1.0 / np.sqrt(rest)
+        for i in range(n):
+            row[At(i)] *= factor
+            out[a, At(i)] = row[At(i)]
+
+
 def orthonormalize(p: Tensor) -> Tensor:
     """Cholesky's way: p·pᵀ = L·Lᵀ, and the rows of L⁻¹·p are orthonormal; twice where p's are hardly independent.
 
-    Sums of squares are in float64, so that float32 rows of any condition short of dependence come out well.
+    Sums are in float64. Where even they do not tell how much of a row its predecessors leave, rows go one by one, which
+    takes longer.
     """
     out = torch.empty_like(p)
     if not p.numel():
@@ -393,9 +444,12 @@ def orthonormalize(p: Tensor) -> Tensor:
     flat, flat_sums = rows.reshape(-1), sums.reshape(-1)
     for matrix, result in zip(p.numpy(), out.numpy(), strict=True):
         _gram(matrix, rows, flat, products, gram)
-        smallest = _inverse_root(gram, root, inverse)
+        product, found = _inverse_root(gram, root, inverse)
+        if not found:
+            _row_by_row(matrix, result, np.empty(WIDE))
+            continue
         _combine(inverse, matrix, rows, flat, sums, flat_sums, factors, result)
-        if smallest < WELL_APART:
+        if product < WELL_APART:
             once = result.copy()
             _gram(once, rows, flat, products, gram)
             _inverse_root(gram, root, inverse)
