@@ -458,7 +458,6 @@ def _work(worker: RankProcess) -> None:
                 result = batch(row, problem, card) if row.kind == "batch" else choices(row, problem)
         worker.tell(event="row", row=number, result=told | result | {"commit": worker.config["commit"]})
     worker.finish(None)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

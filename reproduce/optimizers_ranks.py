@@ -341,7 +341,6 @@ def _work(worker: RankProcess) -> None:
         result = train(row, base, text, tell)
         tell(event="row", result=result | {"commit": worker.config["commit"]})
     worker.finish(None)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

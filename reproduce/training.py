@@ -608,7 +608,6 @@ def _work(worker: RankProcess) -> None:
         result = train(row, task, functools.partial(tell, row=number))
         tell(event="row", row=number, result=result | {"commit": worker.config["commit"]})
     worker.finish(None)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

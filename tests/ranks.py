@@ -68,9 +68,7 @@ __all__ = ["RankError", "run_ranks"]
 GRACE_S = 0.5
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.pipelining", "numpy", "pytest", "hypothesis"]
-)
+_context.set_forkserver_preload(["tests.preload"])
 
 
 class RankError(RuntimeError):

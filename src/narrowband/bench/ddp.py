@@ -402,9 +402,6 @@ def _main(rank_process: RankProcess) -> None:
                 row.round_compute_s.append(compute.round_step_s[-1])
             tell(row)
     rank_process.finish([row.result(card) for row in rows])
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # a process group of a row that failed may never shut down
 
 
 if __name__ == "__main__":

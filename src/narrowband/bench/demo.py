@@ -299,7 +299,6 @@ def _main(process: RankProcess) -> None:
         row = _train_row(config, spec, text, process) | {"compute_s": compute}
         process.tell(event="row", codec=spec, row=row)
     process.finish(None)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

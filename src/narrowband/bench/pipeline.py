@@ -335,9 +335,6 @@ def _main(process: RankProcess) -> None:
                 done += 1
                 process.tell(event="step", done=done, of=total, name=row.name)
     process.finish([row.result(compared, before[row.name]) for row in rows])
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from narrowband.lab import LabConfig, run
 
@@ -131,12 +133,21 @@ class RankProcess:
             return False
         return True
 
-    def finish(self, result: Any) -> None:
-        """Leave this rank's result for the parent."""
+    def finish(self, result: Any) -> NoReturn:
+        """Leave this rank's result for the parent, wait until all ranks have, and end this process.
+
+        The interpreter does not shut down. There, a thread of gloo's that still has to let go of a tensor takes the
+        process down with it, and the process group of a row that failed may never end.
+        """
         target = self._directory / f"rank{self.rank}.json"
         unfinished = target.with_suffix(".tmp")
         unfinished.write_text(json.dumps(result))
         unfinished.replace(target)
+        if dist.is_initialized():
+            dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def transmitted(card: str) -> int:
