@@ -218,7 +218,8 @@ class Exchange(ABC):
         """(whether it is finite, its payload), compensated by the residual."""
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
-        if feedback is not None and (operand.incremental or _any_nonzero(x)):
+        # Where there is no residual yet, zeros make one, so that a state has one for every layer.
+        if feedback is not None and (operand.incremental or feedback.residual(operand.key) is None or _any_nonzero(x)):
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)
             early = feedback.can_roll_back(x)  # commit while it is in the caches and other ranks still compute
