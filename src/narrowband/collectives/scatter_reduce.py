@@ -133,22 +133,23 @@ class ScatterReduce(Exchange):
         """Average this rank's chunks, and encode the means into ``second``, with a trailer."""
         size, rank = self.peers.size, self.peers.rank
         finite = not bool(received[:, -1].any())
-        self._errors: list[Tensor | None] = []  # what encoding the means loses, of operands with feedback
+        self._errors: list[Tensor | None] = []  # what encoding the means loses, of each operand with feedback
         for operand, span in zip(self.operands, spans_of(self._columns[rank]), strict=True):
             cut = self._codec(operand).cut(operand.x.numel())[rank]
             mean = torch.empty(cut.stop - cut.start, device=received.device)
             operand.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
             # Where all ranks sent zeros nobody used the layer, and nobody looks at its average: what was lost waits.
-            kept = operand.feedback is not None and not kernels.all_zero(mean)
-            before = operand.feedback.owner_error(operand.key, cut) if kept else None
+            feedback = None if kernels.all_zero(mean) else operand.feedback
+            before = None if feedback is None else feedback.owner_error(operand.key, cut)
             if before is not None:
                 mean += before
             finite &= kernels.all_finite(mean)
             seed = operand.seed_of(rank) ^ _SECOND_DRAW
             operand.codec.encode(mean, seed=seed, out=second[span])
-            if kept:
-                operand.codec.decode(second[span], mean, seed=seed, weight=-1.0, accumulate=True)
-            self._errors.append(mean if kept else None)
+            if feedback is None:
+                self._errors.append(None)
+            else:
+                self._errors.append(operand.codec.decode(second[span], mean, seed=seed, weight=-1.0, accumulate=True))
         second[-TRAILER:] = 0 if finite else 1
 
     def _finish_feedback(self, good: bool) -> None:
