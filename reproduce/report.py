@@ -80,6 +80,7 @@ class Group:
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
+        compressed_ratio: the same, over the steps after those that are not compressed at first.
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
         matrix_ratio: the same of compressed tensors alone.
         step_s: a step of the last epoch; the median over steps and then seeds.
@@ -123,6 +124,7 @@ class Group:
     kept_bytes: int | None = None
     gradient_error: float | None = None
     decide_share: float | None = None
+    compressed_ratio: float | None = None
     settings: dict[str, str] = field(default_factory=dict)
 
     def score(self) -> str:
@@ -217,8 +219,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 margin=None if apart is None else apart.margin,
                 dense_scores=tuple(dense.values()),
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
-                ratio=first["ratio"],
-                mean_ratio=first.get("mean_ratio"),
+                ratio=_mean([row["ratio"] for row in own]),
+                mean_ratio=_mean([row.get("mean_ratio") for row in own]),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
@@ -230,6 +232,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 kept_bytes=first.get("kept_bytes"),
                 gradient_error=_mean([row.get("gradient_error") for row in own]),
                 decide_share=_mean([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
+                compressed_ratio=_mean([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
                 settings=settings(first) | {"seeds": ", ".join(str(row["seed"]) for row in own)},
             )
         )
@@ -335,7 +338,7 @@ def judged(
         finding = verdict(*there)
     except LookupError as error:
         return Claim(text, None, str(error))
-    more = [] if describe is None else list(map(describe, there))
+    more = [] if describe is None else filter(None, map(describe, there))
     return claimed(text, finding, "; ".join([*more, there[0].metric]))
 
 

@@ -274,8 +274,8 @@ def test_a_page_names_every_setting_of_its_rows():
     ]
     page = page_of(rows, [])
     shared = (
-        "All rows: learning rate: 0.1, which it rises to over the first 5% of steps, a tenth of it after 50% and 80% "
-        "of steps each; weight decay: 0.0001; global batch: 128; clipping: none of averaged gradients; length: 10 "
+        "All rows: learning rate: rises to 0.1 over the first 5% of steps; 0.1 times that from 50% on, 0.01 times that "
+        "from 80% on; weight decay: 0.0001; global batch: 128; clipping: none of averaged gradients; length: 10 "
         "epochs; data: CIFAR-10, images encoded again as JPEG; seeds: 0."
     )
     own = (
