@@ -33,6 +33,7 @@ __all__ = [
     "beginning",
     "claimed",
     "compared",
+    "covered",
     "groups",
     "judged",
     "markdown",
@@ -494,6 +495,7 @@ class Opening:
         found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
             claims; raises LookupError where what is shown is not enough.
         panels: gets the same; what is drawn of it.
+        covers: the paper's tables and figures, each with where on the page it is, or why it is not.
     """
 
     title: str
@@ -501,6 +503,7 @@ class Opening:
     ran: str
     found: Callable[[Any], str]
     panels: Callable[[Any], Sequence[Panel]]
+    covers: Sequence[tuple[str, str]] = ()
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -593,7 +596,13 @@ def markdown(
             if notes:
                 lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
                 lines += ["</details>", ""]
-    return "\n".join([*lines, source(record, commits)]) + "\n"
+    return "\n".join([*lines, *covered(opening), source(record, commits)]) + "\n"
+
+
+def covered(opening: Opening) -> list[str]:
+    """What became of the paper's tables and figures, as a list; nothing where the opening names none."""
+    told = [f"- {what}: {where}" for what, where in opening.covers]
+    return ["## The paper's tables and figures", "", *told, ""] if told else []
 
 
 def summed(claims: Sequence[Claim]) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
-from reproduce.report import PER_TASK, Claim, as_good_as, compared, groups, judged, markdown, summed, table
+from reproduce.report import PER_TASK, Claim, as_good_as, compared, covered, groups, judged, markdown, summed, table
 
 
 def row(name, score, seed=0, task="cifar", **more):
@@ -302,6 +302,14 @@ def test_a_page_shows_pictures_that_are_there():
     page = page_of(of_both_tasks(), [], layout=layout, pictures={"cifar.png"})
     assert "[![curves](pictures/own/cifar.png)](pictures/own/cifar.png)" in page
     assert "lstm.png" not in page
+
+
+def test_a_page_says_what_became_of_the_papers_tables():
+    opening = replace(dgc.EXPERIMENT.opening, covers=[("table 1", "here"), ("table 2", "not reproduced: why")])
+    assert covered(opening)[2:4] == ["- table 1: here", "- table 2: not reproduced: why"]
+    assert covered(replace(opening, covers=())) == []
+    page = page_of([row("dense", 80.0)], [])
+    assert page.index("## The paper's tables and figures") > page.index("| --- |")
 
 
 def test_tables_fit_a_terminal():
