@@ -9,7 +9,19 @@ from rich.console import Console
 
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
-from reproduce.report import PER_TASK, Claim, as_good_as, compared, covered, groups, judged, markdown, summed, table
+from reproduce.report import (
+    PER_TASK,
+    Claim,
+    as_good_as,
+    compared,
+    covered,
+    groups,
+    judged,
+    markdown,
+    source,
+    summed,
+    table,
+)
 
 
 def row(name, score, seed=0, task="cifar", **more):
@@ -310,6 +322,12 @@ def test_a_page_says_what_became_of_the_papers_tables():
     assert covered(replace(opening, covers=())) == []
     page = page_of([row("dense", 80.0)], [])
     assert page.index("## The paper's tables and figures") > page.index("| --- |")
+
+
+def test_a_record_names_its_data():
+    record = provenance(0, ["python", "-m", "reproduce.dgc"])
+    assert source(record | {"data": "CIFAR-10"}, ["0123"]).endswith("commit 0123. Data: CIFAR-10.")
+    assert source(record, ["0123"]).endswith("commit 0123.")
 
 
 def test_tables_fit_a_terminal():
