@@ -287,7 +287,7 @@ def test_a_page_names_every_setting_of_its_rows():
     page = page_of(rows, [])
     shared = (
         "All rows: learning rate: rises to 0.1 over the first 5% of steps; 0.1 times that from 50% on, 0.01 times that "
-        "from 80% on; weight decay: 0.0001; global batch: 128; clipping: none of averaged gradients; length: 10 "
+        "from 80% on; weight decay: 0.0001; global batch: 128; clipping of averaged gradients: none; length: 10 "
         "epochs; data: CIFAR-10, images encoded again as JPEG; seeds: 0."
     )
     own = (
@@ -298,7 +298,11 @@ def test_a_page_names_every_setting_of_its_rows():
     assert own in page.splitlines()
     language = {"optimizer": "adamw", "momentum": 0.9, "nesterov": False, "lr": 2e-3, "schedule": "cosine", "clip": 1.0}
     page = page_of([row("dense", 5.0, task="lstm", **language)], [])
-    for words in ("optimizer: AdamW, β₁ 0.9, β₂ 0.999", "along a cosine to zero", "averaged gradients at norm 1"):
+    for words in (
+        "optimizer: AdamW, β₁ 0.9, β₂ 0.999",
+        "along a cosine to zero",
+        "clipping of averaged gradients: at norm 1",
+    ):
         assert words in page
 
 
