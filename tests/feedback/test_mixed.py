@@ -77,8 +77,8 @@ def test_each_step_is_the_algorithm(k, rows, dtype, sends):
         for r in range(rows):
             by_input, by_residual = places(x_RW[r], -(-k // 2) if step else k), places(e[r], k // 2 if step else 0)
             overlapping += len(by_input | by_residual) < k
-            for at, own in ((by_input, x_RW[r]), (by_residual, e[r])):
-                at = sorted(at if sends == "parts" else by_input | by_residual)
+            for chosen, own in ((by_input, x_RW[r]), (by_residual, e[r])):
+                at = sorted(chosen if sends == "parts" else by_input | by_residual)
                 expected[r, at] += own[at]
         e = e + x_RW - expected
         arrived, _ = send(feedback, x, codec)

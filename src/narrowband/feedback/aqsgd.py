@@ -124,8 +124,8 @@ class AQSGD(SampleState):
         The first visit brings a tensor of 64 × 64 normal numbers, and all later ones bring another.
 
         Returns:
-            ‖x − m‖ / ‖x − x₁‖ of the first visit's x₁, the later ones' x, and the buffer m: 0 where it has arrived; 1 or
-            more where buffers do not follow at all.
+            ‖x − m‖ / ‖x − x₁‖ of the first visit's x₁, the later ones' x, and the buffer m: 0 where it has arrived; 1
+            or more where buffers do not follow at all.
 
         Example:
             >>> AQSGD.missing(nb.codec("qsgd:bits=2")) > 0.5
