@@ -63,10 +63,11 @@ from narrowband.bench.models import GPT, GPTConfig
 from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce.command import QUICK_LIMIT, command_line, show
-from reproduce.data import Text, wikitext2
+from reproduce.data import Text, about, wikitext2
 from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.training import files_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -406,6 +407,8 @@ class Line:
     checkpoint: int
     optimizer: Optimizer
     rows: tuple[Mapping[str, Any], ...]
+    #: Whether a table says what its lines were measured with.
+    told: bool = True
 
     def over_seeds(self, key: str) -> Interval:
         """Of a number in every row."""
@@ -422,6 +425,34 @@ class Line:
     def apart(self) -> Interval:
         """What the plan by the loss sends more than the plan by the error, as a share."""
         return Interval.of([row["loss_bytes"] / row["error_bytes"] - 1.0 for row in self.rows])
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it was measured with, in words."""
+        if not self.told:
+            return {}
+        row = self.rows[0]
+        betas = f"β₁ {_ADAMW['betas'][0]:g}, β₂ {_ADAMW['betas'][1]:g}"
+        step = {
+            "sgd": f"SGD, learning rate {row['lr']:g}, no momentum, no clipping",
+            "adamw": "AdamW as in training, with its state at the checkpoint",
+        }
+        return {
+            "model": f"GPT with {_SHAPE.blocks} blocks of width {_SHAPE.dim}, {_SHAPE.heads} heads",
+            "training": f"AdamW, {betas}, learning rate {_LR:g}, which it rises to over {_RISING} steps, weight decay "
+            f"{_ADAMW['weight_decay']:g}, gradients clipped at norm {_CLIP:g}, {_SHAPE.batch} windows of "
+            f"{_SHAPE.sequence} bytes",
+            "short runs": f"{row['steps']} steps in float64, {row['batch']} windows; {row['repeats']} per layer and "
+            f"choice; judged by {row['heldout']} held-out windows",
+            "their optimizer": step[self.optimizer],
+            "errors": f"of the sum of {row['looks']} gradients, {row['batch']} windows each",
+            "data": str(row["data"]),
+        }
+
+    @property
+    def name(self) -> str:
+        """What it is called where lines differ."""
+        return f"{self.family}, {self.run}"
 
     @property
     def run(self) -> str:
@@ -525,33 +556,31 @@ _LEGEND = (
 
 
 def _caption(title: str, lines: Sequence[Line]) -> str:
-    """Every setting, once: with the first table."""
     first = lines[0].rows[0]
-    seeds = ", ".join(str(row["seed"]) for row in lines[0].rows)
-    if title != _TITLES["correlations"]:
-        return f"{title}; seeds {seeds}"
     losses = "; ".join(
         f"after {checkpoint} steps {mean:.2f}"
         for checkpoint, mean in {line.checkpoint: line.mean("loss") for line in lines}.items()
     )
-    betas = " and ".join(f"{beta:g}" for beta in _ADAMW["betas"])
     return (
-        f"{title}; GPT with {_SHAPE.blocks} blocks of width {_SHAPE.dim}, {_SHAPE.numel():,} parameters, "
-        f"{len(first['layers'])} layers, on WikiText-2 as bytes; trained with AdamW (learning rate {_LR:g} after "
-        f"{_RISING} steps of warm-up, β {betas}, weight decay {_ADAMW['weight_decay']:g}, clipped at {_CLIP:g}, "
-        f"{_SHAPE.batch} windows of {_SHAPE.sequence} bytes); held-out loss {losses} (nats per byte); short runs of "
-        f"{first['steps']} steps with {first['batch']} windows, in float64, with SGD (learning rate {first['lr']:g}, "
-        f"no momentum) or as in training; {first['repeats']} runs per layer and choice; seeds {seeds}"
+        f"{title}, {len(first['layers'])} layers of a GPT, {_SHAPE.numel():,} parameters, seeds "
+        f"{', '.join(str(row['seed']) for row in lines[0].rows)}; held-out loss {losses} (nats per byte)"
     )
 
 
 def _specs(lines: Sequence[Line]) -> list[str]:
+    if not lines[0].told:
+        return []
     listed = {line.family: line.rows[0]["choices"] for line in lines}
     return [f"{family}: {', '.join(f'`{spec}`' for spec in choices)}" for family, choices in listed.items()]
 
 
+def _tables(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
+    """Settings and choices stand once, with the first table."""
+    return [(key, [replace(line, told=not at) for line in lines]) for at, key in enumerate(_COLUMNS)]
+
+
 _LAYOUT = Layout(
-    tables=lambda lines: [(key, list(lines)) for key in _COLUMNS],
+    tables=_tables,
     columns=_COLUMNS.__getitem__,
     legend=_LEGEND,
     caption=_caption,
@@ -576,23 +605,24 @@ def _found(lines: Sequence[Line]) -> str:
     own = _last(lines)
     told = []
     for optimizer in dict.fromkeys(line.optimizer for line in own):
-        several = [line for line in own if line.optimizer == optimizer]
-        correlations = "; ".join(
-            f"{line.family} {line.mean('spearman'):.2f} (without the head {line.mean('spearman_rest'):.2f}, the metric "
-            f"with itself {line.mean('itself'):.2f})"
-            for line in several
+        correlations = ", ".join(
+            f"{line.mean('spearman'):.2f} for {line.family} (without the head {line.mean('spearman_rest'):.2f}; the "
+            f"metric with itself {line.mean('itself'):.2f})"
+            for line in own
+            if line.optimizer == optimizer
         )
         told.append(f"in short runs with {_NAMES[optimizer]} {correlations}")
-    plans = "; ".join(
-        f"{line.family} {line.fewer('error').mean:.2f} and {line.fewer('loss').mean:.2f} times" for line in own
+    plans = ", ".join(
+        f"{line.fewer('error').mean:.2f} and {line.fewer('loss').mean:.2f} for {line.family}"
+        for line in own
         if line.optimizer == own[0].optimizer
-    )  # fmt: skip
+    )
     slowest = max(own, key=lambda line: line.mean("loss_s"))
     return (
-        f"After {own[0].checkpoint} steps of training the rank correlations of errors and changes of the loss are, "
-        f"{'; and '.join(told)}. With {_NAMES[own[0].optimizer]} plans by errors and by losses send this many times "
-        f"less than a uniform setting: {plans}. A table of losses takes up to "
-        f"{format_seconds(slowest.mean('loss_s'))}, one of errors {format_seconds(slowest.mean('error_s'))}."
+        f"after {own[0].checkpoint} steps of training the rank correlations of errors and changes of the loss are "
+        f"{'; '.join(told)}; with {_NAMES[own[0].optimizer]}, plans by errors and by losses send {plans} times less "
+        f"than a uniform setting; a table of losses takes up to {format_seconds(slowest.mean('loss_s'))}, one of "
+        f"errors {format_seconds(slowest.mean('error_s'))}."
     )
 
 
@@ -617,8 +647,8 @@ def _panels(lines: Sequence[Line]) -> list[Panel]:
 
 _OPENING = Opening(
     title="Errors against losses",
-    says="L-GreCo budgets the error of every layer's gradient. What matters is the loss; the paper says that both are "
-    "highly correlated, and that plans made by either send as much.",
+    says="L-GreCo budgets the error of every layer's gradient, where what matters is the loss: the paper says that "
+    "both are highly correlated, and that plans made by either send as much.",
     ran="A small GPT on bytes of WikiText-2: one layer at a time is compressed in short runs that begin at the same "
     "checkpoint, for three families of codecs, and the magnitude by which that changes the held-out loss, in float64, "
     "is compared with the error of the gradient.",
@@ -702,7 +732,8 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             there = earlier["rows"]
     finished = {Unit(row["seed"], row["checkpoint"], row["optimizer"]) for row in there}
     units = units_of(options)
-    settings = {name: getattr(options, name) for name in ("steps", "batch", "lr", "repeats")}
+    settings = {name: getattr(options, name) for name in ("steps", "batch", "lr", "repeats", "heldout", "looks")}
+    settings["data"] = about(files_of("gpt"), options.data_dir)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("models measured", total=len(units), completed=len(finished.intersection(units)))
         for rows in _measured(options, [unit for unit in units if unit not in finished]):

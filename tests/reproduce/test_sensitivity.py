@@ -251,7 +251,8 @@ def test_what_is_finished_is_taken_and_a_page_is_written(finished, monkeypatch):
         assert main([*words, "--markdown", str(folder / "page.md")]) == 0
     page = (folder / "page.md").read_text()
     assert page.count("| top-k | 4, SGD |") == 3
-    assert "learning rate 0.002 after 50 steps of warm-up, β 0.9 and 0.999" in page
+    assert page.count("AdamW, β₁ 0.9, β₂ 0.999, learning rate 0.002, which it rises to over 50 steps") == 1
+    assert page.count("- top-k: `topk:density=0.001`") == 1
     assert "reproduce.sensitivity" in page
 
 
