@@ -49,24 +49,31 @@ def _optimizer(row: Mapping[str, Any]) -> str:
 
 
 def _rate(row: Mapping[str, Any]) -> str:
-    rises = f"{row['lr']:g}, which it rises to over the first {WARM_UP:.0%} of steps"
+    rises = f"rises to {row['lr']:g} over the first {WARM_UP:.0%} of steps"
     if row["schedule"] == "cosine":
-        return f"{rises}, then falls from along a cosine to zero"
-    after = " and ".join(f"{drop:.0%}" for drop in DROPS)
-    return f"{rises}, a tenth of it after {after} of steps each"
+        return f"{rises}, then falls along a cosine to zero"
+    falls = (f"{0.1**times:g} times that from {drop:.0%} on" for times, drop in enumerate(DROPS, 1))
+    return f"{rises}; {', '.join(falls)}"
 
 
 def _small(row: Mapping[str, Any]) -> str:
     which = "norms and biases" + (f", and tensors below {row['min_numel']:,} elements" if row["min_numel"] > 1 else "")
-    how = {"uncompressed": "uncompressed", "fused": "as one vector, compressed like a layer"}
+    how = {
+        "uncompressed": "uncompressed",
+        "dense": "uncompressed",  # what it was called when the oldest rows were recorded
+        "fused": "as one vector, compressed like a layer",
+    }
     return f"{which}: " + how.get(row["small"], f"as one vector, by {row['small']}")
 
 
 def _policy(row: Mapping[str, Any]) -> str:
-    if not row["policy"]:
+    if not row["policy"] or row["policy"] == "uniform":
         return ""
-    high = f", and {row['high']} outside of critical regimes" if row["high"] else ""
-    return f"{row['policy']}, once an epoch, with {row['spec']} as its reference{high}"
+    said = f"{row['policy']}, once an epoch, of {row['spec']}"
+    if row["high"]:
+        said += f", and {row['high']} outside of critical regimes"
+    choices = row.get("choices", "").split()
+    return said + (f", with {len(choices)} choices from {choices[0]} to {choices[-1]}" if choices else "")
 
 
 def _count(number: int, what: str) -> str:
@@ -95,6 +102,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
         lambda row: "" if row["forward"] or row["activations"] else _small(row),
     ),
     "policy": (("policy", "high", "spec"), _policy),
+    "uncompressed at first": (("delay",), lambda row: f"{row['delay']:.0%} of steps" if row["delay"] else ""),
     "samples": (
         ("limit",),
         lambda row: (
