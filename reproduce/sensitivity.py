@@ -654,6 +654,17 @@ _OPENING = Opening(
     "is compared with the error of the gradient.",
     found=_found,
     panels=_panels,
+    covers=(
+        (
+            "figure 11a, values of both metrics",
+            "the first table, of another model; what they are worth is in the second",
+        ),
+        (
+            "section 5.4, parameters and ratios by either metric",
+            "the third table; nothing was trained with these plans",
+        ),
+        ("all other tables and figures", "on [L-GreCo's page](lgreco.md)"),
+    ),
 )
 
 
