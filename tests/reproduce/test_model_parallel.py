@@ -34,6 +34,10 @@ ROWS = {
         DENSE, task="gpt", name="reuse", optimizer="adamw", lr=1e-3, epochs=4, batch=2, limit=400,
         forward="topk:density=0.1", backward="topk:density=0.1,reuse=forward",
     ),
+    "tuned": replace(
+        DENSE, task="tuned", name="tuned", optimizer="adamw", lr=1e-3, epochs=1, batch=2, limit=4500,
+        schedule="half-cosine", forward="none", backward="topk:density=0.1,scope=sample+ef",
+    ),
 }  # fmt: skip
 
 
@@ -85,6 +89,13 @@ def test_both_evaluations_are_of_one_model(finished):
     assert reuse["score"] == reuse["scores"][-1] < 256
     assert reuse["uncompressed_score"] < 256
     assert reuse["uncompressed_score"] != reuse["score"]
+
+
+def test_a_model_that_is_tuned_was_pretrained_and_judged_before(finished):
+    _, rows, _ = finished
+    assert rows["tuned"]["score"] < rows["tuned"]["score_before"] < 256
+    assert not any("score_before" in row for name, row in rows.items() if name != "tuned")
+    assert "tiny shakespeare" in rows["tuned"]["data"]
 
 
 def evaluations(rank, world_size, row, folder):
@@ -142,7 +153,7 @@ def test_every_row_is_trained_once_and_told_whole(finished):
     for number, name in enumerate(cut):
         told = [event for event in events if event["row"] == number]
         assert [event["metric"] for event in told if event["event"] == "epoch"] == rows[name]["scores"]
-        assert told[-1]["result"] == rows[name]
+        assert told[-1]["result"] | {"data": rows[name]["data"]} == rows[name]
         assert rows[name]["nodes"] == 1
 
 
