@@ -114,7 +114,7 @@ class Options:
     long: bool = False
     """Also rows for which two cores need longer than an hour and a half."""
     seeds: tuple[int, ...] | None = None
-    """Seeds of the rows that claims are about, such as 0 1 2; one when left out."""
+    """Seeds of the rows that claims are about, such as 0 1 2; the module's own when left out."""
     ablation_seeds: tuple[int, ...] = (0,)
     """Seeds of the rows that leave a part of the method out."""
     epochs: int | None = None

@@ -622,11 +622,14 @@ def verdicts(claims: Sequence[Claim]) -> list[str]:
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from."""
+    """Where figures come from: command, machine, commits, and the record's ``data`` if it names any, as
+    :func:`reproduce.data.about` does.
+    """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] for commit in commits)
-    return f"Command: `{record['command']}`, on {where}, commit {trained_at}."
+    data = f" Data: {record['data']}." if "data" in record else ""
+    return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}"
 
 
 def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:

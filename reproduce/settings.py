@@ -97,11 +97,9 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "learning rate": (("lr", "schedule"), _rate),
     "weight decay": (("weight_decay",), lambda row: f"{row['weight_decay']:g}"),
     "global batch": (("batch",), lambda row: f"{row['batch']}"),
-    "clipping": (
+    "clipping of averaged gradients": (
         ("clip",),
-        lambda row: (
-            "none of averaged gradients" if row["clip"] is None else f"averaged gradients at norm {row['clip']:g}"
-        ),
+        lambda row: "none" if row["clip"] is None else f"at norm {row['clip']:g}",
     ),
     "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
     "compression's warm-up": (
@@ -117,7 +115,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "samples": (
         ("limit",),
         lambda row: (
-            "" if row["limit"] is None else f"the first {row['limit']:,} of the data to train on and to judge by"
+            "" if row["limit"] is None else f"no more than the first {row['limit']:,} to train on, and to judge by"
         ),
     ),
     "data": (("data",), lambda row: str(row["data"])),
