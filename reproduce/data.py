@@ -158,18 +158,23 @@ def wikitext2(directory: Path | None = None) -> Text:
 
 
 def about(files: Sequence[str], directory: Path | None = None) -> str:
-    """What the files of a set hold, in words, by what is in the first of them: for the pages of results.
+    """What files hold, in words, by what is in the first of each set: for the pages of results.
 
     Args:
-        files: of one set, by their names in the data folder.
+        files: of one set or several, by their names in the data folder.
         directory: the data folder; None: as the module says.
 
     Example:
         >>> about(["tinyshakespeare/input.txt"])
         'tiny shakespeare, of which the last 10% are held out'
     """
-    name = files[0].partition("/")[0]
-    file = locate(files[0], directory)
+    first = {file.partition("/")[0]: file for file in reversed(files)}
+    return "; ".join(_about(first[name], directory) for name in dict.fromkeys(file.partition("/")[0] for file in files))
+
+
+def _about(first: str, directory: Path | None) -> str:
+    name = first.partition("/")[0]
+    file = locate(first, directory)
     if name in _PICTURES:
         called, column = _PICTURES[name]
         encoded = bytes(_first(file, column)["bytes"][: len(_JPEG)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reproduce.pretrained import PRETRAINING
 from reproduce.training import BETA2, DROPS, WARM_UP
 
 __all__ = ["in_common", "settings"]
@@ -49,11 +50,21 @@ def _optimizer(row: Mapping[str, Any]) -> str:
 
 
 def _rate(row: Mapping[str, Any]) -> str:
+    if row["schedule"] == "half-cosine":
+        return f"{row['lr']:g} at first, falls along a cosine to half of it"
     rises = f"rises to {row['lr']:g} over the first {WARM_UP:.0%} of steps"
     if row["schedule"] == "cosine":
         return f"{rises}, then falls along a cosine to zero"
     falls = (f"{0.1**times:g} times that from {drop:.0%} on" for times, drop in enumerate(DROPS, 1))
     return f"{rises}; {', '.join(falls)}"
+
+
+def _pretraining(row: Mapping[str, Any]) -> str:
+    before = "diverged" if row["score_before"] is None else f"{row['score_before']:.2f}"
+    return (
+        f"on the second of these, {PRETRAINING.words()}; {row['metric']} before fine-tuning {before} (seed "
+        f"{row['seed']})"
+    )
 
 
 def _small(row: Mapping[str, Any]) -> str:
@@ -108,4 +119,5 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
         ),
     ),
     "data": (("data",), lambda row: str(row["data"])),
+    "pre-training": (("score_before", "metric", "seed"), _pretraining),
 }

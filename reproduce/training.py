@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,13 @@ _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
     "lstm": ("tinyshakespeare/input.txt",),
     "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
+    "tuned": ("wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"),
     "vit": ("cifar10/train.parquet", "cifar10/test.parquet"),
 }
+
+
+#: How a learning rate falls.
+Schedule: TypeAlias = Literal["cosine", "steps", "half-cosine"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Row:
     """One training run.
 
     Attributes:
-        task: cifar, lstm, gpt or vit.
+        task: cifar, lstm, gpt, tuned or vit.
         name: what the row is called in tables.
         spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps of ``warmup_epochs``.
         seed: of parameters, order of samples and codecs.
@@ -97,8 +102,9 @@ class Row:
         delay: share of the steps before compression begins, in which everything travels uncompressed; the policy
             decides first at their end. Needs a policy; ``uniform`` is one.
         plan: what layers have from the first step on, as JSON: layer → spec; empty: what the row says of all.
-        schedule: how the learning rate falls: along a cosine to zero, or to a tenth after half of the steps and again
-            after four fifths.
+        schedule: how the learning rate falls: after a rise along a cosine to zero, or to a tenth after half of the
+            steps and again after four fifths; or from the first step on along a cosine that takes twice as long as
+            training, to half of its peak.
         forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
         backward: the same for their gradients.
         activations: what backward keeps of activations: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
@@ -128,7 +134,7 @@ class Row:
     choices: str = ""
     delay: float = 0.0
     plan: str = ""
-    schedule: Literal["cosine", "steps"] = "cosine"
+    schedule: Schedule = "cosine"
     forward: str = ""
     backward: str = ""
     activations: str = ""
@@ -329,6 +335,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     What returns has the row's fields, and
 
     * ``metric`` (what it is), ``score`` (after the last epoch), ``scores`` (after each), None where it diverged;
+      ``score_before``: before the first, of a model that is pre-trained;
     * ``curve``: [step, mean loss of the steps up to it], over all ranks;
     * ``sent_bytes_per_step``, ``raw_bytes_per_step``: a rank's, in the last epoch, and ``ratio``, raw over sent: what
       the network sees, against a ring all-reduce;
@@ -371,6 +378,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     torch.manual_seed(row.seed)
     # Statistics of batch norm are averaged before they are used, not sent at every step.
     module = task.model()
+    score_before = {"score_before": _score(module, task, None)} if task.pretrained else {}
     boundaries = _cut(module, row, task)
     activations = None
     if row.activations:
@@ -436,6 +444,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "higher_is_better": task.higher_is_better,
         "score": scores[-1],
         "scores": scores,
+        **score_before,
         "curve": curve,
         "steps": total,
         "nodes": task.world_size,
@@ -516,8 +525,10 @@ def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _rate(step: int, total: int, schedule: Literal["cosine", "steps"]) -> float:
+def _rate(step: int, total: int, schedule: Schedule) -> float:
     """The learning rate's share of its peak."""
+    if schedule == "half-cosine":
+        return 0.5 * (1.0 + math.cos(0.5 * math.pi * step / total))
     rising = max(1, round(WARM_UP * total))
     if step < rising:
         return (step + 1) / rising

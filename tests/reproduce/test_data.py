@@ -57,6 +57,10 @@ def test_what_a_set_holds_is_said(tmp_path):
     (tmp_path / "tinyshakespeare").mkdir()
     (tmp_path / "tinyshakespeare/input.txt").write_text(PLAY)
     assert "the last 10% are held out" in data.about(["tinyshakespeare/input.txt"], tmp_path)
+    both = data.about(["wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"], tmp_path)
+    assert both.startswith(
+        "WikiText-2 (raw-v1) as bytes, validation split, judged on its test split; tiny shakespeare,"
+    )
 
 
 def test_the_shared_images_are_known_to_be_encoded_again(data_file):

@@ -304,6 +304,14 @@ def test_a_page_names_every_setting_of_its_rows():
         "clipping of averaged gradients: at norm 1",
     ):
         assert words in page
+    tuned = {"lr": 0.01, "schedule": "half-cosine", "score_before": 31.5}
+    page = page_of([row("dense", 5.0, task="lstm", **tuned)], [])
+    assert "learning rate: 0.01 at first, falls along a cosine to half of it" in page
+    assert (
+        "pre-training: on the second of these, 4 epochs of AdamW, β₁ 0.9, β₂ 0.999, whose learning rate rises to 0.002"
+        in page
+    )
+    assert "before fine-tuning 31.50 (seed 0)" in page
 
 
 def test_a_page_of_some_of_the_rows_says_nothing_of_the_others():

@@ -95,6 +95,16 @@ def test_what_the_learning_rate_does():
     assert cosine[52] == pytest.approx(0.5, abs=0.02)
     assert cosine[-1] < 1e-3
     assert (steps[49], steps[50], steps[79], steps[80]) == pytest.approx((1.0, 0.1, 0.1, 0.01))
+    half = [training._rate(step, 100, "half-cosine") for step in range(101)]
+    assert (half[0], half[-1]) == pytest.approx((1.0, 0.5))
+    assert half[50] == pytest.approx(0.5 * (1 + 2**-0.5)), "a quarter of the way that CosineAnnealingLR goes to zero"
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+    for expected in half:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        optimizer.step()
+        theirs.step()
 
 
 def test_a_row_that_diverges_is_a_row_too(finished):

@@ -321,6 +321,10 @@ class SampleState(State):
 
     per_sample: ClassVar[bool] = True
 
+    def warning(self, codec: Codec) -> str | None:
+        """What users should know before they train with this codec, if anything: it is logged once, at set-up."""
+        return None
+
     @abstractmethod
     def payload_nbytes(
         self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None
