@@ -499,7 +499,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         lambda pictures: markdown(
             found.lines,
             _TITLES,
-            claims(found),
+            claims(found) if record["claims"] else [],
             _layout(record),
             opening=opening,
             paper=_PAPER,
