@@ -417,11 +417,11 @@ def _found(found: Sequence[Group]) -> str:
     dense, mesa = (needed(found, "vit", name) for name in (DENSE, "mesa"))
     few = [(bits, named(found, "vit", f"{bits} bits")) for bits in (4, 2)]
     fewer = "".join(
-        f" {bits} bits keep {_share(group):.0%} and come to {group.score()} %." for bits, group in few if group
+        f"; {bits} bits keep {_share(group):.0%} and come to {group.score()} %" for bits, group in few if group
     )
     return (
-        f"In 8 bits backward keeps {_share(mesa):.0%} of the bytes (the plain model is in float32), and accuracy is "
-        f"{mesa.score()} % after {dense.score()} %: seed by seed {mesa.versus_dense()} points.{fewer}"
+        f"in 8 bits backward keeps {_share(mesa):.0%} of the bytes (the plain model is in float32), and accuracy is "
+        f"{mesa.score()} % after {dense.score()} %, seed by seed {mesa.versus_dense()} points{fewer}."
     )
 
 
@@ -465,8 +465,8 @@ EXPERIMENT = Experiment(
         title="Activation memory in 8 bits (Mesa)",
         says="A vision transformer whose forward pass is exact, and which keeps 8 bits of it for backward, learns as "
         "well or better in half of the memory.",
-        ran="A small vision transformer on CIFAR-10 (JPEG-compressed images), plain and with activations kept in 8, 4 "
-        "and 2 bits, in float32 and under bf16 autocast, and with one part of the method changed at a time.",
+        ran="A small vision transformer learned on CIFAR-10, plain and with activations kept in 8, 4 and 2 bits, in "
+        "float32 and under bf16 autocast, and with one part of the method changed at a time.",
         found=_found,
         panels=_panels,
     ),

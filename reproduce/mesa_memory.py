@@ -450,8 +450,8 @@ def _conclusion(found: Found) -> str:
     )
     step = next(step for step in found.steps if step.name == "mesa")
     return (
-        f"Within one budget of {format_bytes(found.budget)}, plain training under bf16 and training with 8 bits go up "
-        f"to these sizes: {grown}. A step in 8 bits takes {step.ratio:.2f} times as long as a plain one in float32."
+        f"within one budget of {format_bytes(found.budget)}, plain training under bf16 and training with 8 bits go up "
+        f"to {grown}; a step in 8 bits takes {step.ratio:.2f} times as long as a plain one in float32."
     )
 
 
@@ -469,11 +469,11 @@ def _panels(found: Found) -> list[Panel]:
 _OPENING = Opening(
     title="Larger models in the same memory (Mesa)",
     says="The memory that 8 bits save can be spent: within the same 32 GB a model may be 3.3 times as deep as DeiT-B, "
-    "2.2 times as wide, or see images of 1.5 times the resolution, and twice the batch takes less memory than before. "
-    "A step takes up to twice as long.",
+    "2.2 times as wide, or see images of 1.5 times the resolution, and twice the batch takes less memory than before, "
+    "at steps that take up to twice as long.",
     ran="The largest depth, width, resolution and batch of a small vision transformer within one budget were searched "
-    "for by training each size in a process of its own, plain and with 8 bits. Steps of every policy were timed right "
-    "after plain steps, in one process.",
+    "for by training each size in a process of its own, plain and with 8 bits, and steps of every policy were timed "
+    "right after plain steps, in one process.",
     found=_conclusion,
     panels=_panels,
 )

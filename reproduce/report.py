@@ -419,6 +419,7 @@ class Layout:
         caption: of a table with that title and those lines.
         notes: what a page lists below the table.
         pictures: that a page shows below the table with that key: a file's name, and what there is to see.
+        parts: the paper's tables and figures, each with where it is reproduced, or why it is not.
     """
 
     tables: Callable[[Sequence[Any]], Iterable[tuple[str, list[Any]]]] = _per_task
@@ -427,6 +428,7 @@ class Layout:
     caption: Callable[[str, Sequence[Any]], str] = _caption
     notes: Callable[[Sequence[Any]], Sequence[str]] = _specs
     pictures: Callable[[str], Sequence[tuple[str, str]]] = lambda _: ()
+    parts: Sequence[tuple[str, str]] = ()
 
 
 #: A table per task and number of epochs.
@@ -590,6 +592,9 @@ def markdown(
             if notes:
                 lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
                 lines += ["</details>", ""]
+    if layout.parts:
+        lines += ["## The paper's tables and figures", "", "| in the paper | here |", "| --- | --- |"]
+        lines += [*(f"| {part} | {here} |" for part, here in layout.parts), ""]
     return "\n".join([*lines, source(record, commits)]) + "\n"
 
 

@@ -73,7 +73,8 @@ class ActivationPolicy:
             tensor and kept beside its codes, 8 bytes each, and outliers are not looked for. Graphs of
             ``torch.compile`` always have neighbours, 256 unless there is a number here.
         heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
-        groups: of channels where there are no heads; None: as many as heads (8 where there is no attention).
+        groups: of channels where there are no heads; None: as many as heads (8 where there is no attention). A channel
+            that is a group of its own takes whole bytes, whatever the bits, where channels lie side by side.
         statistics: ``running``: ranges are estimated from all batches so far, equations 6 and 7 of the paper;
             ``sample``: taken from every sample and kept beside it.
         decay: of running estimates, the paper's μ; 0 takes every batch's own range. A batch has the ranges of those
