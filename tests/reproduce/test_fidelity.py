@@ -258,7 +258,8 @@ def test_ranges_of_neighbours_lie_beside_their_codes(rows):
     for bits in (8, 4):
         per_head, fixed = (rows[bits, per, "stochastic"].kept_bytes for per in ("head", "256"))
         share = (bits / 8 + 8 / 256) / (bits / 8)
-        assert 1 + (share - 1) * 0.8 < fixed / per_head < share  # statistics have no codes
+        # Statistics have no codes; and the last 256 are filled up.
+        assert 1 + (share - 1) * 0.7 < fixed / per_head < 1.01 * share
 
 
 def test_under_autocast_errors_are_those_of_the_arithmetic_and_of_eight_bits(rows):
