@@ -34,7 +34,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class Axis:
 
     Attributes:
         name: as the page has it.
+        unit: of its sizes.
         argument: of :func:`build`.
         base: its usual value.
         grain: what it is a multiple of.
@@ -75,6 +76,7 @@ class Axis:
     """
 
     name: str
+    unit: str
     argument: str
     base: int
     grain: int
@@ -82,10 +84,10 @@ class Axis:
 
 
 _AXES = (
-    Axis("depth, blocks", "blocks", 5, 1, 3.3),
-    Axis("width, channels", "dim", 48, 12, 2.2),  # of three heads, each a multiple of four
-    Axis("resolution, pixels", "image", 32, 4, 1.5),
-    Axis("batch, images", "batch", 128, 8, None),
+    Axis("depth", "blocks", "blocks", 5, 1, 3.3),
+    Axis("width", "channels", "dim", 48, 12, 2.2),  # of three heads, each a multiple of four
+    Axis("resolution", "px", "image", 32, 4, 1.5),
+    Axis("batch", "images", "batch", 128, 8, None),
 )
 _BATCH = _AXES[-1]
 
@@ -105,7 +107,7 @@ _THEIR_BUDGET, _THEIR_PLAIN = 32 * 1024, 17_691
 _TWICE = 2
 
 #: Images in a step that is timed, as in training, and the share of the plain speed that the paper says is left.
-_TIMED_BATCH = 100
+_TIMED_BATCH, _QUICK_BATCH = 100, 8
 _HALF = 0.5
 
 
@@ -174,6 +176,7 @@ class Limit:
 
     Attributes:
         axis: what.
+        unit: of sizes.
         base: its usual value.
         paper: how many times the base fits in the paper.
         sizes: way → the largest that fits.
@@ -181,6 +184,7 @@ class Limit:
     """
 
     axis: str
+    unit: str
     base: int
     paper: float | None
     sizes: dict[str, int]
@@ -265,6 +269,7 @@ def measure(
     ways: Sequence[Way],
     timed: Sequence[Way],
     *,
+    batch: int = _TIMED_BATCH,
     rounds: int,
     workers: int,
     seed: int,
@@ -276,6 +281,7 @@ def measure(
         axes: what may become larger.
         ways: to train; the first is plain, and the second has 8 bits.
         timed: ways whose steps are timed, the plain one first.
+        batch: images in such a step.
         rounds: timed steps of each.
         workers: trials at a time.
         seed: of parameters and inputs.
@@ -318,6 +324,7 @@ def measure(
                 limits.append(
                     Limit(
                         axis.name,
+                        axis.unit,
                         axis.base,
                         axis.paper,
                         {name: size for name, (size, _) in results.items()},
@@ -325,7 +332,7 @@ def measure(
                     )
                 )
         rows = compare(
-            timed, functools.partial(build, batch=_TIMED_BATCH), rounds=rounds, peaks=False, seed=seed, on_event=tell
+            timed, functools.partial(build, batch=batch), rounds=rounds, peaks=False, seed=seed, on_event=tell
         )
         steps = [Step(row["name"], row["ratios"], 1 - row["saved_of_own"]) for row in rows]
         return Found(budget, base, twice.result(), limits, steps)
@@ -350,7 +357,7 @@ def _of_memory(found: Found) -> Iterator[Claim]:
             f"{limit.base} × {times:.2f} = {limit.sizes[_EIGHT.name]} within {format_bytes(found.budget)}; plain "
             f"{limit.sizes[_PLAIN.name]}, so {limit.times(_EIGHT.name, _PLAIN.name):.2f} times as much as that"
         )
-        text = f"table 9: with 8 bits {limit.axis.partition(',')[0]} grows {limit.paper:g} times within the same budget"
+        text = f"table 9: with 8 bits {limit.axis} grows {limit.paper:g} times within the same budget"
         yield claimed(text, times >= limit.paper, figures)
     plain = found.base[_PLAIN.name]
     yield claimed(
@@ -382,7 +389,7 @@ def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -
         for name in (one, other)
         if name
     )
-    figures = f"{told}; paired by round {apart.figure()}"
+    figures = f"{told}; {'round by round' if other else f'beside {1 / _HALF:g}'} {apart.figure()}"
     return claimed(text, Finding(apart.better().held), figures)
 
 
@@ -390,25 +397,26 @@ def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -
 
 _LEGEND = (
     "Largest that fits: each size was tried, by three training steps with AdamW in a process of its own, and what "
-    "counts is all of its memory; the next larger one does not fit. 8 bits: as in the paper (mesa in the tables of "
-    "rows); derived: results of GELU and normalization are computed again, narrowband's default. Over plain: bf16, 8 "
-    "bits over bf16; over base: the same over the size that the model has otherwise; paper: that of DeiT-B. Step: the "
+    "counts is all of its memory; the next larger one does not fit. Plain under bfloat16 autocast, with 8 bits as in "
+    "the paper, and with 8 bits and results of GELU and normalization computed again (derived, narrowband's default); "
+    "then plain in float32, and with 8 bits. /bf16: 8 bits under bf16 over plain bf16; /base: the same over the size "
+    "that the model has otherwise; paper: that of DeiT-B. Step: the "
     "median over rounds of a row's step over the plain float32 step right before it, in one process; quartiles of the "
     "same. Kept: of a step's activations, as a share of what is kept plain in the same arithmetic."
 )
 
 
-def _size(way: str) -> Column:
-    return way, lambda limit: str(limit.sizes.get(way, NOTHING))
+def _size(heading: str, way: Way) -> Column:
+    return heading, lambda limit: str(limit.sizes.get(way.name, NOTHING))
 
 
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "limits": (
-        ("what", lambda limit: limit.axis),
+        ("", lambda limit: f"{limit.axis}, {limit.unit}"),
         ("base", lambda limit: str(limit.base)),
-        *(_size(way.name) for way in _WAYS),
-        ("over plain", lambda limit: f"{limit.times(_EIGHT.name, _PLAIN.name):.2f}×"),
-        ("over base", lambda limit: f"{limit.times(_EIGHT.name):.2f}×"),
+        *map(_size, ("bf16", "8 bits", "derived", "fp32", "8 bits"), _WAYS),
+        ("/bf16", lambda limit: f"{limit.times(_EIGHT.name, _PLAIN.name):.2f}×"),
+        ("/base", lambda limit: f"{limit.times(_EIGHT.name):.2f}×"),
         ("paper", lambda limit: NOTHING if limit.paper is None else f"{limit.paper:g}×"),
     ),
     "steps": (
@@ -445,8 +453,7 @@ _PAPER = (
 
 def _conclusion(found: Found) -> str:
     grown = "; ".join(
-        f"{limit.axis.partition(',')[0]} {limit.sizes[_PLAIN.name]} and {limit.sizes[_EIGHT.name]}"
-        for limit in found.limits
+        f"{limit.axis} {limit.sizes[_PLAIN.name]} and {limit.sizes[_EIGHT.name]}" for limit in found.limits
     )
     step = next(step for step in found.steps if step.name == "mesa")
     return (
@@ -458,8 +465,8 @@ def _conclusion(found: Found) -> str:
 def _panels(found: Found) -> list[Panel]:
     return [
         Panel(
-            limit.axis.partition(",")[0].capitalize(),
-            f"{limit.axis.partition(', ')[2]} within {format_bytes(found.budget)}",
+            limit.axis.capitalize(),
+            f"{limit.unit} within {format_bytes(found.budget)}",
             [Bar(way.name, limit.sizes[way.name], str(limit.sizes[way.name]), way is _EIGHT) for way in _WAYS[:2]],
         )
         for limit in found.limits
@@ -474,8 +481,8 @@ _OPENING = Opening(
     ran="The largest depth, width, resolution and batch of a small vision transformer within one budget were searched "
     "for by training each size in a process of its own, plain and with 8 bits, and steps of every policy were timed "
     "right after plain steps, in one process.",
-    found=_conclusion,
-    panels=_panels,
+    found=lambda _: "",
+    panels=lambda _: (),
 )
 
 
@@ -493,7 +500,7 @@ def _read(record: Mapping[str, Any]) -> Found:
 def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of a record: what is in ``summary.json``."""
     found = _read(record)
-    opening = _OPENING
+    opening = replace(_OPENING, found=lambda _: _conclusion(found), panels=lambda _: _panels(found))
     write_page(
         path,
         lambda pictures: markdown(
@@ -555,6 +562,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             _AXES[-1:] if options.quick else _AXES,
             _WAYS[:2] if options.quick else _WAYS,
             [way for way in _timed() if not options.quick or way.name in ("dense", "mesa")],
+            batch=_QUICK_BATCH if options.quick else _TIMED_BATCH,
             rounds=options.rounds,
             workers=options.workers,
             seed=options.seed,
