@@ -202,6 +202,14 @@ EXPERIMENT = Experiment(
         "one by one as published, and with what this library adds to it.",
         found=_found,
         panels=_panels,
+        covers=(
+            ("ResNet-110 on CIFAR-10, curves (figure 3a) and accuracies with 4 workers", "here, with ResNet-8"),
+            ("the same with 8 to 32 workers", "not reproduced: more ranks than two cores carry"),
+            ("AlexNet and ResNet-50 on ImageNet", "not reproduced: days of GPU time"),
+            ("an LSTM over words of Penn Treebank", "characters of tiny shakespeare instead, with --long"),
+            ("DeepSpeech on AN4 and LibriSpeech", "not reproduced: no speech data here"),
+            ("speedup by network", "steps behind emulated links are on [another page](benchmarks.md)"),
+        ),
     ),
 )
 

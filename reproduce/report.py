@@ -33,6 +33,7 @@ __all__ = [
     "beginning",
     "claimed",
     "compared",
+    "covered",
     "groups",
     "judged",
     "markdown",
@@ -80,6 +81,7 @@ class Group:
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
+        compressed_ratio: the same, over the steps after those that are not compressed at first.
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
         matrix_ratio: the same of compressed tensors alone.
         step_s: a step of the last epoch; the median over steps and then seeds.
@@ -123,6 +125,7 @@ class Group:
     kept_bytes: int | None = None
     gradient_error: float | None = None
     decide_share: float | None = None
+    compressed_ratio: float | None = None
     settings: dict[str, str] = field(default_factory=dict)
 
     def score(self) -> str:
@@ -217,8 +220,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 margin=None if apart is None else apart.margin,
                 dense_scores=tuple(dense.values()),
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
-                ratio=first["ratio"],
-                mean_ratio=first.get("mean_ratio"),
+                ratio=_mean([row["ratio"] for row in own]),
+                mean_ratio=_mean([row.get("mean_ratio") for row in own]),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
@@ -230,6 +233,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 kept_bytes=first.get("kept_bytes"),
                 gradient_error=_mean([row.get("gradient_error") for row in own]),
                 decide_share=_mean([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
+                compressed_ratio=_mean([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
                 settings=settings(first) | {"seeds": ", ".join(str(row["seed"]) for row in own)},
             )
         )
@@ -335,7 +339,7 @@ def judged(
         finding = verdict(*there)
     except LookupError as error:
         return Claim(text, None, str(error))
-    more = [] if describe is None else list(map(describe, there))
+    more = [] if describe is None else filter(None, map(describe, there))
     return claimed(text, finding, "; ".join([*more, there[0].metric]))
 
 
@@ -419,7 +423,6 @@ class Layout:
         caption: of a table with that title and those lines.
         notes: what a page lists below the table.
         pictures: that a page shows below the table with that key: a file's name, and what there is to see.
-        parts: the paper's tables and figures, each with where it is reproduced, or why it is not.
     """
 
     tables: Callable[[Sequence[Any]], Iterable[tuple[str, list[Any]]]] = _per_task
@@ -428,7 +431,6 @@ class Layout:
     caption: Callable[[str, Sequence[Any]], str] = _caption
     notes: Callable[[Sequence[Any]], Sequence[str]] = _specs
     pictures: Callable[[str], Sequence[tuple[str, str]]] = lambda _: ()
-    parts: Sequence[tuple[str, str]] = ()
 
 
 #: A table per task and number of epochs.
@@ -493,6 +495,7 @@ class Opening:
         found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
             claims; raises LookupError where what is shown is not enough.
         panels: gets the same; what is drawn of it.
+        covers: the paper's tables and figures, each with where on the page it is, or why it is not.
     """
 
     title: str
@@ -500,6 +503,7 @@ class Opening:
     ran: str
     found: Callable[[Any], str]
     panels: Callable[[Any], Sequence[Panel]]
+    covers: Sequence[tuple[str, str]] = ()
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -592,10 +596,13 @@ def markdown(
             if notes:
                 lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
                 lines += ["</details>", ""]
-    if layout.parts:
-        lines += ["## The paper's tables and figures", "", "| in the paper | here |", "| --- | --- |"]
-        lines += [*(f"| {part} | {here} |" for part, here in layout.parts), ""]
-    return "\n".join([*lines, source(record, commits)]) + "\n"
+    return "\n".join([*lines, *covered(opening), source(record, commits)]) + "\n"
+
+
+def covered(opening: Opening) -> list[str]:
+    """What became of the paper's tables and figures, as a list; nothing where the opening names none."""
+    told = [f"- {what}: {where}" for what, where in opening.covers]
+    return ["## The paper's tables and figures", "", *told, ""] if told else []
 
 
 def summed(claims: Sequence[Claim]) -> str:
@@ -615,11 +622,14 @@ def verdicts(claims: Sequence[Claim]) -> list[str]:
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from."""
+    """Where figures come from: command, machine, commits, and the record's ``data`` if it names any, as
+    :func:`reproduce.data.about` does.
+    """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] for commit in commits)
-    return f"Command: `{record['command']}`, on {where}, commit {trained_at}."
+    data = f" Data: {record['data']}." if "data" in record else ""
+    return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}"
 
 
 def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:

@@ -49,24 +49,31 @@ def _optimizer(row: Mapping[str, Any]) -> str:
 
 
 def _rate(row: Mapping[str, Any]) -> str:
-    rises = f"{row['lr']:g}, which it rises to over the first {WARM_UP:.0%} of steps"
+    rises = f"rises to {row['lr']:g} over the first {WARM_UP:.0%} of steps"
     if row["schedule"] == "cosine":
-        return f"{rises}, then falls from along a cosine to zero"
-    after = " and ".join(f"{drop:.0%}" for drop in DROPS)
-    return f"{rises}, a tenth of it after {after} of steps each"
+        return f"{rises}, then falls along a cosine to zero"
+    falls = (f"{0.1**times:g} times that from {drop:.0%} on" for times, drop in enumerate(DROPS, 1))
+    return f"{rises}; {', '.join(falls)}"
 
 
 def _small(row: Mapping[str, Any]) -> str:
     which = "norms and biases" + (f", and tensors below {row['min_numel']:,} elements" if row["min_numel"] > 1 else "")
-    how = {"uncompressed": "uncompressed", "fused": "as one vector, compressed like a layer"}
+    how = {
+        "uncompressed": "uncompressed",
+        "dense": "uncompressed",  # what it was called when the oldest rows were recorded
+        "fused": "as one vector, compressed like a layer",
+    }
     return f"{which}: " + how.get(row["small"], f"as one vector, by {row['small']}")
 
 
 def _policy(row: Mapping[str, Any]) -> str:
-    if not row["policy"]:
+    if not row["policy"] or row["policy"] == "uniform":
         return ""
-    high = f", and {row['high']} outside of critical regimes" if row["high"] else ""
-    return f"{row['policy']}, once an epoch, with {row['spec']} as its reference{high}"
+    said = f"{row['policy']}, once an epoch, of {row['spec']}"
+    if row["high"]:
+        said += f", and {row['high']} outside of critical regimes"
+    choices = row.get("choices", "").split()
+    return said + (f", with {len(choices)} choices from {choices[0]} to {choices[-1]}" if choices else "")
 
 
 def _count(number: int, what: str) -> str:
@@ -79,11 +86,9 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "learning rate": (("lr", "schedule"), _rate),
     "weight decay": (("weight_decay",), lambda row: f"{row['weight_decay']:g}"),
     "global batch": (("batch",), lambda row: f"{row['batch']}"),
-    "clipping": (
+    "clipping of averaged gradients": (
         ("clip",),
-        lambda row: (
-            "none of averaged gradients" if row["clip"] is None else f"averaged gradients at norm {row['clip']:g}"
-        ),
+        lambda row: "none" if row["clip"] is None else f"at norm {row['clip']:g}",
     ),
     "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
     "compression's warm-up": (
@@ -99,10 +104,11 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
         ("amp",),
         lambda row: "forward and loss under bfloat16 autocast, scores in float32" if row["amp"] else "",
     ),
+    "uncompressed at first": (("delay",), lambda row: f"{row['delay']:.0%} of steps" if row["delay"] else ""),
     "samples": (
         ("limit",),
         lambda row: (
-            "" if row["limit"] is None else f"the first {row['limit']:,} of the data to train on and to judge by"
+            "" if row["limit"] is None else f"no more than the first {row['limit']:,} to train on, and to judge by"
         ),
     ),
     "data": (("data",), lambda row: str(row["data"])),

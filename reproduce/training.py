@@ -92,6 +92,10 @@ class Row:
         policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
             empty: nothing.
         high: for Accordion, the spec of much compression.
+        choices: for L-GreCo and k-means, the specs that layers may get, with spaces between; empty: those around
+            ``spec`` that the paper searches.
+        delay: share of the steps before compression begins, in which everything travels uncompressed; the policy
+            decides first at their end. Needs a policy; ``uniform`` is one.
         plan: what layers have from the first step on, as JSON: layer → spec; empty: what the row says of all.
         schedule: how the learning rate falls: along a cosine to zero, or to a tenth after half of the steps and again
             after four fifths.
@@ -122,6 +126,8 @@ class Row:
     limit: int | None = None
     policy: str = ""
     high: str = ""
+    choices: str = ""
+    delay: float = 0.0
     plan: str = ""
     schedule: Literal["cosine", "steps"] = "cosine"
     forward: str = ""
@@ -133,7 +139,11 @@ class Row:
     def __post_init__(self) -> None:
         if self.task not in _FILES:
             raise ValueError(f"task={self.task!r} is none of {', '.join(_FILES)}")
-        policy_of(self, 1)
+        policy_of(self, 1, 1)
+        if not 0 <= self.delay < 1:
+            raise ValueError(f"delay={self.delay} is not in [0, 1): it is a share of the steps")
+        if self.delay and not self.policy:
+            raise ValueError(f"delay={self.delay} needs a policy that begins then: uniform is one")
         for field in ("epochs", "batch"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
@@ -246,20 +256,31 @@ def ranks_of(row: Row, nodes: int) -> int:
     return 1 if row.alone else nodes
 
 
-def policy_of(row: Row, every: int) -> nb.Policy | None:
+def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
     """What plans for the row every so many steps, if anything does.
 
+    Args:
+        row: to be trained.
+        every: steps between two decisions.
+        total: steps of training, of which the row's ``delay`` is a share.
+
     Raises:
-        ValueError: a policy that does not exist.
+        ValueError: a policy that does not exist, or one without the choices or the level that it needs.
     """
     if not row.policy:
         return None
+    choices = row.choices.split() or None
+    begins = round(row.delay * total)
     made: dict[str, Callable[[], nb.Policy]] = {
-        "lgreco": lambda: nb.LGreCo(row.spec, every=every),
-        "kmeans": lambda: nb.KMeans(row.spec, every=every),
-        "accordion": lambda: nb.Accordion(low=row.spec, high=row.high, every=every),
+        "uniform": lambda: nb.Constant(row.spec, warmup_steps=begins),
+        "lgreco": lambda: nb.LGreCo(row.spec, choices, every=every, warmup_steps=begins),
+        "kmeans": lambda: nb.KMeans(row.spec, choices, every=every, warmup_steps=begins),
+        "accordion": lambda: nb.Accordion(low=row.spec, high=row.high, every=every, warmup_steps=begins),
         "lgreco+accordion": lambda: nb.LGreCo(
-            nb.Accordion(low=row.spec, high=row.high, every=every), search_space(row.spec), every=every
+            nb.Accordion(low=row.spec, high=row.high, every=every, warmup_steps=begins),
+            choices or search_space(row.spec),
+            every=every,
+            warmup_steps=begins,
         ),
     }
     if row.policy not in made:
@@ -318,7 +339,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
       is gathered by N ranks, as each payload is sent N − 1 times;
     * ``matrix_ratio``: the same of compressed matrices alone, without norms, biases and other small tensors, however
       these travel;
-    * ``mean_ratio``: as ``ratio``, over all steps; ``plans``: what a policy decided, as [step, how many times smaller
+    * ``mean_ratio``: as ``ratio``, over all steps, and ``compressed_ratio``: over those after the row's ``delay``;
+      ``plans``: what a policy decided, as [step, how many times smaller
       than the gradient payloads are, layer → spec];
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
     * ``step_s``: the median step of the last epoch on rank 0, and ``samples_per_s``, by it and of all ranks;
@@ -359,17 +381,19 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
     extra: dict[str, Any] = {"optimizer": optimizer} if spec.startswith("dgc") else {}
-    chosen = policy_of(row, task.steps) or spec
+    total = row.epochs * task.steps
+    begins = round(row.delay * total)
+    chosen = policy_of(row, task.steps, total) or spec
     handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
     if row.plan:
         handle.set_layers(json.loads(row.plan))
     plans: list[tuple[int, float, dict[str, str]]] = []
-    rate = functools.partial(_rate, total=row.epochs * task.steps, schedule=row.schedule)
+    rate = functools.partial(_rate, total=total, schedule=row.schedule)
     losses: list[Tensor] = []
     scores: list[float | None] = []
     curve: list[tuple[int, float | None]] = []
     taken: list[float] = []
-    before = handle.stats().total
+    before = uncompressed = handle.stats().total
     crossed: list[Tensor] = []
     at_once = row.batch if boundaries else None  # feedback keeps buffers per shape
     for epoch in range(row.epochs):
@@ -383,6 +407,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             for boundary in boundaries:
                 boundary.samples = samples
             step = epoch * task.steps + len(taken)
+            if step == begins:
+                uncompressed = handle.stats().total
             for group in optimizer.param_groups:
                 group["lr"] = row.lr * rate(step)
             keeping = nullcontext() if activations is None else activations.step()
@@ -395,13 +421,16 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             taken.append(now - start)
             start = now
             if (step + 1) % _TELL_EVERY == 0 or len(taken) == task.steps:
-                tell(event="step", step=step + 1, of=row.epochs * task.steps, loss=losses[-1].item())
+                tell(event="step", step=step + 1, of=total, loss=losses[-1].item())
         curve += _curve(losses, epoch * task.steps)
         crossed.append(_crossed(boundaries) - crossed_before)
         scores.append(_score(module, task, at_once))
         tell(event="epoch", epoch=epoch + 1, metric=scores[-1])
     after = handle.stats().total
     sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
+    raw_compressed, sent_compressed = (
+        getattr(after, f) - getattr(uncompressed, f) for f in ("raw_bytes", "sent_bytes")
+    )
     return {
         **asdict(row),
         "spec": spec,
@@ -410,13 +439,14 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "score": scores[-1],
         "scores": scores,
         "curve": curve,
-        "steps": row.epochs * task.steps,
+        "steps": total,
         "nodes": task.world_size,
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "sent_bytes_per_step": sent,
         "raw_bytes_per_step": raw,
         "ratio": raw / sent if sent else None,
         "mean_ratio": after.ratio if after.sent_bytes else None,
+        "compressed_ratio": raw_compressed / sent_compressed if sent_compressed else None,
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
         **_at_boundaries(boundaries, crossed, module, row, task),

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 import narrowband as nb
 from reproduce import dgc, lgreco, mesa, model_parallel, powersgd
-from reproduce.command import Options, chosen, main
+from reproduce.command import Options, Recipe, chosen, main
 from reproduce.report import DENSE, PER_TASK
 from reproduce.training import _places, resolved
 from tests.reproduce.synthetic import write_all
@@ -23,8 +24,18 @@ def test_a_seed_of_every_row_is_trained_before_the_next():
     rows = names(chosen(dgc.EXPERIMENT, Options(seeds=(0, 1))))
     assert [seed for *_, seed in rows] == [0] * 6 + [1] * 6
     assert [name for _, name, _ in rows[:2]] == ["dense", "plain"]
-    rows = names(chosen(powersgd.EXPERIMENT, Options(tasks=("gpt",), seeds=(0, 1), ablation_seeds=(1,))))
-    assert {name for _, name, seed in rows if seed == 0} < {name for _, name, seed in rows if seed == 1}
+
+
+def test_ablations_and_rows_with_seeds_of_their_own_keep_them():
+    row = dgc.EXPERIMENT.recipes[0].row
+    recipes = (
+        Recipe(row),
+        Recipe(replace(row, name="own"), seeds=(7,)),
+        Recipe(replace(row, name="part"), ablation=True),
+    )
+    rows = names(chosen(replace(dgc.EXPERIMENT, recipes=recipes), Options(seeds=(0, 1), ablation_seeds=(1,))))
+    told = [("dense", 0), ("dense", 1), ("part", 1), ("own", 7)]
+    assert [(name, seed) for _, name, seed in rows] == told
 
 
 def test_long_rows_are_trained_on_request():

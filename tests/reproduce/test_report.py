@@ -9,7 +9,19 @@ from rich.console import Console
 
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
-from reproduce.report import PER_TASK, Claim, as_good_as, compared, groups, judged, markdown, summed, table
+from reproduce.report import (
+    PER_TASK,
+    Claim,
+    as_good_as,
+    compared,
+    covered,
+    groups,
+    judged,
+    markdown,
+    source,
+    summed,
+    table,
+)
 
 
 def row(name, score, seed=0, task="cifar", **more):
@@ -274,8 +286,8 @@ def test_a_page_names_every_setting_of_its_rows():
     ]
     page = page_of(rows, [])
     shared = (
-        "All rows: learning rate: 0.1, which it rises to over the first 5% of steps, a tenth of it after 50% and 80% "
-        "of steps each; weight decay: 0.0001; global batch: 128; clipping: none of averaged gradients; length: 10 "
+        "All rows: learning rate: rises to 0.1 over the first 5% of steps; 0.1 times that from 50% on, 0.01 times that "
+        "from 80% on; weight decay: 0.0001; global batch: 128; clipping of averaged gradients: none; length: 10 "
         "epochs; data: CIFAR-10, images encoded again as JPEG; seeds: 0."
     )
     own = (
@@ -286,7 +298,11 @@ def test_a_page_names_every_setting_of_its_rows():
     assert own in page.splitlines()
     language = {"optimizer": "adamw", "momentum": 0.9, "nesterov": False, "lr": 2e-3, "schedule": "cosine", "clip": 1.0}
     page = page_of([row("dense", 5.0, task="lstm", **language)], [])
-    for words in ("optimizer: AdamW, β₁ 0.9, β₂ 0.999", "along a cosine to zero", "averaged gradients at norm 1"):
+    for words in (
+        "optimizer: AdamW, β₁ 0.9, β₂ 0.999",
+        "along a cosine to zero",
+        "clipping of averaged gradients: at norm 1",
+    ):
         assert words in page
 
 
@@ -302,6 +318,20 @@ def test_a_page_shows_pictures_that_are_there():
     page = page_of(of_both_tasks(), [], layout=layout, pictures={"cifar.png"})
     assert "[![curves](pictures/own/cifar.png)](pictures/own/cifar.png)" in page
     assert "lstm.png" not in page
+
+
+def test_a_page_says_what_became_of_the_papers_tables():
+    opening = replace(dgc.EXPERIMENT.opening, covers=[("table 1", "here"), ("table 2", "not reproduced: why")])
+    assert covered(opening)[2:4] == ["- table 1: here", "- table 2: not reproduced: why"]
+    assert covered(replace(opening, covers=())) == []
+    page = page_of([row("dense", 80.0)], [])
+    assert page.index("## The paper's tables and figures") > page.index("| --- |")
+
+
+def test_a_record_names_its_data():
+    record = provenance(0, ["python", "-m", "reproduce.dgc"])
+    assert source(record | {"data": "CIFAR-10"}, ["0123"]).endswith("commit 0123. Data: CIFAR-10.")
+    assert source(record, ["0123"]).endswith("commit 0123.")
 
 
 def test_tables_fit_a_terminal():
