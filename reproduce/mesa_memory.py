@@ -483,6 +483,12 @@ _OPENING = Opening(
     "right after plain steps, in one process.",
     found=lambda _: "",
     panels=lambda _: (),
+    covers=(
+        ("table 9 (the largest depth, width and resolution)", "here, with a small vision transformer"),
+        ("table 10 (twice the batch)", "its memory is here; its accuracies are not reproduced"),
+        ("speeds of tables 1 to 4, 7 and 8", "here, as steps beside plain ones"),
+        ("all others", "[here, or why not](mesa.md#the-papers-tables-and-figures)"),
+    ),
 )
 
 
