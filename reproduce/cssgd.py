@@ -222,7 +222,7 @@ def _counted(options: Options) -> Iterator[Row]:
     """Exchanges of a vector."""
     counted, rate = _COUNTED, _COUNTED_RATE
     if options.quick:
-        counted, rate = tuple((_QUICK_NODES + 1, r) for r in REDUNDANCIES), _QUICK_RATE
+        counted, rate = tuple((_QUICK_NODES, r) for r in range(1, _QUICK_NODES)), _QUICK_RATE
     for n, r in counted:
         row = Row("bytes", "bytes", f"n = {n}, r = {r}", n, rate, options.seeds[0], batch=n, redundancy=r)
         yield row if n <= _COUNTED_THRICE else replace(row, steps=1)
