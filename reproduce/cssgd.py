@@ -43,6 +43,7 @@ from reproduce.cssgd_problem import (
     BASELINES,
     CHOSEN,
     CLASSES,
+    FILES,
     MULTICAST,
     NAMED,
     REDUNDANCIES,
@@ -53,6 +54,7 @@ from reproduce.cssgd_problem import (
     coded,
     images_of,
 )
+from reproduce.data import about
 from reproduce.training import key
 
 if TYPE_CHECKING:
@@ -425,7 +427,8 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     console.print(LEGEND, style="dim", highlight=False, markup=False)
     say(said, console)
     written = output / "summary.json"
-    whole = record | {"paper": PAPER, "claims": [asdict(claim) for claim in said], "rows": results}
+    data = "; ".join(about(FILES[task], options.data_dir) for task in TITLES if task in {row.task for row in rows})
+    whole = record | {"paper": PAPER, "data": data, "claims": [asdict(claim) for claim in said], "rows": results}
     write_json(written, whole)
     if options.markdown is not None:
         page(whole, options.markdown)

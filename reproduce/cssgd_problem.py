@@ -23,6 +23,7 @@ __all__ = [
     "CHOSEN",
     "CLASSES",
     "FIGURES",
+    "FILES",
     "METHODS",
     "MULTICAST",
     "NAMED",
@@ -42,6 +43,12 @@ TITLES = {"dnn": "MNIST, DNN", "cnn": "CIFAR-10, CNN"}
 #: best r takes there on average, in percent.
 FIGURES = {"dnn": 14, "cnn": 15}
 SAVED = {"dnn": (53.97, 26.89), "cnn": (39.11, 26.37)}
+
+#: What each task reads.
+FILES = {
+    "dnn": ("mnist/train.parquet", "mnist/test.parquet"),
+    "cnn": ("cifar10/train.parquet", "cifar10/test.parquet"),
+}
 
 #: What rows are about, in the order in which they are measured: bytes of all numbers of nodes come first.
 SECTIONS = ("bytes", "nodes", "steps", "shares", "best", "choice", "train", "batch")

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pairs import Difference, Finding, difference
 from reproduce.pictures import Bar, Panel, embedded, write
+from reproduce.settings import in_common, settings
 
 __all__ = [
     "COLUMNS",
@@ -32,6 +33,7 @@ __all__ = [
     "beginning",
     "claimed",
     "compared",
+    "covered",
     "groups",
     "judged",
     "markdown",
@@ -79,6 +81,7 @@ class Group:
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
+        compressed_ratio: the same, over the steps after those that are not compressed at first.
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
         matrix_ratio: the same of compressed tensors alone.
         step_s: a step of the last epoch; the median over steps and then seeds.
@@ -90,6 +93,7 @@ class Group:
         kept_bytes: what it keeps with it.
         decide_share: seconds in which a policy decided, as a share of those of training.
         gradient_error: how far that takes a gradient from the exact one, as a share of its norm; the mean over seeds.
+        settings: what the rows were trained with, in words, see :mod:`reproduce.settings`.
     """
 
     task: str
@@ -121,6 +125,8 @@ class Group:
     kept_bytes: int | None = None
     gradient_error: float | None = None
     decide_share: float | None = None
+    compressed_ratio: float | None = None
+    settings: dict[str, str] = field(default_factory=dict)
 
     def score(self) -> str:
         """The mean, and its spread where there are several seeds."""
@@ -214,8 +220,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 margin=None if apart is None else apart.margin,
                 dense_scores=tuple(dense.values()),
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
-                ratio=first["ratio"],
-                mean_ratio=first.get("mean_ratio"),
+                ratio=_mean([row["ratio"] for row in own]),
+                mean_ratio=_mean([row.get("mean_ratio") for row in own]),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
@@ -227,6 +233,8 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 kept_bytes=first.get("kept_bytes"),
                 gradient_error=_mean([row.get("gradient_error") for row in own]),
                 decide_share=_mean([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
+                compressed_ratio=_mean([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
+                settings=settings(first) | {"seeds": ", ".join(str(row["seed"]) for row in own)},
             )
         )
     return found
@@ -331,7 +339,7 @@ def judged(
         finding = verdict(*there)
     except LookupError as error:
         return Claim(text, None, str(error))
-    more = [] if describe is None else list(map(describe, there))
+    more = [] if describe is None else filter(None, map(describe, there))
     return claimed(text, finding, "; ".join([*more, there[0].metric]))
 
 
@@ -392,6 +400,18 @@ def _specs(own: Sequence[Group]) -> list[str]:
     return [f"{group.name}: `{group.spec}`" for group in own]
 
 
+def _settings(own: Sequence[Any]) -> tuple[str, list[str]]:
+    """What all lines of a table were trained with, and what each had beside that; nothing of lines without settings."""
+    if not all(getattr(line, "settings", None) for line in own):
+        return "", []
+    shared, others = in_common([line.settings for line in own])
+    return _told(shared), [f"{line.name}: {_told(more)}" for line, more in zip(own, others, strict=True) if more]
+
+
+def _told(words: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in words.items())
+
+
 @dataclass(frozen=True)
 class Layout:
     """How results are shown: groups, or whatever else a module has found.
@@ -426,7 +446,7 @@ def table(found: Sequence[Any], titles: dict[str, str], layout: Layout = PER_TAS
             title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
         )  # fmt: skip
         for position, (column, _) in enumerate(columns):
-            drawn.add_column(column, justify="right" if position else "left", no_wrap=True)
+            drawn.add_column(column, justify="right" if position else "left", no_wrap=position > 0)
         for line in own:
             drawn.add_row(*(escape(cell(line)) for _, cell in columns))
         yield drawn
@@ -466,14 +486,16 @@ def score_panel(title: str, shown: Shown) -> Panel:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a page begins, for those who read no further: a conclusion in three parts, and a picture.
+    """How a page begins, for those who read no further: a conclusion in three sentences, and a picture.
 
     Attributes:
         title: of the page.
-        says: what the paper claims, or what is asked.
-        ran: what was run here.
-        found: gets what a page shows, and says what came of it; raises LookupError where that is not enough.
+        says: what the paper claims, or what is asked, in one sentence.
+        ran: what was run here, in one.
+        found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
+            claims; raises LookupError where what is shown is not enough.
         panels: gets the same; what is drawn of it.
+        covers: the paper's tables and figures, each with where on the page it is, or why it is not.
     """
 
     title: str
@@ -481,6 +503,7 @@ class Opening:
     ran: str
     found: Callable[[Any], str]
     panels: Callable[[Any], Sequence[Panel]]
+    covers: Sequence[tuple[str, str]] = ()
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -518,9 +541,10 @@ def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: s
         f"**What was run.** {opening.ran}",
         "",
     ]
-    counted = f"{summed(claims)}: [each, with its figures](#claims)."
+    counted = f"{summed(claims)} ([each, with its figures](#claims)): " if claims else ""
     with contextlib.suppress(LookupError):  # rows that the conclusion is about may be left out of a run
-        lines += [f"**What held.** {opening.found(found)}{f' {counted}' if claims else ''}", ""]
+        said = opening.found(found)
+        lines += [f"**What held.** {counted}{said if counted else said[:1].upper() + said[1:]}", ""]
         lines += [embedded(opening.panels(found), f"pictures/{page}/{_PICTURE}"), ""]
     return [*lines, "## Claims", "", *verdicts(claims), ""] if claims else lines
 
@@ -558,7 +582,9 @@ def markdown(
         columns = layout.columns(key)
         twice = sum(key == other for other, _ in tables) > 1  # a task that was trained for longer, too
         length = f", {_count(own[0].epochs, 'epoch')}" if twice else ""
+        shared, others = _settings(own)
         lines += [f"### {titles[key]}{length}", "", layout.caption(titles[key], own) + ".", ""]
+        lines += [f"All rows: {shared}.", ""] if shared else []
         lines += ["| " + " | ".join(column for column, _ in columns) + " |"]
         lines += ["| --- |" + " ---: |" * (len(columns) - 1)]
         lines += ["| " + " | ".join(cell(line) for _, cell in columns) + " |" for line in own]
@@ -566,15 +592,17 @@ def markdown(
         for name, alt in layout.pictures(key):
             place = f"pictures/{page}/{name}"
             lines += [f"[![{alt}]({place})]({place})", ""] if name in pictures else []
-        notes = layout.notes(own)
-        if notes:
-            lines += [
-                '<details markdown="1"><summary>The rows, as specs</summary>',
-                "",
-                *(f"- {note}" for note in notes),
-            ]
-            lines += ["", "</details>", ""]
-    return "\n".join([*lines, source(record, commits)]) + "\n"
+        for what, notes in (("What rows differ in", others), ("The rows, as specs", layout.notes(own))):
+            if notes:
+                lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
+                lines += ["</details>", ""]
+    return "\n".join([*lines, *covered(opening), source(record, commits)]) + "\n"
+
+
+def covered(opening: Opening) -> list[str]:
+    """What became of the paper's tables and figures, as a list; nothing where the opening names none."""
+    told = [f"- {what}: {where}" for what, where in opening.covers]
+    return ["## The paper's tables and figures", "", *told, ""] if told else []
 
 
 def summed(claims: Sequence[Claim]) -> str:
@@ -594,11 +622,14 @@ def verdicts(claims: Sequence[Claim]) -> list[str]:
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from."""
+    """Where figures come from: command, machine, commits, and the record's ``data`` if it names any, as
+    :func:`reproduce.data.about` does.
+    """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] for commit in commits)
-    return f"Command: `{record['command']}`, on {where}, commit {trained_at}."
+    data = f" Data: {record['data']}." if "data" in record else ""
+    return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}"
 
 
 def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:
