@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from narrowband.adapt.policy import as_choice
+from narrowband.adapt.traffic import Traffic
 from narrowband.averaging.mixing import codec_like, for_gradients, spec_beside
 from narrowband.averaging.parameters import Parameters
 from narrowband.codecs import Codec, Identity
-from narrowband.collectives import Collective, Exchange, all_reduce_nbytes, choose, collective
+from narrowband.collectives import Collective, Exchange, LayerCollectives, all_reduce_nbytes, collective
 from narrowband.feedback import Compression, Feedback, Layout, State, available, compression, methods
 from narrowband.units import format_bytes
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.averaging.agreement import Facts
+    from narrowband.codecs import Shape
     from narrowband.feedback import Method
 
 __all__ = ["Layer", "Layers", "for_gradients"]
@@ -90,7 +92,6 @@ class Layers:
         self._other_states: dict[str, State] = {}  # of other kinds of feedback, by name, once a layer needs them
         self._overrides: dict[str, Compression] = {}
         self._override_texts: dict[str, str] | None = None  # until the next change
-        self._chosen: dict[type, type[Exchange]] = {}  # by type of codec
         self._warned: set[str] = set()
         self._noted = False
         self.parameters = Parameters(
@@ -166,14 +167,17 @@ class Layers:
         return self._other_states[name]
 
     def collective_for(self, chosen: Compression) -> type[Exchange]:
-        """How payloads of this kind travel. It is chosen for all layers with one kind of codec at once, so that results
-        do not depend on the groups in which gradients become ready.
-        """
-        if chosen.feedback is not None and chosen.feedback.collective is not None:
-            return collective(chosen.feedback.collective)
-        if self._collective != "auto":
-            return collective(self._collective)
-        return self._chosen.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size, self.state)
+        """How payloads of this kind travel."""
+        return self._collectives.of(chosen)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tells a policy how many bytes its choices would send here."""
+        return Traffic(self._size, self.default, self._collective)
+
+    def sent_nbytes(self, name: str) -> int:
+        """Bytes that a rank sends in a step for a layer as it is now, but for the few that a message has of its own."""
+        return self._collectives.sent_nbytes(self.spec_for(name), self.parameters.shapes[name])
 
     @property
     def collectives(self) -> set[type[Exchange]]:
@@ -216,19 +220,18 @@ class Layers:
 
     def _prepare(self) -> None:
         """Choose the layers' collectives, make room for feedback, and log notes about both."""
-        kinds: dict[type, tuple[Codec, int]] = {}
+        layers: list[tuple[Compression, Shape]] = []
         layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
         for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come
             if not parameter.compressed:
                 continue
             chosen = self.spec_for(parameter.name)
-            before = kinds.get(type(chosen.codec), (chosen.codec, 0))[1]
-            kinds[type(chosen.codec)] = chosen.codec, before + chosen.codec.payload_nbytes(parameter.shape)
+            layers.append((chosen, parameter.shape))
             state = self._state_of(chosen)
             if state is not None:
                 layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
-        self._chosen = {kind: choose(codec, nbytes, self._size, self.state) for kind, (codec, nbytes) in kinds.items()}
+        self._collectives = LayerCollectives(layers, self._size, asked=self._collective, feedback=self.state)
         for state in self.states.values():
             state.reserve(layouts[id(state)])
             note = state.note(layouts[id(state)], whole=not self._overrides)
