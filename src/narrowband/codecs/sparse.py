@@ -231,18 +231,23 @@ class TopK(SelectingCodec):
         shape: Shape,
         seed: int = 0,
         out: Tensor | None = None,
+        decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
         if self.rows(shape) != 1 or not x.numel():
-            return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+            return super().encode_compensated(
+                x, residual, shape=shape, seed=seed, out=out, decay=decay, subtract=subtract
+            )
         out, target = self._target(out, shape, x.dtype, x.device)
         k, sampled = self.kept(shape), self.select == "sampled"
         if self.values == "fp32" and self.indices == "elias-fano":
-            finite = kernels.encode_topk(x, residual, k, target, sampled=sampled, seed=seed, subtract=subtract)
+            finite = kernels.encode_topk(
+                x, residual, k, target, decay=decay, sampled=sampled, seed=seed, subtract=subtract
+            )
             if target is not out:
                 out.copy_(target)
             return finite, out
-        finite, at, values = kernels.compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+        finite, at, values = kernels.compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
         if finite:
             self._write(at, values, shape, target)
             if target is not out:

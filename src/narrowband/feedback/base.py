@@ -52,8 +52,6 @@ class State(ABC):
     takes_activations: ClassVar[bool] = True
     #: Whether layers of one model may have it beside layers with other feedbacks.
     mixes: ClassVar[bool] = True
-    #: The collective that averages its payloads, where it brings one; None: any that the codec allows.
-    collective: ClassVar[str | None] = None
     #: True: :meth:`advance_uncompressed` has to be given every average that was not compressed.
     observes_uncompressed: ClassVar[bool] = False
 
@@ -61,6 +59,11 @@ class State(ABC):
     def codec(self) -> Codec:
         """The codec that it brings, where :attr:`brings_codec`."""
         raise TypeError(f"{self.name} stands behind a codec and brings none")
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that averages its payloads, where it brings one; None: any that the codec allows."""
+        return None
 
     @property
     def needs_learning_rates(self) -> bool:

@@ -69,13 +69,13 @@ class MixedFeedback(ErrorFeedback):
         if not codec.exact:  # which leaves nothing to choose
             self.check(codec)
         if not isinstance(codec, SelectingCodec) or not x.numel() or kernels.all_zero(residual):
-            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+            return super()._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=subtract)
         k = codec.kept(shape) // codec.rows(shape)
         by_input = codec.largest(x, shape, -(-k // 2), seed=seed)
         by_residual = codec.largest(residual, shape, k // 2, seed=seed)
         at = torch.unique(torch.cat([by_input, by_residual]))  # sorted
-        payload = codec.pack(at, residual[at] + x[at], shape=shape, out=out)
-        finite = kernels.compensate(x, residual)
+        payload = codec.pack(at, residual[at] * self.decay + x[at], shape=shape, out=out)
+        finite = kernels.compensate(x, residual, decay=self.decay)
         if finite and subtract:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return finite, payload
