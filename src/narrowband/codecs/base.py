@@ -396,6 +396,20 @@ class SelectingCodec(Codec):
             out: as for :meth:`encode`.
         """
 
+    @property
+    def sampled(self) -> bool:
+        """Whether :meth:`largest` goes by a sample, and may find less than it is asked for."""
+        return False
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """What arrives of values that :meth:`pack` writes: ``values`` itself where they travel as they are.
+
+        Args:
+            values: float32, flat.
+        """
+        places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        return self.decode_at(self.encode_at(values, places), places, torch.empty_like(values))
+
     @abstractmethod
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
         """The indices that a payload names: int32, ascending, into the flat tensor.

@@ -183,7 +183,7 @@ def take_largest(found, kept, k, out, out_kept):
 
 
 @loop
-def _strata(n, size, fold, first, last, out):
+def strata(n, size, fold, first, last, out):
     """One position from each of the strata [first, last) of ``size`` equal ones over n elements."""
     whole, part = n // size, n % size
     low = first * n // size
@@ -203,7 +203,7 @@ def _strata(n, size, fold, first, last, out):
 def _sample_range(x, residual, decay, size, fold, first, last, out):
     """Values [first, last) of the sample of x, or of decay · residual + x where there is a residual."""
     at = np.empty(last - first, np.int32)
-    _strata(x.size, size, fold, first, last, at)
+    strata(x.size, size, fold, first, last, at)
     if residual.size:
         for i in range(at.size):
             out[first + i] = F32(F32(decay * residual[at[i]]) + x[at[i]])
@@ -220,7 +220,7 @@ def threshold_of_runs(x, residual, decay, rank, fold, out, out_bits):
     """
     runs = (out.size + RUN - 1) // RUN
     at = np.empty(runs, np.int32)
-    _strata(x.size - RUN, runs, fold, np.int64(0), runs, at)
+    strata(x.size - RUN, runs, fold, np.int64(0), runs, at)
     for r in range(runs):
         for j in range(min(RUN, out.size - r * RUN)):
             value = x[At(at[r] + j)]
@@ -427,5 +427,5 @@ def select_threshold(x: Tensor, value: float) -> Tensor:
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
     out = np.empty(k, np.int32)
-    _strata(n, k, fold_seed(seed), 0, k, out)
+    strata(n, k, fold_seed(seed), 0, k, out)
     return torch.from_numpy(out).to(device)
