@@ -323,7 +323,7 @@ def show(
 def say(claims: Sequence[Claim], console: Console) -> None:
     """Print what became of claims."""
     for claim in claims:
-        style = {True: "green", False: "red", None: "dim"}[claim.held]
+        style = {"held": "green", "not held": "red", "not resolved": "yellow"}.get(claim.verdict(), "dim")
         console.print(f"{claim.verdict()}: {claim.text} ({claim.figures})", style=style, markup=False, highlight=False)
 
 

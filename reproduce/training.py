@@ -39,16 +39,19 @@ from narrowband.lab import LabConfig
 from narrowband.pipeline import Channel
 from narrowband.report.record import commit, read_json, versions, write_json
 from reproduce.activations import Activations, read_policy
-from reproduce.data import locate
+from reproduce.data import about, locate
 from reproduce.tasks import Task, load
 
-__all__ = ["Row", "files_of", "key", "recorded", "resolved", "run"]
+__all__ = ["BETA2", "DROPS", "WARM_UP", "Row", "files_of", "key", "recorded", "resolved", "run"]
 
 #: Share of steps over which the learning rate rises; then it falls.
-_WARM_UP = 0.05
+WARM_UP = 0.05
 
 #: Shares of steps after which a schedule of steps divides the learning rate by ten.
-_DROPS = (0.5, 0.8)
+DROPS = (0.5, 0.8)
+
+#: AdamW's second beta.
+BETA2 = 0.999
 
 #: Points per epoch of the curve of training losses, and steps between two words to the parent.
 _CURVE_POINTS = 10
@@ -173,7 +176,8 @@ def run(
     resume: bool = True,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train every row and return what each came to, in the given order; see :func:`train` for what that holds.
+    """Train every row and return what each came to, in the given order: what :func:`train` says, and ``data``, which
+    says what the row read.
 
     Args:
         rows: trained in this order; those that one process trains alone last.
@@ -219,7 +223,8 @@ def run(
         if missing:
             place = Loopback(nodes) if rate is None else LabConfig(nodes=nodes, rate=rate)
             run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, place, note)
-    return [results[number] for number in range(len(rows))]
+    told = {name: about(files_of(name), data_dir) for name in {row.task for row in rows}}
+    return [results[number] | {"data": told[row.task]} for number, row in enumerate(rows)]
 
 
 def recorded(rows: Sequence[Row], directory: Path, *, nodes: int = 4, data_dir: Path | None = None) -> list[Row]:
@@ -309,7 +314,8 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     * ``payload_ratio``: a rank's dense gradient, 4 bytes per element, over its payload, norms and biases included, as
       papers count. ``ratio`` is the same for what travels by all-reduce, dense or compressed, and 2/N of this for what
       is gathered by N ranks, as each payload is sent N − 1 times;
-    * ``matrix_ratio``: the same of compressed tensors alone, without norms and biases, which travel dense;
+    * ``matrix_ratio``: the same of compressed matrices alone, without norms, biases and other small tensors, however
+      these travel;
     * ``mean_ratio``: as ``ratio``, over all steps; ``plans``: what a policy decided, as [step, how many times smaller
       than the gradient payloads are, layer → spec];
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
@@ -467,7 +473,7 @@ def _at_boundaries(
 def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if row.optimizer == "adamw":
-        betas = (row.momentum, 0.999)
+        betas = (row.momentum, BETA2)
         return torch.optim.AdamW(parameters, lr=row.lr, betas=betas, weight_decay=row.weight_decay, fused=True)
     kind: Any = torch.optim.SGD
     if row.optimizer == "dgc":
@@ -482,11 +488,11 @@ def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
 
 def _rate(step: int, total: int, schedule: Literal["cosine", "steps"]) -> float:
     """The learning rate's share of its peak."""
-    rising = max(1, round(_WARM_UP * total))
+    rising = max(1, round(WARM_UP * total))
     if step < rising:
         return (step + 1) / rising
     if schedule == "steps":
-        return 0.1 ** sum(step >= round(drop * total) for drop in _DROPS)
+        return 0.1 ** sum(step >= round(drop * total) for drop in DROPS)
     return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
@@ -536,29 +542,35 @@ def _score(model: nn.Module, task: Task, at_once: int | None) -> float | None:
 
 
 def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: int) -> dict[str, float | None]:
-    """Dense bytes over payload bytes: of the whole gradient, and of its compressed tensors. A policy's plans say it
-    for the latter.
+    """Dense bytes over payload bytes: of the whole gradient, and of its compressed matrices alone. A policy's plans say
+    it for the latter.
     """
     if size < 2 or row.policy:
         return {"payload_ratio": None, "matrix_ratio": None}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    nbytes = 4 * sum(p.numel() for p in parameters)
-    small = 4 * sum(p.numel() for p in parameters if p.dim() < 2 or p.numel() < row.min_numel)
-    dense = small if row.small == "uncompressed" else 0
-    times_sent = size - 1 if _is_gathered(spec, nbytes, size) else 2 * (size - 1) / size
-    payload = (sent - all_reduce_nbytes(dense, size)) / times_sent
+    numel = sum(p.numel() for p in parameters)
+    small = sum(p.numel() for p in parameters if p.dim() < 2 or p.numel() < row.min_numel)
+    if row.small == "uncompressed":
+        own, sent_small = 4 * small, float(all_reduce_nbytes(4 * small, size))
+    else:
+        chosen = spec if row.small == "fused" else row.small
+        own = nb.compression(chosen).codec.payload_nbytes((small,)) if small else 0
+        sent_small = own * _times_sent(chosen, own, size)
+    payload = (sent - sent_small) / _times_sent(spec, 4 * numel, size)
     return {
-        "payload_ratio": nbytes / (payload + dense),
-        "matrix_ratio": (nbytes - dense) / payload if payload > 0 else None,
+        "payload_ratio": 4 * numel / (payload + own),
+        "matrix_ratio": 4 * (numel - small) / payload if payload > 0 else None,
     }
 
 
-def _is_gathered(spec: str, nbytes: int, size: int) -> bool:
-    """Whether every rank gets every payload; otherwise they are added up on the way."""
+def _times_sent(spec: str, nbytes: int, size: int) -> float:
+    """How many times its payload a rank sends: to every other where payloads are gathered, and otherwise as a ring
+    all-reduce does.
+    """
     chosen = nb.compression(spec)
-    if chosen.feedback is not None and chosen.feedback.collective is not None:
-        return False  # PowerSGD's factors add up, though low-rank codecs' payloads do not
-    return choose(chosen.codec, nbytes, size).name == "all_gather"
+    adds_up = chosen.feedback is not None and chosen.feedback.collective is not None  # PowerSGD's factors
+    gathered = not adds_up and choose(chosen.codec, nbytes, size).name == "all_gather"
+    return size - 1 if gathered else 2 * (size - 1) / size
 
 
 def _finite(value: float) -> float | None:

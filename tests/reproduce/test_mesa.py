@@ -298,7 +298,7 @@ def made_up(**changes):
 
 
 def verdicts(rows):
-    claims = EXPERIMENT.claims(groups(rows))
+    claims = EXPERIMENT.claims(groups([row | {"seed": seed} for seed in (0, 1) for row in rows]))
     assert len(claims) == len(CLAIMS)
     return {text: claim.held for text, claim in zip(CLAIMS, claims, strict=True) if text in claim.text}
 

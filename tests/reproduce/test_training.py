@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import narrowband as nb
 from reproduce import lgreco, powersgd, training
 from reproduce.command import Options, chosen
 from reproduce.lgreco_links import timed
@@ -214,11 +215,17 @@ def test_payloads_that_do_not_add_up_are_sent_to_every_rank(spec, gathered):
 
 def test_small_parameters_count_as_dense_unless_they_are_compressed():
     model = torch.nn.Linear(1000, 1000)
-    for small, dense in (("uncompressed", 4000), ("fused", 0)):
+    vector = nb.compression("topk:density=0.05").codec.payload_nbytes((1000,))
+    one = nb.compression("dgc:density=0.001").codec.payload_nbytes((1000,))
+    for small, nbytes, sent in (
+        ("uncompressed", 4000, 1.5 * 4000),
+        ("topk:density=0.05", vector, 3 * vector),
+        ("fused", one, 3 * one),
+    ):
         row = replace(DENSE, min_numel=1, small=small)
-        ratios = training._payload_ratios(model, row, "dgc:density=0.001", 3 * 5500 + 1.5 * dense, 4)
-        assert ratios["payload_ratio"] == pytest.approx(4_004_000 / (5500 + dense))
-        assert ratios["matrix_ratio"] == pytest.approx((4_004_000 - dense) / 5500)
+        ratios = training._payload_ratios(model, row, "dgc:density=0.001", 3 * 5500 + sent, 4)
+        assert ratios["payload_ratio"] == pytest.approx(4_004_000 / (5500 + nbytes))
+        assert ratios["matrix_ratio"] == pytest.approx(4_000_000 / 5500)
 
 
 def test_warm_up_is_counted_in_steps():

@@ -90,7 +90,8 @@ class Layers:
         self._other_states: dict[str, State] = {}  # of other kinds of feedback, by name, once a layer needs them
         self._overrides: dict[str, Compression] = {}
         self._override_texts: dict[str, str] | None = None  # until the next change
-        self._chosen: dict[type, type[Exchange]] = {}  # by type of codec
+        self._nbytes: dict[type[Codec], int] = {}  # of all payloads with one kind of codec
+        self._chosen: dict[Codec, type[Exchange]] = {}  # as it is first asked for
         self._warned: set[str] = set()
         self._noted = False
         self.parameters = Parameters(
@@ -166,14 +167,18 @@ class Layers:
         return self._other_states[name]
 
     def collective_for(self, chosen: Compression) -> type[Exchange]:
-        """How payloads of this kind travel. It is chosen for all layers with one kind of codec at once, so that results
-        do not depend on the groups in which gradients become ready.
+        """How payloads of this codec travel: chosen for all layers with one kind of codec at once, so that results
+        do not depend on the groups in which gradients become ready; of that kind, codecs that the cheapest collective
+        cannot carry have another.
         """
         if chosen.feedback is not None and chosen.feedback.collective is not None:
             return collective(chosen.feedback.collective)
         if self._collective != "auto":
             return collective(self._collective)
-        return self._chosen.get(type(chosen.codec)) or choose(chosen.codec, 0, self._size, self.state)
+        codec = chosen.codec
+        if codec not in self._chosen:
+            self._chosen[codec] = choose(codec, self._nbytes.get(type(codec), 0), self._size, self.state)
+        return self._chosen[codec]
 
     @property
     def collectives(self) -> set[type[Exchange]]:
@@ -216,19 +221,19 @@ class Layers:
 
     def _prepare(self) -> None:
         """Choose the layers' collectives, make room for feedback, and log notes about both."""
-        kinds: dict[type, tuple[Codec, int]] = {}
+        self._nbytes.clear()
+        self._chosen.clear()
         layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
         for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come
             if not parameter.compressed:
                 continue
             chosen = self.spec_for(parameter.name)
-            before = kinds.get(type(chosen.codec), (chosen.codec, 0))[1]
-            kinds[type(chosen.codec)] = chosen.codec, before + chosen.codec.payload_nbytes(parameter.shape)
+            kind = type(chosen.codec)
+            self._nbytes[kind] = self._nbytes.get(kind, 0) + chosen.codec.payload_nbytes(parameter.shape)
             state = self._state_of(chosen)
             if state is not None:
                 layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
-        self._chosen = {kind: choose(codec, nbytes, self._size, self.state) for kind, (codec, nbytes) in kinds.items()}
         for state in self.states.values():
             state.reserve(layouts[id(state)])
             note = state.note(layouts[id(state)], whole=not self._overrides)
