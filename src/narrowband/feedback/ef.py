@@ -19,9 +19,9 @@ server does (Tang et al., arXiv 2102.02888, algorithm 1). With its own error s o
 Over N ranks, what was delivered plus the mean of all residuals plus the owners' errors is the sum of all means. An
 error s and a residual N · s of one rank stand for the same, so that one can take the other's place.
 
-With ``decay=β`` what waits counts for less in every step: p = β·e + g. The sum is then no longer kept; what has waited
-for t steps counts β^t. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where updates, and not
-gradients, are sent. An owner's error counts for less in the same way.
+With ``decay=β`` what waits counts for less in every step: p = β·e + g, and q = β·s + m. What has waited for t steps
+counts β^t, and sums are no longer kept. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where
+updates are sent, and not gradients.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ErrorFeedback(Feedback):
         own = self._owner_errors.get(key)
         if own is None or own.cut != cut:
             return None
-        return own.error if self.decay == 1 else own.error * self.decay
+        return own.error if self.decay == 1.0 else own.error * self.decay
 
     def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
         if self.owner_error(key, cut) is None:
@@ -196,9 +196,9 @@ class ErrorFeedback(Feedback):
             own.error.mul_(factor)
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
-        """Where a codec loses more than it is given."""
+        """Where a codec loses more than it is given, of what is left of the residual."""
         for codec in dict.fromkeys(layer.codec for layer in layers):
-            if codec.lost_share >= 1:
+            if codec.lost_share * self.decay**2 >= 1:
                 return (
                     f"{codec}+{self.name}: of normally distributed values {codec} loses {codec.lost_share:.3g} times "
                     "their squared norm, so the residual may grow from step to step: watch its norm, or use more bits, "
