@@ -36,14 +36,15 @@ clean:  ## remove .venv and everything that was built, cached or run
 	rm -rf $(VENV) site runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# --no-compile: Python compiles what is imported, which is a small part of PyTorch.
 $(DEV): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; PyTorch is large, this takes minutes on a slow network)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=/path/to/python3.11")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(DOCS): $(DEV)
 	@echo "installing the documentation tools into $(VENV)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

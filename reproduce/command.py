@@ -42,7 +42,7 @@ _Chosen = TypeVar("_Chosen")
 #: A run of ``--quick``: enough to see that everything works, not to learn anything.
 _QUICK_ROWS = 2
 _QUICK_BATCH = 16
-QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "gpt": 20_000, "vit": 512}
+QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "gpt": 20_000, "tuned": 20_000, "vit": 512}
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,20 @@ class Recipe:
         turn: rows of a lower one are trained first, for all their seeds.
         ablation: whether it only shows what a part of the method is good for; such rows get seeds of their own.
         long: whether it is left out unless asked for, because with it all rows would take longer than they should.
+        seeds: of this row alone, whatever seeds others get; None: theirs.
     """
 
     row: Row
     turn: int = 0
     ablation: bool = False
     long: bool = False
+    seeds: tuple[int, ...] | None = None
+
+    def seeds_of(self, seeds: Sequence[int], ablation_seeds: Sequence[int]) -> Sequence[int]:
+        """The row's seeds, where others have these."""
+        if self.seeds is not None:
+            return self.seeds
+        return ablation_seeds if self.ablation else seeds
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Options:
     long: bool = False
     """Also rows for which two cores need longer than an hour and a half."""
     seeds: tuple[int, ...] | None = None
-    """Seeds of the rows that claims are about, such as 0 1 2; one when left out."""
+    """Seeds of the rows that claims are about, such as 0 1 2; the module's own when left out."""
     ablation_seeds: tuple[int, ...] = (0,)
     """Seeds of the rows that leave a part of the method out."""
     epochs: int | None = None
@@ -158,10 +166,9 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
     rows = []
     for turn, task in itertools.product(sorted({r.turn for r in recipes}), dict.fromkeys(r.row.task for r in recipes)):
         own = [r for r in recipes if (r.turn, r.row.task) == (turn, task)]
-        for seed in dict.fromkeys((*seeds, *options.ablation_seeds)):
-            rows += [
-                replace(r.row, seed=seed) for r in own if seed in (options.ablation_seeds if r.ablation else seeds)
-            ]
+        its = [(r.row, r.seeds_of(seeds, options.ablation_seeds)) for r in own]
+        for seed in dict.fromkeys(itertools.chain(seeds, options.ablation_seeds, *(given for _, given in its))):
+            rows += [replace(row, seed=seed) for row, given in its if seed in given]
     return rows if options.epochs is None else [_with_epochs(row, options.epochs) for row in _once(rows)]
 
 
@@ -323,7 +330,7 @@ def show(
 def say(claims: Sequence[Claim], console: Console) -> None:
     """Print what became of claims."""
     for claim in claims:
-        style = {True: "green", False: "red", None: "dim"}[claim.held]
+        style = {"held": "green", "not held": "red", "not resolved": "yellow"}.get(claim.verdict(), "dim")
         console.print(f"{claim.verdict()}: {claim.text} ({claim.figures})", style=style, markup=False, highlight=False)
 
 

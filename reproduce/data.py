@@ -12,6 +12,10 @@ tiny shakespeare   ``tinyshakespeare/input.txt``                       plain tex
 WikiText-2         ``wikitext2/{validation,test}.parquet``             column ``text``, one line a row
 =================  ==================================================  ================================================
 
+Downloads are what the papers read: CIFAR-10 as PNG, and WikiText-2 in its version raw-v1. A folder may hold others,
+such as images that were encoded again as JPEG, or version v1, in which rare words are ``<unk>``: :func:`about` says
+what is there, and pages repeat it. Rows of other data are other rows.
+
 Decoding 60,000 images takes a while, so decoded arrays are kept in the cache folder (``$XDG_CACHE_HOME/narrowband``)
 under names that hold their file's size and time, and are mapped into memory: all ranks share one copy.
 """
@@ -25,7 +29,7 @@ import os
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -37,9 +41,9 @@ from torch import Tensor
 from narrowband.errors import UnsupportedError, pip_install
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-__all__ = ["Images", "Text", "cache_folder", "cifar10", "locate", "mnist", "tiny_shakespeare", "wikitext2"]
+__all__ = ["Images", "Text", "about", "cache_folder", "cifar10", "locate", "mnist", "tiny_shakespeare", "wikitext2"]
 
 ENVIRONMENT = "NARROWBAND_DATA"
 
@@ -51,14 +55,22 @@ URLS = {
     "mnist/train.parquet": f"{_HUB}/ylecun/mnist/resolve/main/mnist/train-00000-of-00001.parquet",
     "mnist/test.parquet": f"{_HUB}/ylecun/mnist/resolve/main/mnist/test-00000-of-00001.parquet",
     "wikitext2/validation.parquet": (
-        f"{_HUB}/Salesforce/wikitext/resolve/main/wikitext-2-v1/validation-00000-of-00001.parquet"
+        f"{_HUB}/Salesforce/wikitext/resolve/main/wikitext-2-raw-v1/validation-00000-of-00001.parquet"
     ),
-    "wikitext2/test.parquet": f"{_HUB}/Salesforce/wikitext/resolve/main/wikitext-2-v1/test-00000-of-00001.parquet",
+    "wikitext2/test.parquet": (
+        f"{_HUB}/Salesforce/wikitext/resolve/main/wikitext-2-raw-v1/test-00000-of-00001.parquet"
+    ),
     "tinyshakespeare/input.txt": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
     ),
 }
 _TIMEOUT_S = 60.0
+
+#: How a JPEG file begins.
+_JPEG = b"\xff\xd8\xff"
+
+#: Folder → what the set of images is called, and the column that holds them.
+_PICTURES = {"cifar10": ("CIFAR-10", "img"), "mnist": ("MNIST", "image")}
 
 #: Share of tiny shakespeare that is trained on; the rest, its end, is for validation.
 _TRAINED_ON = 0.9
@@ -145,6 +157,34 @@ def wikitext2(directory: Path | None = None) -> Text:
     return Text(train, heldout, 256, _digest(files))
 
 
+def about(files: Sequence[str], directory: Path | None = None) -> str:
+    """What files hold, in words, by what is in the first of each set: for the pages of results.
+
+    Args:
+        files: of one set or several, by their names in the data folder.
+        directory: the data folder; None: as the module says.
+
+    Example:
+        >>> about(["tinyshakespeare/input.txt"])
+        'tiny shakespeare, of which the last 10% are held out'
+    """
+    first = {file.partition("/")[0]: file for file in reversed(files)}
+    return "; ".join(_about(first[name], directory) for name in dict.fromkeys(file.partition("/")[0] for file in files))
+
+
+def _about(first: str, directory: Path | None) -> str:
+    name = first.partition("/")[0]
+    file = locate(first, directory)
+    if name in _PICTURES:
+        called, column = _PICTURES[name]
+        encoded = bytes(_first(file, column)["bytes"][: len(_JPEG)])
+        return called + (", images encoded again as JPEG, so not its original pixels" if encoded == _JPEG else "")
+    if name == "wikitext2":
+        version = "v1, rare words are <unk>; papers read raw-v1" if b"<unk>" in _lines(file) else "raw-v1"
+        return f"WikiText-2 ({version}) as bytes, validation split, judged on its test split"
+    return f"tiny shakespeare, of which the last {1 - _TRAINED_ON:.0%} are held out"
+
+
 def _images(name: str, directory: Path | None, decoded: Callable[[Path], np.ndarray[Any, Any]]) -> Images:
     train, test = (locate(f"{name}/{split}.parquet", directory) for split in ("train", "test"))
     return Images(
@@ -225,21 +265,32 @@ def _digest(files: list[Path]) -> str:
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
 
-def _column(file: Path, name: str) -> list[Any]:
+def _table(file: Path, name: str) -> pq.ParquetFile:
+    """A parquet file that has a column of that name."""
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UnsupportedError(f"reading {file.name} needs pyarrow: {pip_install('reproduce')}") from error
     try:
-        table: pa.Table = pq.read_table(file)
+        table = pq.ParquetFile(file)
     except (ValueError, OSError) as error:
         raise ValueError(
             f"{file} is no parquet file, or a part of one; delete it, or put the whole one there"
         ) from error
-    if name not in table.column_names:
-        raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected one named {name!r}")
-    column: list[Any] = table.column(name).to_pylist()
+    names = table.schema_arrow.names
+    if name not in names:
+        raise ValueError(f"{file} has the columns {', '.join(names)}; expected one named {name!r}")
+    return table
+
+
+def _column(file: Path, name: str) -> list[Any]:
+    column: list[Any] = _table(file, name).read([name])[name].to_pylist()
     return column
+
+
+def _first(file: Path, name: str) -> Any:
+    """A column's first value."""
+    return next(_table(file, name).iter_batches(1, columns=[name]))[name][0].as_py()
 
 
 def _decoded(file: Path, *, column: str, mode: str, side: int) -> np.ndarray[Any, Any]:

@@ -64,7 +64,7 @@ def timed(row: Row, result: dict[str, Any], steps: int) -> Row:
     """
     plan = json.dumps(result["plans"][-1][2], sort_keys=True) if result["plans"] else ""
     limit = (steps * row.batch + 1) * _READ.get(row.task, 1)
-    return replace(row, epochs=1, limit=limit, policy="", high="", plan=plan)
+    return replace(row, epochs=1, limit=limit, policy="", high="", choices="", delay=0.0, plan=plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

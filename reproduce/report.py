@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from narrowband.units import format_bytes, format_seconds
+from reproduce.pairs import Difference, Finding, difference
 from reproduce.pictures import Bar, Panel, embedded, write
+from reproduce.settings import in_common, settings
 
 __all__ = [
     "COLUMNS",
@@ -28,6 +31,9 @@ __all__ = [
     "Opening",
     "as_good_as",
     "beginning",
+    "claimed",
+    "compared",
+    "covered",
     "groups",
     "judged",
     "markdown",
@@ -37,6 +43,7 @@ __all__ = [
     "score_panel",
     "sent_panel",
     "source",
+    "summed",
     "table",
     "verdicts",
     "write_page",
@@ -67,20 +74,26 @@ class Group:
         scores: of the last epoch; None where a row diverged.
         mean: of the scores; None if one diverged.
         std: the sample's standard deviation; None for fewer than two.
-        against_dense: the mean's difference from the dense rows' of the same task and epochs; None without those.
+        against_dense: how far the dense row of the same task and epochs is away, over the seeds that both have; None
+            without such, or where one diverged.
+        margin: of that difference at 95 %, see :mod:`reproduce.pairs`; None where the noise is unknown.
+        dense_scores: of that dense row, a score per seed: their spread is the noise where there is one pair.
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
+        compressed_ratio: the same, over the steps after those that are not compressed at first.
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
         matrix_ratio: the same of compressed tensors alone.
         step_s: a step of the last epoch; the median over steps and then seeds.
         uncompressed: of rows with boundaries: the mean where these compress in training alone; None if one diverged.
+        uncompressed_scores: one per seed.
         boundaries: for each boundary, how many times fewer bytes crossed it forward and backward.
         samples_per_s: samples in a second of training; the median over seeds.
         plain_bytes: of rows with a policy for activations: what backward would keep of a step's without it.
         kept_bytes: what it keeps with it.
         decide_share: seconds in which a policy decided, as a share of those of training.
         gradient_error: how far that takes a gradient from the exact one, as a share of its norm; the mean over seeds.
+        settings: what the rows were trained with, in words, see :mod:`reproduce.settings`.
     """
 
     task: str
@@ -96,6 +109,8 @@ class Group:
     mean: float | None
     std: float | None
     against_dense: float | None
+    margin: float | None
+    dense_scores: tuple[float | None, ...]
     sent_bytes_per_step: float
     ratio: float | None
     mean_ratio: float | None
@@ -103,18 +118,27 @@ class Group:
     matrix_ratio: float | None
     step_s: float
     uncompressed: float | None = None
+    uncompressed_scores: tuple[float | None, ...] = ()
     boundaries: tuple[tuple[float, float], ...] = ()
     samples_per_s: float | None = None
     plain_bytes: int | None = None
     kept_bytes: int | None = None
     gradient_error: float | None = None
     decide_share: float | None = None
+    compressed_ratio: float | None = None
+    settings: dict[str, str] = field(default_factory=dict)
 
     def score(self) -> str:
         """The mean, and its spread where there are several seeds."""
         if self.mean is None:
             return _DIVERGED
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+    def versus_dense(self) -> str:
+        """The paired difference from the dense row, and its margin where the noise is known."""
+        if self.name == DENSE or self.against_dense is None:
+            return NOTHING
+        return f"{self.against_dense:+.2f}" + ("" if self.margin is None else f" ± {self.margin:.2f}")
 
 
 @dataclass(frozen=True)
@@ -123,17 +147,36 @@ class Claim:
 
     Attributes:
         text: what is claimed.
-        held: None where the rows that would show it were not trained.
+        held: None where that cannot be said.
         figures: what was found.
+        resolved: False where the rows were trained, and the noise between seeds does not let one say.
     """
 
     text: str
     held: bool | None
     figures: str
+    resolved: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.resolved and self.held is not None:
+            raise ValueError(f"held={self.held} is a verdict, and resolved=False says that there is none: give one")
 
     def verdict(self) -> str:
-        """In words."""
-        return {True: "held", False: "not held", None: "not tested"}[self.held]
+        """In words: held, not held, not resolved or not tested."""
+        return {True: "held", False: "not held", None: "not tested" if self.resolved else "not resolved"}[self.held]
+
+
+def claimed(text: str, finding: Finding | bool, figures: str = "") -> Claim:
+    """The claim that a finding bears out or does not: held, not held or not resolved.
+
+    Args:
+        text: what is claimed.
+        finding: of rows that were trained; a bool where there is no noise, as of bytes.
+        figures: beside those of the finding.
+    """
+    own = finding if isinstance(finding, Finding) else Finding(finding)
+    said = "; ".join(part for part in (*own.figures, figures) if part)
+    return Claim(text, own.held, said, resolved=own.held is not None)
 
 
 def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
@@ -146,11 +189,18 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     together: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
         together.setdefault((row["task"], row["epochs"], row["name"]), []).append(row)
-    means = {place: _mean([row["score"] for row in own]) for place, own in together.items()}
+    by_seed = {place: {row["seed"]: row["score"] for row in own} for place, own in together.items()}
     found = []
     for (task, epochs, name), own in together.items():
-        first, mean, dense = own[0], means[task, epochs, name], means.get((task, epochs, DENSE))
-        scores = tuple(row["score"] for row in own)
+        first, scores = own[0], tuple(row["score"] for row in own)
+        mean, dense = _mean(scores), by_seed.get((task, epochs, DENSE), {})
+        off = tuple(row["uncompressed_score"] for row in own if "uncompressed_score" in row)
+        apart = None
+        if dense.keys() & by_seed[task, epochs, name].keys():
+            apart = difference(
+                by_seed[task, epochs, name], dense, names=(name, DENSE),
+                higher_is_better=first["higher_is_better"], dense=tuple(dense.values()),
+            )  # fmt: skip
         speeds = [row["samples_per_s"] for row in own if "samples_per_s" in row]
         found.append(
             Group(
@@ -166,26 +216,31 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 scores=scores,
                 mean=mean,
                 std=statistics.stdev(scores) if mean is not None and len(scores) > 1 else None,
-                against_dense=None if mean is None or dense is None else mean - dense,
+                against_dense=None if apart is None or not math.isfinite(apart.mean) else apart.mean,
+                margin=None if apart is None else apart.margin,
+                dense_scores=tuple(dense.values()),
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
-                ratio=first["ratio"],
-                mean_ratio=first.get("mean_ratio"),
+                ratio=_mean([row["ratio"] for row in own]),
+                mean_ratio=_mean([row.get("mean_ratio") for row in own]),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
-                uncompressed=_mean([row.get("uncompressed_score") for row in own]),
+                uncompressed=_mean(off) if off else None,
+                uncompressed_scores=off,
                 boundaries=tuple((forward, backward) for forward, backward in first.get("boundaries", ())),
                 samples_per_s=statistics.median(speeds) if speeds else None,
                 plain_bytes=first.get("plain_bytes"),
                 kept_bytes=first.get("kept_bytes"),
                 gradient_error=_mean([row.get("gradient_error") for row in own]),
                 decide_share=_mean([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
+                compressed_ratio=_mean([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
+                settings=settings(first) | {"seeds": ", ".join(str(row["seed"]) for row in own)},
             )
         )
     return found
 
 
-def _mean(scores: list[float | None]) -> float | None:
+def _mean(scores: Sequence[float | None]) -> float | None:
     there = [score for score in scores if score is not None]
     return statistics.mean(there) if len(there) == len(scores) else None
 
@@ -208,22 +263,52 @@ def needed(found: Sequence[Group], task: str, name: str, epochs: int | None = No
     return own
 
 
-def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool) -> Claim:
-    """The claim that a row's metric is no worse than the dense row's by more than ``within``.
+def compared(
+    first: Group, second: Group, *, relative: bool = False, of: Callable[[float], float] | None = None
+) -> Difference:
+    """What two groups differ by, over the seeds that both have; a claim that compares rows asks this and nothing else.
+
+    Args:
+        first: the one that is spoken of.
+        second: the one that it is compared with.
+        relative: take differences as shares of the second one's scores.
+        of: turns a score into what is compared, such as ``math.log`` for the loss of a perplexity.
+
+    Raises:
+        LookupError: they have no seed in common.
+
+    Example:
+        >>> compared(dgc, dense).no_worse(0.5) & compared(dgc, plain).better()
+    """
+
+    def made(scores: Sequence[float | None]) -> list[float | None]:
+        return [score if score is None or of is None else of(score) for score in scores]
+
+    own, other = (dict(zip(group.seeds, made(group.scores), strict=True)) for group in (first, second))
+    return difference(
+        own, other, names=(first.name, second.name), higher_is_better=first.higher_is_better,
+        dense=made(first.dense_scores), relative=relative,
+    )  # fmt: skip
+
+
+def as_good_as(
+    found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool, epochs: int | None = None
+) -> Claim:
+    """The claim that a row's metric is no worse than the dense row's by more than ``within``, seed by seed.
 
     Args:
         within: in units of the metric, or, with ``relative``, as a share of the dense row's.
+        epochs: of the row; the first that there are when None.
     """
-    own = named(found, task, name)
+    own = named(found, task, name, epochs)
     dense = None if own is None else named(found, task, DENSE, own.epochs)
     if own is None or dense is None:
         return Claim(text, None, f"needs the rows {DENSE} and {name} of task {task}")
-    figures = f"{name} {own.score()}, {DENSE} {dense.score()} ({own.metric}, {_count(own.epochs, 'epoch')})"
-    if own.mean is None or dense.mean is None:
-        return Claim(text, False, figures)
-    worse = dense.mean - own.mean if own.higher_is_better else own.mean - dense.mean
-    bound = within * dense.mean if relative else within
-    return Claim(text, worse <= bound, figures)
+    try:
+        apart = compared(own, dense, relative=relative)
+    except LookupError as error:
+        return Claim(text, None, str(error))
+    return claimed(text, apart.no_worse(within), f"{own.metric}, {_count(own.epochs, 'epoch')}")
 
 
 def judged(
@@ -231,8 +316,9 @@ def judged(
     task: str,
     text: str,
     names: Sequence[str],
-    verdict: Callable[..., bool],
-    describe: Callable[[Group], str] = lambda group: f"{group.name} {group.score()}",
+    verdict: Callable[..., Finding | bool],
+    describe: Callable[[Group], str] | None = None,
+    epochs: int | None = None,
 ) -> Claim:
     """The claim of several rows.
 
@@ -241,14 +327,20 @@ def judged(
         task: of the rows.
         text: what is claimed.
         names: of the rows, beside the dense one.
-        verdict: gets the dense group, and then theirs.
-        describe: what figures say of a group.
+        verdict: gets the dense group, and then theirs; what compares scores goes through :func:`compared`.
+        describe: what figures say of a group beside what was compared; nothing when None.
+        epochs: of the rows; the first that there are when None.
     """
-    own = [named(found, task, name) for name in (DENSE, *names)]
+    own = [named(found, task, name, epochs) for name in (DENSE, *names)]
     there = [group for group in own if group is not None]
     if len(there) < len(own):
         return Claim(text, None, f"needs the rows {DENSE}, {'; '.join(names)} of task {task}")
-    return Claim(text, verdict(*there), f"{'; '.join(map(describe, there))} ({there[0].metric})")
+    try:
+        finding = verdict(*there)
+    except LookupError as error:
+        return Claim(text, None, str(error))
+    more = [] if describe is None else filter(None, map(describe, there))
+    return claimed(text, finding, "; ".join([*more, there[0].metric]))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -265,7 +357,7 @@ Column = tuple[str, Callable[[Any], str]]
 COLUMNS: tuple[Column, ...] = (
     ("row", lambda group: group.name),
     ("score", Group.score),
-    ("− dense", lambda group: NOTHING if group.name == DENSE else _optional("{:+.2f}".format, group.against_dense)),
+    ("− dense", Group.versus_dense),
     ("sent", lambda group: format_bytes(group.sent_bytes_per_step)),
     ("ratio", lambda group: _optional("{:.1f}".format, group.ratio)),
     ("mean", lambda group: _optional("{:.1f}".format, group.mean_ratio)),
@@ -276,10 +368,13 @@ COLUMNS: tuple[Column, ...] = (
 
 #: What the columns mean.
 _LEGEND = (
-    "Score: mean ± standard deviation over seeds; without ± it is one seed's. Sent: by one rank in a step of the last "
-    "epoch; ratio: how many times less that is than a dense ring all-reduce; mean: over all of training. Payload: how "
-    "many times smaller than its dense gradient one rank's payload is, norms and biases included; matrix: without them."
-    " Step: the median of the last epoch on rank 0, however busy the machine was; for speed see the link benchmarks."
+    "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's. − dense: the mean difference "
+    "from the dense row of the same seed, over the seeds that both have, ± half of its 95 % interval (Student's t, "
+    "paired; of one pair: by the dense row's spread; without ±: of unknown noise). Sent: by one rank in a step of the "
+    "last epoch; ratio: how many times less that is than a dense ring all-reduce; mean: over all of training. Payload: "
+    "how many times smaller than its dense gradient one rank's payload is, norms and biases included; matrix: without "
+    "them. Step: the median of the last epoch on rank 0, however busy the machine was; for speed see the link "
+    "benchmarks."
 )
 
 
@@ -303,6 +398,18 @@ def _count(number: int, what: str) -> str:
 
 def _specs(own: Sequence[Group]) -> list[str]:
     return [f"{group.name}: `{group.spec}`" for group in own]
+
+
+def _settings(own: Sequence[Any]) -> tuple[str, list[str]]:
+    """What all lines of a table were trained with, and what each had beside that; nothing of lines without settings."""
+    if not all(getattr(line, "settings", None) for line in own):
+        return "", []
+    shared, others = in_common([line.settings for line in own])
+    return _told(shared), [f"{line.name}: {_told(more)}" for line, more in zip(own, others, strict=True) if more]
+
+
+def _told(words: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in words.items())
 
 
 @dataclass(frozen=True)
@@ -339,7 +446,7 @@ def table(found: Sequence[Any], titles: dict[str, str], layout: Layout = PER_TAS
             title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
         )  # fmt: skip
         for position, (column, _) in enumerate(columns):
-            drawn.add_column(column, justify="right" if position else "left", no_wrap=True)
+            drawn.add_column(column, justify="right" if position else "left", no_wrap=position > 0)
         for line in own:
             drawn.add_row(*(escape(cell(line)) for _, cell in columns))
         yield drawn
@@ -379,14 +486,16 @@ def score_panel(title: str, shown: Shown) -> Panel:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a page begins, for those who read no further: a conclusion in three parts, and a picture.
+    """How a page begins, for those who read no further: a conclusion in three sentences, and a picture.
 
     Attributes:
         title: of the page.
-        says: what the paper claims, or what is asked.
-        ran: what was run here.
-        found: gets what a page shows, and says what came of it; raises LookupError where that is not enough.
+        says: what the paper claims, or what is asked, in one sentence.
+        ran: what was run here, in one.
+        found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
+            claims; raises LookupError where what is shown is not enough.
         panels: gets the same; what is drawn of it.
+        covers: the paper's tables and figures, each with where on the page it is, or why it is not.
     """
 
     title: str
@@ -394,6 +503,7 @@ class Opening:
     ran: str
     found: Callable[[Any], str]
     panels: Callable[[Any], Sequence[Panel]]
+    covers: Sequence[tuple[str, str]] = ()
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -431,11 +541,10 @@ def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: s
         f"**What was run.** {opening.ran}",
         "",
     ]
-    tested = [claim for claim in claims if claim.held is not None]
-    held = sum(claim.held is True for claim in tested)
-    counted = f"{held} of {_count(len(tested), 'claim')} held: [each, with its figures](#claims)."
+    counted = f"{summed(claims)} ([each, with its figures](#claims)): " if claims else ""
     with contextlib.suppress(LookupError):  # rows that the conclusion is about may be left out of a run
-        lines += [f"**What held.** {opening.found(found)}{f' {counted}' if claims else ''}", ""]
+        said = opening.found(found)
+        lines += [f"**What held.** {counted}{said if counted else said[:1].upper() + said[1:]}", ""]
         lines += [embedded(opening.panels(found), f"pictures/{page}/{_PICTURE}"), ""]
     return [*lines, "## Claims", "", *verdicts(claims), ""] if claims else lines
 
@@ -473,7 +582,9 @@ def markdown(
         columns = layout.columns(key)
         twice = sum(key == other for other, _ in tables) > 1  # a task that was trained for longer, too
         length = f", {_count(own[0].epochs, 'epoch')}" if twice else ""
+        shared, others = _settings(own)
         lines += [f"### {titles[key]}{length}", "", layout.caption(titles[key], own) + ".", ""]
+        lines += [f"All rows: {shared}.", ""] if shared else []
         lines += ["| " + " | ".join(column for column, _ in columns) + " |"]
         lines += ["| --- |" + " ---: |" * (len(columns) - 1)]
         lines += ["| " + " | ".join(cell(line) for _, cell in columns) + " |" for line in own]
@@ -481,15 +592,28 @@ def markdown(
         for name, alt in layout.pictures(key):
             place = f"pictures/{page}/{name}"
             lines += [f"[![{alt}]({place})]({place})", ""] if name in pictures else []
-        notes = layout.notes(own)
-        if notes:
-            lines += [
-                '<details markdown="1"><summary>The rows, as specs</summary>',
-                "",
-                *(f"- {note}" for note in notes),
-            ]
-            lines += ["", "</details>", ""]
-    return "\n".join([*lines, source(record, commits)]) + "\n"
+        for what, notes in (("What rows differ in", others), ("The rows, as specs", layout.notes(own))):
+            if notes:
+                lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
+                lines += ["</details>", ""]
+    return "\n".join([*lines, *covered(opening), source(record, commits)]) + "\n"
+
+
+def covered(opening: Opening) -> list[str]:
+    """What became of the paper's tables and figures, as a list; nothing where the opening names none."""
+    told = [f"- {what}: {where}" for what, where in opening.covers]
+    return ["## The paper's tables and figures", "", *told, ""] if told else []
+
+
+def summed(claims: Sequence[Claim]) -> str:
+    """How many claims came to what: ``3 of 5 claims held, 1 did not, 1 is not resolved``."""
+    counts = {word: sum(claim.verdict() == word for claim in claims) for word in ("held", "not held", "not resolved")}
+    tested = sum(counts.values())
+    open_ = counts["not resolved"]
+    parts = [f"{counts['held']} of {_count(tested, 'claim')} held"]
+    parts += [f"{counts['not held']} did not"] if counts["not held"] else []
+    parts += [f"{open_} {'is' if open_ == 1 else 'are'} not resolved"] if open_ else []
+    return ", ".join(parts)
 
 
 def verdicts(claims: Sequence[Claim]) -> list[str]:
@@ -498,11 +622,14 @@ def verdicts(claims: Sequence[Claim]) -> list[str]:
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from."""
+    """Where figures come from: command, machine, commits, and the record's ``data`` if it names any, as
+    :func:`reproduce.data.about` does.
+    """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] for commit in commits)
-    return f"Command: `{record['command']}`, on {where}, commit {trained_at}."
+    data = f" Data: {record['data']}." if "data" in record else ""
+    return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}"
 
 
 def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:

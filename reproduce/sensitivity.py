@@ -2,18 +2,36 @@
 
 L-GreCo (Alimohammadi et al. 2022, arXiv 2210.17357) spends a budget of errors: norms of what one encoding loses of each
 layer's gradient. What one cares about is the loss. So the paper takes checkpoints of a run without compression, and
-from each does short runs, always with the same data, in which one layer alone is compressed. What that does to the loss
-is the other metric; it takes as long as training itself. The paper finds the two highly correlated (figure 11a), and
-plans made by either alike.
+from each does short runs (up to 50 steps), always with the same data, in which one layer alone is compressed. How far
+that takes the loss from the run in which nothing is compressed is the other metric; it takes as long as training
+itself. The paper finds the two highly correlated (figure 11a), and plans made by either alike.
 
-Here a small GPT reads bytes of WikiText-2, and one process trains it. For every family, every layer and every choice
-there is one short run per checkpoint; then both tables are correlated, and each makes a plan at the same reference.
+Here a small GPT is trained on bytes of WikiText-2 until it knows more than how often bytes occur. From there all
+arithmetic is float64: parameters, gradients and losses; only a codec sees a gradient in float32, as codecs do. Of every
+layer and choice the metric is |Δ|, the magnitude of the difference of the held-out loss after the short run. A loss
+that falls by compression is a change like any other: a budget of the sum of signed differences would have it for free.
 
-Run ``python -m reproduce.sensitivity`` (a quarter of an hour on two cores), ``--quick`` (seconds), ``--help``.
+What |Δ| is worth is measured, too, in three ways.
 
-Differences from the paper: the model is small, plain SGD is used (Adam divides a layer's gradient by its own size, and
-so does not feel that one is too short), and a run's loss is the mean over its steps, which is steadier than the last
-one's. The loss can fall by compression, by chance; in a plan such a choice counts as free.
+* **The floor.** Rounding one layer's gradients to float32 and nothing else changes the loss by about 10⁻¹⁰: a codec
+  that lost nothing at all would do that. Cells at or below their layer's floor are no effect of compression; they are
+  counted, and left out of the correlations. (A training run in float32 has a floor of 10⁻⁷ in its printed loss, which
+  is more than some choices do.)
+* **The metric against itself.** Every cell is measured twice, with other data in the short run, other held-out windows
+  and other random numbers in codecs. The rank correlation of the two tables says how much of |Δ| is the choice and
+  not the draw; nothing correlates with a metric better than that allows.
+* **Seeds.** Three models, from other parameters and with other data. What is said of a correlation is its mean over
+  them and the interval that Student's t gives.
+
+Everything is told with the head and without it, because the largest layer can make a correlation by itself.
+
+Run ``python -m reproduce.sensitivity`` (ten minutes on two idle cores), ``--quick`` (seconds), ``--help``.
+
+Differences from the paper: the model is small, and short runs take four steps, which float64 makes enough. They use
+plain SGD, whose steps are as long as the gradients are; from the last checkpoint they are done again with the AdamW
+that the model was trained with, which divides a layer's gradient by its usual size.
+
+Shapes: R repeats, L layers, C choices, B windows, S bytes of a window.
 """
 
 from __future__ import annotations
@@ -22,32 +40,39 @@ import copy
 import functools
 import json
 import math
+import multiprocessing
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import narrowband as nb
 from narrowband.adapt import ErrorTable, correlation, error_table, loss_table
 from narrowband.adapt.lgreco import solve
+from narrowband.bench.models import GPT, GPTConfig
 from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
-from reproduce.command import command_line, show
+from reproduce.command import QUICK_LIMIT, command_line, show
+from reproduce.data import Text, about, wikitext2
+from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Claim, Column, Layout, Opening, markdown, write_page
-from reproduce.tasks import Task, load
+from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.training import files_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
-__all__ = ["FAMILIES", "Options", "claims", "main", "measure"]
+__all__ = ["FAMILIES", "Options", "ShortRun", "Unit", "claims", "main", "measure"]
 
 #: Family → its reference, and the choices around it.
 FAMILIES = {
@@ -61,164 +86,228 @@ FAMILIES = {
 _HIGH = 0.7
 _ALIKE = 0.2
 
+_SHAPE = GPTConfig(vocab=256, dim=64, blocks=3, heads=4, sequence=64, batch=32)
+#: Training with AdamW: learning rate, the steps over which it rises, and the norm at which gradients are clipped.
+_LR, _RISING, _CLIP = 2e-3, 50, 1.0
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.01}
+_HEAD = "head.weight"
+_EXACT = "none"
+
 _MIN_NUMEL = 1024
-_QUICK_LIMIT = 20_000
-_QUICK_LAYERS = 4
+_QUICK_LAYERS, _QUICK_STEPS = 4, 4
+
+Optimizer = Literal["sgd", "adamw"]
 
 
 @dataclass(frozen=True)
 class Options:
     """Compare L-GreCo's errors with what compression does to the loss."""
 
-    checkpoints: tuple[int, ...] = (50, 400)
-    """Steps of plain training after which short runs begin."""
-    steps: int = 20
+    checkpoints: tuple[int, ...] = (200, 600)
+    """Steps of plain training, with AdamW, after which short runs begin."""
+    steps: int = 4
     """Of a short run."""
+    repeats: int = 2
+    """Short runs per layer and choice, each with its own data."""
     looks: int = 20
     """Gradients that are added up for the table of errors, as a handle does between two decisions."""
-    batch: int = 16
-    """Windows of 128 bytes per step."""
-    lr: float = 0.3
-    """Of SGD."""
+    batch: int = 8
+    """Windows of 64 bytes per step of a short run, and per look; training takes 32."""
+    heldout: int = 16
+    """Windows that the loss after a short run is of."""
+    lr: float = 1e-3
+    """Of SGD in short runs."""
+    adamw: bool = True
+    """Also short runs with the AdamW of training, from the last checkpoint; --no-adamw leaves them out."""
     families: tuple[str, ...] = tuple(FAMILIES)
     """Which; all when left out."""
-    seed: int = 0
-    """Of parameters, order of samples and rounding."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of parameters, data and rounding; a model for each."""
+    nodes: int = 2
+    """Models that are measured at a time."""
     data_dir: Path | None = None
     """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
     output: Path | None = None
     """Directory of the results; reproduce/results/sensitivity when left out."""
     resume: bool = True
-    """Take families that an earlier run with the same options finished; --no-resume measures them again."""
+    """Take what an earlier run with the same options finished; --no-resume measures it again."""
     quick: bool = False
-    """One checkpoint, two steps, four layers, little data: to see in seconds that everything works."""
+    """One model, one checkpoint, two steps, four layers, little data: to see in seconds that everything works."""
     markdown: Path | None = None
-    """Also write the table and claims to this file, for the documentation."""
+    """Also write the tables and claims to this file, for the documentation."""
 
     def __post_init__(self) -> None:
         for name in self.families:
             if name not in FAMILIES:
                 raise ValueError(f"there is no family {name!r}; there are: {', '.join(FAMILIES)}")
-        for name in ("steps", "looks", "batch"):
+        for name in ("steps", "looks", "batch", "heldout", "nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.repeats < 2:
+            raise ValueError(f"repeats={self.repeats} must be at least 2: the metric is compared with itself")
         if not self.checkpoints or list(self.checkpoints) != sorted(set(self.checkpoints)) or self.checkpoints[0] < 0:
             raise ValueError(f"checkpoints={self.checkpoints} must be steps, from 0 on, in ascending order")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds={self.seeds} must be whole numbers from 0 on, at least one, none twice")
         if not self.lr > 0:
             raise ValueError(f"lr={self.lr} must be above 0")
 
 
-#: Inputs and targets.
+@dataclass(frozen=True)
+class Unit:
+    """What one process measures: a model at a checkpoint, with one optimizer in short runs."""
+
+    seed: int
+    checkpoint: int
+    optimizer: Optimizer
+
+
+#: Inputs and targets, (B, S) each.
 Batch = tuple[Tensor, Tensor]
 
 
-class Trainer:
-    """A model at a checkpoint, and short runs from there, always with the same data.
+class ShortRun:
+    """Short runs from a checkpoint, always with the same data, in float64.
 
     Args:
-        task: of one process.
-        model: as it is at the checkpoint; it is left so.
-        batches: of a short run.
-        lr: of SGD.
+        model: as it is at the checkpoint, in float64; it is left so.
+        optimizer: makes one for the parameters of a copy of the model, as it is at the checkpoint.
+        batches: of a run.
+        heldout: that the loss after a run is of.
         seed: of codecs that draw random numbers.
+        clip: norm at which gradients are clipped, after compression; None: never.
     """
 
-    def __init__(self, task: Task, model: nn.Module, batches: Sequence[Batch], lr: float, seed: int) -> None:
-        self.task, self.model, self.batches, self.lr, self.seed = task, model, batches, lr, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        batches: Sequence[Batch],
+        heldout: Batch,
+        seed: int,
+        clip: float | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.batches, self.heldout = model, optimizer, batches, heldout
+        self.seed, self.clip = seed, clip
 
     def __call__(self, specs: Mapping[str, str]) -> float:
-        """The mean loss of a short run in which these layers (name → spec) are compressed."""
+        """The held-out loss after a run in which these layers (name → spec) are compressed."""
         model = copy.deepcopy(self.model)
+        optimizer = self.optimizer(model)
         codecs = {name: nb.codec(spec) for name, spec in specs.items()}
-        losses = []
         for step, (x, y) in enumerate(self.batches):
-            losses.append(_gradients(self.task, model, x, y))
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    assert p.grad is not None
-                    sent = codecs[name].roundtrip(p.grad, seed=self.seed + step) if name in codecs else p.grad
-                    p.sub_(sent, alpha=self.lr)
-        return math.fsum(losses) / len(losses)
+            _gradients(model, x, y)
+            for name, codec in codecs.items():
+                gradient = model.get_parameter(name).grad
+                assert gradient is not None
+                gradient.copy_(codec.roundtrip(gradient.float(), seed=self.seed + step))
+            if self.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            optimizer.step()
+        with torch.no_grad():
+            return _loss(model, *self.heldout).item()
 
 
-def _gradients(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> float:
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> float:
     model.zero_grad()
-    loss = task.loss(model(x), y)
+    loss = _loss(model, x, y)
     torch.autograd.backward(loss)
     return loss.item()
 
 
-def _stream(task: Task) -> Iterator[Batch]:
-    epoch = 0
-    while True:
-        yield from task.batches(epoch)
-        epoch += 1
+def _windows(text: Tensor, count: int, generator: torch.Generator) -> Batch:
+    """Windows of a text, drawn at random."""
+    length = _SHAPE.sequence
+    starts = torch.randint(0, text.numel() - length, (count,), generator=generator)
+    tokens = text[starts[:, None] + torch.arange(length + 1)].long()
+    return tokens[:, :-1], tokens[:, 1:]
 
 
-def measure(
-    options: Options, families: Sequence[str], on_run: Callable[[int, int], None] | None = None
-) -> list[dict[str, Any]]:
-    """One row per family and checkpoint.
+def _trained(text: Tensor, steps: int, seed: int) -> tuple[GPT, dict[str, Any]]:
+    """A model after so many steps of plain training, and the state of its optimizer."""
+    torch.manual_seed(seed)
+    model = GPT(_SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, **_ADAMW)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = _LR * min(1.0, (step + 1) / _RISING)
+        _gradients(model, *_windows(text, _SHAPE.batch, generator))
+        nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+        optimizer.step()
+    return model, optimizer.state_dict()
 
-    Rows hold ``family``, ``checkpoint``, ``layers``, ``choices``, ``errors`` and ``losses`` (layers × choices),
-    ``pearson``, ``spearman``, ``error_bytes`` and ``loss_bytes`` (of the plans that either metric makes),
-    ``reference_bytes``, ``same`` (the share of layers with the same choice in both), ``error_s`` and ``loss_s``.
 
-    Args:
-        families: names.
-        on_run: called with the number of short runs done, and of all.
+def _sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def _adamw(model: nn.Module, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW as it was at the checkpoint; its state becomes float64, as the parameters are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, **_ADAMW)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    return optimizer
+
+
+def measure(options: Options, unit: Unit) -> list[dict[str, Any]]:
+    """One row per family.
+
+    Rows hold the unit's fields, ``family``, ``loss`` (held-out, at the checkpoint), ``layers``, ``choices``, ``errors``
+    (L, C), ``differences`` (R, L, C: signed, of the loss), ``floors`` (L: what rounding to float32 does to the loss),
+    what :func:`_compared` makes of them, ``error_s`` and ``loss_s``.
     """
-    limit = _QUICK_LIMIT if options.quick else None
-    task = load(
-        "gpt", batch=options.batch, seed=options.seed, rank=0, world_size=1, directory=options.data_dir, limit=limit
-    )
-    torch.manual_seed(options.seed)
-    model = task.model()
+    text = _text(options)
+    trained, state = _trained(text.train, unit.checkpoint, unit.seed)
+    model = trained.double()
     layers = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() >= _MIN_NUMEL]
-    layers = layers[: _QUICK_LAYERS if options.quick else None]
-    of = len(options.checkpoints) * sum(1 + len(layers) * len(FAMILIES[family][1]) for family in families)
-    done, step, rows = 0, 0, []
-    stream = _stream(task)
-    for checkpoint in options.checkpoints:
-        while step < checkpoint:
-            _gradients(task, model, *next(stream))
-            with torch.no_grad():
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.sub_(p.grad, alpha=options.lr)
-            step += 1
-        sums = _looks(task, model, layers, [next(stream) for _ in range(options.looks)])
-        train = Trainer(task, model, [next(stream) for _ in range(options.steps)], options.lr, options.seed)
-
-        def counted(specs: Mapping[str, str], train: Trainer = train) -> float:
-            nonlocal done
-            loss = train(specs)
-            done += 1
-            if on_run is not None:
-                on_run(done, of)
-            return loss
-
-        for family in families:
-            reference, choices = FAMILIES[family]
-            begin = time.perf_counter()
-            table = error_table(sums, choices, seed=options.seed)
-            error_s = time.perf_counter() - begin
-            begin = time.perf_counter()
-            losses = loss_table(counted, layers, choices)
-            rows.append(
-                {"family": family, "checkpoint": checkpoint, "layers": layers, "choices": list(choices)}
-                | {"errors": table.errors.tolist(), "losses": losses.tolist()}
-                | _compared(table, losses, reference)
-                | {"error_s": error_s, "loss_s": time.perf_counter() - begin}
-            )
+    layers = layers[-_QUICK_LAYERS if options.quick else None :]
+    generator = torch.Generator().manual_seed(1_000 + unit.seed)
+    draw = functools.partial(_windows, generator=generator)
+    sums = _looks(model, layers, [draw(text.train, options.batch) for _ in range(options.looks)])
+    make = functools.partial(_sgd, lr=options.lr) if unit.optimizer == "sgd" else functools.partial(_adamw, state=state)
+    runs = []
+    for repeat in range(options.repeats):
+        batches = [draw(text.train, options.batch) for _ in range(options.steps)]
+        heldout = draw(text.heldout, options.heldout)
+        seed = (unit.seed * options.repeats + repeat) * options.steps
+        runs.append(ShortRun(model, make, batches, heldout, seed, _CLIP if unit.optimizer == "adamw" else None))
+    floors = np.mean([np.abs(loss_table(run, layers, [_EXACT])[:, 0]) for run in runs], axis=0)
+    with torch.no_grad():
+        loss = statistics.mean(_loss(model, *run.heldout).item() for run in runs)
+    rows = []
+    for family in options.families:
+        reference, choices = FAMILIES[family]
+        error_table(sums, choices)  # compiles what it needs
+        begin = time.perf_counter()
+        table = error_table(sums, choices, seed=unit.seed)
+        error_s = time.perf_counter() - begin
+        begin = time.perf_counter()
+        differences = np.stack([loss_table(run, layers, choices) for run in runs])
+        loss_s = time.perf_counter() - begin
+        rows.append(
+            asdict(unit)
+            | {"family": family, "loss": loss, "layers": layers, "choices": list(choices)}
+            | {"errors": table.errors.tolist(), "differences": differences.tolist(), "floors": floors.tolist()}
+            | _compared(table, differences, floors, reference)
+            | {"error_s": error_s, "loss_s": loss_s}
+        )
     return rows
 
 
-def _looks(task: Task, model: nn.Module, layers: Sequence[str], batches: Sequence[Batch]) -> dict[str, Tensor]:
+def _text(options: Options) -> Text:
+    text = wikitext2(options.data_dir)
+    limit = QUICK_LIMIT["gpt"] if options.quick else None
+    return replace(text, train=text.train[:limit], heldout=text.heldout[:limit])
+
+
+def _looks(model: nn.Module, layers: Sequence[str], batches: Sequence[Batch]) -> dict[str, Tensor]:
     """Gradients at a checkpoint, added up."""
     sums = {name: torch.zeros_like(model.get_parameter(name)) for name in layers}
     for x, y in batches:
-        _gradients(task, model, x, y)
+        _gradients(model, x, y)
         for name in layers:
             gradient = model.get_parameter(name).grad
             assert gradient is not None
@@ -226,15 +315,37 @@ def _looks(task: Task, model: nn.Module, layers: Sequence[str], batches: Sequenc
     return sums
 
 
-def _compared(table: ErrorTable, losses: np.ndarray, reference: str) -> dict[str, Any]:
-    """What the two metrics have to do with each other, and the plans that they make at a reference's."""
+def _compared(
+    table: ErrorTable, differences: NDArray[np.float64], floors: NDArray[np.float64], reference: str
+) -> dict[str, Any]:
+    """What the two metrics have to do with each other, and the plans that they make at a reference's.
+
+    * ``resolved``: the share of cells that are above their layer's floor. Correlations are over these: ``pearson`` and
+      ``spearman``; the same without the head (``…_rest``); and ``itself``, the rank correlation of the first repeat's
+      |Δ| with the second's;
+    * ``middle`` and ``floor``: medians of |Δ| and of the floors; ``falls``: the share of differences below zero;
+    * ``error_bytes`` and ``loss_bytes``: of the plans that either metric makes; ``reference_bytes``: of the uniform
+      setting; ``same``: the share of layers with the same choice in both plans.
+    """
+    magnitudes = np.abs(differences)  # R, L, C
+    losses = magnitudes.mean(0)
+    above = losses > floors[:, None]
+    rest = above & np.array([name != _HEAD for name in table.layers])[:, None]
     uniform = table.column(reference)
-    pearson, spearman = correlation(table.errors, losses)
-    plans = [_plan(table.sizes, metric, uniform) for metric in (table.errors, losses.clip(min=0.0))]
+    plans = [_plan(table.sizes, metric, uniform) for metric in (table.errors, losses)]
     by_error, by_loss = (_nbytes(table.sizes, plan) for plan in plans)
+    pearson, spearman = correlation(table.errors[above], losses[above])
+    pearson_rest, spearman_rest = correlation(table.errors[rest], losses[rest])
     return {
         "pearson": pearson,
+        "pearson_rest": pearson_rest,
         "spearman": spearman,
+        "spearman_rest": spearman_rest,
+        "itself": correlation(magnitudes[0][above], magnitudes[1][above])[1],
+        "resolved": float(above.mean()),
+        "middle": float(np.median(losses)),
+        "floor": float(np.median(floors)),
+        "falls": float((differences < 0).mean()),
         "error_bytes": by_error,
         "loss_bytes": by_loss,
         "reference_bytes": float(table.sizes[:, uniform].sum()),
@@ -242,138 +353,329 @@ def _compared(table: ErrorTable, losses: np.ndarray, reference: str) -> dict[str
     }
 
 
-def _plan(sizes: np.ndarray, metric: np.ndarray, uniform: int) -> np.ndarray:
+def _plan(sizes: NDArray[np.float64], metric: NDArray[np.float64], uniform: int) -> NDArray[np.intp]:
     """The choice of every layer: no more of the metric than uniform's, and no more bytes."""
     chosen = solve(sizes, metric, math.fsum(metric[:, uniform]))
     everywhere = np.full_like(chosen, uniform)
     return min(chosen, everywhere, key=functools.partial(_nbytes, sizes))
 
 
-def _nbytes(sizes: np.ndarray, plan: np.ndarray) -> float:
+def _nbytes(sizes: NDArray[np.float64], plan: NDArray[np.intp]) -> float:
     return float(sizes[np.arange(len(plan)), plan].sum())
+
+
+# ---- what rows of several seeds come to ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and half of its interval at 95 % (Student's t); no margin of a single seed."""
+
+    mean: float
+    margin: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Of one value per seed."""
+        n = len(values)
+        margin = student(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+        return cls(statistics.mean(values), margin)
+
+    def at_least(self, bound: float) -> bool | None:
+        """Whether all of the interval is from the bound on; None where the bound is inside, or there is no margin."""
+        if self.margin is None:
+            return None
+        return True if self.mean - self.margin >= bound else False if self.mean + self.margin < bound else None
+
+    def within(self, bound: float) -> bool | None:
+        """Whether all of the interval is between −bound and bound; None where an end is inside, or without a margin."""
+        if self.margin is None:
+            return None
+        far = abs(self.mean)
+        return True if far + self.margin <= bound else False if far - self.margin > bound else None
+
+    def text(self, form: str = ".2f") -> str:
+        """The mean and its margin, in this format."""
+        return format(self.mean, form) + ("" if self.margin is None else f" ± {format(self.margin, form)}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Rows that differ in their seeds alone: a family at a checkpoint, with one optimizer in short runs."""
+
+    family: str
+    checkpoint: int
+    optimizer: Optimizer
+    rows: tuple[Mapping[str, Any], ...]
+    #: Whether a table says what its lines were measured with.
+    told: bool = True
+
+    def over_seeds(self, key: str) -> Interval:
+        """Of a number in every row."""
+        return Interval.of([float(row[key]) for row in self.rows])
+
+    def mean(self, key: str) -> float:
+        """Over seeds."""
+        return self.over_seeds(key).mean
+
+    def fewer(self, plan: str) -> Interval:
+        """How many times fewer bytes than uniform's a plan sends: ``error`` or ``loss``."""
+        return Interval.of([row["reference_bytes"] / row[f"{plan}_bytes"] for row in self.rows])
+
+    def apart(self) -> Interval:
+        """What the plan by the loss sends more than the plan by the error, as a share."""
+        return Interval.of([row["loss_bytes"] / row["error_bytes"] - 1.0 for row in self.rows])
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it was measured with, in words."""
+        if not self.told:
+            return {}
+        row = self.rows[0]
+        betas = f"β₁ {_ADAMW['betas'][0]:g}, β₂ {_ADAMW['betas'][1]:g}"
+        step = {
+            "sgd": f"SGD, learning rate {row['lr']:g}, no momentum, no clipping",
+            "adamw": "AdamW as in training, with its state at the checkpoint",
+        }
+        return {
+            "model": f"GPT with {_SHAPE.blocks} blocks of width {_SHAPE.dim}, {_SHAPE.heads} heads",
+            "training": f"AdamW, {betas}, learning rate {_LR:g}, which it rises to over {_RISING} steps, weight decay "
+            f"{_ADAMW['weight_decay']:g}, gradients clipped at norm {_CLIP:g}, {_SHAPE.batch} windows of "
+            f"{_SHAPE.sequence} bytes",
+            "short runs": f"{row['steps']} steps in float64, {row['batch']} windows; {row['repeats']} per layer and "
+            f"choice; judged by {row['heldout']} held-out windows",
+            "their optimizer": step[self.optimizer],
+            "errors": f"of the sum of {row['looks']} gradients, {row['batch']} windows each",
+            "data": str(row["data"]),
+        }
+
+    @property
+    def name(self) -> str:
+        """What it is called where lines differ."""
+        return f"{self.family}, {self.run}"
+
+    @property
+    def run(self) -> str:
+        """Where short runs began and what took their steps."""
+        return f"{self.checkpoint}, {_NAMES[self.optimizer]}"
+
+
+_NAMES = {"sgd": "SGD", "adamw": "AdamW"}
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Rows put together: by optimizer, checkpoint and family."""
+    together: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    order = list(_NAMES), list(FAMILIES)
+    for row in sorted(
+        rows,
+        key=lambda row: (
+            order[0].index(row["optimizer"]), row["checkpoint"], order[1].index(row["family"]), row["seed"],
+        ),
+    ):  # fmt: skip
+        together.setdefault((row["optimizer"], row["checkpoint"], row["family"]), []).append(row)
+    return [
+        Line(family, checkpoint, "sgd" if optimizer == "sgd" else "adamw", tuple(own))
+        for (optimizer, checkpoint, family), own in together.items()
+    ]
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
     """What the paper says, by these rows."""
-    said = []
-    for family in dict.fromkeys(row["family"] for row in rows):
-        own = [row for row in rows if row["family"] == family]
+    lines, said = lines_of(rows), []
+    for optimizer, family in dict.fromkeys((line.optimizer, line.family) for line in lines):
+        own = [line for line in lines if (line.optimizer, line.family) == (optimizer, family)]
+        where = f"{family}, short runs with {_NAMES[optimizer]}"
         said.append(
-            Claim(
-                f"{family}: errors and losses are highly correlated (rank correlation at least {_HIGH:g})",
-                all(row["spearman"] >= _HIGH for row in own),
-                "; ".join(f"{row['spearman']:.2f} after {row['checkpoint']} steps" for row in own),
+            claimed(
+                f"{where}: errors and changes of the loss are highly correlated (rank correlation at least {_HIGH:g}, "
+                "with the head and without it)",
+                every(_correlated(line) for line in own),
             )
         )
-        said.append(
-            Claim(
-                f"{family}: plans by either send as much (within {_ALIKE:.0%})",
-                all(abs(row["error_bytes"] - row["loss_bytes"]) <= _ALIKE * row["error_bytes"] for row in own),
-                "; ".join(
-                    f"{row['reference_bytes'] / row['error_bytes']:.2f} and "
-                    f"{row['reference_bytes'] / row['loss_bytes']:.2f} times less than uniform after "
-                    f"{row['checkpoint']} steps"
-                    for row in own
-                ),
-            )
-        )
+        said.append(claimed(f"{where}: plans by either send as much (within {_ALIKE:.0%})", every(map(_alike, own))))
     return said
+
+
+def _correlated(line: Line) -> Finding:
+    all_of_them, rest = line.over_seeds("spearman"), line.over_seeds("spearman_rest")
+    figures = f"{all_of_them.text()}, without the head {rest.text()} after {line.checkpoint} steps"
+    return Finding(all_of_them.at_least(_HIGH), (figures,)) & Finding(rest.at_least(_HIGH))
+
+
+def _alike(line: Line) -> Finding:
+    by_error, by_loss = line.fewer("error").text(), line.fewer("loss").text()
+    figures = f"{by_error} and {by_loss} times less than uniform after {line.checkpoint} steps"
+    return Finding(line.apart().within(_ALIKE), (figures,))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
-#: A heading, and what the column says of a row.
-_COLUMNS: tuple[Column, ...] = (
-    ("family", lambda row: row["family"]),
-    ("after", lambda row: f"{row['checkpoint']} steps"),
-    ("Pearson", lambda row: f"{row['pearson']:.2f}"),
-    ("of ranks", lambda row: f"{row['spearman']:.2f}"),
-    ("uniform", lambda row: format_bytes(row["reference_bytes"])),
-    ("by error", lambda row: format_bytes(row["error_bytes"])),
-    ("by loss", lambda row: format_bytes(row["loss_bytes"])),
-    ("same choice", lambda row: f"{row['same']:.0%}"),
-    ("error takes", lambda row: format_seconds(row["error_s"])),
-    ("loss takes", lambda row: format_seconds(row["loss_s"])),
-)
+#: Table → its columns: a heading, and what it says of a line.
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "correlations": (
+        ("family", lambda line: line.family),
+        ("run", lambda line: line.run),
+        ("of ranks", lambda line: line.over_seeds("spearman").text()),
+        ("no head", lambda line: line.over_seeds("spearman_rest").text()),
+        ("Pearson", lambda line: line.over_seeds("pearson").text()),
+        ("no head", lambda line: line.over_seeds("pearson_rest").text()),
+    ),
+    "metric": (
+        ("family", lambda line: line.family),
+        ("run", lambda line: line.run),
+        ("itself", lambda line: line.over_seeds("itself").text()),
+        ("above floor", lambda line: f"{line.mean('resolved'):.0%}"),
+        ("median |Δ|", lambda line: f"{line.mean('middle'):.1e}"),
+        ("floor", lambda line: f"{line.mean('floor'):.1e}"),
+        ("falls", lambda line: f"{line.mean('falls'):.0%}"),
+    ),
+    "plans": (
+        ("family", lambda line: line.family),
+        ("run", lambda line: line.run),
+        ("uniform", lambda line: format_bytes(line.mean("reference_bytes"))),
+        ("by error", lambda line: f"{line.fewer('error').text()}×"),
+        ("by loss", lambda line: f"{line.fewer('loss').text()}×"),
+        ("same", lambda line: f"{line.mean('same'):.0%}"),
+        ("error takes", lambda line: format_seconds(line.mean("error_s"))),
+        ("loss takes", lambda line: format_seconds(line.mean("loss_s"))),
+    ),
+}
 
 _LEGEND = (
-    "Correlation between the error of a layer's gradient and what compressing that layer alone does to the loss, over "
-    "all layers and choices; then the bytes of all payloads in a uniform setting, and in plans that keep the sum of "
-    "either metric, and how many layers have the same choice in both."
+    "Run: steps of training, and what takes the steps of short runs. |Δ|: how far compressing one layer alone takes "
+    "the held-out loss after a short run, in nats per byte; the mean over repeats. Correlations are between it and the "
+    "error of the layer's gradient, over all layers and choices; no head: without the last layer. Itself: the rank "
+    "correlation of |Δ| with that of other data and draws. Floor: what rounding a layer's gradients to float32 makes, "
+    "the median over layers; above floor: the share of layers and choices where |Δ| is more than the layer's floor, "
+    "which correlations are over. Falls: the share where compression lowers the loss. Uniform: bytes of all payloads; "
+    "by error, by loss: how many times fewer plans send that keep the sum of either metric; same: the share of layers "
+    "with one choice in both. Takes: seconds for the table of a metric. Means over seeds, ± half of the interval at "
+    "95 % (Student's t)."
 )
+
+
+def _caption(title: str, lines: Sequence[Line]) -> str:
+    first = lines[0].rows[0]
+    losses = "; ".join(
+        f"after {checkpoint} steps {mean:.2f}"
+        for checkpoint, mean in {line.checkpoint: line.mean("loss") for line in lines}.items()
+    )
+    return (
+        f"{title}, {len(first['layers'])} layers of a GPT, {_SHAPE.numel():,} parameters, seeds "
+        f"{', '.join(str(row['seed']) for row in lines[0].rows)}; held-out loss {losses} (nats per byte)"
+    )
+
+
+def _specs(lines: Sequence[Line]) -> list[str]:
+    if not lines[0].told:
+        return []
+    listed = {line.family: line.rows[0]["choices"] for line in lines}
+    return [f"{family}: {', '.join(f'`{spec}`' for spec in choices)}" for family, choices in listed.items()]
+
+
+def _tables(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
+    """Settings and choices stand once, with the first table."""
+    return [(key, [replace(line, told=not at) for line in lines]) for at, key in enumerate(_COLUMNS)]
+
 
 _LAYOUT = Layout(
-    tables=lambda rows: [("gpt", list(rows))],
-    columns=lambda _: _COLUMNS,
+    tables=_tables,
+    columns=_COLUMNS.__getitem__,
     legend=_LEGEND,
-    caption=lambda title, rows: f"{title}; layers: {len(rows[0]['layers'])}",
-    notes=lambda rows: [f"{family}: {', '.join(f'`{spec}`' for spec in choices)}" for family, choices in _listed(rows)],
+    caption=_caption,
+    notes=_specs,
 )
-_TITLES = {"gpt": "WikiText-2 as bytes, GPT, one process"}
-
-
-def _listed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Families and their choices."""
-    return list({row["family"]: row["choices"] for row in rows}.items())
-
+_TITLES = {
+    "correlations": "Errors against changes of the loss",
+    "metric": "What changes of the loss are worth",
+    "plans": "Plans by either",
+}
 
 _PAPER = "Alimohammadi et al. 2022, L-GreCo (arXiv 2210.17357), section 5.4"
 
 
-def _last(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each family the row after most steps."""
-    return list({row["family"]: row for row in sorted(rows, key=lambda row: int(row["checkpoint"]))}.values())
+def _last(lines: Sequence[Line]) -> list[Line]:
+    """Those from the last checkpoint."""
+    last = max(line.checkpoint for line in lines)
+    return [line for line in lines if line.checkpoint == last]
 
 
-def _found(rows: Sequence[Mapping[str, Any]]) -> str:
-    own = _last(rows)
-    told = "; ".join(
-        f"{row['family']} {row['reference_bytes'] / row['error_bytes']:.2f} and "
-        f"{row['reference_bytes'] / row['loss_bytes']:.2f} times"
-        for row in own
+def _found(lines: Sequence[Line]) -> str:
+    own = _last(lines)
+    told = []
+    for optimizer in dict.fromkeys(line.optimizer for line in own):
+        correlations = ", ".join(
+            f"{line.mean('spearman'):.2f} for {line.family} (without the head {line.mean('spearman_rest'):.2f}; the "
+            f"metric with itself {line.mean('itself'):.2f})"
+            for line in own
+            if line.optimizer == optimizer
+        )
+        told.append(f"in short runs with {_NAMES[optimizer]} {correlations}")
+    plans = ", ".join(
+        f"{line.fewer('error').mean:.2f} and {line.fewer('loss').mean:.2f} for {line.family}"
+        for line in own
+        if line.optimizer == own[0].optimizer
     )
-    correlations = "; ".join(f"{row['spearman']:.2f}" for row in own)
-    slowest = max(own, key=lambda row: float(row["loss_s"]))
+    slowest = max(own, key=lambda line: line.mean("loss_s"))
     return (
-        f"After {own[0]['checkpoint']} steps of training, plans by errors and by losses send this many times less than "
-        f"a uniform setting: {told}. The rank correlations of errors and losses are {correlations}. A table of losses "
-        f"takes up to {format_seconds(slowest['loss_s'])}, one of errors {format_seconds(slowest['error_s'])}."
+        f"after {own[0].checkpoint} steps of training the rank correlations of errors and changes of the loss are "
+        f"{'; '.join(told)}; with {_NAMES[own[0].optimizer]}, plans by errors and by losses send {plans} times less "
+        f"than a uniform setting; a table of losses takes up to {format_seconds(slowest.mean('loss_s'))}, one of "
+        f"errors {format_seconds(slowest.mean('error_s'))}."
     )
 
 
-def _panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    own = _last(rows)
-    fewer, takes = [], []
-    for row in own:
-        for metric in ("error", "loss"):
-            label, strong = f"{row['family']}, by {metric}", metric == "error"
-            times, seconds = row["reference_bytes"] / row[f"{metric}_bytes"], row[f"{metric}_s"]
-            fewer.append(Bar(label, times, f"{times:.2f}×", strong))
-            takes.append(Bar(label, seconds, format_seconds(seconds), strong))
+def _panels(lines: Sequence[Line]) -> list[Panel]:
+    own = _last(lines)
+    correlations = [
+        Bar(f"{line.family}, {_NAMES[line.optimizer]}", max(0.0, line.mean("spearman")), f"{line.mean('spearman'):.2f}",
+            line.optimizer == "sgd")
+        for line in own
+    ]  # fmt: skip
+    fewer = []
+    for line in own:
+        if line.optimizer == own[0].optimizer:
+            for metric in ("error", "loss"):
+                times = line.fewer(metric).mean
+                fewer.append(Bar(f"{line.family}, by {metric}", times, f"{times:.2f}×", metric == "error"))
     return [
-        Panel("Times fewer bytes", "than the uniform setting", fewer),
-        Panel("What the table takes", "shorter is better", takes),
+        Panel("Rank correlation", "of errors and changes of the loss", correlations),
+        Panel("Times fewer bytes", f"than uniform; {_NAMES[own[0].optimizer]}", fewer),
     ]
 
 
 _OPENING = Opening(
     title="Errors against losses",
-    says="L-GreCo budgets the error of every layer's gradient. What matters is the loss; the paper says that both are "
-    "highly correlated, and that plans made by either send as much.",
+    says="L-GreCo budgets the error of every layer's gradient, where what matters is the loss: the paper says that "
+    "both are highly correlated, and that plans made by either send as much.",
     ran="A small GPT on bytes of WikiText-2: one layer at a time is compressed in short runs that begin at the same "
-    "checkpoint, for three families of codecs, and the change of the loss is compared with the error of the gradient.",
+    "checkpoint, for three families of codecs, and the magnitude by which that changes the held-out loss, in float64, "
+    "is compared with the error of the gradient.",
     found=_found,
     panels=_panels,
+    covers=(
+        (
+            "figure 11a, values of both metrics",
+            "the first table, of another model; what they are worth is in the second",
+        ),
+        (
+            "section 5.4, parameters and ratios by either metric",
+            "the third table; nothing was trained with these plans",
+        ),
+        ("all other tables and figures", "on [L-GreCo's page](lgreco.md)"),
+    ),
 )
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of a record: what is in ``summary.json``."""
     rows = record["rows"]
+    lines = lines_of(rows)
     write_page(
         path,
         lambda pictures: markdown(
-            rows,
+            lines,
             _TITLES,
             [Claim(**claim) for claim in record["claims"]],
             _LAYOUT,
@@ -384,7 +686,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
             record=dict(record),
             commits=sorted({str(row["commit"]) for row in rows}),
         ),
-        rows,
+        lines,
         _OPENING,
     )
 
@@ -396,25 +698,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         Options,
         _run,
         argv,
-        stopped="Families that were finished are kept: the same command goes on from there.",
+        stopped="Models that were measured are kept: the same command goes on from there.",
     )
 
 
-def _show(progress: Progress, bar: TaskID, done: int, of: int) -> None:
-    progress.update(bar, completed=done, total=of)
+def units_of(options: Options) -> list[Unit]:
+    """What has to be measured, the longest first."""
+    last, all_of_them = options.checkpoints[-1], sorted(options.checkpoints, reverse=True)
+    return [
+        *(Unit(seed, last, "adamw") for seed in options.seeds if options.adamw),
+        *(Unit(seed, checkpoint, "sgd") for checkpoint in all_of_them for seed in options.seeds),
+    ]
+
+
+def _measured(options: Options, units: Sequence[Unit]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of one unit after the other, as they are finished; so many processes at a time as the options say."""
+    if min(options.nodes, len(units)) <= 1:
+        for unit in units:
+            yield measure(options, unit)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.nodes, context, torch.set_num_threads, (1,)) as pool:
+        for done in as_completed([pool.submit(measure, options, unit) for unit in units]):
+            yield done.result()
 
 
 def _run(options: Options, command: list[str], console: Console) -> None:
     from rich.progress import Progress
 
     if options.quick:
-        options = replace(options, checkpoints=options.checkpoints[:1], steps=2, looks=2)
-    record = provenance(options.seed, command)
+        options = replace(options, checkpoints=(_QUICK_STEPS,), seeds=options.seeds[:1], steps=2, looks=2, adamw=False)
+    record = provenance(options.seeds[0], command)
     written = (options.output or Path(__file__).parent / "results" / "sensitivity") / "summary.json"
     config = {
         key: value
         for key, value in asdict(options).items()
-        if key not in ("data_dir", "families", "markdown", "output", "resume")
+        if key not in ("data_dir", "markdown", "nodes", "output", "resume", "seeds")
     }
     config = json.loads(json.dumps(config))
     there: list[dict[str, Any]] = []
@@ -422,19 +741,21 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         earlier = read_json(written, ("config", "rows"))
         if earlier["config"] == config:
             there = earlier["rows"]
+    finished = {Unit(row["seed"], row["checkpoint"], row["optimizer"]) for row in there}
+    units = units_of(options)
+    settings = {name: getattr(options, name) for name in ("steps", "batch", "lr", "repeats", "heldout", "looks")}
+    settings["data"] = about(files_of("gpt"), options.data_dir)
     with Progress(console=console, transient=True) as progress:
-        for family in options.families:
-            if any(row["family"] == family for row in there):
-                continue
-            bar = progress.add_task(f"{family}: short runs", total=None)
-            rows = measure(options, [family], functools.partial(_show, progress, bar))
-            progress.remove_task(bar)
-            there += [row | {"commit": record["commit"]} for row in rows]
+        bar = progress.add_task("models measured", total=len(units), completed=len(finished.intersection(units)))
+        for rows in _measured(options, [unit for unit in units if unit not in finished]):
+            there += [row | settings | {"commit": record["commit"]} for row in rows]
             write_json(written, record | {"config": config, "rows": there})
-    rows = [row for family in options.families for row in there if row["family"] == family]
-    said = [] if options.quick else claims(rows)
-    show(console, rows, _TITLES, said, _LAYOUT)
-    whole = record | {"config": config, "claims": [asdict(claim) for claim in said], "rows": rows}
+            progress.advance(bar)
+    lines = lines_of([row for row in there if Unit(row["seed"], row["checkpoint"], row["optimizer"]) in units])
+    wanted = [row for line in lines for row in line.rows]
+    said = [] if options.quick else claims(wanted)
+    show(console, lines, _TITLES, said, _LAYOUT)
+    whole = record | {"config": config, "claims": [asdict(claim) for claim in said], "rows": wanted}
     write_json(written, whole | {"rows": there})
     if options.markdown is not None:
         page(whole, options.markdown)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from narrowband.bench.models import GPT, GPTConfig, ViT
 from reproduce.data import Images, Text, cifar10, tiny_shakespeare, wikitext2
 from reproduce.models import CharLSTM, ResNet
+from reproduce.pretrained import PRETRAINING, pretrained
 
 __all__ = ["TASKS", "Task", "augmented", "load", "own_part", "window_starts"]
 
@@ -44,7 +46,7 @@ _CHARACTERS = 64
 _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
 
 #: DeiT-Ti's three heads over 65 tokens, four times narrower and with five of its twelve blocks.
-_VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
+VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
 
 #: Generators of several purposes are kept apart by the place of their purpose in the seed.
 _ORDER, _AUGMENTATION = 0, 1
@@ -96,6 +98,11 @@ class Task(ABC):
         to be cut.
         """
         return ()
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether a new model has learned something already."""
+        return False
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -192,7 +199,7 @@ class Patches(Classification):
     name = "vit"
 
     def model(self) -> nn.Module:
-        return ViT(**_VIT, fused=False)
+        return ViT(**VIT, fused=False)
 
 
 class Language(Task):
@@ -263,7 +270,24 @@ class Wikitext(Language):
         return GPT(_GPT)
 
 
-TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Wikitext, Patches)
+class Tuned(Wikitext):
+    """The same with a GPT that has read bytes of tiny shakespeare before; :mod:`reproduce.pretrained` says how."""
+
+    name = "tuned"
+
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int, text: Text, before: Text) -> None:
+        super().__init__(batch, seed, rank, world_size, text)
+        self.before = before
+
+    @property
+    def pretrained(self) -> bool:
+        return True
+
+    def model(self) -> nn.Module:
+        return pretrained(Wikitext(PRETRAINING.batch, self.seed, 0, 1, self.before), self.before.digest)
+
+
+TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Wikitext, Tuned, Patches)
 
 
 def load(
@@ -281,7 +305,8 @@ def load(
 
     Args:
         directory: the data folder, see :mod:`reproduce.data`.
-        limit: use no more than so many samples (images or characters) to train with and as many to judge by.
+        limit: use no more than so many samples (images or characters) to train with and as many to judge by; of each
+            text where there are two.
         depth: of the ResNet.
     """
     if name in ("cifar", "vit"):
@@ -296,14 +321,19 @@ def load(
         if name == "vit":
             return Patches(batch, seed, rank, world_size, images)
         return Cifar(batch, seed, rank, world_size, images, depth)
-    sets = {"lstm": (Shakespeare, tiny_shakespeare), "gpt": (Wikitext, wikitext2)}
-    if name not in sets:
+    if name == "lstm":
+        return Shakespeare(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory), limit))
+    if name not in ("gpt", "tuned"):
         raise ValueError(f"there is no task {name!r}; there are: {', '.join(task.name for task in TASKS)}")
-    kind, read = sets[name]
-    text = read(directory)
-    return kind(
-        batch, seed, rank, world_size, Text(text.train[:limit], text.heldout[:limit], text.vocabulary, text.digest)
-    )
+    text = _limited(wikitext2(directory), limit)
+    if name == "gpt":
+        return Wikitext(batch, seed, rank, world_size, text)
+    before = _limited(tiny_shakespeare(directory, as_bytes=True), limit)
+    return Tuned(batch, seed, rank, world_size, text, before)
+
+
+def _limited(text: Text, limit: int | None) -> Text:
+    return replace(text, train=text.train[:limit], heldout=text.heldout[:limit])
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -39,16 +39,19 @@ from narrowband.lab import LabConfig
 from narrowband.pipeline import Channel
 from narrowband.report.record import commit, read_json, versions, write_json
 from reproduce.activations import Activations, read_policy
-from reproduce.data import locate
+from reproduce.data import about, locate
 from reproduce.tasks import Task, load
 
-__all__ = ["Row", "files_of", "key", "recorded", "resolved", "run"]
+__all__ = ["BETA2", "DROPS", "WARM_UP", "Row", "files_of", "key", "recorded", "resolved", "run"]
 
 #: Share of steps over which the learning rate rises; then it falls.
-_WARM_UP = 0.05
+WARM_UP = 0.05
 
 #: Shares of steps after which a schedule of steps divides the learning rate by ten.
-_DROPS = (0.5, 0.8)
+DROPS = (0.5, 0.8)
+
+#: AdamW's second beta.
+BETA2 = 0.999
 
 #: Points per epoch of the curve of training losses, and steps between two words to the parent.
 _CURVE_POINTS = 10
@@ -59,8 +62,13 @@ _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
     "lstm": ("tinyshakespeare/input.txt",),
     "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
+    "tuned": ("wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"),
     "vit": ("cifar10/train.parquet", "cifar10/test.parquet"),
 }
+
+
+#: How a learning rate falls.
+Schedule: TypeAlias = Literal["cosine", "steps", "half-cosine"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Row:
     """One training run.
 
     Attributes:
-        task: cifar, lstm, gpt or vit.
+        task: cifar, lstm, gpt, tuned or vit.
         name: what the row is called in tables.
         spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps of ``warmup_epochs``.
         seed: of parameters, order of samples and codecs.
@@ -89,14 +97,20 @@ class Row:
         policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
             empty: nothing.
         high: for Accordion, the spec of much compression.
+        choices: for L-GreCo and k-means, the specs that layers may get, with spaces between; empty: those around
+            ``spec`` that the paper searches.
+        delay: share of the steps before compression begins, in which everything travels uncompressed; the policy
+            decides first at their end. Needs a policy; ``uniform`` is one.
         plan: what layers have from the first step on, as JSON: layer → spec; empty: what the row says of all.
-        schedule: how the learning rate falls: along a cosine to zero, or to a tenth after half of the steps and again
-            after four fifths.
+        schedule: how the learning rate falls: after a rise along a cosine to zero, or to a tenth after half of the
+            steps and again after four fifths; or from the first step on along a cosine that takes twice as long as
+            training, to half of its peak.
         forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
         backward: the same for their gradients.
         activations: what backward keeps of activations: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
             nobody looks.
         trace: whether the result has how the policy's estimates of ranges went.
+        amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
     """
 
     task: str
@@ -118,17 +132,24 @@ class Row:
     limit: int | None = None
     policy: str = ""
     high: str = ""
+    choices: str = ""
+    delay: float = 0.0
     plan: str = ""
-    schedule: Literal["cosine", "steps"] = "cosine"
+    schedule: Schedule = "cosine"
     forward: str = ""
     backward: str = ""
     activations: str = ""
     trace: bool = False
+    amp: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
             raise ValueError(f"task={self.task!r} is none of {', '.join(_FILES)}")
-        policy_of(self, 1)
+        policy_of(self, 1, 1)
+        if not 0 <= self.delay < 1:
+            raise ValueError(f"delay={self.delay} is not in [0, 1): it is a share of the steps")
+        if self.delay and not self.policy:
+            raise ValueError(f"delay={self.delay} needs a policy that begins then: uniform is one")
         for field in ("epochs", "batch"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
@@ -173,7 +194,8 @@ def run(
     resume: bool = True,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train every row and return what each came to, in the given order; see :func:`train` for what that holds.
+    """Train every row and return what each came to, in the given order: what :func:`train` says, and ``data``, which
+    says what the row read.
 
     Args:
         rows: trained in this order; those that one process trains alone last.
@@ -219,7 +241,8 @@ def run(
         if missing:
             place = Loopback(nodes) if rate is None else LabConfig(nodes=nodes, rate=rate)
             run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, place, note)
-    return [results[number] for number in range(len(rows))]
+    told = {name: about(files_of(name), data_dir) for name in {row.task for row in rows}}
+    return [results[number] | {"data": told[row.task]} for number, row in enumerate(rows)]
 
 
 def recorded(rows: Sequence[Row], directory: Path, *, nodes: int = 4, data_dir: Path | None = None) -> list[Row]:
@@ -239,20 +262,31 @@ def ranks_of(row: Row, nodes: int) -> int:
     return 1 if row.alone else nodes
 
 
-def policy_of(row: Row, every: int) -> nb.Policy | None:
+def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
     """What plans for the row every so many steps, if anything does.
 
+    Args:
+        row: to be trained.
+        every: steps between two decisions.
+        total: steps of training, of which the row's ``delay`` is a share.
+
     Raises:
-        ValueError: a policy that does not exist.
+        ValueError: a policy that does not exist, or one without the choices or the level that it needs.
     """
     if not row.policy:
         return None
+    choices = row.choices.split() or None
+    begins = round(row.delay * total)
     made: dict[str, Callable[[], nb.Policy]] = {
-        "lgreco": lambda: nb.LGreCo(row.spec, every=every),
-        "kmeans": lambda: nb.KMeans(row.spec, every=every),
-        "accordion": lambda: nb.Accordion(low=row.spec, high=row.high, every=every),
+        "uniform": lambda: nb.Constant(row.spec, warmup_steps=begins),
+        "lgreco": lambda: nb.LGreCo(row.spec, choices, every=every, warmup_steps=begins),
+        "kmeans": lambda: nb.KMeans(row.spec, choices, every=every, warmup_steps=begins),
+        "accordion": lambda: nb.Accordion(low=row.spec, high=row.high, every=every, warmup_steps=begins),
         "lgreco+accordion": lambda: nb.LGreCo(
-            nb.Accordion(low=row.spec, high=row.high, every=every), search_space(row.spec), every=every
+            nb.Accordion(low=row.spec, high=row.high, every=every, warmup_steps=begins),
+            choices or search_space(row.spec),
+            every=every,
+            warmup_steps=begins,
         ),
     }
     if row.policy not in made:
@@ -303,14 +337,17 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     What returns has the row's fields, and
 
     * ``metric`` (what it is), ``score`` (after the last epoch), ``scores`` (after each), None where it diverged;
+      ``score_before``: before the first, of a model that is pre-trained;
     * ``curve``: [step, mean loss of the steps up to it], over all ranks;
     * ``sent_bytes_per_step``, ``raw_bytes_per_step``: a rank's, in the last epoch, and ``ratio``, raw over sent: what
       the network sees, against a ring all-reduce;
     * ``payload_ratio``: a rank's dense gradient, 4 bytes per element, over its payload, norms and biases included, as
       papers count. ``ratio`` is the same for what travels by all-reduce, dense or compressed, and 2/N of this for what
       is gathered by N ranks, as each payload is sent N − 1 times;
-    * ``matrix_ratio``: the same of compressed tensors alone, without norms and biases, which travel dense;
-    * ``mean_ratio``: as ``ratio``, over all steps; ``plans``: what a policy decided, as [step, how many times smaller
+    * ``matrix_ratio``: the same of compressed matrices alone, without norms, biases and other small tensors, however
+      these travel;
+    * ``mean_ratio``: as ``ratio``, over all steps, and ``compressed_ratio``: over those after the row's ``delay``;
+      ``plans``: what a policy decided, as [step, how many times smaller
       than the gradient payloads are, layer → spec];
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
     * ``step_s``: the median step of the last epoch on rank 0, and ``samples_per_s``, by it and of all ranks;
@@ -343,25 +380,28 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     torch.manual_seed(row.seed)
     # Statistics of batch norm are averaged before they are used, not sent at every step.
     module = task.model()
+    score_before = {"score_before": _score(module, task, None)} if task.pretrained else {}
     boundaries = _cut(module, row, task)
     activations = None
     if row.activations:
         policy = read_policy(row.activations)
-        activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace)
+        activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace, amp=row.amp)
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
     extra: dict[str, Any] = {"optimizer": optimizer} if spec.startswith("dgc") else {}
-    chosen = policy_of(row, task.steps) or spec
+    total = row.epochs * task.steps
+    begins = round(row.delay * total)
+    chosen = policy_of(row, task.steps, total) or spec
     handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
     if row.plan:
         handle.set_layers(json.loads(row.plan))
     plans: list[tuple[int, float, dict[str, str]]] = []
-    rate = functools.partial(_rate, total=row.epochs * task.steps, schedule=row.schedule)
+    rate = functools.partial(_rate, total=total, schedule=row.schedule)
     losses: list[Tensor] = []
     scores: list[float | None] = []
     curve: list[tuple[int, float | None]] = []
     taken: list[float] = []
-    before = handle.stats().total
+    before = uncompressed = handle.stats().total
     crossed: list[Tensor] = []
     at_once = row.batch if boundaries else None  # feedback keeps buffers per shape
     for epoch in range(row.epochs):
@@ -375,10 +415,12 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             for boundary in boundaries:
                 boundary.samples = samples
             step = epoch * task.steps + len(taken)
+            if step == begins:
+                uncompressed = handle.stats().total
             for group in optimizer.param_groups:
                 group["lr"] = row.lr * rate(step)
             keeping = nullcontext() if activations is None else activations.step()
-            losses.append(_step(model, optimizer, task, x, y, row.clip, keeping))
+            losses.append(_step(model, optimizer, task, x, y, row, keeping))
             if activations is not None:
                 activations.note(step + 1)
             if handle.plan is not None and (not plans or plans[-1][0] != handle.plan.step):
@@ -387,13 +429,16 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             taken.append(now - start)
             start = now
             if (step + 1) % _TELL_EVERY == 0 or len(taken) == task.steps:
-                tell(event="step", step=step + 1, of=row.epochs * task.steps, loss=losses[-1].item())
+                tell(event="step", step=step + 1, of=total, loss=losses[-1].item())
         curve += _curve(losses, epoch * task.steps)
         crossed.append(_crossed(boundaries) - crossed_before)
         scores.append(_score(module, task, at_once))
         tell(event="epoch", epoch=epoch + 1, metric=scores[-1])
     after = handle.stats().total
     sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
+    raw_compressed, sent_compressed = (
+        getattr(after, f) - getattr(uncompressed, f) for f in ("raw_bytes", "sent_bytes")
+    )
     return {
         **asdict(row),
         "spec": spec,
@@ -401,14 +446,16 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "higher_is_better": task.higher_is_better,
         "score": scores[-1],
         "scores": scores,
+        **score_before,
         "curve": curve,
-        "steps": row.epochs * task.steps,
+        "steps": total,
         "nodes": task.world_size,
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "sent_bytes_per_step": sent,
         "raw_bytes_per_step": raw,
         "ratio": raw / sent if sent else None,
         "mean_ratio": after.ratio if after.sent_bytes else None,
+        "compressed_ratio": raw_compressed / sent_compressed if sent_compressed else None,
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size),
         **_at_boundaries(boundaries, crossed, module, row, task),
@@ -467,7 +514,7 @@ def _at_boundaries(
 def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if row.optimizer == "adamw":
-        betas = (row.momentum, 0.999)
+        betas = (row.momentum, BETA2)
         return torch.optim.AdamW(parameters, lr=row.lr, betas=betas, weight_decay=row.weight_decay, fused=True)
     kind: Any = torch.optim.SGD
     if row.optimizer == "dgc":
@@ -480,13 +527,15 @@ def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _rate(step: int, total: int, schedule: Literal["cosine", "steps"]) -> float:
+def _rate(step: int, total: int, schedule: Schedule) -> float:
     """The learning rate's share of its peak."""
-    rising = max(1, round(_WARM_UP * total))
+    if schedule == "half-cosine":
+        return 0.5 * (1.0 + math.cos(0.5 * math.pi * step / total))
+    rising = max(1, round(WARM_UP * total))
     if step < rising:
         return (step + 1) / rising
     if schedule == "steps":
-        return 0.1 ** sum(step >= round(drop * total) for drop in _DROPS)
+        return 0.1 ** sum(step >= round(drop * total) for drop in DROPS)
     return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
@@ -496,16 +545,16 @@ def _step(
     task: Task,
     x: Tensor,
     y: Tensor,
-    clip: float | None,
+    row: Row,
     keeping: AbstractContextManager[Any],
 ) -> Tensor:
     """One optimizer step, its forward in the context ``keeping``; this rank's loss before it."""
     optimizer.zero_grad()
-    with keeping:
+    with torch.autocast("cpu", torch.bfloat16, enabled=row.amp), keeping:
         loss = task.loss(model(x), y)
     torch.autograd.backward(loss)
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if row.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), row.clip)
     optimizer.step()
     return loss.detach()
 
@@ -536,29 +585,35 @@ def _score(model: nn.Module, task: Task, at_once: int | None) -> float | None:
 
 
 def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: int) -> dict[str, float | None]:
-    """Dense bytes over payload bytes: of the whole gradient, and of its compressed tensors. A policy's plans say it
-    for the latter.
+    """Dense bytes over payload bytes: of the whole gradient, and of its compressed matrices alone. A policy's plans say
+    it for the latter.
     """
     if size < 2 or row.policy:
         return {"payload_ratio": None, "matrix_ratio": None}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    nbytes = 4 * sum(p.numel() for p in parameters)
-    small = 4 * sum(p.numel() for p in parameters if p.dim() < 2 or p.numel() < row.min_numel)
-    dense = small if row.small == "uncompressed" else 0
-    times_sent = size - 1 if _is_gathered(spec, nbytes, size) else 2 * (size - 1) / size
-    payload = (sent - all_reduce_nbytes(dense, size)) / times_sent
+    numel = sum(p.numel() for p in parameters)
+    small = sum(p.numel() for p in parameters if p.dim() < 2 or p.numel() < row.min_numel)
+    if row.small == "uncompressed":
+        own, sent_small = 4 * small, float(all_reduce_nbytes(4 * small, size))
+    else:
+        chosen = spec if row.small == "fused" else row.small
+        own = nb.compression(chosen).codec.payload_nbytes((small,)) if small else 0
+        sent_small = own * _times_sent(chosen, own, size)
+    payload = (sent - sent_small) / _times_sent(spec, 4 * numel, size)
     return {
-        "payload_ratio": nbytes / (payload + dense),
-        "matrix_ratio": (nbytes - dense) / payload if payload > 0 else None,
+        "payload_ratio": 4 * numel / (payload + own),
+        "matrix_ratio": 4 * (numel - small) / payload if payload > 0 else None,
     }
 
 
-def _is_gathered(spec: str, nbytes: int, size: int) -> bool:
-    """Whether every rank gets every payload; otherwise they are added up on the way."""
+def _times_sent(spec: str, nbytes: int, size: int) -> float:
+    """How many times its payload a rank sends: to every other where payloads are gathered, and otherwise as a ring
+    all-reduce does.
+    """
     chosen = nb.compression(spec)
-    if chosen.feedback is not None and chosen.feedback.collective is not None:
-        return False  # PowerSGD's factors add up, though low-rank codecs' payloads do not
-    return choose(chosen.codec, nbytes, size).name == "all_gather"
+    adds_up = chosen.feedback is not None and chosen.feedback.collective is not None  # PowerSGD's factors
+    gathered = not adds_up and choose(chosen.codec, nbytes, size).name == "all_gather"
+    return size - 1 if gathered else 2 * (size - 1) / size
 
 
 def _finite(value: float) -> float | None:

@@ -26,6 +26,7 @@ QUANTIZED = [
     "uniform:bits=4,group=1000,rounding=stochastic",
     "uniform:bits=5,group=33,symmetric=true,rounding=stochastic",
     "uniform:bits=8,group=64,rounding=stochastic",
+    "uniform:bits=3,scope=tensor",
     *(f"qsgd:bits={bits}" for bits in range(2, 9)),
     "qsgd:bits=2,bucket=1,norm=l2",
     "qsgd:bits=4,bucket=100,norm=l2",
@@ -86,6 +87,13 @@ _FORMS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
 WRITABLE = [form for form in _FORMS if "expanded" not in form]
 
 _KINDS = ["normal", "zeros", "ties", "small", "wide", "positive", "constant"]
+
+
+def group_of(codec):
+    """Elements that share a header, of a quantizer."""
+    if getattr(codec, "scope", "group") == "tensor":
+        return 1 << 40
+    return codec.bucket if hasattr(codec, "bucket") else codec.group
 
 
 def values(kind: str, n: int, seed: int) -> Tensor:

@@ -10,13 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import narrowband as nb
-from tests.codecs.common import QUANTIZED, tensors
+from tests.codecs.common import QUANTIZED, group_of, tensors
 
 TINY = 2.0**-126
-
-
-def group_of(codec):
-    return codec.bucket if hasattr(codec, "bucket") else codec.group
 
 
 def groups(x, group):
@@ -57,6 +53,23 @@ def test_uniform_keeps_the_smallest_and_the_largest_of_a_group(spec):
         assert after.min() == part.min()
         assert float(after.max()) == pytest.approx(float(part.max()), rel=1e-6, abs=1e-6)
         assert after.unique().numel() <= 2**codec.bits
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_one_range_for_a_whole_tensor_is_that_of_all_its_elements(bits):
+    """Of more than 2²⁰ elements. In float64: scale to [0, 1], round to the nearest of 2**bits − 1 steps, scale back."""
+    x = torch.randn((1 << 20) + 12_345, generator=torch.Generator().manual_seed(0))
+    x[7], x[-3] = -9.0, 11.0  # in what would be different groups
+    y, steps = x.double(), 2**bits - 1
+    expected = ((y + 9.0) / 20.0 * steps).round() / steps * 20.0 - 9.0
+    found = nb.codec(f"uniform:bits={bits},scope=tensor").roundtrip(x).double()
+    assert found.unique().numel() <= 2**bits
+    assert ((found - expected).abs() > 1e-4).double().mean() < 1e-5, (
+        "but for ties, which float32 may round the other way"
+    )
+    assert float((found - expected).abs().max()) < 20.0 / steps + 1e-4
+    grouped = nb.codec(f"uniform:bits={bits},group={1 << 20}").roundtrip(x).double()
+    assert ((grouped - expected).abs() > 1e-4).double().mean() > 0.5
 
 
 @pytest.mark.parametrize("spec", ["uniform:bits=3,symmetric=true", "uniform:bits=8,symmetric=true", "qsgd:bits=5"])
@@ -157,5 +170,7 @@ def test_sizes_are_those_of_the_formats():
     assert nb.codec("uniform:bits=8,group=128").payload_nbytes(1280) == 1280 + 10 * 8
     assert nb.codec("uniform:bits=8,group=128,symmetric=true").payload_nbytes(1280) == 1280 + 10 * 4
     assert nb.codec("uniform:bits=3,group=64").payload_nbytes(128) == 2 * (16 + 8) + 2 * 8
+    assert nb.codec("uniform:bits=4,scope=tensor").payload_nbytes((3, 1_000_000)) == 1_500_000 + 8
+    assert nb.codec("uniform:bits=4,scope=tensor,symmetric=true").payload_nbytes((3, 1_000_000)) == 1_500_000 + 4
     assert nb.codec("qsgd:bits=4").payload_nbytes(1_000_000) == 531_252
     assert nb.codec("sign:bucket=512").payload_nbytes(1024 + 9) == 128 + 2 + 3 * 4 + 2

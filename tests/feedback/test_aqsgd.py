@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import narrowband as nb
 from narrowband.codecs import Identity
-from narrowband.feedback import AQSGD
+from narrowband.feedback import AQSGD, aqsgd
 from tests.codecs.common import backend, bits_of
 from tests.feedback.samples import (
     FIXED_SIZE,
@@ -224,3 +224,47 @@ def test_a_visit_that_was_not_compressed_counts():
     for end in (filled.sender, filled.receiver):
         end.fill(KEY, x[:1], ids[:1])
     assert filled.buffers() == before
+
+
+# ---- how fast buffers follow -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=2", "topk:density=0.05", "uniform:bits=1", "sign", "qsgd:bits=4"])
+def test_what_is_missing_at_the_ninth_visit(spec):
+    """By the recursion m ← m + C(x − m) alone, in float64, of the same numbers and seeds."""
+    codec = nb.codec(spec)
+    first, x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).double()
+    m = first.clone()
+    for visit in range(1, 9):
+        m += codec.roundtrip((x - m).float(), seed=visit).double()
+    expected = float((x - m).norm() / (x - first).norm())
+    assert AQSGD.missing(codec) == pytest.approx(expected, rel=0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "missing"),
+    [
+        ("qsgd:bits=4", 0.0), ("qsgd:bits=3", 0.0), ("qsgd:bits=2", 0.61), ("uniform:bits=2", 0.0),
+        ("uniform:bits=1", 0.95), ("topk:density=0.3", 0.0), ("topk:density=0.1", 0.06), ("topk:density=0.05", 0.36),
+        ("topk:density=0.01", 0.79), ("sign", 0.10),
+    ],
+)  # fmt: skip
+def test_what_the_documentation_says_is_missing(spec, missing):
+    """The table of the module's docstring; 0.00 there may be up to half a hundredth."""
+    assert AQSGD.missing(nb.codec(spec)) == pytest.approx(missing, abs=0.006)
+    assert f"``{spec}``" in (aqsgd.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("spec", "warning"),
+    [
+        ("qsgd:bits=4", None),
+        ("topk:density=0.1", None),
+        ("qsgd:bits=2", "hardly follows a sample that has changed: 61% of the change was still missing after 9 visits"),
+        ("qsgd:bits=2,norm=l2", "does not follow a sample that has changed: its buffer was 8"),
+    ],
+)  # fmt: skip
+def test_a_codec_that_does_not_bring_buffers_along_is_told_of(spec, warning):
+    said = AQSGD().warning(nb.codec(spec))
+    assert (said is None) == (warning is None)
+    assert warning is None or warning in said

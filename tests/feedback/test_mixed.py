@@ -42,8 +42,8 @@ def send(feedback, x, codec, seed=0, shape=SHAPE, **options):
     return codec.decode(payload, torch.empty(shape), seed=seed).reshape(-1), norms
 
 
-def after_some_steps(codec, steps=3):
-    feedback = MixedFeedback()
+def after_some_steps(codec, steps=3, sends="sum"):
+    feedback = MixedFeedback(sends=sends)
     for step in range(steps):
         send(feedback, gradient(step), codec, seed=step)
     return feedback
@@ -60,30 +60,52 @@ def places(x, k):
 @pytest.mark.parametrize("k", [1, 2, 7, 30])
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_step_is_the_algorithm(k, rows, dtype):
-    """A: ⌈k/2⌉ by |x|, B: ⌊k/2⌋ by |e|; p = x + e is sent at A ∪ B, the rest is residual. By rows, in float64."""
+@pytest.mark.parametrize("sends", ["sum", "parts"])
+def test_each_step_is_the_algorithm(k, rows, dtype, sends):
+    """A: ⌈k/2⌉ by |x|, B: ⌊k/2⌋ by |e|. Sent is p = x + e at A ∪ B, or x at A plus e at B; the rest is residual. By
+    rows, in float64.
+    """
     width = N // rows
     codec = nb.codec(f"topk:density={k / width},scope={'sample' if rows > 1 else 'tensor'}")
     assert codec.kept(SHAPE) == k * rows
-    feedback, e = MixedFeedback(), torch.zeros(rows, width, dtype=torch.float64)
+    feedback, e = MixedFeedback(sends=sends), torch.zeros(rows, width, dtype=torch.float64)
     overlapping = 0
     for step in range(20):
         x = (gradient(step) ** 3).to(dtype)
         x_RW = x.view(rows, width).double()
         expected = torch.zeros(rows, width, dtype=torch.float64)
         for r in range(rows):
-            if step == 0:
-                at = places(x_RW[r], k)
-            else:
-                at = places(x_RW[r], -(-k // 2)) | places(e[r], k // 2)
-                overlapping += len(at) < k
-            at = sorted(at)
-            expected[r, at] = (x_RW[r] + e[r])[at]
+            by_input, by_residual = places(x_RW[r], -(-k // 2) if step else k), places(e[r], k // 2 if step else 0)
+            overlapping += len(by_input | by_residual) < k
+            for chosen, own in ((by_input, x_RW[r]), (by_residual, e[r])):
+                at = sorted(chosen if sends == "parts" else by_input | by_residual)
+                expected[r, at] += own[at]
         e = e + x_RW - expected
         arrived, _ = send(feedback, x, codec)
         torch.testing.assert_close(arrived.view(rows, width).double(), expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(feedback.residual("w").view(rows, width).double(), e, rtol=0, atol=1e-5)
     assert overlapping or k < 7, "A and B had places in common now and then"
+
+
+def test_parts_are_the_sum_of_two_compressed_tensors():
+    """C(x) + C(e), as the paper's words are: of a C that keeps half of the elements. And e' = x + e − (C(x) + C(e))."""
+    whole, half = nb.codec(f"topk:density={20 / N}"), nb.codec(f"topk:density={10 / N}")
+    feedback = after_some_steps(whole, sends="parts")
+    for step in range(3, 10):
+        x, e = gradient(step), feedback.residual("w").clone()
+        expected = half.roundtrip(x) + half.roundtrip(e)
+        arrived, _ = send(feedback, x.clone(), whole, seed=step)
+        assert torch.equal(arrived, expected)
+        torch.testing.assert_close(feedback.residual("w"), x + e - expected, rtol=0, atol=1e-6)
+        sum_of = send(after_loading(e), x.clone(), whole, seed=step)[0]
+        assert torch.equal(sum_of != 0, expected != 0), "the same places"
+        assert not torch.equal(sum_of, expected)
+
+
+def after_loading(residual):
+    feedback = MixedFeedback()
+    feedback.add_residual("w", residual.clone())
+    return feedback
 
 
 def test_half_is_chosen_by_the_input_and_half_by_the_residual():
@@ -123,8 +145,9 @@ def test_what_was_sent_and_the_residual_is_what_was_given(spec, xs, seed):
 
 @every_topk
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_lost_it_is_late(spec, dtype):
-    codec, feedback = nb.codec(spec), MixedFeedback()
+@pytest.mark.parametrize("sends", ["sum", "parts"])
+def test_nothing_is_lost_it_is_late(spec, dtype, sends):
+    codec, feedback = nb.codec(spec), MixedFeedback(sends=sends)
     given_, arrived = (torch.zeros(N, dtype=torch.float64) for _ in range(2))
     for step in range(30):
         given_ += gradient(step, dtype).double()
@@ -150,9 +173,10 @@ def test_a_message_that_is_not_compressed_carries_all_the_residual():
 
 
 @every_topk
-def test_absorbing_at_once_is_absorbing_afterwards(spec):
+@pytest.mark.parametrize("sends", ["sum", "parts"])
+def test_absorbing_at_once_is_absorbing_afterwards(spec, sends):
     codec = nb.codec(spec)
-    at_once, afterwards = after_some_steps(codec), after_some_steps(codec)
+    at_once, afterwards = after_some_steps(codec, sends=sends), after_some_steps(codec, sends=sends)
     before, g, same = afterwards.residual("w").clone(), gradient(7), gradient(7)
     finite, payload = at_once.encode("w", g, codec, shape=SHAPE, seed=7, commit=True)
     assert finite
@@ -245,4 +269,10 @@ def test_a_spec_is_its_string(spec):
     assert str(chosen) == f"{spec}+ef-mixed"
     assert nb.compression(str(chosen)) == chosen
     assert chosen != nb.compression(f"{spec}+ef")
+    parts = nb.compression(f"{spec}+ef-mixed:sends=parts")
+    assert parts.feedback.sends == "parts" != chosen.feedback.sends
+    assert str(parts) == f"{spec}+ef-mixed:sends=parts"
+    assert parts != chosen
+    with pytest.raises(ValueError, match="sends is one of: sum, parts"):
+        nb.compression(f"{spec}+ef-mixed:sends=half")
     assert chosen.new_feedback().state_dict() == {}

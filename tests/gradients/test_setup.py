@@ -131,11 +131,29 @@ def test_ranks_that_disagree_all_hear_of_it(world_size):
     assert all(named in errors[0][1] for errors, _ in answers)
 
 
+def whole_model_as_one_vector(rank, world_size):
+    model = mlp()
+    exact = torch.autograd.grad(model(torch.ones(2, 24)).square().sum(), list(model.parameters()))
+    wrapped = wrap(model)
+    compress(wrapped, "topk:density=0.1+ef", min_numel=1 << 30, small="fused")
+    wrapped(torch.ones(2, 24)).square().sum().backward()
+    return [x.flatten() for x in exact], [p.grad.flatten() for p in model.parameters()]
+
+
+def test_small_tensors_fused_and_all_small_is_top_k_over_the_whole_model_in_every_step():
+    ((exact, sent),) = run_ranks(whole_model_as_one_vector, 1)
+    exact, sent = torch.cat(exact), torch.cat(sent)
+    largest = exact.abs().topk(round(0.1 * exact.numel())).indices
+    kept = torch.zeros_like(exact).index_copy_(0, largest, exact[largest])
+    torch.testing.assert_close(sent, kept, rtol=1e-6, atol=0)
+
+
 def what_is_said(rank, world_size):
     said = {}
     for name, make, arguments in (
         ("nothing to compress", mlp, {"spec": "topk:density=0.01", "min_numel": 10**6}),
         ("only vectors", lambda: nn.LayerNorm((40, 40)), {"spec": "topk:density=0.01"}),
+        ("one vector", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 10**6, "small": "fused"}),
         ("too dense", mlp, {"spec": "topk:density=1.0", "min_numel": 64}),
         ("worth it", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 64}),
     ):
@@ -148,7 +166,7 @@ def what_is_said(rank, world_size):
 def test_what_makes_no_sense_is_said_by_one_rank():
     said, others = run_ranks(what_is_said, 2)
     assert not any(others.values())
-    assert said["worth it"] == []
+    assert said["worth it"] == said["one vector"] == []
     assert len(said["nothing to compress"]) == 1
     assert "nothing to compress" in said["nothing to compress"][0]
     assert "nothing to compress" in said["only vectors"][0]

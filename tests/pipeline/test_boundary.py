@@ -195,3 +195,11 @@ def test_a_boundary_that_compresses_nothing_says_so(caplog):
     nb.Boundary("none", "uniform:bits=8")
     nb.Boundary("none+ef")
     assert caplog.records == []
+
+
+def test_a_spec_that_hardly_follows_its_samples_says_so_once(caplog):
+    for index in range(2):
+        nb.Boundary("qsgd:bits=2,bucket=64+aq-sgd", "qsgd:bits=8", index=index)
+        nb.Boundary("qsgd:bits=4+aq-sgd", "qsgd:bits=2", index=index)
+    (record,) = caplog.records
+    assert record.message.startswith("qsgd:bits=2,bucket=64+aq-sgd hardly follows a sample that has changed: ")

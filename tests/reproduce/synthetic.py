@@ -27,14 +27,14 @@ def digit(label, seed):
     return pixels.astype(np.uint8)
 
 
-def write_images(file, count, seed=0, *, column="img", make=image):
+def write_images(file, count, seed=0, *, column="img", make=image, encoding="PNG"):
     """A parquet file as the CIFAR-10 set has them; returns what it holds, as (N, C, H, W) and labels."""
     labels = np.random.default_rng(seed).integers(0, 10, count)
     images = [make(label, seed + at) for at, label in enumerate(labels)]
     rows = []
     for pixels in images:
         encoded = io.BytesIO()
-        Image.fromarray(pixels).save(encoded, "PNG")
+        Image.fromarray(pixels).save(encoded, encoding)
         rows.append({"bytes": encoded.getvalue(), "path": None})
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 import narrowband as nb
 from reproduce import dgc, lgreco, mesa, model_parallel, powersgd
-from reproduce.command import Options, chosen, main
+from reproduce.command import Options, Recipe, chosen, main
 from reproduce.report import DENSE, PER_TASK
 from reproduce.training import _places, resolved
 from tests.reproduce.synthetic import write_all
@@ -19,25 +20,30 @@ def names(rows):
     return [(row.task, row.name, row.seed) for row in rows]
 
 
-def test_what_claims_are_about_is_trained_first():
-    rows = names(chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), seeds=(0, 1), ablation_seeds=(1,))))
-    assert rows[:4] == [("cifar", "dense", 0), ("cifar", "dgc", 0), ("cifar", "dense", 1), ("cifar", "dgc", 1)]
-    assert {(name, seed) for _, name, seed in rows[4:]} == {
-        ("dense", 1),
-        ("dgc", 1),
-        ("plain", 1),
-        ("no correction", 1),
-        ("no masking", 1),
-        ("no warm-up", 1),
-    }
+def test_a_seed_of_every_row_is_trained_before_the_next():
+    rows = names(chosen(dgc.EXPERIMENT, Options(seeds=(0, 1))))
+    assert [seed for *_, seed in rows] == [0] * 6 + [1] * 6
+    assert [name for _, name, _ in rows[:2]] == ["dense", "plain"]
+
+
+def test_ablations_and_rows_with_seeds_of_their_own_keep_them():
+    row = dgc.EXPERIMENT.recipes[0].row
+    recipes = (
+        Recipe(row),
+        Recipe(replace(row, name="own"), seeds=(7,)),
+        Recipe(replace(row, name="part"), ablation=True),
+    )
+    rows = names(chosen(replace(dgc.EXPERIMENT, recipes=recipes), Options(seeds=(0, 1), ablation_seeds=(1,))))
+    told = [("dense", 0), ("dense", 1), ("part", 1), ("own", 7)]
+    assert [(name, seed) for _, name, seed in rows] == told
 
 
 def test_long_rows_are_trained_on_request():
-    long = ("cifar", "dgc as published", 0)
+    long = ("cifar", "dgc, no warm-up", 0)
     for options, there in (
         (Options(), False),
         (Options(long=True), True),
-        (Options(rows=("dgc as published",)), True),
+        (Options(rows=("dgc, no warm-up",)), True),
         (Options(recorded=True), True),
     ):
         assert (long in names(chosen(dgc.EXPERIMENT, options))) == there
@@ -59,8 +65,8 @@ def test_options_select_rows_and_set_epochs():
     rows = chosen(dgc.EXPERIMENT, Options(tasks=("lstm",), rows=("dgc",), seeds=(4,), epochs=1))
     assert names(rows) == [("lstm", "dgc", 4)]
     assert (rows[0].epochs, rows[0].warmup_epochs) == (1, 0)  # bytes are those after warm-up
-    of_one_length = names(chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), epochs=2)))
-    assert len(set(of_one_length)) == len(of_one_length) == 6
+    rows = chosen(dgc.EXPERIMENT, Options(tasks=("cifar",), seeds=(0,), epochs=2))
+    assert [row.epochs for row in rows] == [2] * 6
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.module)
@@ -74,7 +80,7 @@ def test_a_quick_run_is_two_short_rows(experiment):
     ("options", "message"),
     [
         (Options(tasks=("mnist",)), "dgc has no 'mnist'; there are: cifar, lstm"),
-        (Options(rows=("rank 1",)), "dgc has no 'rank 1'; there are: dense, dgc"),
+        (Options(rows=("rank 1",)), "dgc has no 'rank 1'; there are: dense, plain"),
         (Options(seeds=()), "no seed"),
     ],
 )

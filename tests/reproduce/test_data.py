@@ -43,6 +43,32 @@ def test_images_arrive_as_they_were_written(tmp_path):
     np.testing.assert_array_equal(images.test_y.numpy(), test_y)
 
 
+def test_what_a_set_holds_is_said(tmp_path):
+    write_both(tmp_path)
+    files = ["cifar10/train.parquet", "cifar10/test.parquet"]
+    assert data.about(files, tmp_path) == "CIFAR-10"
+    write_images(tmp_path / files[0], 2, encoding="JPEG")
+    assert data.about(files, tmp_path) == "CIFAR-10, images encoded again as JPEG, so not its original pixels"
+    write_digits(tmp_path / "mnist/train.parquet", 2)
+    assert data.about(["mnist/train.parquet"], tmp_path) == "MNIST"
+    for lines, version in ((LINES, "v1, rare words are <unk>"), (["All words .\n"], "raw-v1")):
+        write_lines(tmp_path / "wikitext2/validation.parquet", lines)
+        assert version in data.about(["wikitext2/validation.parquet"], tmp_path)
+    (tmp_path / "tinyshakespeare").mkdir()
+    (tmp_path / "tinyshakespeare/input.txt").write_text(PLAY)
+    assert "the last 10% are held out" in data.about(["tinyshakespeare/input.txt"], tmp_path)
+    both = data.about(["wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"], tmp_path)
+    assert both.startswith(
+        "WikiText-2 (raw-v1) as bytes, validation split, judged on its test split; tiny shakespeare,"
+    )
+
+
+def test_the_shared_images_are_known_to_be_encoded_again(data_file):
+    folder = data_file("cifar10/train.parquet").parents[1]
+    first = bytes(data._first(folder / "cifar10/train.parquet", "img")["bytes"][:3])
+    assert ("JPEG" in data.about(["cifar10/train.parquet"], folder)) == (first == b"\xff\xd8\xff")
+
+
 def test_digits_arrive_as_they_were_written(tmp_path):
     written = [write_digits(tmp_path / f"mnist/{split}.parquet", n, seed=n) for split, n in (("train", 9), ("test", 4))]
     images = data.mnist(tmp_path)

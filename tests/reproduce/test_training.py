@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reproduce import lgreco, powersgd, training
-from reproduce.command import Options, chosen
+import narrowband as nb
+from reproduce import lgreco, training
 from reproduce.lgreco_links import timed
 from reproduce.training import Row, key, resolved, run
 from tests.gradients.training import FINGERPRINT
@@ -51,22 +51,42 @@ def test_models_learn_with_and_without_compression(finished):
 
 def test_policies_plan_once_an_epoch(folder, tmp_path):
     """The pictures of plans, too."""
-    planned = replace(SPARSE, name="top-k, lgreco", policy="lgreco", epochs=3)
-    (row,) = run([planned], tmp_path, nodes=NODES, data_dir=folder)
+    planned = replace(SPARSE, name="top-k, lgreco", policy="lgreco", epochs=3, delay=0.2)
+    fixed = replace(planned, name="top-k, uniform", policy="uniform")
+    row, uniform = run([planned, fixed], tmp_path, nodes=NODES, data_dir=folder)
     epoch = row["steps"] // 3
-    assert [step for step, _, _ in row["plans"]] == [epoch, 2 * epoch]
+    begins = round(0.2 * row["steps"])
+    assert [step for step, _, _ in row["plans"]] == [begins, begins + epoch, begins + 2 * epoch]
     assert len(set(row["plans"][-1][2].values())) > 1
-    assert row["mean_ratio"] > 1
+    assert row["compressed_ratio"] > row["mean_ratio"] > 1
     assert row["decide_s"] > 0
-    # What is timed on links sends what the last plan says, as the last epoch did.
-    again = timed(planned, row, steps=3)
-    (told,) = run([again], tmp_path / "links", nodes=NODES, data_dir=folder)
-    assert told["steps"] == 3
-    assert told["plans"] == []
-    assert told["sent_bytes_per_step"] == row["sent_bytes_per_step"] != row["raw_bytes_per_step"] / row["mean_ratio"]
-    names = {path.name for path in lgreco._draw([row], tmp_path)}
-    assert names == {"cifar-ratios.png", "cifar-profile.png"}
+    # All of the raw bytes of the first steps, and what is sent in the last epoch in every other.
+    assert {spec for _, _, plan in uniform["plans"] for spec in plan.values()} == {"topk:density=0.01+ef"}
+    raw, sent = uniform["raw_bytes_per_step"], uniform["sent_bytes_per_step"]
+    assert uniform["compressed_ratio"] == pytest.approx(raw / sent, rel=0.01)
+    assert uniform["mean_ratio"] == pytest.approx(raw / (0.2 * raw + 0.8 * sent), rel=0.01)
+    # What is timed on links sends what the last plan says.
+    again = [timed(planned, row, steps=3), timed(fixed, uniform, steps=3)]
+    told, same = run(again, tmp_path / "links", nodes=NODES, data_dir=folder)
+    assert json.loads(again[0].plan) == row["plans"][-1][2]
+    assert (told["steps"], told["plans"], same["plans"]) == (3, [], [])
+    assert same["sent_bytes_per_step"] == sent != told["sent_bytes_per_step"]
+    names = {path.name for path in lgreco._draw([row | {"task": "gpt"}], tmp_path)}
+    assert names == {"gpt-ratios.png", "gpt-profile.png"}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_policies_get_their_choices_and_begin_after_a_delay():
+    choices = "powersgd:rank=2 powersgd:rank=16"
+    row = replace(DENSE, spec="powersgd:rank=8", delay=0.05, choices=choices, policy="lgreco")
+    own = training.policy_of(row, 390, 4680)
+    assert (own.every, own.warmup_steps) == (390, 234)
+    assert set(own.specs()) == {"powersgd:rank=2", "powersgd:rank=8", "powersgd:rank=16"}
+    both = training.policy_of(replace(row, policy="lgreco+accordion", high="powersgd:rank=4"), 390, 4680)
+    assert set(both.specs()) == {f"powersgd:rank={rank}" for rank in (2, 4, 8, 16)}
+    fixed = training.policy_of(replace(row, policy="uniform"), 390, 4680)
+    assert (fixed.warmup_steps, fixed.specs()) == (234, ["powersgd:rank=8"])
+    assert training.policy_of(DENSE, 390, 4680) is None
 
 
 def test_what_the_learning_rate_does():
@@ -75,6 +95,16 @@ def test_what_the_learning_rate_does():
     assert cosine[52] == pytest.approx(0.5, abs=0.02)
     assert cosine[-1] < 1e-3
     assert (steps[49], steps[50], steps[79], steps[80]) == pytest.approx((1.0, 0.1, 0.1, 0.01))
+    half = [training._rate(step, 100, "half-cosine") for step in range(101)]
+    assert (half[0], half[-1]) == pytest.approx((1.0, 0.5))
+    assert half[50] == pytest.approx(0.5 * (1 + 2**-0.5)), "a quarter of the way that CosineAnnealingLR goes to zero"
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+    for expected in half:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        optimizer.step()
+        theirs.step()
 
 
 def test_a_row_that_diverges_is_a_row_too(finished):
@@ -162,6 +192,9 @@ def test_without_resume_ranks_are_asked_for_every_row(finished, folder, monkeypa
         {"weight_decay": 0.0},
         {"warmup_epochs": 1},
         {"schedule": "steps"},
+        {"policy": "uniform"},
+        {"policy": "uniform", "delay": 0.1},
+        {"policy": "lgreco", "spec": "qsgd:bits=4", "choices": "qsgd:bits=2 qsgd:bits=4"},
         {"small": "fused"},
         {"forward": "none", "backward": "none"},
         {"activations": '{"bits": 8}'},
@@ -176,16 +209,17 @@ def test_a_row_is_kept_under_a_name_that_everything_changes(change):
 def test_rows_that_were_recorded_are_found_again(monkeypatch):
     """More fields of a row change no name."""
     monkeypatch.setattr(training, "versions", dict)
-    names = [
-        key(row, 4, "data")
-        for experiment in (powersgd.EXPERIMENT, lgreco.EXPERIMENT)
-        for row in chosen(experiment, Options())
-    ]
-    assert {
+    images = Row("cifar", "dense", "none", epochs=10, lr=0.4, batch=128, weight_decay=1e-4)
+    text = Row("gpt", "rank 4", "powersgd:rank=4", optimizer="adamw", epochs=3, lr=2e-3, batch=32, momentum=0.0,
+               weight_decay=0.01, clip=1.0)  # fmt: skip
+    planned = replace(
+        text, name="powersgd, lgreco+accordion", epochs=2, policy="lgreco+accordion", high="powersgd:rank=1"
+    )
+    assert [key(row, 4, "data") for row in (images, text, planned)] == [
         "cifar-dense-0-57a22f87b672",
         "gpt-rank-4-0-f60ed59a972e",
         "gpt-powersgd--lgreco-accordion-0-0aa54c680de2",
-    } <= set(names)
+    ]
 
 
 def test_other_data_and_other_ranks_are_other_rows():
@@ -214,11 +248,17 @@ def test_payloads_that_do_not_add_up_are_sent_to_every_rank(spec, gathered):
 
 def test_small_parameters_count_as_dense_unless_they_are_compressed():
     model = torch.nn.Linear(1000, 1000)
-    for small, dense in (("uncompressed", 4000), ("fused", 0)):
+    vector = nb.compression("topk:density=0.05").codec.payload_nbytes((1000,))
+    one = nb.compression("dgc:density=0.001").codec.payload_nbytes((1000,))
+    for small, nbytes, sent in (
+        ("uncompressed", 4000, 1.5 * 4000),
+        ("topk:density=0.05", vector, 3 * vector),
+        ("fused", one, 3 * one),
+    ):
         row = replace(DENSE, min_numel=1, small=small)
-        ratios = training._payload_ratios(model, row, "dgc:density=0.001", 3 * 5500 + 1.5 * dense, 4)
-        assert ratios["payload_ratio"] == pytest.approx(4_004_000 / (5500 + dense))
-        assert ratios["matrix_ratio"] == pytest.approx((4_004_000 - dense) / 5500)
+        ratios = training._payload_ratios(model, row, "dgc:density=0.001", 3 * 5500 + sent, 4)
+        assert ratios["payload_ratio"] == pytest.approx(4_004_000 / (5500 + nbytes))
+        assert ratios["matrix_ratio"] == pytest.approx(4_000_000 / 5500)
 
 
 def test_warm_up_is_counted_in_steps():
@@ -243,6 +283,9 @@ def test_warm_up_is_counted_in_steps():
         ({"activations": "8"}, "'8' is no policy: expected fields of one"),
         ({"activations": '{"bits": 3}'}, "there are 8, 4 and 2 bits"),
         ({"trace": True}, "trace=True .* needs activations"),
+        ({"policy": "none"}, "policy='none' is none of uniform, lgreco"),
+        ({"delay": 0.1}, "delay=0.1 needs a policy"),
+        ({"delay": 1.0, "policy": "uniform"}, r"delay=1.0 is not in \[0, 1\)"),
         ({"forward": "none", "backward": "uniform:bits=99"}, "bits=99"),
     ],
 )

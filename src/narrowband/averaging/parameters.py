@@ -144,7 +144,7 @@ class Parameters:
             found.append(
                 f"these gradients travel uncompressed, codecs take float32, float16 and bfloat16: {', '.join(odd)}"
             )
-        if not self.shapes:
+        if not self.shapes and not any(vector.compressed for vector in self.vectors):
             found.append(
                 f"nothing to compress: no parameter has 2 dimensions and at least min_numel={self._min_numel} elements"
             )

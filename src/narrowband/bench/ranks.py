@@ -14,12 +14,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +26,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from narrowband.bench.loopback import WATCH_STDIN, end_with_parent, run_on_loopback
 from narrowband.lab import LabConfig, run
 
 __all__ = ["Loopback", "RankError", "RankProcess", "check_seed", "received", "run_ranks", "transmitted"]
 
 _POLL_S = 0.1
-_GRACE_S = 5.0
 _TAIL_LINES = 30
 _SIGNALLED = 128  # exit codes above it: ended by a signal
 
@@ -91,12 +89,12 @@ def run_ranks(
         events = directory / "events.jsonl"
         events.touch()
         log = directory / "ranks.log"
-        command = [sys.executable, "-m", module, name]
         with _following(events, on_event), log.open("wb") as output:
             if isinstance(where, LabConfig):
+                command = [sys.executable, "-m", module, name]
                 code = run(where, command, stdout=output, stderr=subprocess.STDOUT).exit_code
             else:
-                code = _run_on_loopback(command, where.nodes, output.fileno())
+                code = run_on_loopback(module, [name], where.nodes, output.fileno())
         results = [directory / f"rank{rank}.json" for rank in range(where.nodes)]
         if code or not all(path.exists() for path in results):
             raise _rank_error(code, log)
@@ -111,8 +109,8 @@ class RankProcess:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self._directory = Path(directory)
         self.config: dict[str, Any] = json.loads((self._directory / "config.json").read_text())
-        if os.environ.get(_WATCH_STDIN) == "1":
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+        if os.environ.get(WATCH_STDIN) == "1":
+            end_with_parent()
 
     def tell(self, **event: Any) -> None:
         """Send the parent an event, if this is rank 0."""
@@ -166,73 +164,6 @@ def _counters(card: str) -> list[int]:
         if name.strip() == card:
             return [int(counter) for counter in counters.split()]
     raise RuntimeError(f"there is no network card {card!r}")
-
-
-# ---- loopback --------------------------------------------------------------------------------------------------------
-
-_WATCH_STDIN = "NARROWBAND_END_WITH_STDIN"
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of our standard input and never writes: it can only end, and then so do we."""
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
-def _run_on_loopback(command: list[str], nodes: int, output: int) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(nodes),
-        "LOCAL_WORLD_SIZE": str(nodes),
-        "GLOO_SOCKET_IFNAME": loopback,
-        _WATCH_STDIN: "1",
-    }
-    shared.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores already
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(nodes):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env=shared | place,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends them
-                )
-            )
-        while True:
-            codes = [rank.poll() for rank in ranks]
-            failed = [code for code in codes if code]
-            if failed:
-                return failed[0] if failed[0] > 0 else 128 - failed[0]
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(_POLL_S)
-    finally:
-        _end(ranks)
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
-        if rank.stdin is not None:
-            rank.stdin.close()
 
 
 # ---- events and errors -----------------------------------------------------------------------------------------------

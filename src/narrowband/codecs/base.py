@@ -176,9 +176,10 @@ class Codec(ABC):
         shape: Shape,
         seed: int = 0,
         out: Tensor | None = None,
+        decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        """``(x, residual) ← (residual, residual + x)``, and the payload of that sum.
+        """``(x, residual) ← (residual, decay · residual + x)``, and the payload of that sum.
 
         This is error feedback's half of encoding, here so that a codec can fuse it into its own pass. ``x`` and
         ``residual`` are flat contiguous float32; ``x`` is left holding the old residual, so that copying it back undoes
@@ -188,6 +189,7 @@ class Codec(ABC):
             x, residual: see above.
             shape: that of the tensor.
             seed, out: as for :meth:`encode`.
+            decay: what is left of the residual.
             subtract: if all is finite, take from ``residual`` what the payload says, which leaves the codec's error.
 
         Returns:
@@ -196,7 +198,7 @@ class Codec(ABC):
         """
         if self.fixed_size:
             out, _ = self._target(out, shape, x.dtype, x.device)  # refuse a wrong one before anything changes
-        finite = kernels.compensate(x, residual)
+        finite = kernels.compensate(x, residual, decay=decay)
         total = residual.view(dims(shape))
         payload = self.encode(total, seed=seed, out=out)
         finite = finite and self.is_finite(payload, shape)
@@ -240,6 +242,20 @@ class Codec(ABC):
         return 1
 
     # ---- what policies ask -------------------------------------------------------------------------------------------
+
+    @property
+    def lost_share(self) -> float:
+        """``‖x − C(x)‖² / ‖x‖²`` of normally distributed values, which gradients resemble: measured once.
+
+        Below 1 the codec is a contraction there, which error feedback needs: a residual e that is sent with a gradient
+        g becomes at most ``lost_share`` · (‖e‖² + ‖g‖²) in the mean, so it stays bounded. From 1 on it may grow from
+        step to step (Karimireddy et al., arXiv 1901.09847, assumption A).
+
+        Example:
+            >>> nb.codec("qsgd:bits=4").lost_share < 0.05 < 1 < nb.codec("qsgd:bits=2").lost_share
+            True
+        """
+        return _lost_share(self)
 
     def kept_largest(self, shape: Shape) -> int | None:
         """k, if decoding gives the k largest elements of a tensor unchanged and zeros elsewhere; otherwise None.
@@ -394,6 +410,20 @@ class SelectingCodec(Codec):
             out: as for :meth:`encode`.
         """
 
+    @property
+    def sampled(self) -> bool:
+        """Whether :meth:`largest` goes by a sample, and may find less than it is asked for."""
+        return False
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """What arrives of values that :meth:`pack` writes: ``values`` itself where they travel as they are.
+
+        Args:
+            values: float32, flat.
+        """
+        places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        return self.decode_at(self.encode_at(values, places), places, torch.empty_like(values))
+
     @abstractmethod
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
         """The indices that a payload names: int32, ascending, into the flat tensor.
@@ -430,3 +460,18 @@ def _payload_nbytes(codec: Codec, shape: int | tuple[int, ...], dtype: torch.dty
     """Asked for several times per tensor and step, and always the same."""
     # Its own class, whose method it would be, if a cache did not keep every instance of a method alive.
     return codec._nbytes(shape, dtype) if numel_of(shape) else 0  # noqa: SLF001
+
+
+#: What :attr:`Codec.lost_share` looks at: one matrix, or as many elements as share a scale.
+_NORMAL_SHAPE = (64, 256)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _lost_share(codec: Codec) -> float:
+    """Measured on the CPU, of one draw."""
+    rows, columns = _NORMAL_SHAPE
+    rows = max(rows, -(-codec.granularity // columns))
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    payload = codec.encode(x, seed=1)
+    lost = codec.decode(payload, x.clone(), seed=1, weight=-1.0, accumulate=True)
+    return squared_norm(lost) / squared_norm(x)

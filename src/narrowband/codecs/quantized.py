@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["QSGD", "Sign", "Uniform"]
 
-#: Groups up to this long: a group is handled by one thread and its codes must stay in its L2.
+#: Groups up to this long: a group is handled by one thread and its codes should stay in its L2. Who asks for
+#: ``scope=tensor`` puts up with less.
 MAX_GROUP = 1 << 20
 
 
@@ -44,18 +45,20 @@ class _Grouped(Codec):
     requantizes = True
 
     @abstractmethod
-    def _grouping(self) -> _Grouping: ...
+    def _grouping(self, numel: int) -> _Grouping:
+        """Of a tensor of so many elements, at least one."""
 
     @property
     def granularity(self) -> int:
-        return self._grouping().group
+        return self._grouping(1).group
 
     def _header_nbytes(self, numel: int) -> int:
-        g = self._grouping()
+        g = self._grouping(max(numel, 1))
         return -(-numel // g.group) * (8 if g.scale == "minmax" else 4)
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        g, numel = self._grouping(), numel_of(shape)
+        numel = numel_of(shape)
+        g = self._grouping(max(numel, 1))
         return aligned(self._header_nbytes(numel) + kernels.packed_nbytes(numel, g.bits, g.group))
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
@@ -64,13 +67,13 @@ class _Grouped(Codec):
         return bool(header.view(torch.float32).isfinite().all())
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        g = self._grouping()
+        g = self._grouping(x.numel())
         kernels.quantize_groups(x, out, bits=g.bits, group=g.group, scale=g.scale, stochastic=g.stochastic, seed=seed)
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
-        g = self._grouping()
+        g = self._grouping(out.numel())
         kernels.dequantize_groups(
             payload, out, bits=g.bits, group=g.group, scale=g.scale, weight=weight, accumulate=accumulate
         )
@@ -90,6 +93,8 @@ class Uniform(_Grouped):
         group: elements that share a smallest and a largest value; each group costs 8 bytes (symmetric: 4).
         rounding: ``nearest``, or ``stochastic`` (unbiased).
         symmetric: levels around zero, up to the group's largest magnitude; zero is kept exactly.
+        scope: ``group``, or ``tensor``: all of a tensor is one group, however large, as in Rudakov et al. (arXiv
+            2401.07788). One outlier is then enough to make the levels coarse for all; and one thread does the work.
     """
 
     name: ClassVar[str] = "uniform"
@@ -98,9 +103,12 @@ class Uniform(_Grouped):
     group: int = 128
     rounding: Literal["nearest", "stochastic"] = "nearest"
     symmetric: bool = False
+    scope: Literal["group", "tensor"] = "group"
 
     def __post_init__(self) -> None:
         check_keys(self)
+        if self.scope == "tensor" and self.group != Uniform.group:
+            raise ValueError(f"uniform: group={self.group} and scope=tensor, where all is one group: give one of them")
         lowest = 2 if self.symmetric else 1
         if not lowest <= self.bits <= 8:
             raise ValueError(f"uniform: bits={self.bits} is not in [{lowest}, 8] with symmetric={self.symmetric}")
@@ -109,8 +117,9 @@ class Uniform(_Grouped):
     def variations(self) -> tuple[str, list[float]]:
         return "bits", around(self.bits)
 
-    def _grouping(self) -> _Grouping:
-        return _Grouping(self.bits, self.group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic")
+    def _grouping(self, numel: int) -> _Grouping:
+        group = numel if self.scope == "tensor" else self.group
+        return _Grouping(self.bits, group, "absmax" if self.symmetric else "minmax", self.rounding == "stochastic")
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class QSGD(_Grouped):
     def variations(self) -> tuple[str, list[float]]:
         return "bits", around(self.bits)
 
-    def _grouping(self) -> _Grouping:
+    def _grouping(self, numel: int) -> _Grouping:
         return _Grouping(self.bits, self.bucket, "absmax" if self.norm == "max" else "l2", stochastic=True)
 
 
@@ -160,5 +169,5 @@ class Sign(_Grouped):
         check_keys(self)
         _check_group("sign", "bucket", self.bucket)
 
-    def _grouping(self) -> _Grouping:
+    def _grouping(self, numel: int) -> _Grouping:
         return _Grouping(1, self.bucket, "mean", stochastic=False)

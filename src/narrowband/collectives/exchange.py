@@ -66,6 +66,8 @@ class Exchange(ABC):
     decided_by_encoding: ClassVar[bool] = False
     #: Whether it sends from rank to rank, see :attr:`Peers.pairs`.
     uses_pairs: ClassVar[bool] = False
+    #: Whether a rank encodes means, whose error its feedback then keeps, see :meth:`State.owner_error`.
+    has_owners: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -216,8 +218,10 @@ class Exchange(ABC):
         """(whether it is finite, its payload), compensated by the residual."""
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
-        # Where there is no residual yet, zeros make one: scatter_reduce puts the error of its second encoding into it.
+        # Where there is no residual yet, zeros make one, so that a state has one for every layer.
         if feedback is not None and (operand.incremental or feedback.residual(operand.key) is None or _any_nonzero(x)):
+            if not self.has_owners:
+                feedback.reclaim_owner_error(operand.key)
             early = feedback.can_roll_back(x)  # commit while it is in the caches and other ranks still compute
             fused = early and not self.measure
             finite, payload = feedback.encode(

@@ -4,8 +4,13 @@ An all-to-all brings the chunks to their owners; each owner decodes and adds the
 mean again; an all-gather brings the means to all. A rank sends 2·(N−1)/N · P bytes among N ranks, for payloads of P
 bytes, whatever N is.
 
-Encoding the mean again loses something, too. With feedback, N times that error goes into the residual of the rank that
-encoded it, as one rank's residual counts 1/N in a later average.
+Encoding the mean again loses something, too. With feedback, the owner keeps that error, and adds it to the next mean of
+its chunk (1-bit Adam's server error): it takes 1/N of a residual's memory. The error must not go into the owner's
+residual instead, times N because one rank's residual counts 1/N: what the owner then encodes is N times as large as
+a gradient, and so is what it loses.
+
+With feedback a codec has to lose less than it is given, see :attr:`~narrowband.codecs.Codec.lost_share`. A mean of
+payloads is harder to encode than a gradient: where residuals still settle by all-gather, errors of owners may grow.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ class ScatterReduce(Exchange):
     name: ClassVar[str] = "scatter_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16  # 0.5 ms at 1 Gbit/s
     uses_pairs: ClassVar[bool] = True
+    has_owners: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
@@ -60,6 +66,19 @@ class ScatterReduce(Exchange):
             return (
                 f"collective='scatter_reduce' encodes sums again, and {codec} would drop most of a sum; use "
                 "'all_gather' or 'auto'"
+            )
+        if feedback is None or codec.exact:
+            return None
+        if not feedback.keeps_owner_errors:
+            return (
+                f"collective='scatter_reduce' encodes sums again, and {feedback.name} cannot keep what that loses; use "
+                "'all_gather' or 'auto'"
+            )
+        if codec.lost_share >= 1:
+            return (
+                f"collective='scatter_reduce' encodes sums again, and {codec}, which of normally distributed values "
+                f"loses {codec.lost_share:.3g} times their squared norm, would lose more of them at every step; use "
+                "'all_gather' or 'auto', or more bits"
             )
         return None
 
@@ -114,15 +133,22 @@ class ScatterReduce(Exchange):
         """Average this rank's chunks, and encode the means into ``second``, with a trailer."""
         size, rank = self.peers.size, self.peers.rank
         finite = not bool(received[:, -1].any())
-        self._errors: list[Tensor] = []  # what the second encoding adds, of operands with feedback
+        self._errors: list[Tensor | None] = []  # what encoding the means loses, of each operand with feedback
         for operand, span in zip(self.operands, spans_of(self._columns[rank]), strict=True):
             cut = self._codec(operand).cut(operand.x.numel())[rank]
             mean = torch.empty(cut.stop - cut.start, device=received.device)
             operand.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
+            # Where all ranks sent zeros nobody used the layer, and nobody looks at its average: what was lost waits.
+            feedback = None if kernels.all_zero(mean) else operand.feedback
+            before = None if feedback is None else feedback.owner_error(operand.key, cut)
+            if before is not None:
+                mean += before
             finite &= kernels.all_finite(mean)
             seed = operand.seed_of(rank) ^ _SECOND_DRAW
             operand.codec.encode(mean, seed=seed, out=second[span])
-            if operand.feedback is not None:
+            if feedback is None:
+                self._errors.append(None)
+            else:
                 self._errors.append(operand.codec.decode(second[span], mean, seed=seed, weight=-1.0, accumulate=True))
         second[-TRAILER:] = 0 if finite else 1
 
@@ -130,13 +156,12 @@ class ScatterReduce(Exchange):
         super()._finish_feedback(good)
         if not good:
             return
-        with_feedback = (operand for operand in self.operands if operand.feedback is not None)
-        for operand, error in zip(with_feedback, self._errors, strict=True):
-            assert operand.feedback is not None
-            residual = operand.feedback.residual(operand.key)
-            if residual is not None:
-                own = self._codec(operand).cut(operand.x.numel())[self.peers.rank]
-                residual[own].add_(error, alpha=self.peers.size)
+        for operand, error in zip(self.operands, self._errors, strict=True):
+            if error is not None:
+                assert operand.feedback is not None
+                numel, ranks = operand.x.numel(), self.peers.size
+                cut = self._codec(operand).cut(numel)[self.peers.rank]
+                operand.feedback.set_owner_error(operand.key, cut, error, numel=numel, ranks=ranks)
 
     def _write(self, good: bool) -> None:
         spans = [spans_of(column) for column in self._columns]

@@ -52,8 +52,8 @@ class State(ABC):
     takes_activations: ClassVar[bool] = True
     #: Whether layers of one model may have it beside layers with other feedbacks.
     mixes: ClassVar[bool] = True
-    #: The collective that averages its payloads, where it brings one; None: any that the codec allows.
-    collective: ClassVar[str | None] = None
+    #: Whether it can keep what the owner of a chunk loses as it encodes a mean, see :meth:`owner_error`.
+    keeps_owner_errors: ClassVar[bool] = False
     #: True: :meth:`advance_uncompressed` has to be given every average that was not compressed.
     observes_uncompressed: ClassVar[bool] = False
 
@@ -61,6 +61,11 @@ class State(ABC):
     def codec(self) -> Codec:
         """The codec that it brings, where :attr:`brings_codec`."""
         raise TypeError(f"{self.name} stands behind a codec and brings none")
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that averages its payloads, where it brings one; None: any that the codec allows."""
+        return None
 
     @property
     def needs_learning_rates(self) -> bool:
@@ -155,6 +160,37 @@ class State(ABC):
     @abstractmethod
     def residual(self, key: str) -> Tensor | None:
         """The residual under ``key`` (flat float32, to be changed in place with care), or None if there is none."""
+
+    def owner_error(self, key: str, cut: slice) -> Tensor | None:
+        """What this rank adds to the next mean of a chunk that it owns: what it lost of the last one. None: nothing.
+
+        This is the server error of 1-bit Adam (Tang et al., arXiv 2102.02888,
+        algorithm 1). Its unit is that of the mean, not of one rank's gradient.
+
+        Args:
+            key: names the tensor.
+            cut: where the chunk lies in the flat tensor.
+
+        Returns:
+            Flat float32, as long as the chunk.
+        """
+        return None
+
+    def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
+        """Let this be the :meth:`owner_error`; that of another chunk goes into the residual, so that it is not lost.
+
+        Args:
+            key, cut: as there.
+            error: flat float32; belongs to the state from now on.
+            numel: elements of the tensor.
+            ranks: that average. One rank's residual counts 1/``ranks`` in a mean.
+        """
+        raise TypeError(f"{self.name} keeps no errors of owners")
+
+    def reclaim_owner_error(self, key: str) -> None:  # noqa: B027  most keep none
+        """Move what owners have lost into the residual. To be called before a tensor travels by a collective without
+        owners.
+        """
 
     def take_residual(self, key: str) -> Tensor | None:
         """Remove and return the residual under ``key``, flat float32; None if there is none."""
@@ -287,6 +323,10 @@ class SampleState(State):
     """
 
     per_sample: ClassVar[bool] = True
+
+    def warning(self, codec: Codec) -> str | None:
+        """What users should know before they train with this codec, if anything: it is logged once, at set-up."""
+        return None
 
     @abstractmethod
     def payload_nbytes(

@@ -8,26 +8,63 @@ With gradient g, codec C and residual e::
     e = p − C(p)       # commit
 
 so that the sum of everything sent plus the residual is the sum of all gradients: nothing is lost, it is late.
+
+Where a rank averages a chunk for all ranks and encodes the mean m again, it keeps what that loses, too, as 1-bit Adam's
+server does (Tang et al., arXiv 2102.02888, algorithm 1). With its own error s of that chunk::
+
+    q = s + m
+    send C(q)
+    s = q − C(q)
+
+Over N ranks, what was delivered plus the mean of all residuals plus the owners' errors is the sum of all means. An
+error s and a residual N · s of one rank stand for the same, so that one can take the other's place.
+
+With ``decay=β`` what waits counts for less in every step: p = β·e + g. The sum is then no longer kept; what has waited
+for t steps counts β^t. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where updates, and not
+gradients, are sent. An owner's error counts for less in the same way.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
+    from narrowband.feedback.base import Layout
 
 __all__ = ["ErrorFeedback"]
+
+
+#: The name of an owner's error in a state; ``fits`` and others find the tensor's own behind the last slash.
+_OWNER = re.compile(r"owner/(?P<start>\d+)/(?P<ranks>\d+)/(?P<key>.+)")
+
+
+class _OwnerError(NamedTuple):
+    """What a rank lost of a mean that it encoded: of a chunk that begins at ``start``, among so many ranks."""
+
+    start: int
+    ranks: int
+    error: Tensor
+
+    @property
+    def cut(self) -> slice:
+        return slice(self.start, self.start + self.error.numel())
+
+    def name(self, key: str) -> str:
+        """In a state."""
+        return f"owner/{self.start}/{self.ranks}/{key}"
 
 
 @dataclass(unsafe_hash=True)  # equal configurations hash alike; the residuals are not part of it
@@ -37,11 +74,26 @@ class ErrorFeedback(Feedback):
     For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
     which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
     scratch tensor, nothing changes before :meth:`commit`, and rolling back is nothing to do.
+
+    Args:
+        decay: what is left of the residual after a step in which it waited, above 0 and up to 1.
     """
 
     name: ClassVar[str] = "ef"
+    keeps_owner_errors: ClassVar[bool] = True
+
+    decay: float = 1.0
 
     _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _owner_errors: dict[str, _OwnerError] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(
+                f"{self.name}: decay={self.decay} is not in (0, 1]; 1 keeps all that waits, and a codec without "
+                "feedback keeps none"
+            )
 
     def encode(
         self,
@@ -66,7 +118,7 @@ class ErrorFeedback(Feedback):
             raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
         if x.dtype != torch.float32:
             if codec.exact:  # sends what has 16 bits in 16 bits
-                total = (residual + x).to(x.dtype)
+                total = (residual * self.decay + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
         return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
@@ -82,17 +134,19 @@ class ErrorFeedback(Feedback):
         out: Tensor | None,
         subtract: bool,
     ) -> tuple[bool, Tensor]:
-        """``(x, residual) ← (residual, residual + x)``, and a payload of that sum: see
+        """``(x, residual) ← (residual, decay · residual + x)``, and a payload of that sum: see
         :meth:`~narrowband.codecs.Codec.encode_compensated`.
         """
-        return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+        return codec.encode_compensated(
+            x, residual, shape=shape, seed=seed, out=out, decay=self.decay, subtract=subtract
+        )
 
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
         residual = self._residuals[key]
         if x.dtype != torch.float32:
-            residual.add_(x)
+            residual.mul_(self.decay).add_(x)
         before = squared_norm(residual) if measure else 0.0
         if x.dtype != torch.float32 and codec.exact:
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
@@ -110,7 +164,26 @@ class ErrorFeedback(Feedback):
     def residual(self, key: str) -> Tensor | None:
         return self._residuals.get(key)
 
+    def owner_error(self, key: str, cut: slice) -> Tensor | None:
+        own = self._owner_errors.get(key)
+        if own is None or own.cut != cut:
+            return None
+        return own.error if self.decay == 1 else own.error * self.decay
+
+    def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
+        if self.owner_error(key, cut) is None:
+            self.reclaim_owner_error(key)
+        if key not in self._residuals:  # an owner's error always has a residual to go into
+            self._residuals[key] = torch.zeros(numel, device=error.device)
+        self._owner_errors[key] = _OwnerError(cut.start, ranks, error)
+
+    def reclaim_owner_error(self, key: str) -> None:
+        own = self._owner_errors.pop(key, None)
+        if own is not None:
+            self._residuals[key][own.cut].add_(own.error, alpha=own.ranks)
+
     def take_residual(self, key: str) -> Tensor | None:
+        self.reclaim_owner_error(key)
         return self._residuals.pop(key, None)
 
     def add_residual(self, key: str, residual: Tensor) -> None:
@@ -119,12 +192,63 @@ class ErrorFeedback(Feedback):
     def scale(self, factor: float) -> None:
         for residual in self._residuals.values():
             residual.mul_(factor)
+        for own in self._owner_errors.values():
+            own.error.mul_(factor)
+
+    def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
+        """Where a codec loses more than it is given."""
+        for codec in dict.fromkeys(layer.codec for layer in layers):
+            if codec.lost_share >= 1:
+                return (
+                    f"{codec}+{self.name}: of normally distributed values {codec} loses {codec.lost_share:.3g} times "
+                    "their squared norm, so the residual may grow from step to step: watch its norm, or use more bits, "
+                    "smaller groups or another codec"
+                )
+        return None
+
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._residuals)
+        errors = {own.name(key): own.error for key, own in self._owner_errors.items()}
+        return self._residuals | errors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._residuals = {
-            key: value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            for key, value in state.items()
-        }
+        self._residuals, self._owner_errors = {}, {}
+        for name, value in state.items():
+            own = value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            place = _OWNER.fullmatch(name)
+            if place is None:
+                self._residuals[name] = own
+            else:
+                self._owner_errors[place["key"]] = _OwnerError(int(place["start"]), int(place["ranks"]), own)
+
+    def check_state(self, state: Mapping[str, object]) -> None:
+        super().check_state(state)
+        for name in state:
+            place = _OWNER.fullmatch(name)
+            if place is not None and place["key"] not in state:
+                raise ValueError(f"{self.name}: the state holds {name!r} and no residual of {place['key']!r}")
+
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+        place = _OWNER.fullmatch(name)
+        if place is None:
+            return super().fits(name, value, layers, others)
+        return int(place["start"]) + value.numel() <= layers.get(place["key"], 0)
+
+    @staticmethod
+    def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The mean of residuals, with every owner's error in its place: it counts N times one rank's residual."""
+        total: dict[str, Tensor] = {}
+        errors: list[tuple[re.Match[str], Tensor]] = []
+        for state in states:
+            for name, value in state.items():
+                place = _OWNER.fullmatch(name)
+                if place is not None:
+                    errors.append((place, value))
+                else:
+                    total[name] = total[name] + value if name in total else value.clone()
+        merged = {name: value / len(states) for name, value in total.items()}
+        for place, error in errors:
+            start = int(place["start"])
+            merged[place["key"]][start : start + error.numel()] += error
+        return merged

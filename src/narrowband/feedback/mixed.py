@@ -1,22 +1,31 @@
-"""Mixed error feedback: half of the elements are chosen by the gradient, half by the residual (Rudakov, Beznosikov,
+"""Mixed error feedback: half of the elements are chosen by the input, half by the residual (Rudakov, Beznosikov,
 Kholodov & Gasnikov, arXiv 2401.07788, there EF-mixed).
 
 With input x, residual e and k elements to send::
 
     A = places of the ⌈k/2⌉ largest of |x|,  B = places of the ⌊k/2⌋ largest of |e|
-    p = x + e                        # encode
-    send p at A ∪ B: at most k places
-    e = p, and 0 where it was sent   # commit
+    sends=sum:    s = x + e at A ∪ B, and 0 elsewhere         # encode
+    sends=parts:  s = x at A, plus e at B
+    e = x + e − s                                             # commit
 
-Plain error feedback chooses by |x + e|. Residuals add up over steps, and where they outweigh x, what is new waits
-behind what is old; here each has its half. The paper sends activations and their gradients between pipeline stages that
-way: feedback of any kind did not improve training there, but made models that work without compression.
+Either way at most k places are sent. Plain error feedback chooses by |x + e|. Residuals add up over steps, and where
+they outweigh x, what is new waits behind what is old; here each has its half.
+
+The paper says: "compress the K/2 % largest of the input and K/2 % of the error buffer; then input vector and buffer are
+added up and sent, which gives no more than K % of non-zero values". Word for word that is C(x) + C(e) with a C that
+keeps k/2: ``sends=parts``. ``sends=sum`` has the same places and bytes, and leaves no residual behind at any of them,
+where ``parts`` keeps e at the places that x alone chose, and x at those that e alone chose. The authors' public code
+has no EF-mixed that would decide it. Both differ from C(x) + C(e) in two details: of an odd k the input has the larger
+half, and where the residual is zero throughout, as in a first step, the input has all of k instead of half.
+
+The paper sends activations and their gradients between pipeline stages that way: feedback of any kind did not improve
+training there, but EF and EF21 made models that work without compression.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -42,11 +51,17 @@ class MixedFeedback(ErrorFeedback):
     residual is zero, the input alone chooses. A codec that keeps a single element (of a row) has no half for the
     residual: the element is the input's largest.
 
+    Args:
+        sends: of a chosen element ``sum``, input plus residual; or ``parts``: the input where the input chose it, plus
+            the residual where the residual did, which is the paper's C(x) + C(e).
+
     Example:
         >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef-mixed")
     """
 
     name: ClassVar[str] = "ef-mixed"
+
+    sends: Literal["sum", "parts"] = "sum"
 
     def check(self, codec: Codec) -> None:
         if not isinstance(codec, SelectingCodec):
@@ -69,13 +84,19 @@ class MixedFeedback(ErrorFeedback):
         if not codec.exact:  # which leaves nothing to choose
             self.check(codec)
         if not isinstance(codec, SelectingCodec) or not x.numel() or kernels.all_zero(residual):
-            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+            return super()._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=subtract)
         k = codec.kept(shape) // codec.rows(shape)
         by_input = codec.largest(x, shape, -(-k // 2), seed=seed)
         by_residual = codec.largest(residual, shape, k // 2, seed=seed)
         at = torch.unique(torch.cat([by_input, by_residual]))  # sorted
-        payload = codec.pack(at, residual[at] + x[at], shape=shape, out=out)
-        finite = kernels.compensate(x, residual)
+        if self.sends == "sum":
+            values = residual[at] * self.decay + x[at]
+        else:
+            values = torch.zeros(at.numel(), device=x.device)
+            for chosen, of in ((by_input, x[by_input]), (by_residual, residual[by_residual] * self.decay)):
+                values.index_add_(0, torch.searchsorted(at, chosen), of)
+        payload = codec.pack(at, values, shape=shape, out=out)
+        finite = kernels.compensate(x, residual, decay=self.decay)
         if finite and subtract:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return finite, payload

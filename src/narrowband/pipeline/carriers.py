@@ -5,7 +5,8 @@ feedback         what travels for x                                             
 ===============  =====================================================================  ===========================
 none             C(x)                                                                   nothing
 ``ef``           C(x + e); e ← x + e − C(x + e)  (Seide et al. 2014)                     e, on the sender
-``ef-mixed``     the top half k of x and of e, of x + e (Rudakov et al., 2401.07788)    e, on the sender
+``ef-mixed``     of x + e, or of each its own, the top half k of x and the top half     e, on the sender
+                 k of e (Rudakov et al., 2401.07788)
 ``ef21``         C(x − g); g ← g + C(x − g), which is what is used (2106.05203)         g, on both ends
 ``aq-sgd``       C(xᵢ − mᵢ) for each sample i; mᵢ ← mᵢ + C(xᵢ − mᵢ) (2206.01299)        mᵢ, on both ends
 ===============  =====================================================================  ===========================

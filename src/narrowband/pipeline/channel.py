@@ -175,6 +175,11 @@ class Channel:
         """Whether it needs to know which samples a tensor holds."""
         return self._carrier.by_sample
 
+    @property
+    def warning(self) -> str | None:
+        """What users should know before they train with this spec, if anything."""
+        return self._state.warning(self.codec) if isinstance(self._state, SampleState) else None
+
     def warming_up(self, at: At) -> bool:
         """Whether this message travels as it is.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from narrowband.feedback import Compression
 
 __all__ = ["ChannelPairs", "compressible"]
+
+log = logging.getLogger("narrowband")
+
+#: What has been logged; once is enough.
+_said: set[str] = set()
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 #: Boundaries and tensors of a model have channels of their own: index = (boundary · tensors + tensor) · 2 + direction.
@@ -55,7 +61,11 @@ class ChannelPairs:
         self._config: dict[str, Any] = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
         self._epoch: int | None = None
         self._pairs: list[tuple[Channel, Channel]] = []
-        self.of(0)  # made at once, so that a wrong spec is refused at once
+        for channel in self.of(0):  # made at once, so that a wrong spec is refused at once
+            warning = channel.warning
+            if warning is not None and warning not in _said:
+                _said.add(warning)
+                log.warning("%s", warning)
 
     def of(self, tensor: int) -> tuple[Channel, Channel]:
         """The channels of the n-th tensor: of the activation, and of its gradient."""

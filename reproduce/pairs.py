@@ -1,0 +1,219 @@
+"""What two rows differ by, seed by seed, and what the noise between seeds lets one say of it.
+
+Rows of one seed begin with the same parameters and see the same batches, so they are compared with each other and with
+no other: d_s = a_s − b_s over the seeds s that both rows have. Of n seeds the difference is
+
+    mean(d) ± t · s_d / √n
+
+with the sample's standard deviation s_d and Student's t for 95 % and n − 1 degrees of freedom (Student 1908, "The
+probable error of a mean", Biometrika 6, 1–25). One seed says nothing of its noise. Then the scores of the rows without
+compression stand in, of m ≥ 2 seeds with standard deviation s: two runs differ by chance with √2 · s, so the margin is
+t · √2 · s with m − 1 degrees of freedom. It is on the large side, since rows of one seed have something in common.
+Where there are no such rows either, the noise is unknown, and nothing is said of the difference.
+
+A row that diverged is worse than any that did not, whatever the noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Difference", "Finding", "difference", "every", "some", "student"]
+
+#: Student's t that 95 % of a distribution lie within, for 1, 2, … degrees of freedom.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def student(degrees: int) -> float:
+    """Student's t for 95 %, two-sided; for more than ten degrees of freedom that of ten, which is on the safe side.
+
+    Raises:
+        ValueError: less than one degree of freedom.
+    """
+    if degrees < 1:
+        raise ValueError(f"degrees={degrees} must be at least 1: a spread takes two values")
+    return _STUDENT[min(degrees, len(_STUDENT)) - 1]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statement, and whether figures bear it out; statements are joined by ``&``, ``|`` and ``~``.
+
+    A part that is not resolved leaves the whole open unless the other part decides it: a false one decides ``&``, and a
+    true one decides ``|`` (Kleene's three-valued logic). ``and``, ``or``, ``not`` and ``all`` cannot do this, so a
+    finding has no truth value.
+
+    Attributes:
+        held: None where noise does not let one say.
+        figures: what was compared.
+
+    Example:
+        >>> (Finding(True, ("0.2 ± 0.1",)) & Finding(None, ("0.5 ± 1",))).held is None
+        True
+    """
+
+    held: bool | None
+    figures: tuple[str, ...] = ()
+
+    def __and__(self, other: Finding | bool) -> Finding:
+        return self._joined(other, decides=False)
+
+    def __or__(self, other: Finding | bool) -> Finding:
+        return self._joined(other, decides=True)
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def __invert__(self) -> Finding:
+        return Finding(None if self.held is None else not self.held, self.figures)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a finding may be unresolved, so it is neither true nor false: join findings with &, | and ~")
+
+    def _joined(self, other: Finding | bool, *, decides: bool) -> Finding:
+        own = other if isinstance(other, Finding) else Finding(other)
+        both = (self.held, own.held)
+        held = decides if decides in both else None if None in both else not decides
+        return Finding(held, tuple(dict.fromkeys((*self.figures, *own.figures))))
+
+
+def every(findings: Iterable[Finding | bool]) -> Finding:
+    """All of them: held where each is, not held where one is not."""
+    return functools.reduce(Finding.__and__, findings, Finding(True))
+
+
+def some(findings: Iterable[Finding | bool]) -> Finding:
+    """At least one of them: held where one is, not held where none is."""
+    return functools.reduce(Finding.__or__, findings, Finding(False))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a row's score differs by from another's; :func:`difference` makes it.
+
+    Attributes:
+        names: of the two rows.
+        scores: the mean of each, over the seeds that both have; None where one diverged.
+        mean: of the paired differences, first − second; ± inf where one of them diverged, NaN where both did.
+        margin: half of the interval at 95 %; None where the noise is unknown.
+        seeds: that both rows have.
+        higher_is_better: whether more of the score is better.
+        relative: whether the difference is a share of the second row's score.
+    """
+
+    names: tuple[str, str]
+    scores: tuple[float | None, float | None]
+    mean: float
+    margin: float | None
+    seeds: tuple[int, ...]
+    higher_is_better: bool
+    relative: bool = False
+
+    def no_worse(self, by: float = 0.0) -> Finding:
+        """Whether the first row is worse than the second by no more than ``by``."""
+        return self._found(lambda worse, margin: _at_most(worse, margin, by))
+
+    def worse(self, by: float = 0.0) -> Finding:
+        """Whether it is worse by more than ``by``."""
+        return ~self.no_worse(by)
+
+    def better(self, by: float = 0.0) -> Finding:
+        """Whether it is better by more than ``by``."""
+        return ~self._found(lambda worse, margin: _at_most(-worse, margin, by))
+
+    def within(self, by: float) -> Finding:
+        """Whether it is neither worse nor better by more than ``by``."""
+        return self.no_worse(by) & ~self.better(by)
+
+    def figure(self) -> str:
+        """The difference and its margin: ``-0.36 ± 0.50``, or in per cent."""
+        if not math.isfinite(self.mean):
+            return "diverged"
+        unit = 100.0 if self.relative else 1.0
+        sign = " %" if self.relative else ""
+        margin = "" if self.margin is None else f" ± {unit * self.margin:.2f}{sign}"
+        return f"{unit * self.mean:+.2f}{sign}{margin}"
+
+    def said(self) -> str:
+        """Both scores, the difference, and the seeds that it is of."""
+        means = ", ".join(
+            f"{name} {'diverged' if score is None else format(score, '.2f')}"
+            for name, score in zip(self.names, self.scores, strict=True)
+        )
+        seeds = f"{'seed' if len(self.seeds) == 1 else 'seeds'} {', '.join(map(str, self.seeds))}"
+        unknown = ", of unknown noise" if self.margin is None and math.isfinite(self.mean) else ""
+        return f"{means}: {self.figure()}{unknown} ({seeds})"
+
+    def _found(self, says: Callable[[float, float | None], bool | None]) -> Finding:
+        return Finding(says(-self.mean if self.higher_is_better else self.mean, self.margin), (self.said(),))
+
+
+def difference(
+    first: Mapping[int, float | None],
+    second: Mapping[int, float | None],
+    *,
+    names: tuple[str, str],
+    higher_is_better: bool,
+    dense: Sequence[float | None] = (),
+    relative: bool = False,
+) -> Difference:
+    """How far one row's scores are from another's, over the seeds that both have.
+
+    Args:
+        first: seed → score; None where the row diverged.
+        second: the same.
+        names: of the two.
+        higher_is_better: whether more of the score is better.
+        dense: scores of rows without compression, one per seed: their spread is the noise where there is one pair.
+        relative: take each difference as a share of the second row's score.
+
+    Raises:
+        LookupError: the two have no seed in common.
+
+    Example:
+        >>> found = difference({0: 81.0, 1: 80.0}, {0: 81.5, 1: 80.5}, names=("a", "b"), higher_is_better=True)
+        >>> found.mean, found.margin, found.no_worse(1.0).held
+        (-0.5, 0.0, True)
+    """
+    seeds = tuple(seed for seed in first if seed in second)
+    if not seeds:
+        raise LookupError(f"needs rows {names[0]} and {names[1]} of one seed")
+    pairs = [(first[seed], second[seed]) for seed in seeds]
+    bad = -math.inf if higher_is_better else math.inf
+    apart = []
+    for one, other in pairs:
+        own, to = (bad if score is None else score for score in (one, other))
+        apart.append((own - to) / (to if relative and math.isfinite(to) else 1.0))
+    mean = sum(apart) / len(apart)
+    there = [score for score in dense if score is not None]
+    margin = None
+    if not math.isfinite(mean):
+        margin = None
+    elif len(apart) > 1:
+        margin = student(len(apart) - 1) * statistics.stdev(apart) / math.sqrt(len(apart))
+    elif len(there) == len(dense) > 1:
+        unit = abs(pairs[0][1] or 1.0) if relative else 1.0
+        margin = student(len(there) - 1) * math.sqrt(2.0) * statistics.stdev(there) / unit
+    one, other = (_mean([pair[at] for pair in pairs]) for at in (0, 1))
+    return Difference(names, (one, other), mean, margin, seeds, higher_is_better, relative)
+
+
+def _at_most(worse: float, margin: float | None, bound: float) -> bool | None:
+    if math.isnan(worse):
+        return None
+    if math.isinf(worse):
+        return worse < 0
+    if margin is None:
+        return None
+    if worse + margin <= bound:
+        return True
+    return False if worse - margin > bound else None
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    there = [score for score in scores if score is not None]
+    return statistics.mean(there) if len(there) == len(scores) else None

@@ -1,0 +1,127 @@
+"""Every hyper-parameter of a row in words, for its page: made of what the row recorded, so that none is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reproduce.pretrained import PRETRAINING
+from reproduce.training import BETA2, DROPS, WARM_UP
+
+__all__ = ["in_common", "settings"]
+
+
+def settings(row: Mapping[str, Any]) -> dict[str, str]:
+    """What a row was trained with: name of the setting → its value in words. What it did not record is left out.
+
+    Args:
+        row: what :func:`reproduce.training.run` returns.
+
+    Example:
+        >>> settings({"optimizer": "sgd", "momentum": 0.9, "nesterov": False})
+        {'optimizer': 'SGD, momentum 0.9'}
+    """
+    return {
+        name: words(row)
+        for name, (needs, words) in _WORDS.items()
+        if all(field in row for field in needs) and words(row)
+    }
+
+
+def in_common(rows: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Settings that all rows share, and for each row the others.
+
+    Example:
+        >>> in_common([{"batch": "128", "epochs": "10"}, {"batch": "64", "epochs": "10"}])
+        ({'epochs': '10'}, [{'batch': '128'}, {'batch': '64'}])
+    """
+    shared = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
+    return shared, [{name: value for name, value in row.items() if name not in shared} for row in rows]
+
+
+def _optimizer(row: Mapping[str, Any]) -> str:
+    momentum = f"momentum {row['momentum']:g}"
+    nesterov = " (Nesterov's)" if row["nesterov"] else ""
+    return {
+        "sgd": f"SGD, {momentum}{nesterov}",
+        "dgc": f"SGD, {momentum}{nesterov} on each rank, before compression",
+        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {BETA2:g}",
+    }[row["optimizer"]]
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    if row["schedule"] == "half-cosine":
+        return f"{row['lr']:g} at first, falls along a cosine to half of it"
+    rises = f"rises to {row['lr']:g} over the first {WARM_UP:.0%} of steps"
+    if row["schedule"] == "cosine":
+        return f"{rises}, then falls along a cosine to zero"
+    falls = (f"{0.1**times:g} times that from {drop:.0%} on" for times, drop in enumerate(DROPS, 1))
+    return f"{rises}; {', '.join(falls)}"
+
+
+def _pretraining(row: Mapping[str, Any]) -> str:
+    before = "diverged" if row["score_before"] is None else f"{row['score_before']:.2f}"
+    return (
+        f"on the second of these, {PRETRAINING.words()}; {row['metric']} before fine-tuning {before} (seed "
+        f"{row['seed']})"
+    )
+
+
+def _small(row: Mapping[str, Any]) -> str:
+    which = "norms and biases" + (f", and tensors below {row['min_numel']:,} elements" if row["min_numel"] > 1 else "")
+    how = {
+        "uncompressed": "uncompressed",
+        "dense": "uncompressed",  # what it was called when the oldest rows were recorded
+        "fused": "as one vector, compressed like a layer",
+    }
+    return f"{which}: " + how.get(row["small"], f"as one vector, by {row['small']}")
+
+
+def _policy(row: Mapping[str, Any]) -> str:
+    if not row["policy"] or row["policy"] == "uniform":
+        return ""
+    said = f"{row['policy']}, once an epoch, of {row['spec']}"
+    if row["high"]:
+        said += f", and {row['high']} outside of critical regimes"
+    choices = row.get("choices", "").split()
+    return said + (f", with {len(choices)} choices from {choices[0]} to {choices[-1]}" if choices else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+#: Setting → the fields that it needs, and what it says of them; an empty string where there is nothing to say.
+_WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "optimizer": (("optimizer", "momentum", "nesterov"), _optimizer),
+    "learning rate": (("lr", "schedule"), _rate),
+    "weight decay": (("weight_decay",), lambda row: f"{row['weight_decay']:g}"),
+    "global batch": (("batch",), lambda row: f"{row['batch']}"),
+    "clipping of averaged gradients": (
+        ("clip",),
+        lambda row: "none" if row["clip"] is None else f"at norm {row['clip']:g}",
+    ),
+    "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
+    "compression's warm-up": (
+        ("warmup_epochs",),
+        lambda row: _count(row["warmup_epochs"], "epoch") if row["warmup_epochs"] else "none",
+    ),
+    "small tensors": (
+        ("small", "min_numel", "forward", "activations"),
+        lambda row: "" if row["forward"] or row["activations"] else _small(row),
+    ),
+    "policy": (("policy", "high", "spec"), _policy),
+    "arithmetic": (
+        ("amp",),
+        lambda row: "forward and loss under bfloat16 autocast, scores in float32" if row["amp"] else "",
+    ),
+    "uncompressed at first": (("delay",), lambda row: f"{row['delay']:.0%} of steps" if row["delay"] else ""),
+    "samples": (
+        ("limit",),
+        lambda row: (
+            "" if row["limit"] is None else f"no more than the first {row['limit']:,} to train on, and to judge by"
+        ),
+    ),
+    "data": (("data",), lambda row: str(row["data"])),
+    "pre-training": (("score_before", "metric", "seed"), _pretraining),
+}

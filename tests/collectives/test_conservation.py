@@ -1,0 +1,105 @@
+"""Feedback behind every collective: what was delivered, and what is still to come, make up the sum of all gradients.
+
+An error is given in units of one rank's gradient, whose norm is 1: the norm of (sum of what was delivered − sum of the
+true means) after some steps. What is left of it must be in residuals and owners' errors, and must not grow.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.collectives import COLLECTIVES, Operand, choose, collective
+from narrowband.collectives.chunked import Chunked
+from narrowband.feedback import ErrorFeedback
+from tests.collectives.test_exchange import average, seed_of
+from tests.ranks import run_ranks
+
+NUMEL = 1500  # chunks of groups of 128 elements: of unequal length, one of them cut short
+STEPS = 200
+LOOKS = (50, 100, STEPS)
+
+QUANTIZERS = [
+    *(f"qsgd:bits={bits}" for bits in (2, 3, 4, 8)),
+    "qsgd:bits=4,norm=l2",
+    *(f"uniform:bits={bits}" for bits in (1, 2, 3, 4, 8)),
+    *(f"uniform:bits={bits},rounding=stochastic" for bits in (2, 3, 4)),
+    *(f"uniform:bits={bits},symmetric=true" for bits in (2, 3, 4)),
+    "sign",
+    "fp16",
+    "bf16",
+]
+#: Lose more than they are given: refused where means are encoded again.
+NO_CONTRACTIONS = ["qsgd:bits=2", "uniform:bits=1"]
+#: Residuals of these grow behind any collective, so that there is nothing to keep.
+GROWING = ["uniform:bits=1"]
+
+
+def carries(name, codec):
+    return collective(name).obstacle(codec, ErrorFeedback()) is None
+
+
+def gradient(rank, step):
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    x = torch.randn(NUMEL, generator=generator)
+    return x / x.norm()
+
+
+def accumulated(rank, size, ways):
+    """Way → (errors at LOOKS, the same less what residuals and owners' errors hold)."""
+    codecs = [nb.codec(spec) for spec, _ in ways]
+    feedbacks = [ErrorFeedback() for _ in ways]
+    missing = torch.zeros(len(ways), NUMEL, dtype=torch.float64)
+    found = {way: ([], []) for way in ways}
+    for step in range(1, STEPS + 1):
+        gradients = [gradient(r, step) for r in range(size)]
+        true = torch.stack(gradients).double().mean(0)
+        together: dict[tuple[str, str], list[Operand]] = {}
+        for i, ((_, name), codec, feedback) in enumerate(zip(ways, codecs, feedbacks, strict=True)):
+            item = Operand("p", gradients[rank].clone(), (NUMEL,), codec, feedback, seed_of(step, i), i)
+            together.setdefault((name, collective(name).kind_of(codec, item.dtype)), []).append(item)
+        for (name, _), items in together.items():
+            average(name, items, rank, size, rotating=False)
+            for item in items:
+                missing[item.index] += item.x.double() - true
+        if step not in LOOKS:
+            continue
+        kept = torch.zeros_like(missing)
+        for i, (codec, feedback) in enumerate(zip(codecs, feedbacks, strict=True)):
+            kept[i] = feedback.residual("p").double() / size
+            cut = Chunked(codec, size, i).cut(NUMEL)[rank]
+            own = feedback.owner_error("p", cut)
+            if own is not None:
+                kept[i, cut] += own.double()
+        torch.distributed.all_reduce(kept)
+        for i, way in enumerate(ways):
+            found[way][0].append(float(missing[i].norm()))
+            found[way][1].append(float((missing[i] + kept[i]).norm()))
+    return found
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_nothing_is_lost_and_nothing_grows(size):
+    ways = [(spec, name) for spec in QUANTIZERS for name in COLLECTIVES if carries(name, nb.codec(spec))]
+    assert {spec for spec, name in ways if name == "scatter_reduce"} == {*QUANTIZERS} - {*NO_CONTRACTIONS}
+    for answer in run_ranks(accumulated, size, ways, timeout_s=240):
+        for (spec, name), (errors, lost) in answer.items():
+            # An all-reduce adds halves up in halves: nobody can know what that rounds off.
+            assert max(lost) < (0.05 if name == "all_reduce" else 1e-4), (spec, name, lost)
+            if spec in GROWING or name == "all_reduce":
+                continue
+            first, *_, last = errors
+            assert last < 1.25 * first + 1e-5, (spec, name, errors)
+            by_gather = answer[spec, "all_gather"][0][-1]
+            # One more encoding, of a mean of N: with N times the owner's error in a residual it would be 50 times.
+            assert last < 2.5 * by_gather + 1e-5, (spec, name, last, by_gather)
+
+
+@pytest.mark.parametrize("spec", NO_CONTRACTIONS)
+def test_what_is_no_contraction_is_gathered(spec):
+    codec = nb.codec(spec)
+    assert codec.lost_share > 1
+    assert choose(codec, 1 << 30, 8, ErrorFeedback()).name == "all_gather"
+    assert choose(codec, 1 << 30, 8).name == "scatter_reduce"  # without feedback nothing adds up
+    assert "or more bits" in collective("scatter_reduce").obstacle(codec, ErrorFeedback())
