@@ -48,10 +48,13 @@ class Activations:
         model: whose activations.
         steps: of training.
         trace: whether ranges are noted on the way.
+        amp: whether gradients are compared under bfloat16 autocast.
     """
 
-    def __init__(self, policy: nb.ActivationPolicy, model: nn.Module, steps: int, *, trace: bool) -> None:
-        self._policy, self._model, self._trace = policy, model, trace
+    def __init__(
+        self, policy: nb.ActivationPolicy, model: nn.Module, steps: int, *, trace: bool = False, amp: bool = False
+    ) -> None:
+        self._policy, self._model, self._trace, self._amp = policy, model, trace, amp
         self._context = nb.compress_activations(model, policy=policy)
         self._saved: Saved | None = None
         self._points = {round(steps * point / _POINTS) for point in range(1, _POINTS + 1)}
@@ -99,12 +102,16 @@ class Activations:
 
     def _gradient_error(self, task: Task) -> float | None:
         x, y = next(task.batches(0))
-        exact, rough = (gradient(self._model, task, x, y, keeping) for keeping in (nullcontext(), self._context))
+        exact, rough = (
+            gradient(self._model, task, x, y, keeping, amp=self._amp) for keeping in (nullcontext(), self._context)
+        )
         error = ((rough - exact).norm() / exact.norm()).item()
         return error if math.isfinite(error) else None
 
 
-def gradient(model: nn.Module, task: Task, x: Tensor, y: Tensor, keeping: AbstractContextManager[Any]) -> Tensor:
+def gradient(
+    model: nn.Module, task: Task, x: Tensor, y: Tensor, keeping: AbstractContextManager[Any], *, amp: bool = False
+) -> Tensor:
     """That of a batch, of all parameters in one vector; what they hold as gradients is left alone.
 
     Args:
@@ -113,8 +120,9 @@ def gradient(model: nn.Module, task: Task, x: Tensor, y: Tensor, keeping: Abstra
         x: inputs.
         y: targets.
         keeping: the context around forward.
+        amp: whether forward and the loss run under bfloat16 autocast.
     """
-    with keeping:
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp), keeping:
         loss = task.loss(model(x), y)
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters)])

@@ -1,16 +1,15 @@
 """One rank of :mod:`reproduce.cssgd`: trains, times and counts behind an emulated link.
 
-Rows of one number of ranks and one link run one after the other in the same processes. Four kinds:
+Rows of one number of ranks and one link run one after the other in the same processes.
 
-* ``train``: a method trains until a common accuracy. It does so in stretches, and puts its parameters aside every few
-  steps. Between stretches the clock and the counters stand still while these are tested, so tests cost nobody anything.
-* ``batch``: a few steps of coded data parallelism, timed.
-* ``choice``: what :func:`narrowband.choose_redundancy` measures here, and what it says, by multicast and by broadcast.
-* ``bytes``: exchanges of a vector, counted.
+In training, parameters are put aside every few steps. Between stretches of steps the clock and the counters stand still
+while these are tested, so tests cost nobody anything.
 
 Bytes are what the kernel counts on each rank's network card as sent, headers included, added up over ranks. So what is
 multicast counts once for its sender. (Of TCP's packets the kernel counts several with one set of headers, so what goes
 by unicast is counted with four percent less than multicast.)
+
+A node's processor can be emulated, too: before it computes, the node sleeps as long as that processor would take.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -42,18 +41,10 @@ from narrowband.transport import Multicast, connect
 from narrowband.transport.datagram import HEADER_BYTES
 from narrowband.transport.sockets import IP_UDP_BYTES
 from reproduce.baselines import SSGD, Flat, serve, work
-from reproduce.data import Images, cifar10, mnist
-from reproduce.models import convolutional, perceptron
-from reproduce.tasks import own_part
+from reproduce.cssgd_problem import Problem, Row
 
-__all__ = ["METHODS", "Problem", "Row", "equation_19", "images_of", "stated_bytes"]
+__all__ = ["equation_19", "stated_bytes"]
 
-#: Training: how gradients become one step. ``alone``: every rank computes the whole mini-batch, and none sends.
-METHODS = ("unicast", "multicast", "asgd", "coded", "chosen", "all-reduce", "alone")
-
-#: Test images that accuracies are taken of: the first ones.
-_TESTED = 2000
-_AT_ONCE = 500
 #: How often parameters are put aside in a stretch.
 _MARKS = 10
 #: Elements of the vector whose exchanges are counted: a multiple of every redundancy.
@@ -62,108 +53,7 @@ _MTU = 1500
 _ETHERNET = 14
 _TIMEOUT = timedelta(seconds=300)
 
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement.
-
-    Attributes:
-        kind: what it is, see the top of this file.
-        task: ``dnn`` or ``cnn``; ``bytes`` has none.
-        name: what it is called in tables.
-        nodes: that compute; with ``asgd`` there is a server beside them.
-        rate: of each link, in each direction.
-        seed: of parameters and of the order of samples.
-        batch: samples of a mini-batch, over all nodes.
-        method: one of ``METHODS``.
-        redundancy: of ``coded``, of ``batch`` and of ``bytes``.
-        group: likewise; 0: all nodes.
-        lr: of plain SGD.
-        target: accuracy, in percent, that ends training.
-        every: steps between two tests.
-        steps: that are timed or counted; of training at most. ``asgd`` does as many on each node.
-        limit_s: seconds of training after which it is given up.
-        limit: use no more samples than this; None: all.
-    """
-
-    kind: Literal["train", "batch", "choice", "bytes"]
-    task: str
-    name: str
-    nodes: int
-    rate: str
-    seed: int = 0
-    batch: int = 256
-    method: str = "coded"
-    redundancy: int = 1
-    group: int = 0
-    lr: float = 0.0
-    target: float = 0.0
-    every: int = 1
-    steps: int = 3
-    limit_s: float = 60.0
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method!r} is none of {', '.join(METHODS)}")
-        if self.batch % self.nodes:
-            raise ValueError(f"a mini-batch of {self.batch} samples cannot be shared evenly by {self.nodes} nodes")
-
-    @property
-    def ranks(self) -> int:
-        """How many processes it takes."""
-        return self.nodes + (self.method == "asgd")
-
-
-# ---- what is trained -------------------------------------------------------------------------------------------------
-
-
-def images_of(task: str, directory: Path | None = None) -> Images:
-    """The data of a task."""
-    return {"dnn": mnist, "cnn": cifar10}[task](directory)
-
-
-class Problem:
-    """A model and its images, the same on all ranks: samples are named by their places, and no image is changed.
-
-    Args:
-        task: ``dnn`` or ``cnn``.
-        images: its data.
-        batch: samples of a mini-batch.
-        seed: of their order.
-    """
-
-    def __init__(self, task: str, images: Images, batch: int, seed: int) -> None:
-        self.make: Callable[[], nn.Module] = {"dnn": perceptron, "cnn": convolutional}[task]
-        self._images, self._batch, self._seed = images, batch, seed
-        self._epoch, self._order = -1, torch.empty(0, 0)
-        self._steps = images.train_y.numel() // batch
-        pixels = images.train_x[:1000].float()
-        self._mean, self._std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
-        self.tested = torch.arange(min(_TESTED, images.test_y.numel()))
-
-    def samples(self, step: int) -> Tensor:
-        """Which samples the mini-batch of a step holds."""
-        epoch, at = divmod(step, self._steps)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed * 1_000 + epoch)
-            order = torch.randperm(self._images.train_y.numel(), generator=generator)
-            self._epoch, self._order = epoch, own_part(order, self._batch, 0, 1)
-        return self._order[at]
-
-    def backward(self, model: nn.Module, samples: Tensor) -> None:
-        """Add to gradients that of the mean loss of these samples."""
-        logits = model(self._inputs(self._images.train_x[samples]))
-        torch.autograd.backward(F.cross_entropy(logits, self._images.train_y[samples]))
-
-    def right(self, model: nn.Module, tested: Tensor) -> int:
-        """How many of these test images are classified right."""
-        with torch.no_grad():
-            parts = [model(self._inputs(self._images.test_x[part])).argmax(1) for part in torch.split(tested, _AT_ONCE)]
-        return int((torch.cat(parts) == self._images.test_y[tested]).sum()) if parts else 0
-
-    def _inputs(self, pixels: Tensor) -> Tensor:
-        return (pixels.float() - self._mean) / self._std
+# ---- methods ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,6 +85,10 @@ class Method(ABC):
     @abstractmethod
     def stretch(self, first: int, steps: int) -> list[Mark]:
         """Train from step ``first`` on; collective."""
+
+    @abstractmethod
+    def timed(self, steps: int) -> list[tuple[float, int]]:
+        """Seconds and sent bytes of so many steps, each by itself, after some that are not timed; collective."""
 
     def close(self) -> None:
         """Give back what the method holds."""
@@ -232,6 +126,18 @@ class Synchronous(Method):
         dist.barrier()
         return marks
 
+    def timed(self, steps: int) -> list[tuple[float, int]]:
+        self.step(0)
+        dist.barrier()
+        seconds, sent = [], [transmitted(self.card)]
+        for step in range(1, steps + 1):
+            began = time.perf_counter()
+            self.step(step)
+            seconds.append(time.perf_counter() - began)
+            dist.barrier()  # until then this rank may repeat what another lacks
+            sent.append(transmitted(self.card))
+        return [(took, later - before) for took, (before, later) in zip(seconds, pairwise(sent), strict=True)]
+
     def step(self, step: int) -> None:
         """One mini-batch."""
         self.flat.gradient.zero_()
@@ -250,9 +156,18 @@ class Synchronous(Method):
         self._compute = compute
 
     def _code(self, redundancy: int, group: int) -> None:
-        coded = nb.CodedDataParallel(self.model, redundancy, "multicast", group=group or None)
+        row, rank = self.row, dist.get_rank()
+        coded = nb.CodedDataParallel(
+            self.model, redundancy, "multicast", group=group or None, shares=row.shares or None
+        )
         self._end = coded.transport.close
-        self._compute = lambda samples: self.problem.backward(coded, *coded.split(samples))
+        emulated_s = row.sample_s[rank] * coded.assignment.work(row.batch)[rank] if row.sample_s else 0.0
+
+        def compute(samples: Tensor) -> None:
+            time.sleep(emulated_s)
+            self.problem.backward(coded, *coded.split(samples))
+
+        self._compute = compute
 
 
 class Asynchronous(Method):
@@ -284,11 +199,21 @@ class Asynchronous(Method):
         serve(self.flat.weights, workers, steps * self.row.nodes, self.row.lr, note)
         return marks
 
+    def timed(self, steps: int) -> list[tuple[float, int]]:
+        # The first round waits for parameters on the way to all workers, and in the last nobody is sent any more.
+        marks = self.stretch(0, 1 + steps + 1)[: 1 + steps]
+        rounds = [(later.seconds - one.seconds, later.nbytes - one.nbytes) for one, later in pairwise(marks)]
+        return rounds or [(0.0, 0)] * steps
+
     def _compute(self) -> None:
         share = self.problem.samples(self._computed).view(self.row.nodes, -1)[dist.get_rank() - 1]
         self._computed += 1
         self.flat.gradient.zero_()
         self.problem.backward(self.model, share)
+
+
+def _method(row: Row, problem: Problem, card: str) -> Method:
+    return (Asynchronous if row.method == "asgd" else Synchronous)(row, problem, card)
 
 
 def _share(samples: Tensor) -> Tensor:
@@ -304,8 +229,7 @@ def train(row: Row, problem: Problem, card: str, tell: Callable[..., None]) -> d
     What returns has ``curve``: [steps, seconds, bytes, accuracy in percent] of every test; ``reached``: the first of
     these with the target, or None; ``step_s``, the mean; ``choice``, if the tool chose.
     """
-    kind = Asynchronous if row.method == "asgd" else Synchronous
-    method = kind(row, problem, card)
+    method = _method(row, problem, card)
     tester = problem.make()
     tested = Flat(tester)
     curve: list[list[float]] = []
@@ -357,26 +281,22 @@ def choices(row: Row, problem: Problem) -> dict[str, Any]:
 
 
 def batch(row: Row, problem: Problem, card: str) -> dict[str, Any]:
-    """Coded steps, timed: ``round_step_s``, each as long as on the slowest rank, ``step_s``, their median, and what all
-    ranks sent in one, ``sent_bytes``.
+    """Steps, timed: ``round_step_s``, each as long as on the slowest rank, ``step_s``, their median, ``sent_bytes``, of
+    all ranks in a step, and ``choice``, if the tool chose.
     """
-    method = Synchronous(row, problem, card)
-    method.step(0)
-    rounds = []
-    sent = transmitted(card)
-    for step in range(1, row.steps + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        method.step(step)
-        rounds.append(time.perf_counter() - began)
-    dist.barrier()
-    slowest = torch.tensor(rounds, dtype=torch.float64)
-    total = torch.tensor((transmitted(card) - sent) / row.steps, dtype=torch.float64)
+    method = _method(row, problem, card)
+    rounds = method.timed(row.steps)
+    slowest, total = (torch.tensor(column, dtype=torch.float64) for column in zip(*rounds, strict=True))
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
     method.close()
     times = slowest.tolist()
-    return {"round_step_s": times, "step_s": statistics.median(times), "sent_bytes": int(total)}
+    return {
+        "round_step_s": times,
+        "step_s": statistics.median(times),
+        "sent_bytes": int(total.mean()),
+        "choice": None if method.choice is None else asdict(method.choice),
+    }
 
 
 def counted(row: Row, card: str) -> dict[str, Any]:
@@ -434,11 +354,6 @@ def stated_bytes(nodes: int, redundancy: int, numel: int = _COUNTED) -> int:
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
-def _limited(images: Images, limit: int | None) -> Images:
-    x, y, test_x, test_y = (part[:limit] for part in (images.train_x, images.train_y, images.test_x, images.test_y))
-    return Images(x, y, test_x, test_y, images.digest)
-
-
 def _work(worker: RankProcess) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -450,8 +365,7 @@ def _work(worker: RankProcess) -> None:
         if row.kind == "bytes":
             result = counted(row, card)
         else:
-            images = _limited(images_of(row.task, None if directory is None else Path(directory)), row.limit)
-            problem = Problem(row.task, images, row.batch, row.seed)
+            problem = Problem(row, None if directory is None else Path(directory))
             if row.kind == "train":
                 result = train(row, problem, card, functools.partial(worker.tell, row=number))
             else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reproduce import (
     benchmarks,
     command,
-    cssgd,
+    cssgd_page,
     dgc,
     fidelity,
     lgreco,
@@ -50,7 +50,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
         for module in (dgc, lgreco, mesa, model_parallel, powersgd)
     },
-    "cssgd": cssgd.page,
+    "cssgd": cssgd_page.page,
     "fidelity": fidelity.page,
     "optimizers": optimizers.page,
     "sensitivity": sensitivity.page,

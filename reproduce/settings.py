@@ -111,6 +111,10 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
         lambda row: "" if row["forward"] or row["activations"] else _small(row),
     ),
     "policy": (("policy", "high", "spec"), _policy),
+    "arithmetic": (
+        ("amp",),
+        lambda row: "forward and loss under bfloat16 autocast, scores in float32" if row["amp"] else "",
+    ),
     "uncompressed at first": (("delay",), lambda row: f"{row['delay']:.0%} of steps" if row["delay"] else ""),
     "samples": (
         ("limit",),

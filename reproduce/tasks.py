@@ -46,7 +46,7 @@ _CHARACTERS = 64
 _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
 
 #: DeiT-Ti's three heads over 65 tokens, four times narrower and with five of its twelve blocks.
-_VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
+VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
 
 #: Generators of several purposes are kept apart by the place of their purpose in the seed.
 _ORDER, _AUGMENTATION = 0, 1
@@ -199,7 +199,7 @@ class Patches(Classification):
     name = "vit"
 
     def model(self) -> nn.Module:
-        return ViT(**_VIT, fused=False)
+        return ViT(**VIT, fused=False)
 
 
 class Language(Task):

@@ -110,6 +110,7 @@ class Row:
         activations: what backward keeps of activations: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
             nobody looks.
         trace: whether the result has how the policy's estimates of ranges went.
+        amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
     """
 
     task: str
@@ -139,6 +140,7 @@ class Row:
     backward: str = ""
     activations: str = ""
     trace: bool = False
+    amp: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
@@ -383,7 +385,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     activations = None
     if row.activations:
         policy = read_policy(row.activations)
-        activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace)
+        activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace, amp=row.amp)
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = _optimizer(row, model)
     extra: dict[str, Any] = {"optimizer": optimizer} if spec.startswith("dgc") else {}
@@ -418,7 +420,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = row.lr * rate(step)
             keeping = nullcontext() if activations is None else activations.step()
-            losses.append(_step(model, optimizer, task, x, y, row.clip, keeping))
+            losses.append(_step(model, optimizer, task, x, y, row, keeping))
             if activations is not None:
                 activations.note(step + 1)
             if handle.plan is not None and (not plans or plans[-1][0] != handle.plan.step):
@@ -543,16 +545,16 @@ def _step(
     task: Task,
     x: Tensor,
     y: Tensor,
-    clip: float | None,
+    row: Row,
     keeping: AbstractContextManager[Any],
 ) -> Tensor:
     """One optimizer step, its forward in the context ``keeping``; this rank's loss before it."""
     optimizer.zero_grad()
-    with keeping:
+    with torch.autocast("cpu", torch.bfloat16, enabled=row.amp), keeping:
         loss = task.loss(model(x), y)
     torch.autograd.backward(loss)
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if row.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), row.clip)
     optimizer.step()
     return loss.detach()
 

@@ -69,7 +69,7 @@ def train(rank, world_size):
     saved = {"model": model.state_dict(), "handle": handle.state_dict()}
     handle.load_state_dict(saved["handle"])
     model(x).square().mean().backward()
-    plan = nb.Constant(SPEC).decide({"weight": torch.randn(30, 40)}, step=0)
+    plan = nb.Constant(SPEC).decide({"weight": torch.randn(30, 40)}, step=0, traffic=nb.adapt.Traffic(2))
     return (
         model.module.weight.grad.clone(),
         saved["handle"]["spec"],

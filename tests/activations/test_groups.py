@@ -169,6 +169,53 @@ def test_granularity_layer_is_one_range_for_all():
     )
 
 
+@pytest.mark.parametrize(
+    ("bits", "rounding", "dtype"),
+    [(8, "stochastic", torch.float32), (4, "nearest", torch.bfloat16), (2, "stochastic", torch.float16)],
+    ids=str,
+)
+def test_neighbours_share_a_range_whatever_they_belong_to(bits, rounding, dtype):
+    """Equations 3 and 5 in float64, for every 40 elements in memory, the last of which are fewer, of every batch anew:
+    of a transposed tensor, too, and of one that is a hundred times as large.
+    """
+    model = Calls(None).to(dtype)
+    seen = []
+    model.function = lambda x: F.gelu(seen.append((x * 1).transpose(0, 1)) or seen[-1])
+    handle = compress(model, bits=bits, granularity=40, min_numel=40, rounding=rounding, statistics="running")
+    for scale in (1, 100):
+        with handle as saved:
+            y = model((uneven(9, 7, 32) * scale).to(dtype))
+        found = next(kept for (_, node, name), kept in saved_of(y).items() if name == "_saved_self" and "Gelu" in node)
+        exact = seen[-1].detach()
+        assert (found.dtype, found.stride()) == (dtype, exact.stride())
+        flat, restored = (x.transpose(0, 1).flatten().double() for x in (exact, found))  # in the order of memory
+        assert flat.numel() % 40 == 16
+        for one, other in zip(flat.split(40), restored.split(40), strict=True):
+            step = (one.max() - one.min()) / (2**bits - 1)
+            least = one.abs().max() * torch.finfo(dtype).eps
+            assert ((one - other).abs() <= (1.001 if rounding == "stochastic" else 0.501) * step + 2 * least).all()
+        ranges = math.ceil(flat.numel() / 40)
+        gelu = saved.by_operator["gelu"]
+        assert gelu.kept_bytes == ranges * (40 * bits // 8 + 8)
+        assert gelu.raw_bytes == flat.numel() * dtype.itemsize
+    assert handle.state_dict()["estimates"] == {}
+
+
+def test_an_outlier_costs_its_neighbours_alone():
+    model = Calls(F.gelu)
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(32)), model.first.bias.zero_()
+    x = torch.randn(8, 32)
+    x[3, 5] = 1e6
+    with compress(model, granularity=32, min_numel=32) as saved:
+        y = model(x)
+    found = next(kept for (_, node, name), kept in saved_of(y).items() if name == "_saved_self")
+    assert saved.outliers == 0
+    others = torch.arange(8) != 3
+    torch.testing.assert_close(found[others], x[others], atol=0.05, rtol=0)
+    assert found[3, 5] > 0.9e6
+
+
 @pytest.mark.parametrize("granularity", ["group", "layer"])
 @pytest.mark.parametrize("kind", ["linear", "gelu", "heads", "conv"])
 def test_statistics_per_sample(kind, granularity):

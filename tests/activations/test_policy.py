@@ -21,7 +21,7 @@ policies = st.builds(
         st.dictionaries(st.builds("{}:{}".format, names, operators), bits, max_size=3),
     ),
     min_numel=st.integers(1, 10**9),
-    granularity=st.sampled_from(["group", "layer"]),
+    granularity=st.sampled_from(["group", "layer"]),  # neighbours are at most min_numel
     heads=st.none() | st.integers(1, 64),
     groups=st.none() | st.integers(1, 64),
     statistics=st.sampled_from(["running", "sample"]),
@@ -142,6 +142,16 @@ def test_toml_says_all_of_a_policy(policy, tmp_path_factory):
     assert ActivationPolicy.from_dict(policy.to_dict()) == policy
 
 
+def test_neighbours_are_a_number_in_toml_and_learn_nothing(tmp_path):
+    policy = ActivationPolicy(granularity=64)
+    (tmp_path / "policy.toml").write_text(policy.to_toml())
+    assert policy.to_toml() == "granularity = 64\n"
+    assert ActivationPolicy.load(tmp_path / "policy.toml") == policy
+    assert (policy.neighbours, policy.learns) == (64, False)
+    assert (ActivationPolicy().neighbours, ActivationPolicy().learns) == (None, True)
+    assert not ActivationPolicy(statistics="sample").learns
+
+
 def test_what_is_default_is_not_written():
     assert ActivationPolicy().to_dict() == {}
     assert ActivationPolicy(bits=4, operators={"softmax": 8}).to_toml() == 'bits = 4\n\n[operators]\n"softmax" = 8\n'
@@ -163,7 +173,11 @@ def test_what_is_default_is_not_written():
         ({"operators": {"softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'\? There are: matmul, "),
         ({"operators": {"zzz": 8}}, r"unknown operator 'zzz'\. There are: matmul, "),
         ({"modules": {"head:softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'"),
-        ({"granularity": "channel"}, r"granularity='channel' is none of group, layer"),
+        ({"granularity": "channel"}, r"granularity='channel' is none of group, layer, and a number of neighbours"),
+        ({"granularity": 12}, r"granularity=12 is none of group, layer, and a number .* a multiple of 8"),
+        ({"granularity": 0}, r"granularity=0 is none of"),
+        ({"granularity": True}, r"granularity=True is none of"),
+        ({"granularity": 256, "min_numel": 255}, r"granularity=256 is above min_numel=255: .* Raise min_numel"),
         ({"statistics": "batch"}, r"statistics='batch' is none of running, sample"),
         ({"rounding": "floor"}, r"rounding='floor' is none of stochastic, nearest"),
         ({"min_numel": 0}, r"min_numel=0 must be a whole number, at least 1"),

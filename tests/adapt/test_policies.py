@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.adapt import Accordion, Constant, GlobalTopK, KMeans, LGreCo, Plan, error_table, search_space
+from narrowband.adapt import Accordion, Constant, GlobalTopK, KMeans, LGreCo, Plan, Traffic, error_table, search_space
 
 METRICS = {"l2": 1, "l2_squared": 2}
+TRAFFIC = Traffic(4)
 
 
 def spread(seed=0):
@@ -34,7 +35,7 @@ def totals(plan, gradients, power):
     """Bytes, and error by encoding and decoding with the plan's codecs (low rank: the best factors)."""
     nbytes, error = 0.0, 0.0
     for layer in plan.layers:
-        table = error_table({layer.name: gradients[layer.name]}, [layer.spec])
+        table = error_table({layer.name: gradients[layer.name]}, [layer.spec], traffic=TRAFFIC)
         nbytes += table.sizes[0, 0]
         error += table.errors[0, 0] ** power
     return nbytes, error
@@ -44,8 +45,8 @@ def totals(plan, gradients, power):
 @pytest.mark.parametrize("metric", METRICS)
 def test_lgreco_sends_less_at_no_more_error_than_its_reference(reference, metric):
     gradients = spread()
-    plan = LGreCo(reference, metric=metric).decide(gradients, step=7)
-    uniform = Constant(reference).decide(gradients, step=7)
+    plan = LGreCo(reference, metric=metric).decide(gradients, step=7, traffic=TRAFFIC)
+    uniform = Constant(reference).decide(gradients, step=7, traffic=TRAFFIC)
     nbytes, error = totals(plan, gradients, METRICS[metric])
     usual_nbytes, usual_error = totals(uniform, gradients, METRICS[metric])
     assert error <= usual_error * (1 + 1e-9)
@@ -60,8 +61,10 @@ def test_lgreco_sends_less_at_no_more_error_than_its_reference(reference, metric
 def test_lgreco_is_the_best_of_all_plans(metric):
     gradients = dict(itertools.islice(spread().items(), 4))
     choices = [f"powersgd:rank={r}" for r in (1, 2, 4, 8, 16)]
-    plan = LGreCo("powersgd:rank=4", choices, metric=metric, discretization=100_000).decide(gradients, step=0)
-    table = error_table(gradients, choices)
+    plan = LGreCo("powersgd:rank=4", choices, metric=metric, discretization=100_000).decide(
+        gradients, step=0, traffic=TRAFFIC
+    )
+    table = error_table(gradients, choices, traffic=TRAFFIC)
     errors = table.errors ** METRICS[metric]
     budget = errors[:, 2].sum()
     rows = np.arange(4)
@@ -81,19 +84,24 @@ def test_mixed_families_beat_each_alone():
         "sparse": search_space("topk:density=0.03+ef"),
         "quantized": [f"qsgd:bits={bits}+ef" for bits in range(2, 9)],
     }
-    sizes = {name: LGreCo(reference, own).decide(gradients, step=0).nbytes for name, own in families.items()}
-    mixed = LGreCo(reference, [*itertools.chain(*families.values()), "none"]).decide(gradients, step=0)
+    sizes = {
+        name: LGreCo(reference, own).decide(gradients, step=0, traffic=TRAFFIC).nbytes for name, own in families.items()
+    }
+    mixed = LGreCo(reference, [*itertools.chain(*families.values()), "none"]).decide(gradients, step=0, traffic=TRAFFIC)
     assert mixed.nbytes < min(sizes.values())
     assert len({layer.family for layer in mixed.layers}) > 1
 
 
 def test_alpha_scales_the_budget_and_one_that_cannot_be_reached_is_said(caplog):
     gradients = spread()
-    nbytes = [LGreCo("powersgd:rank=4", alpha=alpha).decide(gradients, step=0).nbytes for alpha in (0.7, 1.0, 2.0)]
+    nbytes = [
+        LGreCo("powersgd:rank=4", alpha=alpha).decide(gradients, step=0, traffic=TRAFFIC).nbytes
+        for alpha in (0.7, 1.0, 2.0)
+    ]
     assert nbytes == sorted(nbytes, reverse=True)
     assert len(set(nbytes)) == 3
     with caplog.at_level(logging.WARNING):
-        plan = LGreCo("powersgd:rank=4", alpha=1e-6).decide(gradients, step=0)
+        plan = LGreCo("powersgd:rank=4", alpha=1e-6).decide(gradients, step=0, traffic=TRAFFIC)
     assert "cannot be reached" in caplog.text
     least = error_table(gradients, search_space("powersgd:rank=4")).errors.min(axis=1)
     assert [layer.error for layer in plan.layers] == pytest.approx(least.tolist())
@@ -101,29 +109,34 @@ def test_alpha_scales_the_budget_and_one_that_cannot_be_reached_is_said(caplog):
 
 def test_time_is_saved_where_bytes_take_long():
     gradients = spread()
-    by_bytes = LGreCo("powersgd:rank=4").decide(gradients, step=0)
+    by_bytes = LGreCo("powersgd:rank=4").decide(gradients, step=0, traffic=TRAFFIC)
     saved = []
     for slow in gradients:
         seconds = {name: 100.0 if name == slow else 1.0 for name in gradients}
-        by_time = LGreCo("powersgd:rank=4", objective="time", seconds_per_byte=seconds).decide(gradients, step=0)
+        by_time = LGreCo("powersgd:rank=4", objective="time", seconds_per_byte=seconds).decide(
+            gradients, step=0, traffic=TRAFFIC
+        )
         took, takes = (sum(seconds[layer.name] * layer.nbytes for layer in plan.layers) for plan in (by_bytes, by_time))
         assert takes <= took
         saved.append(takes < took)
     assert any(saved)
     with pytest.raises(ValueError, match=r"lacks 0.weight"):
-        LGreCo("powersgd:rank=4", objective="time", seconds_per_byte={}).decide(gradients, step=0)
+        LGreCo("powersgd:rank=4", objective="time", seconds_per_byte={}).decide(gradients, step=0, traffic=TRAFFIC)
 
 
 def test_layers_without_gradient_cost_least_and_break_nothing():
     gradients = spread() | {"dead.weight": torch.zeros(50, 50)}
-    assert LGreCo("topk:density=0.01+ef").decide(gradients, step=0).specs()["dead.weight"] == "topk:density=0.001+ef"
+    assert (
+        LGreCo("topk:density=0.01+ef").decide(gradients, step=0, traffic=TRAFFIC).specs()["dead.weight"]
+        == "topk:density=0.001+ef"
+    )
     for policy in (KMeans("topk:density=0.01+ef"), GlobalTopK(0.01)):
-        plan = policy.decide(gradients, step=0)
+        plan = policy.decide(gradients, step=0, traffic=TRAFFIC)
         dead = next(layer for layer in plan.layers if layer.name == "dead.weight")
         assert dead.error in (0.0, None)
-        assert dead.nbytes <= 2500 * 4
+        assert dead.nbytes <= 2500 * 4 * 3
     nothing = {name: torch.zeros_like(x) for name, x in gradients.items()}
-    LGreCo("powersgd:rank=4").decide(nothing, step=0)
+    LGreCo("powersgd:rank=4").decide(nothing, step=0, traffic=TRAFFIC)
 
 
 def test_search_spaces_are_the_papers():
@@ -142,7 +155,9 @@ def test_accordion_compresses_less_where_norms_change():
     x = torch.ones(40, 40)
 
     def specs(*scales):
-        return list(policy.decide({str(i): x * s for i, s in enumerate(scales)}, step=0).specs().values())
+        return list(
+            policy.decide({str(i): x * s for i, s in enumerate(scales)}, step=0, traffic=TRAFFIC).specs().values()
+        )
 
     low, high = policy.low, policy.high
     assert specs(1.0, 1.0, 1.0) == [low] * 3  # nothing to compare with
@@ -151,7 +166,10 @@ def test_accordion_compresses_less_where_norms_change():
     assert specs(0.9, 0.4, 1.6) == [high] * 3
     again = Accordion(low="powersgd:rank=8", high="powersgd:rank=2")
     again.load_state_dict(saved)
-    assert again.decide({str(i): x * s for i, s in enumerate((0.9, 0.4, 0.1))}, step=0).specs()["2"] == low
+    assert (
+        again.decide({str(i): x * s for i, s in enumerate((0.9, 0.4, 0.1))}, step=0, traffic=TRAFFIC).specs()["2"]
+        == low
+    )
 
 
 def test_accordions_plan_can_be_the_budget():
@@ -162,7 +180,7 @@ def test_accordions_plan_can_be_the_budget():
     )
     for scale in (1.0, 0.9):
         scaled = {name: x * scale for name, x in gradients.items()}
-        plain, plan = alone.decide(scaled, step=0), policy.decide(scaled, step=0)
+        plain, plan = alone.decide(scaled, step=0, traffic=TRAFFIC), policy.decide(scaled, step=0, traffic=TRAFFIC)
         assert totals(plan, scaled, 1)[1] <= totals(plain, scaled, 1)[1] * (1 + 1e-9)
         assert plan.nbytes <= plain.nbytes
     assert plan.nbytes < plain.nbytes
@@ -170,7 +188,7 @@ def test_accordions_plan_can_be_the_budget():
 
 def test_kmeans_compresses_large_layers_that_lose_little_most():
     gradients = {f"{i}.weight": torch.randn(64, 64) for i in range(3)} | {"large.weight": 1e-3 * torch.randn(512, 512)}
-    plan = KMeans("topk:density=0.01+ef", clusters=2).decide(gradients, step=0)
+    plan = KMeans("topk:density=0.01+ef", clusters=2).decide(gradients, step=0, traffic=TRAFFIC)
     densities = {layer.name: nb.compression(layer.spec).codec.density for layer in plan.layers}
     assert densities["large.weight"] == pytest.approx(0.001)
     assert all(densities[f"{i}.weight"] == pytest.approx(0.1) for i in range(3))
@@ -178,7 +196,7 @@ def test_kmeans_compresses_large_layers_that_lose_little_most():
 
 def test_global_topk_takes_the_largest_of_all():
     gradients = spread()
-    plan = GlobalTopK(0.02).decide(gradients, step=0)
+    plan = GlobalTopK(0.02).decide(gradients, step=0, traffic=TRAFFIC)
     flat = torch.cat([x.flatten().abs() for x in gradients.values()])
     threshold = flat.topk(int(0.02 * flat.numel() + 0.5)).values[-1]
     for layer in plan.layers:
@@ -209,7 +227,7 @@ def test_what_cannot_be_decided_by_is_refused(make):
 
 
 def test_plans_go_through_json_and_say_what_is_wrong():
-    plan = LGreCo("powersgd:rank=4").decide(spread(), step=3)
+    plan = LGreCo("powersgd:rank=4").decide(spread(), step=3, traffic=TRAFFIC)
     assert Plan.from_json(plan.to_json()) == plan
     shapes = {layer.name: layer.shape for layer in plan.layers}
     plan.check(shapes)
@@ -226,7 +244,7 @@ def test_plans_go_through_json_and_say_what_is_wrong():
         ("[]", "not a plan"),
         ("{}", "not a plan"),
         (
-            text.replace('"version": 1', '"version": 9'),
+            text.replace('"version": 2', '"version": 9'),
             "of version 9, and this version of narrowband reads",
         ),
         (text.replace('"layers"', '"layer"'), "the plan lacks the key 'layers'"),
@@ -239,7 +257,8 @@ def test_plans_go_through_json_and_say_what_is_wrong():
         (text.replace('"shape": [', '"shape": 7, "was": [', 1), "must have a list of whole numbers as 'shape'"),
         (text.replace('"0.weight"', '"1.weight"'), "twice"),
         (text.replace('"budget"', '"buget"'), "the plan has the unknown key 'buget'; there are: version, layers"),
-        ('{"version": 1, "policy": "x", "layers": [3]}', "layer 0 of the plan must be a JSON object"),
+        (text.replace('"world_size": 4', '"world_size": 0'), "must have a whole number from 1 on as 'world_size'"),
+        ('{"version": 2, "policy": "x", "world_size": 4, "layers": [3]}', "layer 0 of the plan must be a JSON object"),
     ):
         assert edited != text
         with pytest.raises(ValueError, match=said):
@@ -249,7 +268,7 @@ def test_plans_go_through_json_and_say_what_is_wrong():
 
 def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
     path = tmp_path / "new" / "plan.json"
-    plan = Constant("qsgd:bits=4").decide(spread(), step=0)
+    plan = Constant("qsgd:bits=4").decide(spread(), step=0, traffic=TRAFFIC)
     plan.save(path)
     assert Plan.load(path) == plan
     for content, said in ((path.read_bytes()[:40], "not JSON"), (bytes(range(128, 256)), "no text")):

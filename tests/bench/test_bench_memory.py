@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -143,6 +144,35 @@ def test_the_peak_is_that_of_a_process_in_which_nothing_else_ran(model):
     assert rows["plain"]["peak_ratio"] == 1
     assert rows["8 bits"]["peak_ratio"] == rows["plain"]["peak_bytes"] / rows["8 bits"]["peak_bytes"]
     del held
+
+
+WIDE, DEEP = 512, 4
+
+
+def tower(batch):
+    """Enough parameters that they count."""
+    layers = [module for _ in range(DEEP) for module in (nn.Linear(WIDE, WIDE), nn.Tanh())]
+    return nn.Sequential(*layers), (torch.randn(batch, WIDE),)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody tells a process's memory")
+def test_a_footprint_is_all_that_training_takes():
+    """Parameters, gradients and AdamW's two moments, and of samples what is kept of each between layers."""
+    taken = memory.footprint(memory.Way("plain"), functools.partial(tower, batch=2048))
+    states, between = 4 * 4 * DEEP * (WIDE + 1) * WIDE, DEEP * 4 * 2048 * WIDE
+    assert states + between < taken < states + 6 * between  # malloc does not use all again
+
+
+def test_ways_of_any_model_are_compared_in_turn(model):
+    ways = [memory.Way("plain"), memory.Way("few", ActivationPolicy(bits=4, rounding="nearest"))]
+    events = []
+    build = functools.partial(subject, model, 8)
+    rows = memory.compare(ways, build, rounds=3, peaks=False, on_event=events.append)
+    assert events == ["plain", "few", "plain", "few", "few", "plain", "plain", "few"]
+    assert [row["name"] for row in rows] == ["plain", "few"]
+    assert rows[0]["ratios"] == [1.0] * 3
+    assert sorted(rows[1]["ratios"])[1] == rows[1]["ratio_to_plain"] > 0
+    assert rows[1]["kept_bytes"] < rows[0]["kept_bytes"] / 6
 
 
 def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):

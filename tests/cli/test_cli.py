@@ -120,13 +120,17 @@ POLICIES = ["lgreco", "constant", "kmeans", "accordion", "lgreco+accordion", "gl
 def test_adapt_writes_plans_that_training_can_follow(narrow, gradients, tmp_path, policy):
     path = tmp_path / "plan.json"
     words = ["--policy", policy, "--reference", "qsgd:bits=4", "--low", "qsgd:bits=6", "--high", "qsgd:bits=3"]
+    words += ["--ranks", "8"]
     code, out, err = narrow("adapt", str(gradients), *words, "--before", str(gradients), "--output", str(path))
     assert (code, err) == (0, "")
     plan = narrowband.Plan.load(path)
     assert [layer.name for layer in plan.layers] == [f"{i}.weight" for i in range(4)]
+    assert plan.world_size == 8
     assert all(name in out for name in plan.specs())
     if policy == "lgreco":
-        assert "times fewer bytes than qsgd:bits=4 for all layers, at no more error" in " ".join(out.split())
+        said = " ".join(out.split())
+        assert "among 8 ranks 1." in said
+        assert "times fewer bytes than qsgd:bits=4 for all layers, at no more error" in said
 
 
 def test_adapt_draws_a_profile(narrow, gradients, tmp_path):
@@ -167,14 +171,19 @@ def test_bench_kernels_writes_what_other_programs_read(narrow, tmp_path):
 def test_bench_adapt_writes_what_other_programs_read(narrow, tmp_path):
     path = tmp_path / "adapt.json"
     words = ("--model", "gpt-tiny", "--steps", "40", "--json", str(path), "--plans", str(tmp_path / "plans"))
+    words += ("--ranks", "4", "16", "--references", "powersgd:rank=4", "qsgd:bits=4+ef")
     code, out, err = narrow("bench", "adapt", *words)
     assert (code, err) == (0, "")
     rows = json.loads(path.read_text())["rows"]
-    references = [row["name"] for row in rows[:4]]
-    assert [row["name"] for row in rows[4:]] == [*(f"mixed, at {name}" for name in references), "program alone"]
+    references = [row["name"] for row in rows[:4:2]]
+    names = [*references, *(f"mixed, at {name}" for name in references)]
+    assert [(row["name"], row["ranks"]) for row in rows[:-1]] == [(name, ranks) for name in names for ranks in (4, 16)]
+    assert rows[-1]["name"] == "program alone"
+    assert 0 <= rows[-1]["over_bound"] < 0.01
     for row in rows[:-1]:
         assert row["name"].split(":")[0] in out
         assert row["times_fewer"] > 1
+        assert row["times_fewer"] >= row["times_fewer_by_payloads"] * (1 - 1e-9)
         assert row["error_of_reference"] <= 1 + 1e-9
         assert row["nbytes"] < row["reference_nbytes"]
         assert 0 < row["relative_error"] < 1
@@ -183,8 +192,8 @@ def test_bench_adapt_writes_what_other_programs_read(narrow, tmp_path):
         assert mixed["nbytes"] <= own["nbytes"]  # at the same error
         assert len(mixed["families"]) > 1 or mixed["nbytes"] == own["nbytes"]
     saved = {file.stem: narrowband.Plan.load(file) for file in (tmp_path / "plans").iterdir()}
-    assert saved["powersgd-rank-4"].nbytes == rows[0]["nbytes"]
-    assert saved["mixed-at-powersgd-rank-4"].nbytes == rows[4]["nbytes"]
+    assert saved["powersgd-rank-4-among-4"].nbytes == rows[0]["nbytes"]
+    assert saved["mixed-at-powersgd-rank-4-among-16"].nbytes == rows[5]["nbytes"]
     assert len(saved) == len(rows) - 1
 
 

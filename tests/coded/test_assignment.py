@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from math import ceil, comb
+from math import comb
 
 import pytest
 from hypothesis import given
@@ -47,12 +47,11 @@ def test_every_sample_is_computed_exactly_r_times_however_uneven_the_batch(a, mo
     assert max(sizes) - min(sizes) <= 1
     computed = Counter()
     for rank in range(a.nodes):
-        rows, height = a.rows(rank, samples), ceil(samples / a.blocks)
-        assert len(rows) == height * a.blocks_per_node
-        for at, block in enumerate(a.held(rank)):
-            own = rows[at * height : (at + 1) * height]
-            computed.update(own[: sizes[block]])
-            assert own[sizes[block] :] == [own[sizes[block] - 1]] * (height - sizes[block])
+        rows, work = a.rows(rank, samples), a.work(samples)
+        assert len(rows) == max(work)
+        assert work[rank] == sum(sizes[block] for block in a.held(rank))
+        computed.update(rows[: work[rank]])
+        assert rows[work[rank] :] == [rows[work[rank] - 1]] * (max(work) - work[rank])
     assert computed == dict.fromkeys(range(samples), a.redundancy)
 
 
@@ -112,18 +111,16 @@ def test_an_epoch_has_every_sample_once_on_r_nodes_and_rows_tell_its_size(a, mor
     length = 2 * batch_size + rest
     seen, sizes = Counter(), []
     for rank in range(a.nodes):
-        heights = {}
+        lengths = {}
         sampler = CodedSampler(
-            range(length), batch_size, a, rank, shuffle=shuffle, seed=3, drop_last=drop_last, heights=heights
+            range(length), batch_size, a, rank, shuffle=shuffle, seed=3, drop_last=drop_last, lengths=lengths
         )
         sampler.set_epoch(1)
         batches = list(sampler)
         assert len(batches) == len(sampler) == 2 + (rest > 0 and not drop_last)
-        sizes.append([heights[len(rows) // a.blocks_per_node] for rows in batches])
+        sizes.append([lengths[len(rows)] for rows in batches])
         for rows, samples in zip(batches, sizes[-1], strict=True):
-            height = len(rows) // a.blocks_per_node
-            for at, block in enumerate(a.held(rank)):
-                seen.update(rows[at * height :][: a.sizes(samples)[block]])
+            seen.update(rows[: a.work(samples)[rank]])
     kept = length - (rest if drop_last else 0)
     assert sizes == [([batch_size] * 2 + [rest] * (rest > 0))[: len(batches)]] * a.nodes
     assert sum(seen.values()) == a.redundancy * kept

@@ -23,9 +23,9 @@ def all_equal(tensors):
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
-def one_step(rank, world_size, redundancy, group, bits, samples):
+def one_step(rank, world_size, redundancy, group, shares, samples):
     torch.set_num_threads(1)
-    model = nb.CodedDataParallel(mlp(), redundancy, group=group, bits=bits)
+    model = nb.CodedDataParallel(mlp(), redundancy, group=group, shares=shares)
     exponent = model._average.unit.exponent
     x, y = model.split(*batch(0, samples))
     loss_of(model(x), y).backward()
@@ -33,13 +33,17 @@ def one_step(rank, world_size, redundancy, group, bits, samples):
 
 
 @pytest.mark.parametrize(
-    ("n", "r", "g"), [(2, 1, None), (3, 2, None), (4, 2, None), (4, 3, None), (4, 2, 2), (6, 2, 3)]
-)
+    ("n", "r", "g", "shares"),
+    [
+        (2, 1, None, None), (3, 2, None, None), (4, 2, None, None), (4, 3, None, None), (4, 2, 2, None),
+        (6, 2, 3, None), (4, 2, None, (2, 2.5, 1, 1)), (4, 1, 1, (4, 3, 2, 1)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("uneven", [0, 1])
-def test_gradients_are_the_same_on_all_ranks_and_as_computed_in_one_place(n, r, g, uneven):
-    a = Assignment(n, r, g or 0)
+def test_gradients_are_the_same_on_all_ranks_and_as_computed_in_one_place(n, r, g, shares, uneven):
+    a = Assignment(n, r, g or 0, shares or ())
     samples = 3 * a.blocks + uneven
-    gradients, exponents = zip(*run_ranks(one_step, n, r, g, 32, samples), strict=True)
+    gradients, exponents = zip(*run_ranks(one_step, n, r, g, shares, samples), strict=True)
     assert len(set(exponents)) == 1
     assert all_equal(gradients)
     net = mlp()
@@ -93,8 +97,9 @@ def alone():
     return flat(net)
 
 
-def test_training_on_uneven_batches_is_that_of_one_process():
-    results = run_ranks(epochs_of, 4, {"redundancy": 2})
+@pytest.mark.parametrize("shares", [None, (1, 3, 3, 2)])
+def test_training_on_uneven_batches_is_that_of_one_process_whatever_the_shares_and_bytes_are_the_same(shares):
+    results = run_ranks(epochs_of, 4, {"redundancy": 2, "shares": shares})
     assert all_equal([result[0] for result in results])
     torch.testing.assert_close(results[0][0], alone(), rtol=1e-5, atol=1e-6)
     numel = flat(mlp()).numel()
@@ -149,7 +154,7 @@ def test_a_resumed_run_ends_with_the_same_bits_dropout_included(options):
     assert all_equal([tensor for result in results for tensor in result])
 
 
-def resumed_on_batches_of_any_size(rank, world_size):
+def resumed_on_batches_of_any_size(rank, world_size, shares):
     def go_on(model, steps):
         for step in steps:
             x, y = model.split(*batch(step, 12 + step % 4))  # 12, 13, 14 or 15 samples in 3 blocks
@@ -157,19 +162,20 @@ def resumed_on_batches_of_any_size(rank, world_size):
             loss_of(model(x), y).backward()
         return gradient(model)
 
-    model = nb.CodedDataParallel(mlp(), 2)
+    model = nb.CodedDataParallel(mlp(), 2, shares=shares)
     go_on(model, range(3))
     state = model.state_dict()
     straight = go_on(model, [2])
-    loaded = nb.CodedDataParallel(mlp(), 2)
+    loaded = nb.CodedDataParallel(mlp(), 2, shares=shares)
     loaded.load_state_dict(state)
     other = nb.CodedDataParallel(mlp(), 1)
     other.load_state_dict(state)
-    return straight, go_on(loaded, [2]), other._average.step, other._heights
+    return straight, go_on(loaded, [2]), other._average.step, other._lengths
 
 
-def test_state_has_what_tells_batches_apart_and_fits_other_blocks_too():
-    results = run_ranks(resumed_on_batches_of_any_size, 3)
+@pytest.mark.parametrize("shares", [None, (2, 2, 1)])
+def test_state_has_what_tells_batches_apart_and_fits_other_blocks_too(shares):
+    results = run_ranks(resumed_on_batches_of_any_size, 3, shares)
     assert all_equal([tensor for result in results for tensor in result[:2]])
     assert [result[2:] for result in results] == [(3, {})] * 3
 

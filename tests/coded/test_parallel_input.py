@@ -27,6 +27,7 @@ def refused(rank, world_size):
         return refusal(lambda: nb.CodedDataParallel(nn.Sequential(nn.Linear(2, 2), *layers), **options))
 
     model = nb.CodedDataParallel(mlp(), 2)
+    uneven = nb.CodedDataParallel(mlp(), 2, shares=(2, 2, 1))
     x, y = batch(0, 12)
     frozen = nn.Sequential(nn.Linear(INPUTS, 4), nn.BatchNorm1d(4), nn.Linear(4, OUTPUTS))
     frozen[1].eval()
@@ -39,6 +40,8 @@ def refused(rank, world_size):
         "r = 0": wrap(redundancy=0),
         "r = n": wrap(redundancy=3),
         "group": wrap(redundancy=2, group=2),
+        "shares": wrap(redundancy=2, shares=(3, 1, 1)),
+        "rows with shares": refusal(lambda: uneven(x[:8])),
         "bits": wrap(bits=12),
         "span": wrap(span=-1.0),
         "transport": wrap(transport="pigeon"),
@@ -69,6 +72,8 @@ def test_bad_input_is_refused_before_training_with_what_to_do():
         assert "redundancy=0 must be at least 1 and less than the number of nodes, 3" in texts["r = 0"]
         assert "redundancy=3 must be at least 1 and less than the number of nodes, 3" in texts["r = n"]
         assert "group=2 must divide the number of nodes, 3, and be at least redundancy=2; use 3" in texts["group"]
+        assert "node 0 would do 0.6 of the work of all nodes" in texts["shares"]
+        assert "the batch has 8 rows, which are not those of a mini-batch" in texts["rows with shares"]
         assert "bits=12 is none of 32, 16, 8" in texts["bits"]
         assert "span=-1.0 is neither 'auto' nor a positive number" in texts["span"]
         assert "transport='pigeon' is none of auto, broadcast, multicast" in texts["transport"]
@@ -98,18 +103,20 @@ def differing(rank, world_size):
         refusal(lambda: nb.CodedDataParallel(torn)),
         refusal(lambda: nb.CodedDataParallel(mlp(), 1 + rank % 2)),
         refusal(lambda: nb.CodedDataParallel(mlp(), span=10.0 + rank)),
+        refusal(lambda: nb.CodedDataParallel(mlp(), shares=(1, 1, 1 + rank / 4))),
     ]
 
 
 def test_ranks_that_differ_are_told_in_what_before_training():
     for found in run_ranks(differing, 3):
-        values, shapes, redundancy, span = (text for _, text in found)
+        values, shapes, redundancy, span, shares = (text for _, text in found)
         assert {kind for kind, _ in found} == {"ValueError"}
         assert "ranks 0 and 1 differ in 0.bias: '(17,) torch.float32 True, values" in values
         assert "the same model, to the bit" in values
         assert "ranks 0 and 1 differ in 4.weight, 4.bias" in shapes
         assert "ranks 0 and 1 differ in redundancy: 1 and 2" in redundancy
         assert "ranks 0 and 1 differ in span: 10.0 and 11.0" in span
+        assert "ranks 0 and 1 differ in shares: (1, 1, 1.0) and (1, 1, 1.25)" in shares
 
 
 def out_of_step(rank, world_size, what):

@@ -37,8 +37,7 @@ def flat(model):
 
 def computed_in_one_place(net, assignment, x, y, exponent):
     """The average of a mini-batch: gradients of its blocks, in whole numbers of a unit, added up as Python does."""
-    samples, height = len(x), max(assignment.sizes(len(x)))
-    rows = height * assignment.blocks_per_node
+    samples, rows = len(x), max(assignment.work(len(x)))
     begin, total = 0, None
     parameters = list(net.parameters())
     for size in assignment.sizes(samples):

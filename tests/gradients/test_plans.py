@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import narrowband as nb
-from narrowband.adapt import Accordion, KMeans, LayerPlan, LGreCo, Plan, Policy, layer_nbytes
+from narrowband.adapt import Accordion, KMeans, LayerPlan, LGreCo, Plan, Policy
 from tests.gradients.training import TINY, compress, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
@@ -25,10 +25,10 @@ MIXED = {
 def plan_of(specs):
     shapes = {name: tuple(p.shape) for name, p in mlp().named_parameters()}
     layers = (
-        LayerPlan(name, shapes[name], spec, layer_nbytes(nb.compression(spec), shapes[name]), None)
+        LayerPlan(name, shapes[name], spec, nb.compression(spec).layer_nbytes(shapes[name]), None)
         for name, spec in specs.items()
     )
-    return Plan(tuple(layers), "by hand")
+    return Plan(tuple(layers), "by hand", 2)
 
 
 def averages(rank, world_size, spec, steps, cap=TINY):
@@ -142,7 +142,7 @@ class Scripted(Policy):
     def specs(self):
         return ["topk:density=0.1+ef", *MIXED.values()]
 
-    def decide(self, gradients, *, step):
+    def decide(self, gradients, *, step, traffic):
         self.seen.append((step, {name: x.clone() for name, x in gradients.items()}))
         time.sleep(0.02)
         if step in self.fails:
@@ -253,7 +253,9 @@ def test_a_policy_goes_on_to_the_bit_where_it_was_stopped(name):
 def what_cannot_be(rank, world_size):
     model = wrap(mlp(), TINY)
     other = plan_of(MIXED)
-    larger = Plan(tuple(LayerPlan(f"{layer.name}x", layer.shape, layer.spec, 1.0, None) for layer in other.layers), "")
+    larger = Plan(
+        tuple(LayerPlan(f"{layer.name}x", layer.shape, layer.spec, 1.0, None) for layer in other.layers), "", 2
+    )
     return [
         refusal(lambda spec=spec: compress(wrap(mlp(), TINY), spec, min_numel=64))
         for spec in (

@@ -12,11 +12,12 @@ import contextlib
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from narrowband.kernels import Rows
 
-__all__ = ["Arrangement", "Grouping", "largest_divisor"]
+__all__ = ["Arrangement", "Grouping", "largest_divisor", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,19 @@ class Arrangement:
         inner = math.prod(self.sizes) // max(1, before * groups)
         parts = samples if self.order[0] == 0 and before % samples == 0 else 1
         return Rows(parts, before // parts, groups, inner)
+
+
+def neighbours(flat: Tensor, count: int) -> tuple[Tensor, Rows]:
+    """Elements in memory order, filled up with the last one to a multiple of ``count``; so many at a time are a part.
+
+    Example:
+        >>> filled, rows = neighbours(torch.arange(20.0), 8)
+        >>> filled.numel(), rows.parts, filled[-5:].tolist()
+        (24, 3, [19.0, 19.0, 19.0, 19.0, 19.0])
+    """
+    missing = -flat.numel() % count
+    filled = torch.cat((flat, flat[-1:].expand(missing))) if missing else flat
+    return filled, Rows(filled.numel() // count, 1, 1, count)
 
 
 def largest_divisor(size: int, at_most: int) -> int:

@@ -68,15 +68,19 @@ class Payload:
         bits: of a code.
         dtype: of the tensor.
         codes: memory for them, of ``rows.nbytes(bits)``.
+
+    Attributes:
+        numel: elements of the tensor; rows have more where the last one was filled up.
     """
 
-    __slots__ = ("__weakref__", "bits", "codes", "dtype", "low", "rows", "step")
+    __slots__ = ("__weakref__", "bits", "codes", "dtype", "low", "numel", "rows", "step")
 
     low: Tensor
     step: Tensor
 
     def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
         self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
+        self.numel = rows.numel
 
     def encode(
         self,
@@ -121,7 +125,7 @@ class Payload:
         direct = self.dtype in (torch.float32, torch.bfloat16)
         out = torch.empty(self.rows.numel, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
         kernels.dequantize_rows(self.codes, out, self.rows, self.low, self.step, bits=self.bits)
-        return out if direct else out.to(self.dtype)
+        return (out if direct else out.to(self.dtype))[: self.numel]
 
 
 def quantized(
@@ -150,13 +154,13 @@ def quantized(
         estimates: of the model.
         name: of the tensor's estimate.
     """
-    estimate = estimates.get(name, rows.groups, x.device) if policy.statistics == "running" else None
+    estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
     form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
     if estimate is None:
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
             return Outliers(extreme=True)
-        found = Magnitudes(x, rows).outliers(high - low)
+        found = None if policy.neighbours else Magnitudes(x, rows).outliers(high - low)
         if found is not None:
             return found
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))

@@ -68,9 +68,13 @@ class ActivationPolicy:
             are kept in the bits that the operator "checkpoint" has there. The model itself is a module, too: it is
             named "", and "*" matches it.
         min_numel: smaller tensors are kept as they are.
-        granularity: ``group``: a range per attention head, or per group of channels; ``layer``: one for all.
+        granularity: ``group``: a range per attention head, or per group of channels; ``layer``: one for all; a number,
+            a multiple of 8: one for so many neighbours in memory, whatever they belong to. These are taken from every
+            tensor and kept beside its codes, 8 bytes each, and outliers are not looked for. Graphs of
+            ``torch.compile`` always have neighbours, 256 unless there is a number here.
         heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
-        groups: of channels where there are no heads; None: as many as heads (8 where there is no attention).
+        groups: of channels where there are no heads; None: as many as heads (8 where there is no attention). A channel
+            that is a group of its own takes whole bytes, whatever the bits, where channels lie side by side.
         statistics: ``running``: ranges are estimated from all batches so far, equations 6 and 7 of the paper;
             ``sample``: taken from every sample and kept beside it.
         decay: of running estimates, the paper's μ; 0 takes every batch's own range. A batch has the ranges of those
@@ -99,7 +103,7 @@ class ActivationPolicy:
     operators: Mapping[str, Bits] = field(default_factory=dict)
     modules: Mapping[str, ModuleBits] = field(default_factory=dict)
     min_numel: int = 4096
-    granularity: Literal["group", "layer"] = "group"
+    granularity: Literal["group", "layer"] | int = "group"
     heads: int | None = None
     groups: int | None = None
     statistics: Literal["running", "sample"] = "running"
@@ -121,10 +125,7 @@ class ActivationPolicy:
             _check(pattern, self.modules[pattern], Bits if colon else ModuleBits)
         for where, bits in (("bits", self.bits), *self.operators.items()):
             _check(where, bits, Bits)
-        for name in ("granularity", "statistics", "rounding"):
-            choices = {"granularity": ("group", "layer"), "statistics": ("running", "sample")}.get(
-                name, ("stochastic", "nearest")
-            )
+        for name, choices in (("statistics", ("running", "sample")), ("rounding", ("stochastic", "nearest"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
         for name in ("min_numel", "heads", "groups"):
@@ -133,10 +134,35 @@ class ActivationPolicy:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+        self._check_granularity()
         if not isinstance(self.derive, bool):
             raise ValueError(f"derive={self.derive!r} must be True or False")
         if type(self.decay) not in (int, float) or not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1: at 1 nothing would ever be learned")
+
+    def _check_granularity(self) -> None:
+        given = self.granularity
+        if given in ("group", "layer"):
+            return
+        if type(given) is not int or given < 8 or given % 8:
+            raise ValueError(
+                f"granularity={given!r} is none of group, layer, and a number of neighbours, which is a multiple of 8"
+            )
+        if given > self.min_numel:
+            raise ValueError(
+                f"granularity={given} is above min_numel={self.min_numel}: a tensor would be filled up to more than it "
+                "is. Raise min_numel, or take fewer neighbours"
+            )
+
+    @property
+    def neighbours(self) -> int | None:
+        """How many elements that lie side by side share a range; None: ranges belong to heads, groups or layers."""
+        return self.granularity if isinstance(self.granularity, int) else None
+
+    @property
+    def learns(self) -> bool:
+        """Whether ranges are estimated over batches, and not taken from every tensor."""
+        return self.statistics == "running" and self.neighbours is None
 
     def bits_for(self, operator: str, module: str) -> Bits:
         """For the tensors that an operator saves in the module of that name."""

@@ -119,8 +119,7 @@ def ranges(
     low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
 ) -> tuple[Tensor, Tensor]:
     """α and β for a tensor with these extremes."""
-    running = policy.statistics == "running"
-    return shaped(estimates.observe(name, low, high) if running else torch.stack((high - low, low)), policy)
+    return shaped(estimates.observe(name, low, high) if policy.learns else torch.stack((high - low, low)), policy)
 
 
 def shaped(estimate: Tensor, policy: ActivationPolicy) -> tuple[Tensor, Tensor]:

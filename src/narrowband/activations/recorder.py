@@ -30,7 +30,7 @@ from narrowband.activations.calls import (
     saved_by_checkpoint,
 )
 from narrowband.activations.dynamo import unseen
-from narrowband.activations.layout import Arrangement
+from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers
 from narrowband.activations.packed import Arena, Exact, Packed, Payload, Source, quantized
@@ -342,12 +342,17 @@ class Recorder:
         if x is not None:
             policy, modules = self.policy, self.modules
             arrangement = Arrangement.of(x)
-            grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
-            samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
-            rows = arrangement.rows(grouping, samples=samples)
-            lines = arrangement.lines(x.detach(), rows)
+            if policy.neighbours is not None:
+                lines, rows = neighbours(arrangement.flat(x.detach()), policy.neighbours)
+            else:
+                grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
+                samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
+                rows = arrangement.rows(grouping, samples=samples)
+                lines = arrangement.lines(x.detach(), rows)
             wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
             made = quantized(wide, rows, bits, x.dtype, self.arena, policy, self.estimates, name)
+            if isinstance(made, Payload):
+                made.numel = x.numel()
         if isinstance(made, Payload):
             return made
         self._extreme |= made.extreme

@@ -76,8 +76,8 @@ class Regions:
         bits, policy = recorder.bits(), recorder.policy
         if bits == "off" or not recorder.saves_here():
             return contextlib.nullcontext()
-        stochastic = policy.rounding == "stochastic"
-        hooks = compiled_hooks(bits, min_numel=max(policy.min_numel, _GROUP), group=_GROUP, stochastic=stochastic)
+        group, stochastic = policy.neighbours or _GROUP, policy.rounding == "stochastic"
+        hooks = compiled_hooks(bits, min_numel=max(policy.min_numel, group), group=group, stochastic=stochastic)
         return compiled_saving(hooks, recorder.hooks)
 
 

@@ -38,7 +38,7 @@ def warm_up(model: nn.Module, policy: ActivationPolicy) -> None:
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     named = {policy.bits, *policy.operators.values(), *policy.modules.values()}
     bits = sorted(each for each in named | {policy.bits_for("layer_norm", "")} if isinstance(each, int))
-    what = (*bits, policy.rounding, policy.statistics, cast)
+    what = (*bits, policy.rounding, policy.learns, cast)
     if what in _done.setdefault(model, set()):
         return
     parameters = list(model.parameters())
@@ -56,7 +56,7 @@ def _use_once(
     shapes = [Rows(1, 8, 2, 16)]
     if any(isinstance(module, batchnorm._BatchNorm) for module in model.modules()):
         shapes.append(Rows(1, 8, 32, 1))  # a range for every channel
-    stochastic, running = policy.rounding == "stochastic", policy.statistics == "running"
+    stochastic, running = policy.rounding == "stochastic", policy.learns
     for dtype in dtypes:
         x = torch.arange(256, dtype=torch.float32).to(dtype)
         out, mask = torch.empty_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8)

@@ -11,8 +11,9 @@ from narrowband.adapt.lgreco import LGreCo
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.adapt.policy import Constant, GlobalTopK, HardThreshold, Policy, search_space
 from narrowband.adapt.sensitivity import correlation, loss_table
-from narrowband.adapt.tables import ErrorTable, error_table, layer_nbytes
+from narrowband.adapt.tables import ErrorTable, error_table
 from narrowband.adapt.timing import Times, bucket_priority, fit_times
+from narrowband.adapt.traffic import Traffic
 
 __all__ = [
     "Accordion",
@@ -26,11 +27,11 @@ __all__ = [
     "Plan",
     "Policy",
     "Times",
+    "Traffic",
     "bucket_priority",
     "correlation",
     "error_table",
     "fit_times",
-    "layer_nbytes",
     "loss_table",
     "search_space",
 ]

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from narrowband.adapt.plan import LayerPlan, Plan
-from narrowband.adapt.policy import Policy
-from narrowband.adapt.tables import layer_nbytes
+from narrowband.adapt.policy import Policy, plan_of
 from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from narrowband.adapt.plan import Plan
+    from narrowband.adapt.traffic import Traffic
 
 __all__ = ["Accordion"]
 
@@ -57,16 +58,15 @@ class Accordion(Policy):
     def specs(self) -> list[str]:
         return [self.low, self.high]
 
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
-        layers = []
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
+        chosen = []
         for name, x in gradients.items():
             norm = float(torch.linalg.vector_norm(x.float()))
             before = self._norms.get(name)
             self._norms[name] = norm
             critical = before is None or abs(before - norm) >= self.eta * before
-            spec = self.low if critical else self.high
-            layers.append(LayerPlan(name, tuple(x.shape), spec, layer_nbytes(compression(spec), x.shape), None))
-        return Plan(tuple(layers), repr(self), step)
+            chosen.append(compression(self.low if critical else self.high))
+        return plan_of(chosen, gradients, self, step=step, traffic=traffic)
 
     def state_dict(self) -> dict[str, object]:
         return dict(self._norms)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.adapt.plan import Plan
+    from narrowband.adapt.traffic import Traffic
 
 __all__ = ["KMeans"]
 
@@ -64,10 +65,10 @@ class KMeans(Policy):
     def start(self) -> Compression:
         return compression(self.reference)
 
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         from sklearn.cluster import KMeans as Clustering
 
-        table = error_table(gradients, self.specs())
+        table = error_table(gradients, self.specs(), traffic=traffic)
         error = table.errors[:, table.column(as_choice(self.start))]
         points = np.stack([_unit(np.log([max(1, x.numel()) for x in gradients.values()])), _unit(error)], axis=1)
         clusters = min(self.clusters, len(np.unique(points, axis=0)))
@@ -78,7 +79,7 @@ class KMeans(Policy):
         by_size = np.argsort(table.sizes.sum(axis=0), kind="stable")
         spread = np.linspace(0, len(by_size) - 1, clusters).round().astype(int) if clusters > 1 else [len(by_size) // 2]
         chosen = [int(by_size[spread[rank[label]]]) for label in found.labels_]
-        return planned(table, chosen, self, step=step, reference=as_choice(self.start), budget=None)
+        return planned(table, chosen, self, step=step, traffic=traffic, reference=as_choice(self.start), budget=None)
 
 
 def _unit(values: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.adapt.plan import Plan
+    from narrowband.adapt.traffic import Traffic
 
-__all__ = ["LGreCo", "solve"]
+__all__ = ["LGreCo", "lower_bound", "solve"]
 
 log = logging.getLogger(__name__)
 
@@ -98,17 +99,18 @@ class LGreCo(Policy):
     def start(self) -> Compression:
         return self.reference.start if isinstance(self.reference, Policy) else compression(self.reference)
 
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         choices = self.specs()
         aim: list[str] | None = None
         if isinstance(self.reference, Policy):
-            specs = self.reference.decide(gradients, step=step).specs()
+            specs = self.reference.decide(gradients, step=step, traffic=traffic).specs()
             aim = [str(compression(specs[name])) for name in gradients]
             choices = list(dict.fromkeys([*choices, *aim]))
-        table = error_table(gradients, choices)
-        chosen, budget = self._solved(table, [table.column(c) for c in aim or [str(self._default)] * len(gradients)])
+        table = error_table(gradients, choices, traffic=traffic)
+        aims = [table.column(c) for c in aim or [str(self._default)] * len(gradients)]
+        chosen, budget = self._solved(table, aims, traffic)
         reference = None if aim is not None else self._default
-        return planned(table, chosen, self, step=step, reference=reference, budget=budget)
+        return planned(table, chosen, self, step=step, traffic=traffic, reference=reference, budget=budget)
 
     def warm_up(self) -> None:
         cost, weight = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32)
@@ -123,44 +125,80 @@ class LGreCo(Policy):
         else:
             super().load_state_dict(state)
 
-    def _solved(self, table: ErrorTable, reference: Sequence[int]) -> tuple[Sequence[int], float]:
+    def _solved(self, table: ErrorTable, reference: Sequence[int], traffic: Traffic) -> tuple[Sequence[int], float]:
         errors = table.errors if self.metric == "l2" else table.errors**2
-        sizes = table.sizes
-        if self.seconds_per_byte is not None:
-            missing = [name for name in table.layers if name not in self.seconds_per_byte]
-            if missing:
-                raise ValueError(f"seconds_per_byte lacks {', '.join(missing[:3])}")
-            sizes = sizes * np.array([self.seconds_per_byte[name] for name in table.layers])[:, None]
+        price = self._price(table.layers)
         rows = np.arange(len(errors))
         budget = self.alpha * math.fsum(errors[rows, reference])
-        least = math.fsum(errors.min(axis=1))
-        if least > budget:
+        lowest = math.fsum(errors.min(axis=1))
+        if lowest > budget:
             log.warning(
                 "lgreco: %g times the reference's error cannot be reached with these choices; taking the least, %g "
                 "times",
-                self.alpha, least / (budget / self.alpha) if budget else math.inf,
+                self.alpha, lowest / (budget / self.alpha) if budget else math.inf,
             )  # fmt: skip
-            budget = least
-        chosen = solve(sizes, errors, budget, self.discretization)
-        # What rounding lost must not make it worse than what is known.
-        if self.alpha >= 1 and math.fsum(sizes[rows, chosen]) > math.fsum(sizes[rows, reference]):
-            return list(reference), budget
-        return chosen.tolist(), budget
+            budget = lowest
+        known = reference if self.alpha >= 1 else None
+
+        def chosen_by(sizes: NDArray[np.float64]) -> list[int]:
+            found = solve(sizes * price[:, None], errors, budget, self.discretization, known=known)
+            return [int(at) for at in found]
+
+        def total(columns: Sequence[int]) -> float:
+            layers = [(table.choices[at], shape) for at, shape in zip(columns, table.shapes, strict=True)]
+            return math.fsum(price * traffic.nbytes(layers))
+
+        # By which collective a codec travels depends on how much there is of it: a plan's sizes are known once it is
+        # made. They are no less than where there is plenty of every codec, and no more than where each layer is alone.
+        pairs = [(choice, shape) for shape in table.shapes for choice in table.choices]
+        least = np.array(traffic.nbytes(pairs), dtype=np.float64).reshape(errors.shape)
+        chosen = chosen_by(least)
+        if total(chosen) > math.fsum(price * least[rows, chosen]):
+            alone = [traffic.nbytes([pair])[0] for pair in pairs]
+            plans = [chosen, chosen_by(np.array(alone, dtype=np.float64).reshape(errors.shape))]
+            chosen = min(plans if known is None else [*plans, list(known)], key=total)
+        return chosen, budget
+
+    def _price(self, layers: Sequence[str]) -> NDArray[np.float64]:
+        """What a byte of each layer costs."""
+        if self.seconds_per_byte is None:
+            return np.ones(len(layers))
+        missing = [name for name in layers if name not in self.seconds_per_byte]
+        if missing:
+            raise ValueError(f"seconds_per_byte lacks {', '.join(missing[:3])}")
+        return np.array([self.seconds_per_byte[name] for name in layers])
 
 
-def solve(sizes: ArrayLike, errors: ArrayLike, budget: float, discretization: int = 10_000) -> NDArray[np.intp]:
+def solve(
+    sizes: ArrayLike,
+    errors: ArrayLike,
+    budget: float,
+    discretization: int = 10_000,
+    *,
+    known: Sequence[int] | None = None,
+) -> NDArray[np.intp]:
     """The choice for every layer that makes the total size smallest while the total error stays within the budget.
 
-    Algorithm 1 of the paper, a knapsack by dynamic programming: O(layers · choices · discretization) time,
-    O(layers · discretization) memory. Errors are rounded up to multiples of budget / discretization, so that their true
-    sum never exceeds the budget; what rounding left over is then spent, largest saving first. The total size is no
-    more than the best possible for a budget smaller by layers / discretization of it.
+    A knapsack, solved in two ways, of which the smaller result is taken:
+
+    * algorithm 1 of the paper, a dynamic program: O(layers · choices · discretization) time, O(layers · discretization)
+      memory. The paper cuts the budget into steps; here what is cut is the part of it that every layer's least error
+      leaves over. Errors above the least are rounded up to whole steps, so that their true sum never exceeds the
+      budget;
+    * Lagrangian relaxation: from the least errors on, the saving with the smallest error per byte is taken next, in
+      the order that is optimal where choices may be mixed, and those are left out that do not fit.
+
+    What either leaves of the budget is then spent, largest saving first. The total size is no more than the best
+    possible for a budget whose part above the least errors is smaller by (layers + 1) / discretization. It is also no
+    more than the Lagrangian bound, below which no choice can be, plus the largest difference in size between two
+    choices of one layer.
 
     Args:
         sizes: (layers, choices), what each choice costs: bytes, or seconds. inf: not allowed.
         errors: (layers, choices), what each does to a layer; adds up over layers. inf: not allowed.
         budget: what the errors may add up to.
-        discretization: steps that the budget is cut into.
+        discretization: steps that the budget above the least errors is cut into.
+        known: a choice for every layer that the result must not be larger than, if it is within the budget.
 
     Returns:
         (layers,): the index of each layer's choice. Of choices that are as small, the one with the smaller error.
@@ -172,34 +210,69 @@ def solve(sizes: ArrayLike, errors: ArrayLike, budget: float, discretization: in
         >>> solve(sizes=[[8, 4, 2], [80, 40, 20]], errors=[[0, 1, 2], [0, 1, 2]], budget=3)
         array([1, 2])
     """
+    size, error, order = _prepared(sizes, errors, budget, discretization)
+    layers = np.arange(len(size))
+    first = order[:, 0]
+
+    def fits(chosen: NDArray[np.intp]) -> bool:
+        return math.fsum(error[layers, chosen]) <= budget
+
+    def result(chosen: NDArray[np.intp]) -> tuple[float, float]:
+        return math.fsum(size[layers, chosen]), math.fsum(error[layers, chosen])
+
+    room = _left(budget, error[layers, first])
+    program = next(filter(fits, _programs(size, error, room, order, discretization)), first)
+    relaxed = next(filter(fits, [_relaxed(size, error, room, first)]), first)
+    ended = [_spend(size, error, budget, chosen) for chosen in (program, relaxed)]
+    if known is not None and fits(np.asarray(known)):
+        ended.append(np.asarray(known, dtype=np.intp))
+    return min(ended, key=result)
+
+
+def lower_bound(sizes: ArrayLike, errors: ArrayLike, budget: float) -> float:
+    """The Lagrangian bound: a total size that no choice within the budget is below, and close to the smallest there is.
+
+    It is the size that could be had if one layer might mix two choices.
+
+    Args:
+        sizes, errors, budget: as :func:`solve`, which raises the same errors.
+
+    Example:
+        >>> lower_bound(sizes=[[8, 4, 2], [80, 40, 20]], errors=[[0, 1, 2], [0, 1, 2]], budget=2.5)
+        26.0
+    """
+    size, error, order = _prepared(sizes, errors, budget, 1)
+    layers = np.arange(len(size))
+    first = order[:, 0]
+    room = _left(budget, error[layers, first])
+    total = math.fsum(size[layers, first])
+    for edge in _hull(size, error, first):
+        share = min(1.0, room / edge.error)
+        total -= share * edge.error * edge.rate
+        room -= share * edge.error
+        if share < 1.0:
+            break
+    return total
+
+
+def _prepared(
+    sizes: ArrayLike, errors: ArrayLike, budget: float, discretization: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.intp]]:
+    """Sizes and errors, checked, inf in both where a choice is not allowed; and what sorts each layer's choices by
+    error, then size.
+    """
     size, error = np.asarray(sizes, dtype=np.float64), np.asarray(errors, dtype=np.float64)
     _check(size, error, budget, discretization)
     allowed = np.isfinite(size) & np.isfinite(error)
     size, error = np.where(allowed, size, np.inf), np.where(allowed, error, np.inf)
-    chosen = error.argmin(axis=1)
-    layers = np.arange(len(size))
-    least = math.fsum(error[layers, chosen])
+    least = math.fsum(error.min(axis=1))
     if not least <= budget:
         raise ValueError(
             f"no choice of every layer keeps the error within {budget:g}: the least possible is {least:g}"
             if math.isfinite(least)
             else f"nothing is allowed for layers {np.flatnonzero(~allowed.any(axis=1)).tolist()}"
         )
-    order = np.lexsort((size, error), axis=1)
-    by_error = np.take_along_axis(error, order, axis=1)
-    cost = np.take_along_axis(size, order, axis=1)
-    pays = np.ones_like(cost, dtype=bool)  # smaller than all that have less error
-    pays[:, 1:] = cost[:, 1:] < np.minimum.accumulate(cost, axis=1)[:, :-1]
-    cost[~pays] = np.inf
-    found = kernels.cheapest_within(
-        torch.from_numpy(cost), torch.from_numpy(_weights(by_error, budget, discretization)), discretization
-    ).numpy()
-    if (found >= 0).all():
-        # Rounded up, the errors may not fit where they do as they are: then go on from the least.
-        dynamic = order[layers, found]
-        if math.fsum(error[layers, dynamic]) <= budget:
-            chosen = dynamic
-    return _spend(size, error, budget, chosen)
+    return size, error, np.lexsort((size, error), axis=1)
 
 
 def _check(size: NDArray[np.float64], error: NDArray[np.float64], budget: float, discretization: int) -> None:
@@ -216,17 +289,91 @@ def _check(size: NDArray[np.float64], error: NDArray[np.float64], budget: float,
         raise ValueError(f"discretization={discretization} must be at least 1")
 
 
-def _weights(error: NDArray[np.float64], budget: float, discretization: int) -> NDArray[np.int32]:
-    """Errors in steps of the budget, rounded up; more than the budget is one step more than there are."""
-    steps = np.full(error.shape, float(discretization + 1))
-    if math.isinf(budget):
-        steps[np.isfinite(error)] = 0.0
-    elif budget > 0:
-        fits = error <= budget
-        steps[fits] = np.ceil(error[fits] / budget * discretization)
+class _Edge(NamedTuple):
+    """From one choice of a layer to a smaller one with more error."""
+
+    rate: float  # size saved per error added
+    error: float
+    layer: int
+    start: int
+    end: int
+
+
+def _hull(size: NDArray[np.float64], error: NDArray[np.float64], first: NDArray[np.intp]) -> list[_Edge]:
+    """The edges of all layers' lower hulls of (error, size), beginning at ``first``, largest saving per error first.
+
+    From one edge of a layer to its next the rate falls.
+    """
+    layers = np.arange(len(size))
+    here = first.copy()
+    found: list[_Edge] = []
+    while len(size):
+        saved = size[layers, here][:, None] - size
+        added = error - error[layers, here][:, None]
+        with np.errstate(over="ignore"):
+            rate = np.divide(saved, added, out=np.zeros_like(saved), where=(saved > 0) & (added > 0))
+        there = rate.argmax(axis=1)
+        goes = np.flatnonzero(rate[layers, there] > 0)
+        if not goes.size:
+            break
+        columns = rate[goes, there[goes]], added[goes, there[goes]], goes, here[goes], there[goes]
+        found += map(_Edge._make, zip(*(column.tolist() for column in columns), strict=True))
+        here[goes] = there[goes]
+    return sorted(found, key=lambda edge: -edge.rate)  # stable: of one layer, in their order
+
+
+def _relaxed(
+    size: NDArray[np.float64], error: NDArray[np.float64], room: float, first: NDArray[np.intp]
+) -> NDArray[np.intp]:
+    """The choice by Lagrangian relaxation, with no more than ``room`` of error above that of ``first``."""
+    chosen = first.copy()
+    room *= 1 - 2.0**-40  # so that the last bits of sums do not matter
+    for edge in _hull(size, error, first):
+        if edge.error <= room and chosen[edge.layer] == edge.start:
+            chosen[edge.layer] = edge.end
+            room -= edge.error
+    return chosen
+
+
+def _programs(
+    size: NDArray[np.float64],
+    error: NDArray[np.float64],
+    room: float,
+    order: NDArray[np.intp],
+    discretization: int,
+) -> Iterator[NDArray[np.intp]]:
+    """The choice by dynamic program, and one with a step less: by the last bit of a sum, rounded errors may fit where
+    true ones do not. None where nothing fits.
+    """
+    layers = np.arange(len(size))
+    cost, by_error = (np.take_along_axis(x, order, axis=1) for x in (size, error))
+    pays = np.ones_like(cost, dtype=bool)  # smaller than all that have less error
+    pays[:, 1:] = cost[:, 1:] < np.minimum.accumulate(cost, axis=1)[:, :-1]
+    cost[~pays] = np.inf
+    weight = torch.from_numpy(_weights(by_error - by_error[:, :1], room, discretization))
+    for steps in (discretization, discretization - 1):
+        found = kernels.cheapest_within(torch.from_numpy(cost), weight, steps).numpy()
+        if (found < 0).any():
+            return
+        yield order[layers, found]
+
+
+def _weights(above: NDArray[np.float64], room: float, discretization: int) -> NDArray[np.int32]:
+    """Errors above the least in steps of ``room``, rounded up; more than it is one step more than there are."""
+    steps = np.full(above.shape, float(discretization + 1))
+    if math.isinf(room):
+        steps[np.isfinite(above)] = 0.0
+    elif room > 0:
+        fits = above <= room
+        steps[fits] = np.ceil(above[fits] / room * discretization)
     else:
-        steps[error == 0] = 0.0
+        steps[above == 0] = 0.0
     return steps.astype(np.int32)
+
+
+def _left(budget: float, errors: NDArray[np.float64]) -> float:
+    """What errors leave of the budget, rounded once."""
+    return math.fsum([budget, *-errors]) if math.isfinite(budget) else budget
 
 
 def _spend(
@@ -236,7 +383,7 @@ def _spend(
     chosen = chosen.copy()
     layers = np.arange(len(size))
     while len(size):
-        left = budget - math.fsum(error[layers, chosen])
+        left = _left(budget, error[layers, chosen])
         saving = size[layers, chosen][:, None] - size
         saving[~(error - error[layers, chosen][:, None] <= left)] = 0.0
         layer, choice = np.unravel_index(saving.argmax(), saving.shape)

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowband.adapt.traffic import dense_nbytes
 from narrowband.feedback import compression
 
 __all__ = ["LayerPlan", "Plan"]
 
-_VERSION = 1
+_VERSION = 2
 
 _WRITTEN_BY = "Plan.save and `narrowband adapt --output` write plans"
 
@@ -26,7 +27,7 @@ class LayerPlan:
         name: of the parameter.
         shape: of the parameter.
         spec: what it is compressed with.
-        nbytes: of one rank's payload.
+        nbytes: what a rank sends for it in a step.
         error: L2 norm of what one encoding of the gradient that was looked at loses; None where nothing was looked at.
     """
 
@@ -42,9 +43,9 @@ class LayerPlan:
         return self.spec.partition("+")[0].partition(":")[0]
 
     @property
-    def dense_nbytes(self) -> int:
-        """What the layer is without compression."""
-        return 4 * math.prod(self.shape)
+    def numel(self) -> int:
+        """Elements of the layer."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ class Plan:
     Attributes:
         layers: one each.
         policy: what decided, with its settings.
+        world_size: among how many ranks bytes are counted.
         step: when it decided, in steps of training.
         reference: the spec whose error was the budget; None where there was none.
         budget: what errors were allowed to add up to; None where there was none.
-        reference_nbytes: what the reference would send; None where there is none.
+        reference_nbytes: what a rank would send in a step with the reference for all layers; None where there is none.
         model: what the model has that the layers belong to: its feedback or method is theirs, where they name none.
 
     Example:
@@ -67,6 +69,7 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     policy: str
+    world_size: int
     step: int = 0
     reference: str | None = None
     budget: float | None = None
@@ -76,6 +79,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a plan needs at least one layer")
+        if self.world_size < 1:
+            raise ValueError(f"the plan's world_size={self.world_size} must be at least 1")
         names = [layer.name for layer in self.layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -90,18 +95,24 @@ class Plan:
 
     @property
     def nbytes(self) -> float:
-        """Of one rank's payloads together."""
+        """What a rank sends for all layers in a step."""
         return math.fsum(layer.nbytes for layer in self.layers)
 
     @property
     def dense_nbytes(self) -> int:
-        """Of the same layers, uncompressed."""
-        return sum(layer.dense_nbytes for layer in self.layers)
+        """What a rank would send for the same layers without compression: a ring all-reduce in float32."""
+        return sum(dense_nbytes(layer.shape, self.world_size) for layer in self.layers)
 
     @property
     def ratio(self) -> float:
-        """How many times less than uncompressed; infinite where nothing is sent."""
-        return self.dense_nbytes / self.nbytes if self.nbytes else math.inf
+        """How many times less than without compression; 1 among one rank, infinite where only compression sends
+        nothing.
+        """
+        return _ratio(self.dense_nbytes, self.nbytes)
+
+    def layer_ratio(self, layer: LayerPlan) -> float:
+        """The same of one layer."""
+        return _ratio(dense_nbytes(layer.shape, self.world_size), layer.nbytes)
 
     @property
     def default(self) -> str:
@@ -179,12 +190,22 @@ class Plan:
             raise ValueError(f"{path}: {error}") from error
 
 
+def _ratio(dense: float, sent: float) -> float:
+    if sent:
+        return dense / sent
+    return math.inf if dense else 1.0
+
+
 #: Keys of a plan and of a layer in JSON, with what their values have to be.
 _Kinds = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
 
 
 def _is_text(value: Any) -> bool:
@@ -200,9 +221,10 @@ _PLAN: _Kinds = {
     "version": ("a number", _is_number),
     "layers": ("a list", lambda value: isinstance(value, list)),
     "policy": ("a text", _is_text),
+    "world_size": ("a whole number from 1 on", lambda value: _is_whole(value) and value > 0),
 }
 _PLAN_OPTIONAL: _Kinds = {
-    "step": ("a whole number from 0 on", lambda value: isinstance(value, int) and _is_number(value)),
+    "step": ("a whole number from 0 on", _is_whole),
     "reference": ("a text or null", lambda value: value is None or _is_text(value)),
     "budget": (_NUMBER_OR_NULL, _is_number_or_none),
     "reference_nbytes": (_NUMBER_OR_NULL, _is_number_or_none),
@@ -212,7 +234,7 @@ _LAYER: _Kinds = {
     "name": ("a text", _is_text),
     "shape": (
         "a list of whole numbers",
-        lambda value: isinstance(value, list) and all(isinstance(n, int) and _is_number(n) for n in value),
+        lambda value: isinstance(value, list) and all(map(_is_whole, value)),
     ),
     "spec": ("a text", _is_text),
     "nbytes": (_NUMBER, _is_number),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +11,16 @@ import torch
 
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
-from narrowband.adapt.tables import ErrorTable, layer_nbytes
 from narrowband.codecs import TopK
 from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Constant", "GlobalTopK", "HardThreshold", "Policy", "as_choice", "planned", "search_space"]
+    from narrowband.adapt.tables import ErrorTable
+    from narrowband.adapt.traffic import Traffic
+
+__all__ = ["Constant", "GlobalTopK", "HardThreshold", "Policy", "as_choice", "plan_of", "planned", "search_space"]
 
 
 class Policy(ABC):
@@ -40,7 +41,7 @@ class Policy(ABC):
         """What all layers have until the first decision."""
 
     @abstractmethod
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         """A plan for the steps to come.
 
         It is called on rank 0 alone, which sends the plan to all ranks. What a policy sees are rank 0's own gradients,
@@ -51,6 +52,7 @@ class Policy(ABC):
             gradients: layer → sum of rank 0's gradients in these steps, float32, in the layer's shape; of compressed
                 layers only. Gradients of a scaled loss are divided by the scale.
             step: how many steps of training there were.
+            traffic: says how many bytes a rank sends for layers; see :class:`~narrowband.adapt.Traffic`.
         """
 
     def specs(self) -> list[str]:
@@ -93,13 +95,8 @@ class Constant(Policy):
     def start(self) -> Compression:
         return compression(self.spec)
 
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
-        chosen = compression(self.spec)
-        layers = (
-            LayerPlan(name, tuple(x.shape), self.spec, layer_nbytes(chosen, x.shape), None)
-            for name, x in gradients.items()
-        )
-        return Plan(tuple(layers), repr(self), step)
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
+        return plan_of([compression(self.spec)] * len(gradients), gradients, self, step=step, traffic=traffic)
 
 
 @dataclass
@@ -130,17 +127,17 @@ class GlobalTopK(Policy):
     def start(self) -> Compression:
         return compression(f"topk:density={self.density!r}+{self.feedback}")
 
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         flat = torch.cat([x.detach().reshape(-1).float() for x in gradients.values()])
         at = kernels.select_topk(flat, TopK(density=self.density).kept(flat.shape))
         ends = torch.tensor([x.numel() for x in gradients.values()]).cumsum(0)
         up_to = torch.searchsorted(at.long().cpu(), ends)
         counts = torch.diff(up_to, prepend=up_to.new_zeros(1)).tolist()
-        layers = []
-        for (name, x), count in zip(gradients.items(), counts, strict=True):
-            spec = replace(self.start, codec=TopK(density=max(1, count) / x.numel()))
-            layers.append(LayerPlan(name, tuple(x.shape), str(spec), layer_nbytes(spec, x.shape), None))
-        return Plan(tuple(layers), repr(self), step)
+        chosen = [
+            replace(self.start, codec=TopK(density=max(1, count) / x.numel()))
+            for x, count in zip(gradients.values(), counts, strict=True)
+        ]
+        return plan_of(chosen, gradients, self, step=step, traffic=traffic)
 
 
 @dataclass
@@ -172,13 +169,36 @@ class HardThreshold(Policy):
     def start(self) -> Compression:
         return compression(f"threshold:value={self.value!r}+ef")
 
-    def decide(self, gradients: Mapping[str, Tensor], *, step: int) -> Plan:
-        chosen = self.start
-        layers = (
-            LayerPlan(name, tuple(x.shape), str(chosen), chosen.codec.encode(x.float() / self.steps).numel(), None)
-            for name, x in gradients.items()
-        )
-        return Plan(tuple(layers), repr(self), step)
+    def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
+        payloads = [self.start.codec.encode(x.float() / self.steps).numel() for x in gradients.values()]
+        return plan_of([self.start] * len(payloads), gradients, self, step=step, traffic=traffic, payloads=payloads)
+
+
+def plan_of(
+    chosen: Sequence[Compression],
+    gradients: Mapping[str, Tensor],
+    policy: Policy,
+    *,
+    step: int,
+    traffic: Traffic,
+    payloads: Sequence[int] | None = None,
+) -> Plan:
+    """The plan that gives layers these compressions, whose errors nobody looked at.
+
+    Args:
+        chosen: one for each layer.
+        gradients: layer → its gradient.
+        policy: what decided, at ``step``.
+        traffic: says how many bytes a rank sends.
+        payloads: bytes of each payload, where that depends on the data.
+    """
+    shapes = [tuple(x.shape) for x in gradients.values()]
+    sizes = traffic.nbytes(list(zip(chosen, shapes, strict=True)), payloads)
+    layers = (
+        LayerPlan(name, shape, str(spec), nbytes, None)
+        for name, shape, spec, nbytes in zip(gradients, shapes, chosen, sizes, strict=True)
+    )
+    return Plan(tuple(layers), repr(policy), traffic.world_size, step)
 
 
 def planned(
@@ -187,17 +207,24 @@ def planned(
     policy: Policy,
     *,
     step: int,
+    traffic: Traffic,
     reference: Compression | None,
     budget: float | None,
 ) -> Plan:
-    """The plan that takes these columns of a table."""
+    """The plan that takes these columns of a table. Its bytes are those of the layers together, by the collectives that
+    they then travel by; the table's are those of each choice alone.
+    """
+    specs = [table.choices[at] for at in chosen]
+    sizes = traffic.nbytes(list(zip(specs, table.shapes, strict=True)))
     layers = tuple(
-        LayerPlan(name, shape, str(table.choices[at]), float(table.sizes[row, at]), float(table.errors[row, at]))
-        for row, (name, shape, at) in enumerate(zip(table.layers, table.shapes, chosen, strict=True))
+        LayerPlan(name, shape, str(spec), nbytes, float(table.errors[row, at]))
+        for row, (name, shape, spec, nbytes, at) in enumerate(
+            zip(table.layers, table.shapes, specs, sizes, chosen, strict=True)
+        )
     )
-    uniform = None if reference is None else math.fsum(table.sizes[:, table.column(reference)])
+    uniform = None if reference is None else float(table.sizes[:, table.column(reference)].sum())
     baseline = None if reference is None else str(reference)
-    return Plan(layers, repr(policy), step, baseline, budget, uniform, str(policy.start))
+    return Plan(layers, repr(policy), traffic.world_size, step, baseline, budget, uniform, str(policy.start))
 
 
 def as_choice(chosen: Compression) -> Compression:

@@ -1,7 +1,8 @@
 """What every choice of compression would cost every layer, and do to it: sizes and errors, layer × choice.
 
-Errors are those of one encoding without feedback, which is what L-GreCo budgets. Where choices of a family lie so close
-that one look at the gradient tells them all, there is only one look:
+Sizes are the bytes that a rank sends, see :mod:`~narrowband.adapt.traffic`. Errors are those of one encoding without
+feedback, which is what L-GreCo budgets. Where choices of a family lie so close that one look at the gradient tells them
+all, there is only one look:
 
 * **top-k**: the largest magnitudes in order; what remains of the squared norm behind each k;
 * **low rank**: the singular values (paper, appendix B.1), or those that a few rounds of power iteration find (B.2),
@@ -14,7 +15,7 @@ Shapes: L layers, C choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import Shape, squared_norm
+from narrowband.adapt.traffic import Traffic
+from narrowband.codecs.base import squared_norm
 from narrowband.codecs.lowrank import start
 from narrowband.feedback import Compression, compression
 
-__all__ = ["POWER_STEPS", "ErrorTable", "error_table", "layer_nbytes"]
+__all__ = ["POWER_STEPS", "ErrorTable", "error_table"]
 
 #: Rounds of power iteration after which errors are within a few percent of the best (appendix B.2).
 POWER_STEPS = 5
@@ -41,7 +43,8 @@ class ErrorTable:
         layers: names, L.
         shapes: of each layer, L.
         choices: C.
-        sizes: (L, C), bytes; inf where a layer cannot have that choice.
+        sizes: (L, C), bytes that a rank sends for the layer in a step, if all layers have that choice; inf where a
+            layer cannot have it.
         errors: (L, C), L2 norms of what one encoding loses.
         norms: (L,), L2 norms of the gradients themselves.
     """
@@ -66,16 +69,15 @@ class ErrorTable:
         raise ValueError(f"{wanted!r} is not among the choices: {', '.join(map(str, self.choices))}")
 
 
-def layer_nbytes(chosen: Compression, shape: Shape) -> float:
-    """Bytes of one rank's payload for a layer."""
-    return float(chosen.layer_nbytes(shape))
+#: What sizes are of where nobody says how many ranks there are.
+_AMONG_TWO = Traffic(2)
 
 
 def error_table(
     gradients: Mapping[str, Tensor],
     choices: Sequence[str | Compression],
     *,
-    nbytes: Callable[[Compression, Shape], float] = layer_nbytes,
+    traffic: Traffic = _AMONG_TWO,
     seed: int = 0,
 ) -> ErrorTable:
     """Sizes and errors of all choices for all layers.
@@ -83,7 +85,8 @@ def error_table(
     Args:
         gradients: layer name → gradient, or a sum of gradients, of any shape.
         choices: specs; their feedback plays no part in errors.
-        nbytes: what a choice costs a layer of a shape; by default the bytes of one payload.
+        traffic: says what a choice costs. By default among two ranks, where a rank sends as many bytes as its payload
+            has, by whatever collective.
         seed: of codecs that draw random numbers.
 
     Raises:
@@ -101,16 +104,16 @@ def error_table(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"these choices are given twice: {', '.join(twice)}")
-    sizes, errors = (np.empty((len(gradients), len(made))) for _ in range(2))
+    shapes = tuple(tuple(gradient.shape) for gradient in gradients.values())
+    sizes = np.array([traffic.nbytes([(choice, shape) for shape in shapes]) for choice in made], dtype=np.float64).T
+    errors = np.empty((len(gradients), len(made)))
     norms = np.empty(len(gradients))
     for row, (name, gradient) in enumerate(gradients.items()):
         x = gradient.detach().to(torch.float32).contiguous()
         norms[row] = math.sqrt(squared_norm(x))
         if not math.isfinite(norms[row]):
             raise ValueError(f"the gradient of {name!r} is not finite")
-        sizes[row] = [nbytes(choice, x.shape) for choice in made]
         errors[row] = np.sqrt(_squared_errors(x, made, norms[row] ** 2, seed))
-    shapes = tuple(tuple(gradient.shape) for gradient in gradients.values())
     return ErrorTable(tuple(gradients), shapes, made, sizes, errors, norms)
 
 

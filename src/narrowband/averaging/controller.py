@@ -60,6 +60,11 @@ class Controller:
             ValueError: the plan of another model, or of another kind of compression.
         """
         plan.check(self._layers.parameters.shapes)
+        if plan.world_size != self._peers.size:
+            self._layers.warn_once(
+                f"the plan was made for {plan.world_size} ranks, and here are {self._peers.size}, among which other "
+                f"choices may send less; make one for them, as with `narrowband adapt --ranks {self._peers.size}`"
+            )
         self._layers.set(plan.specs())
         self.plan = plan
 
@@ -111,7 +116,7 @@ class Controller:
                 name: self._sums[name].view(shape) if name in self._sums else torch.zeros(shape, device=self._device)
                 for name, shape in self._layers.parameters.shapes.items()
             }
-            plan = self.policy.decide(gradients, step=step)
+            plan = self.policy.decide(gradients, step=step, traffic=self._layers.traffic)
             plan.check(self._layers.parameters.shapes)
             return plan.to_json().encode()
         except Exception:  # a policy may be anybody's, and whatever it raises must not leave the others waiting

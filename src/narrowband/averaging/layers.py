@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from narrowband.adapt.policy import as_choice
+from narrowband.adapt.traffic import Traffic
 from narrowband.averaging.mixing import codec_like, for_gradients, spec_beside
 from narrowband.averaging.parameters import Parameters
 from narrowband.codecs import Codec, Identity
-from narrowband.collectives import Collective, Exchange, all_reduce_nbytes, choose, collective
+from narrowband.collectives import Collective, Exchange, LayerCollectives, all_reduce_nbytes, collective
 from narrowband.feedback import Compression, Feedback, Layout, State, available, compression, methods
 from narrowband.units import format_bytes
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.averaging.agreement import Facts
+    from narrowband.codecs import Shape
     from narrowband.feedback import Method
 
 __all__ = ["Layer", "Layers", "for_gradients"]
@@ -90,8 +92,6 @@ class Layers:
         self._other_states: dict[str, State] = {}  # of other kinds of feedback, by name, once a layer needs them
         self._overrides: dict[str, Compression] = {}
         self._override_texts: dict[str, str] | None = None  # until the next change
-        self._nbytes: dict[type[Codec], int] = {}  # of all payloads with one kind of codec
-        self._chosen: dict[Codec, type[Exchange]] = {}  # as it is first asked for
         self._warned: set[str] = set()
         self._noted = False
         self.parameters = Parameters(
@@ -167,18 +167,17 @@ class Layers:
         return self._other_states[name]
 
     def collective_for(self, chosen: Compression) -> type[Exchange]:
-        """How payloads of this codec travel: chosen for all layers with one kind of codec at once, so that results
-        do not depend on the groups in which gradients become ready; of that kind, codecs that the cheapest collective
-        cannot carry have another.
-        """
-        if chosen.feedback is not None and chosen.feedback.collective is not None:
-            return collective(chosen.feedback.collective)
-        if self._collective != "auto":
-            return collective(self._collective)
-        codec = chosen.codec
-        if codec not in self._chosen:
-            self._chosen[codec] = choose(codec, self._nbytes.get(type(codec), 0), self._size, self.state)
-        return self._chosen[codec]
+        """How payloads of this kind travel."""
+        return self._collectives.of(chosen)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tells a policy how many bytes its choices would send here."""
+        return Traffic(self._size, self.default, self._collective)
+
+    def sent_nbytes(self, name: str) -> int:
+        """Bytes that a rank sends in a step for a layer as it is now, but for the few that a message has of its own."""
+        return self._collectives.sent_nbytes(self.spec_for(name), self.parameters.shapes[name])
 
     @property
     def collectives(self) -> set[type[Exchange]]:
@@ -221,19 +220,18 @@ class Layers:
 
     def _prepare(self) -> None:
         """Choose the layers' collectives, make room for feedback, and log notes about both."""
-        self._nbytes.clear()
-        self._chosen.clear()
+        layers: list[tuple[Compression, Shape]] = []
         layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
         for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come
             if not parameter.compressed:
                 continue
             chosen = self.spec_for(parameter.name)
-            kind = type(chosen.codec)
-            self._nbytes[kind] = self._nbytes.get(kind, 0) + chosen.codec.payload_nbytes(parameter.shape)
+            layers.append((chosen, parameter.shape))
             state = self._state_of(chosen)
             if state is not None:
                 layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
+        self._collectives = LayerCollectives(layers, self._size, asked=self._collective, feedback=self.state)
         for state in self.states.values():
             state.reserve(layouts[id(state)])
             note = state.note(layouts[id(state)], whole=not self._overrides)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from narrowband.collectives import Collective, check
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import Compression, ErrorFeedback, compression
+from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,9 +91,7 @@ def spec_beside(
         if layer.feedback == default.feedback:
             return layer
         return Compression(codec_like(default, layer, name), default.feedback)
-    if layer.feedback is None:
-        behind = default.feedback.behind(layer.codec) or ErrorFeedback()
-        layer = Compression(behind.codec if behind.brings_codec else layer.codec, behind)
+    layer = layer.beside(default)
     _check_feedback(default, name, layer, states)
     return layer
 

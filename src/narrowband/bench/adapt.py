@@ -1,17 +1,19 @@
 """What a decision for every layer saves, and what it costs: real gradients of a GPT, one process.
 
 The model is trained for some steps without compression, and the gradients of the last ones are added up, as a handle
-does between two decisions. Each row is one decision for that sum: the bytes of the plan and of the reference for all
-layers, at no more error; the seconds of the tables and of the program that chooses; and these as a share of an epoch.
+does between two decisions. Each row is one decision for that sum, among so many ranks: the bytes that a rank sends with
+the plan and with the reference for all layers, at no more error; the seconds of the tables and of the program that
+chooses; and these as a share of an epoch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowband.adapt import LGreCo, Plan, error_table, search_space
-from narrowband.adapt.lgreco import solve
+from narrowband.adapt import LGreCo, Plan, Traffic, error_table, search_space
+from narrowband.adapt.lgreco import lower_bound, solve
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.text import standard_library
+from narrowband.feedback import compression
 from narrowband.units import format_loss
 
 __all__ = ["Config", "count", "run"]
@@ -32,9 +35,16 @@ __all__ = ["Config", "count", "run"]
 #: Gradients that are added up, as in a handle.
 _LOOKS = 32
 
-#: The program alone, at the size of a large model: layers, choices.
+#: The program alone, at the size of a large model: layers, choices. From a choice to the next the size falls by a
+#: factor of up to _FALL, by chance; errors lie between a layer's least, which together are half of the budget, and
+#: _MOST_ERROR times it.
 _LARGE = (200, 16)
+_FALL = 4.0
+_MOST_ERROR = 3.0
 _REPEATS = 5
+
+#: Among two ranks a rank sends as many bytes as its payload has, by whatever collective.
+_PAYLOADS_ALONE = 2
 
 _LEARNING_RATE = 1e-3
 _MIN_NUMEL = 1024
@@ -51,7 +61,7 @@ class Config:
             --no-mixed leaves these rows out.
         steps: Training steps before the decision.
         batch: Windows per step.
-        ranks: Among how many an epoch would be shared.
+        ranks: Among how many ranks; a row for each. What a choice costs depends on it.
         seed: Of parameters and data.
     """
 
@@ -60,15 +70,17 @@ class Config:
     mixed: bool = True
     steps: int = 200
     batch: int = 8
-    ranks: int = 4
+    ranks: tuple[int, ...] = (4, 8, 16, 32)
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
-        for name in ("steps", "batch", "ranks"):
+        for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.ranks or min(self.ranks) < 2:
+            raise ValueError(f"ranks={self.ranks} must be numbers from 2 on: a single rank sends nothing")
         check_seed(self.seed)
         if not self.references:
             raise ValueError("nothing to measure: give at least one reference")
@@ -78,7 +90,7 @@ class Config:
 
 def count(config: Config) -> int:
     """How many events :func:`run` will tell."""
-    return config.steps + len(config.references) * (1 + config.mixed) + 1
+    return config.steps + len(config.references) * (1 + config.mixed) * len(config.ranks) + 1
 
 
 def run(
@@ -86,48 +98,51 @@ def run(
 ) -> list[dict[str, Any]]:
     """Train, and decide.
 
-    Rows hold ``name``, ``layers``, ``choices``, ``table_s``, ``solve_s``, ``decide_s``, ``share_of_epoch``, ``nbytes``,
-    ``reference_nbytes``, ``times_fewer``, ``error_of_reference`` (the plan's error over the reference's, in the measure
-    that is budgeted), and ``relative_error`` and ``reference_relative_error`` (‖p − C(p)‖² / ‖p‖² of all layers
-    together); the last is the program alone, at the size of a large model.
+    Rows hold ``name``, ``ranks``, ``layers``, ``choices``, ``table_s``, ``solve_s``, ``decide_s``, ``share_of_epoch``,
+    ``nbytes`` and ``reference_nbytes`` (that a rank sends in a step), ``times_fewer`` (the second over the first),
+    ``times_fewer_by_payloads`` (the same of a plan that counts payloads, whatever becomes of them on their way),
+    ``error_of_reference`` (the plan's error over the reference's, in the measure that is budgeted), and
+    ``relative_error`` and ``reference_relative_error`` (‖p − C(p)‖² / ‖p‖² of all layers together). The last is the
+    program alone, at the size of a large model, with ``over_bound``: how far its result is above the Lagrangian bound.
 
     Args:
         on_event: called with what was done, see :func:`count`.
-        plans: a directory that every plan is saved to, under the name of its row; ``narrowband bench ddp`` says how
-            long a step with it takes.
+        plans: a directory that every plan is saved to, under the name and the ranks of its row; ``narrowband bench
+            ddp`` says how long a step with it takes.
     """
-    gradients, step_s, epoch_steps = _gradients(config, on_event)
+    gradients, step_s, windows = _gradients(config, on_event)
     rows = []
     problems = [(reference, reference, search_space(reference)) for reference in config.references]
     if config.mixed:
         everything = ["none", *dict.fromkeys(choice for _, _, choices in problems for choice in choices)]
         problems += [(f"mixed, at {reference}", reference, everything) for reference in config.references]
-    for name, reference, choices in problems:
-        row, plan = _decision(gradients, reference, choices, step_s * epoch_steps)
-        rows.append({"name": name, **row})
+    for (name, reference, choices), ranks in itertools.product(problems, config.ranks):
+        epoch_steps = max(1, windows // (config.batch * ranks))
+        row, plan = _decision(gradients, reference, choices, ranks, step_s * epoch_steps)
+        rows.append({"name": name, "ranks": ranks, **row})
         if plans is not None:
-            plans.mkdir(parents=True, exist_ok=True)
-            plan.save(plans / f"{_file_name(name)}.json")
-        on_event(name)
+            plan.save(plans / f"{_file_name(name)}-among-{ranks}.json")
+        on_event(f"{name}, among {ranks} ranks")
     rows.append(_program(config.seed))
     on_event("program")
     return rows
 
 
 def _file_name(name: str) -> str:
-    """Words of letters and digits: ``mixed, at powersgd:rank=4`` is in ``mixed-at-powersgd-rank-4.json``."""
+    """Words of letters and digits: ``mixed, at powersgd:rank=4`` is in ``mixed-at-powersgd-rank-4-among-….json``."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)
 
 
 def _decision(
-    gradients: dict[str, Tensor], reference: str, choices: list[str], epoch_s: float
+    gradients: dict[str, Tensor], reference: str, choices: list[str], ranks: int, epoch_s: float
 ) -> tuple[dict[str, Any], Plan]:
     policy = LGreCo(reference, choices)
+    traffic = Traffic(ranks, policy.start)
     begin = time.perf_counter()
-    table = error_table(gradients, policy.specs())
+    table = error_table(gradients, policy.specs(), traffic=traffic)
     table_s = time.perf_counter() - begin
     begin = time.perf_counter()
-    plan = policy.decide(gradients, step=0)
+    plan = policy.decide(gradients, step=0, traffic=traffic)
     decide_s = time.perf_counter() - begin
     uniform = table.column(reference)
     begin = time.perf_counter()
@@ -137,6 +152,8 @@ def _decision(
     errors = table.errors[np.arange(len(chosen)), chosen]
     budget = math.fsum(table.errors[:, uniform])
     norm = math.hypot(*table.norms)
+    by_payloads = policy.decide(gradients, step=0, traffic=replace(traffic, world_size=_PAYLOADS_ALONE))
+    sent = sum(traffic.nbytes([(compression(layer.spec), layer.shape) for layer in by_payloads.layers]))
     row = {
         "layers": len(plan.layers),
         "choices": len(table.choices),
@@ -147,6 +164,7 @@ def _decision(
         "nbytes": plan.nbytes,
         "reference_nbytes": plan.reference_nbytes,
         "times_fewer": plan.reference_nbytes / plan.nbytes if plan.reference_nbytes and plan.nbytes else None,
+        "times_fewer_by_payloads": plan.reference_nbytes / sent if plan.reference_nbytes and sent else None,
         "error_of_reference": math.fsum(errors) / budget if budget else None,
         "relative_error": _relative(errors, norm),
         "reference_relative_error": _relative(table.errors[:, uniform], norm),
@@ -162,19 +180,27 @@ def _relative(errors: Iterable[float], norm: float) -> float | None:
 
 def _program(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    sizes = -np.sort(-rng.uniform(1.0, 100.0, _LARGE), axis=1)
-    errors = np.sort(rng.uniform(0.0, 1.0, _LARGE), axis=1)
-    budget = float(np.median(errors, axis=1).sum())
+    errors = np.sort(rng.uniform(1.0, _MOST_ERROR, _LARGE), axis=1)
+    errors[:, 0] = 1.0
+    sizes = 10 ** rng.uniform(2, 5, _LARGE[:1])[:, None] * _FALL ** -np.cumsum(rng.uniform(0.0, 1.0, _LARGE), axis=1)
+    budget = 2.0 * _LARGE[0]
     taken = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        solve(sizes, errors, budget)
+        chosen = solve(sizes, errors, budget)
         taken.append(time.perf_counter() - begin)
-    return {"name": "program alone", "layers": _LARGE[0], "choices": _LARGE[1], "solve_s": min(taken[1:])}
+    total = float(sizes[np.arange(len(chosen)), chosen].sum())
+    return {
+        "name": "program alone",
+        "layers": _LARGE[0],
+        "choices": _LARGE[1],
+        "solve_s": min(taken[1:]),
+        "over_bound": total / lower_bound(sizes, errors, budget) - 1.0,
+    }
 
 
 def _gradients(config: Config, on_event: Callable[[str], None]) -> tuple[dict[str, Tensor], float, int]:
-    """The sum of the last steps' gradients; the time of a step of one rank's share; steps of an epoch."""
+    """The sum of the last steps' gradients; the time of a step of one rank's share; windows of an epoch."""
     shape = MODELS[config.model]
     torch.manual_seed(config.seed)
     model = GPT(shape)
@@ -195,8 +221,7 @@ def _gradients(config: Config, on_event: Callable[[str], None]) -> tuple[dict[st
                 sums[name] += p.grad
         on_event(f"step {step + 1}, loss {format_loss(loss.item(), 2)}")
     layers = {name: x for name, x in sums.items() if x.dim() > 1 and x.numel() >= _MIN_NUMEL}
-    epoch = max(1, tokens.numel() // (shape.sequence * config.batch * config.ranks))
-    return layers, float(np.median(taken)), epoch
+    return layers, float(np.median(taken)), tokens.numel() // shape.sequence
 
 
 def _batches(tokens: Tensor, config: Config, sequence: int) -> Iterator[tuple[Tensor, Tensor]]:

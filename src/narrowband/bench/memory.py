@@ -1,15 +1,17 @@
 """What backward keeps of a model's activations, in bytes and in time: plain, in few bits, and recomputed.
 
-``run`` compares ways to train in less memory. All rows live in one process and take turns, so that a machine that
-others use treats them alike; ``ratio_to_plain`` is the median over rounds of a row's step over the plain step right
-before it. A step is forward and backward, and what is timed follows a step of the same kind, as in training. Two
-measures of memory stand beside each other:
+``compare`` measures ways to train in less memory, and ``run`` those of a configuration. All rows live in one process
+and take turns, so that a machine that others use treats them alike; ``ratio_to_plain`` is the median over rounds of a
+row's step over the plain step right before it. A step is forward and backward, and what is timed follows a step of the
+same kind, as in training. Two measures of memory stand beside each other:
 
 * ``kept_bytes``: what autograd keeps between forward and backward, every tensor's memory counted once, without
   parameters, buffers and inputs;
 * ``peak_bytes``: how far training takes memory above what is held before its first step, gradients and all that is
   needed for a moment included: on CPU the resident set, of a process in which nothing else ever ran, since what malloc
   makes of freed memory depends on all that came before; on CUDA the allocator's peak.
+
+``footprint`` is what training takes as a whole, the model and its optimizer included: what has to fit into a machine.
 
 ``survey`` says what each operator and module of one model keeps, and ``fit`` finds the policy that keeps it within a
 budget and costs least.
@@ -26,9 +28,9 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,12 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
 from narrowband.bench.ranks import check_seed
-from narrowband.bench.subjects import SUBJECTS, subject, tried
+from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
 
-__all__ = ["Config", "Fit", "count", "fit", "run", "survey"]
+__all__ = ["PLAIN", "Config", "Fit", "Way", "compare", "count", "fit", "footprint", "run", "survey"]
+
+#: Nothing is compressed.
+PLAIN = ActivationPolicy(bits="off")
 
 
 # ---- a comparison ----------------------------------------------------------------------------------------------------
@@ -88,36 +93,45 @@ class Config:
             subject(self.model, self.batch)
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        name: of its row.
+        policy: of what is kept for backward. One that is off only counts.
+        amp: whether forward runs under bfloat16 autocast.
+        checkpoint: whether of every block only the input is kept (full activation checkpointing).
+        compiled: whether ``torch.compile`` compiles the model.
+    """
+
+    name: str
+    policy: ActivationPolicy = PLAIN
+    amp: bool = False
+    checkpoint: bool = False
+    compiled: bool = False
+
+
 #: What transformers call the half of a block that is not attention.
 _MLPS = "*.mlp"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One way to train."""
-
-    name: str
-    bits: int | None = None
-    amp: bool = False
-    checkpoint: bool = False
-    recompute_mlps: bool = False
-    compiled: bool = False
-
-
-def _kinds(config: Config) -> list[_Kind]:
-    kinds = [_Kind("plain"), *(_Kind(f"{bits} bits", bits) for bits in config.bits)]
+def _ways(config: Config) -> list[Way]:
+    few = {bits: ActivationPolicy(bits=bits) for bits in config.bits}  # type: ignore[arg-type]
+    ways = [Way("plain"), *(Way(f"{bits} bits", policy) for bits, policy in few.items())]
     if config.baselines:
-        mlps = config.bits if _has_mlps(config) else ()
-        kinds += [_Kind(f"{bits} bits, MLPs recomputed", bits, recompute_mlps=True) for bits in mlps]
-        kinds += [_Kind("checkpoint", checkpoint=True)]
-        kinds += [_Kind(f"checkpoint, {bits} bits", bits, checkpoint=True) for bits in config.bits[:1]]
-        kinds += [_Kind("bf16", amp=True), *(_Kind(f"bf16, {bits} bits", bits, amp=True) for bits in config.bits)]
-        kinds += [_Kind(f"bf16, {bits} bits, MLPs recomputed", bits, amp=True, recompute_mlps=True) for bits in mlps]
-        kinds += [_Kind("bf16, checkpoint", amp=True, checkpoint=True)]
+        mlps = few if _has_mlps(config) else {}
+        again = {bits: replace(policy, modules={_MLPS: "checkpoint"}) for bits, policy in mlps.items()}
+        ways += [Way(f"{bits} bits, MLPs recomputed", policy) for bits, policy in again.items()]
+        ways += [Way("checkpoint", checkpoint=True)]
+        ways += [Way(f"checkpoint, {bits} bits", few[bits], checkpoint=True) for bits in config.bits[:1]]
+        ways += [Way("bf16", amp=True), *(Way(f"bf16, {bits} bits", policy, amp=True) for bits, policy in few.items())]
+        ways += [Way(f"bf16, {bits} bits, MLPs recomputed", policy, amp=True) for bits, policy in again.items()]
+        ways += [Way("bf16, checkpoint", amp=True, checkpoint=True)]
     if config.compiled:
-        kinds += [_Kind("compiled", compiled=True)]
-        kinds += [_Kind(f"compiled, {bits} bits", bits, compiled=True) for bits in config.bits]
-    return kinds
+        ways += [Way("compiled", compiled=True)]
+        ways += [Way(f"compiled, {bits} bits", policy, compiled=True) for bits, policy in few.items()]
+    return ways
 
 
 def _has_mlps(config: Config) -> bool:
@@ -127,27 +141,23 @@ def _has_mlps(config: Config) -> bool:
 
 def count(config: Config) -> int:
     """How many events a run has."""
-    return len(_kinds(config)) * (1 + config.rounds + config.peaks)
+    return len(_ways(config)) * (1 + config.rounds + config.peaks)
 
 
 class _Row:
     """One way to train: its own model, with the same parameters and inputs as the others'."""
 
-    def __init__(self, kind: _Kind, config: Config, device: str) -> None:
-        torch.manual_seed(config.seed)
-        self.kind = kind
+    def __init__(self, way: Way, build: Callable[[], Subject], device: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.way = way
         self.device = device
-        model, inputs = subject(config.model, config.batch)
+        model, inputs = build()
         self.model, self.inputs = model.to(device), tuple(_moved(x, device) for x in inputs)
-        if kind.checkpoint:
+        if way.checkpoint:
             _checkpoint_blocks(self.model)
-        if kind.compiled:
+        if way.compiled:
             self.model.compile()
-        policy = ActivationPolicy(
-            bits="off" if kind.bits is None else kind.bits,  # type: ignore[arg-type]
-            modules={_MLPS: "checkpoint"} if kind.recompute_mlps else {},
-        )
-        self.context = compress_activations(self.model, policy=policy)
+        self.context = compress_activations(self.model, policy=way.policy)
         self.steps: list[float] = []
         self.plain_steps: list[float] = []  # right before
 
@@ -157,8 +167,8 @@ class _Row:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         with contextlib.ExitStack() as stack:
-            saved = stack.enter_context(self.context) if counted or self.kind.bits is not None else None
-            stack.enter_context(torch.autocast(self.device, torch.bfloat16, enabled=self.kind.amp))
+            saved = stack.enter_context(self.context) if counted or not self.way.policy.is_off else None
+            stack.enter_context(torch.autocast(self.device, torch.bfloat16, enabled=self.way.amp))
             output = self.model(*self.inputs)
         torch.autograd.backward(_scalar(output))
         return saved
@@ -178,59 +188,89 @@ class _Row:
 
 
 def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """Measure all rows.
-
-    Rows hold ``name``, ``step_s``, ``ratio_to_plain``, ``kept_bytes`` and ``kept_ratio`` (plain over kept),
-    ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell, or nobody asked), ``compress_s`` (seconds of
-    a step that packing and unpacking take) and ``gradient_error``: the norm of the difference from the plain row's
-    gradients over the norm of these; rows of other arithmetic (bf16) are compared with bf16.
+    """Measure all rows of a configuration; see :func:`compare`.
 
     Args:
+        config: what to measure.
+        on_event: called with the name of the row at work.
+    """
+    if config.model not in SUBJECTS:
+        tried(config.model, config.batch)
+    build = functools.partial(subject, config.model, config.batch)
+    return compare(
+        _ways(config), build, rounds=config.rounds, peaks=config.peaks, seed=config.seed, on_event=on_event
+    )  # fmt: skip
+
+
+def compare(
+    ways: Sequence[Way],
+    build: Callable[[], Subject],
+    *,
+    rounds: int = 5,
+    peaks: bool = True,
+    seed: int = 0,
+    on_event: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure ways to train one model, which take turns in this process.
+
+    Rows hold ``name``, ``step_s``, ``ratio_to_plain`` and the rounds' ``ratios``, ``kept_bytes`` and ``kept_ratio``
+    (plain over kept), ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell, or nobody asked),
+    ``compress_s`` (seconds of a step that packing and unpacking take) and ``gradient_error``: the norm of the
+    difference from the plain row's gradients over the norm of these; rows of other arithmetic (bf16) are compared with
+    bf16.
+
+    Args:
+        ways: the first one is what the others are compared with.
+        build: makes the model and its inputs. It goes to other processes for peaks: a function of a module, or a
+            partial of one.
+        rounds: timed steps of every row, each right after a step of the first way.
+        peaks: whether to measure these, too.
+        seed: of parameters and data.
         on_event: called with the name of the row at work.
     """
     tell = on_event or (lambda _: None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.model not in SUBJECTS:
-        tried(config.model, config.batch)
-    rows = [_Row(kind, config, device) for kind in _kinds(config)]
+    rows = [_Row(way, build, device, seed) for way in ways]
     counts: list[Saved] = []
     errors: list[float | None] = []
     exact: dict[bool, Tensor] = {}
     for row in rows:
-        tell(row.kind.name)
+        tell(row.way.name)
         row.step()
         row.step()  # ranges are known, loops compiled, caches filled
         saved = row.step(counted=True)
         assert saved is not None
         counts.append(saved)
         gradients = _gradients(row.model)
-        if row.kind.bits is None:
-            exact.setdefault(row.kind.amp, gradients)
-        reference = exact.get(row.kind.amp)
+        if row.way.policy.is_off:
+            exact.setdefault(row.way.amp, gradients)
+        reference = exact.get(row.way.amp)
         errors.append(None if reference is None else _share(gradients - reference, reference))
     plain = rows[0]
-    for turn in range(config.rounds):
+    for turn in range(rounds):
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
-            tell(row.kind.name)
+            tell(row.way.name)
             before = plain.settled() if row is not plain else 0.0
             taken = row.settled()
             row.steps.append(taken)
             row.plain_steps.append(before or taken)
-    peaks: list[int | None] = []
+    highest: list[int | None] = []
     for row in rows:
-        if config.peaks:
-            tell(row.kind.name)
-        peaks.append(_peak(row, config) if config.peaks else None)
-    return [_told(*those, counts[0], peaks[0]) for those in zip(rows, counts, errors, peaks, strict=True)]
+        if peaks:
+            tell(row.way.name)
+        highest.append(_peak(row, build, seed) if peaks else None)
+    return [_told(*those, counts[0], highest[0]) for those in zip(rows, counts, errors, highest, strict=True)]
 
 
 def _told(
     row: _Row, saved: Saved, error: float | None, peak: int | None, plain: Saved, plain_peak: int | None
 ) -> dict[str, Any]:
+    ratios = [a / b for a, b in zip(row.steps, row.plain_steps, strict=True)]
     return {
-        "name": row.kind.name,
+        "name": row.way.name,
         "step_s": statistics.median(row.steps),
-        "ratio_to_plain": statistics.median(a / b for a, b in zip(row.steps, row.plain_steps, strict=True)),
+        "ratio_to_plain": statistics.median(ratios),
+        "ratios": ratios,
         "kept_bytes": saved.kept_bytes,
         "kept_ratio": plain.raw_bytes / saved.kept_bytes if saved.kept_bytes else None,
         "saved_of_own": 1 - saved.kept_bytes / saved.raw_bytes if saved.raw_bytes else 0.0,
@@ -276,7 +316,7 @@ def _checkpoint_blocks(model: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _peak(row: _Row, config: Config) -> int | None:
+def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
     """Bytes; None where nobody tells."""
     if row.device != "cpu":
         row.model.zero_grad()
@@ -287,35 +327,88 @@ def _peak(row: _Row, config: Config) -> int | None:
         row.step()
         row.step()
         return torch.cuda.max_memory_allocated() - before
+    return _alone(_peak_alone, row.way, build, seed)
+
+
+def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0) -> int | None:
+    """Bytes of memory that training takes as a whole, on the CPU: parameters, gradients, both moments of AdamW, inputs,
+    what is kept for backward, and whatever is needed for a moment.
+
+    The resident set of a process of its own at its highest, over three steps, above what it is with all libraries
+    loaded. It depends on the process's allocator, which environment variables choose.
+
+    Args:
+        way: how to train.
+        build: makes the model and its inputs: a function of a module, or a partial of one.
+        seed: of parameters and data.
+
+    Returns:
+        None where the system does not tell.
+
+    Raises:
+        BrokenProcessPool: the process was ended, for want of memory perhaps.
+
+    Example:
+        >>> footprint(Way("plain"), functools.partial(subject, "gpt", 4)) > 4 * 4 * 10_000_000
+        True
+    """
+    return _alone(_footprint_alone, way, build, seed)
+
+
+def _alone(measure: Callable[..., int | None], way: Way, build: Callable[[], Subject], seed: int) -> int | None:
+    """What a function finds in a process that has done nothing else."""
     if not sys.platform.startswith("linux"):
         return None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-        return alone.submit(_peak_alone, row.kind, config, torch.get_num_threads()).result()
+        return alone.submit(measure, way, build, seed, torch.get_num_threads()).result()
 
 
-def _peak_alone(kind: _Kind, config: Config, threads: int) -> int | None:
-    """Of the third step, in a process that has done nothing else."""
+def _peak_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int | None:
+    """Of the third step, above the model and its inputs."""
     torch.set_num_threads(threads)
-    _load(kind)
-    row = _Row(kind, config, "cpu")
+    _load(way)
+    row = _Row(way, build, "cpu", seed)
     try:
         before = _status("VmRSS")
         row.step()
         row.step()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        _begin_anew()
         row.step()
         return _status("VmHWM") - before
     except OSError:
         return None
 
 
-def _load(kind: _Kind) -> None:
-    """Have all libraries loaded that a step needs."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    context = compress_activations(model, kind.bits or 8, min_numel=1)
-    with context, torch.autocast("cpu", torch.bfloat16, enabled=kind.amp):
-        output = model(torch.randn(8, 8))
+def _footprint_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int | None:
+    """Of three steps, with the model."""
+    torch.set_num_threads(threads)
+    _load(way)
+    try:
+        before = _status("VmRSS")
+        _begin_anew()
+        row = _Row(way, build, "cpu", seed)
+        optimizer = torch.optim.AdamW(row.model.parameters(), fused=True)
+        for _ in range(3):
+            row.step()
+            optimizer.step()
+        return _status("VmHWM") - before
+    except OSError:
+        return None
+
+
+def _load(way: Way) -> None:
+    """Have all libraries and loops loaded that a step needs."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    policy = ActivationPolicy() if way.policy.is_off else replace(way.policy, modules={})
+    with compress_activations(model, policy=policy), torch.autocast("cpu", torch.bfloat16, enabled=way.amp):
+        output = model(torch.randn(policy.min_numel // 64 + 1, 64))
     torch.autograd.backward(_scalar(output))
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+def _begin_anew() -> None:
+    """The peak of the resident set, as Linux counts it."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status(name: str) -> int:

@@ -67,6 +67,8 @@ class Adapt:
     """Of global-topk."""
     value: float = 1e-3
     """Of threshold."""
+    ranks: int = 4
+    """How many ranks will train: what is gathered, as top-k is, costs more the more there are."""
     min_numel: int = 1024
     """Smaller tensors, and vectors, are no layers."""
     output: Path | None = None
@@ -75,23 +77,28 @@ class Adapt:
     """Draw how many times less each layer sends."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.adapt import Traffic
         from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
         check_output(self.output, self.plot)
         if self.min_numel < 1:
             raise ValueError(f"min_numel={self.min_numel} must be at least 1")
+        if self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks} must be at least 1")
         policy = self._policy()
+        traffic = Traffic(self.ranks, policy.start)
         layers = _layers(self.gradients, self.min_numel)
         if self.before is not None:
             before = _layers(self.before, self.min_numel)
             _check_same(layers, before, self.gradients, self.before)
-            policy.decide(before, step=0)
-        plan = policy.decide(layers, step=0)
+            policy.decide(before, step=0, traffic=traffic)
+        plan = policy.decide(layers, step=0, traffic=traffic)
         console.print(plan_table(plan, {name: float(x.double().norm()) for name, x in layers.items()}))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-        if plan.reference_nbytes is not None:
+        if plan.reference_nbytes is not None and plan.nbytes:
             console.print(
-                f"{plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than {plan.reference} for all layers"
+                f"among {self.ranks} ranks {plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than "
+                f"{plan.reference} for all layers"
                 + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
                 highlight=False,
             )

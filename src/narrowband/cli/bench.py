@@ -139,7 +139,7 @@ class BenchAdapt:
     Examples:
       narrowband bench adapt
       narrowband bench adapt --model gpt-demo --references powersgd:rank=8 --steps 500
-      narrowband bench adapt --plans plans; narrowband bench ddp --codecs powersgd:rank=4 plans/powersgd-rank-4.json
+      narrowband bench adapt --plans plans; narrowband bench ddp --codecs plans/powersgd-rank-4-among-4.json
     """
 
     config: Annotated[adapt.Config, tyro.conf.arg(name="")] = field(default_factory=adapt.Config)

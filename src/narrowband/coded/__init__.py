@@ -2,6 +2,7 @@
 
 =====================  ===============================================================================
 :mod:`.assignment`     which node computes what: blocks, samplers, loads
+:mod:`.shares`         how many samples blocks have, for nodes of different speed
 :mod:`.coding`         what travels: packets that are sums of slices, and what is left of them
 :mod:`.fixed_point`    contributions as whole numbers
 :mod:`.header`         what each node says of itself in a step

@@ -18,6 +18,10 @@ With one group and multicast, n nodes send (n−r) / ((n−1)·r) of what they w
 blocks, computed once, went to each of the others by itself (equation 19). Nodes that add up their own blocks first and
 send the sum, once, send 1 (r = g = 1: plain data parallelism); groups of g = r, whose nodes all compute the same
 (*fractional repetition*), 1/r.
+
+Nodes of different speed may be given different *shares* of the work. The gradient of a block is as long however many
+samples the block has. So shares change the sizes of blocks (:mod:`.shares`), and neither who holds them nor what is
+sent.
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations
+from functools import cached_property, lru_cache
+from itertools import accumulate, combinations
 
 import torch
 from torch.utils.data import Sampler
+
+from narrowband.coded.shares import check_shares, uneven_sizes
 
 __all__ = ["Assignment", "CodedSampler"]
 
@@ -45,6 +51,9 @@ class Assignment:
         nodes: how many there are, n.
         redundancy: on how many each block is computed, r.
         group: how many nodes share blocks, g; a divisor of n, and at least r. By default all.
+        shares: for each node how much of the work it does, in any unit, such as samples per second; by default all do
+            equally much. None may exceed 1/r of its group's. Inside groups of g = r they are equal, since all nodes of
+            such a group compute the same.
 
     Raises:
         ValueError: numbers that do not fit together, or that make too many blocks; says what would do.
@@ -57,11 +66,18 @@ class Assignment:
         ((0, 3, 4), (17, 17, 17, 17, 16, 16))
         >>> four.load(), Assignment(4, 2, group=2).load(), Assignment(4, 1, group=1).load()
         (1.5, 0.5, 1.0)
+
+        The last node is half as fast as the others, and computes half as many of 700 samples; it sends as much:
+
+        >>> uneven = Assignment(nodes=4, redundancy=2, shares=(2, 2, 2, 1))
+        >>> uneven.work(700), uneven.sizes(700), uneven.load()
+        ((400, 400, 400, 200), (166, 168, 66, 166, 68, 66), 1.5)
     """
 
     nodes: int
     redundancy: int
     group: int = 0
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n, r, g = self.nodes, self.redundancy, self.group or self.nodes
@@ -86,6 +102,8 @@ class Assignment:
                 f"{r} of {g} nodes make {math.comb(g, r):,} combinations, and a mini-batch as many blocks, more than "
                 f"{MAX_BLOCKS}; use {advice}"
             )
+        if self.shares:
+            check_shares(self.shares, n, g, r)
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -120,44 +138,47 @@ class Assignment:
         return tuple(range(first, first + self.group))
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """How many samples of a mini-batch of ``samples`` each block has: as even as can be, larger ones first.
+        """How many samples of a mini-batch of ``samples`` each block has, one at least. Without shares they are as even
+        as can be, larger ones first; with shares they give every node the samples of :meth:`work`.
 
         Raises:
             ValueError: fewer samples than blocks.
         """
-        if samples < self.blocks:
-            raise ValueError(
-                f"a mini-batch of {samples} samples is smaller than the {self.blocks} blocks that {self} cuts it into; "
-                "use larger batches, less redundancy or smaller groups (and drop_last=True, if it is the last one)"
-            )
-        least, more = divmod(samples, self.blocks)
-        return tuple(least + (block < more) for block in range(self.blocks))
+        return _sizes(self, samples)
 
-    def rows(self, rank: int, samples: int, height: int = 0) -> list[int]:
+    def work(self, samples: int) -> tuple[int, ...]:
+        """How many samples of a mini-batch of ``samples`` each node computes: ``redundancy * samples`` in all, and with
+        shares as near to proportional as whole numbers can be, where every block has a sample.
+        """
+        sizes = self.sizes(samples)
+        return tuple(sum(sizes[block] for block in self.held(rank)) for rank in range(self.nodes))
+
+    def rows(self, rank: int, samples: int, length: int = 0) -> list[int]:
         """Which samples of a mini-batch a node computes, by their places in it, block after block.
 
-        Blocks have equally many rows: where one has fewer samples, its last is repeated. So all nodes have equally many
-        rows, and a mean over them divides by the same number everywhere; what is repeated has no part in the gradient.
+        All nodes have equally many rows: the last is repeated where a node computes fewer samples. So a mean over rows
+        divides by the same number everywhere; what is repeated is not computed and has no part in the gradient.
 
         Args:
             samples: of the mini-batch.
-            height: rows of a block; by default as many as the largest has samples.
+            length: how many rows; by default as many as the node with most work computes samples.
         """
         sizes = self.sizes(samples)
-        starts = [sum(sizes[:block]) for block in range(self.blocks)]
-        height = height or sizes[0]
-        return [starts[b] + min(row, sizes[b] - 1) for b in self.held(rank) for row in range(height)]
+        starts = list(accumulate(sizes, initial=0))
+        own = [place for block in self.held(rank) for place in range(starts[block], starts[block + 1])]
+        return own + own[-1:] * ((length or max(self.work(samples))) - len(own))
 
-    def height(self, samples: int, heights: dict[int, int]) -> int:
-        """Rows of a block, so many that they tell this mini-batch from others: the least that is not taken.
+    def length(self, samples: int, taken: dict[int, int]) -> int:
+        """How many rows all nodes have: so many that they tell this mini-batch from others, the least not yet taken.
 
         Args:
-            heights: rows of a block → samples of its mini-batch, as far as they are taken; this one is added.
+            samples: of the mini-batch.
+            taken: rows → samples of their mini-batch; this one is added.
         """
-        height = self.sizes(samples)[0]
-        while heights.setdefault(height, samples) != samples:
-            height += 1
-        return height
+        length = max(self.work(samples))
+        while taken.setdefault(length, samples) != samples:
+            length += 1
+        return length
 
     # ---- load --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +195,8 @@ class Assignment:
 
     def __str__(self) -> str:
         groups = "" if self.group == self.nodes else f", group={self.group}"
-        return f"nodes={self.nodes}, redundancy={self.redundancy}{groups}"
+        shares = f", shares={self.shares}" if self.shares else ""
+        return f"nodes={self.nodes}, redundancy={self.redundancy}{groups}{shares}"
 
 
 class CodedSampler(Sampler[list[int]]):
@@ -191,7 +213,7 @@ class CodedSampler(Sampler[list[int]]):
         shuffle: draw a new order for each epoch.
         seed: of the order; the same on all nodes.
         drop_last: leave out the last mini-batch where it is smaller.
-        heights: as for :meth:`Assignment.height`: the number of rows tells a model which mini-batch it has.
+        lengths: as for :meth:`Assignment.length`: the number of rows tells a model which mini-batch it has.
 
     Raises:
         ValueError: a mini-batch with fewer samples than there are blocks.
@@ -207,15 +229,15 @@ class CodedSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        heights: dict[int, int] | None = None,
+        lengths: dict[int, int] | None = None,
     ) -> None:
         self._numel, self._batch_size = len(dataset), batch_size
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
         full, rest = divmod(self._numel, batch_size)
         self._batches = [batch_size] * full + [rest] * (rest > 0 and not drop_last)
-        taken = {} if heights is None else heights
+        taken = {} if lengths is None else lengths
         self._rows = {
-            samples: assignment.rows(rank, samples, assignment.height(samples, taken))
+            samples: assignment.rows(rank, samples, assignment.length(samples, taken))
             for samples in dict.fromkeys(self._batches)
         }
 
@@ -235,6 +257,19 @@ class CodedSampler(Sampler[list[int]]):
         for samples in self._batches:
             yield order[begin:][torch.tensor(self._rows[samples])].tolist()
             begin += samples
+
+
+@lru_cache(maxsize=1024)  # a training run has few sizes of mini-batches, and asks in every step
+def _sizes(assignment: Assignment, samples: int) -> tuple[int, ...]:
+    if samples < assignment.blocks:
+        raise ValueError(
+            f"a mini-batch of {samples} samples is smaller than the {assignment.blocks} blocks that {assignment} cuts "
+            "it into; use larger batches, less redundancy or smaller groups (and drop_last=True, if it is the last one)"
+        )
+    if assignment.shares:
+        return uneven_sizes(assignment.shares, assignment.group, assignment.redundancy, samples)
+    least, more = divmod(samples, assignment.blocks)
+    return tuple(least + (block < more) for block in range(assignment.blocks))
 
 
 def _divisors(n: int) -> list[int]:

@@ -40,7 +40,7 @@ class Run:
         parameters: whose gradients are averaged.
         average: takes the gradients of each block.
         samples: of the mini-batch.
-        height: rows of a block.
+        rows: of this rank's batch; those behind its blocks' samples repeat the last.
         finish: is called when backward is complete.
     """
 
@@ -49,11 +49,11 @@ class Run:
         parameters: Sequence[nn.Parameter],
         average: BlockAverage,
         samples: int,
-        height: int,
+        rows: int,
         finish: Callable[[], None],
     ) -> None:
         self._parameters, self._average, self._finish = parameters, average, finish
-        self._samples, self._height = samples, height
+        self._samples, self._rows = samples, rows
         self._blocks: list[_BlockOutputs] = []
         self._spec: TreeSpec | None = None
 
@@ -79,11 +79,10 @@ class Run:
         return tree_unflatten(joined, self._spec)
 
     def join(self, at: int) -> tuple[Tensor, bool]:
-        """One output of all blocks, and whether it has a gradient; what has no sample of its own repeats the last."""
-        parts = []
-        for block in self._blocks:
-            part = block.outputs[at].detach()
-            parts += [part, part[-1:].expand(self._height - block.samples, *part.shape[1:])]
+        """One output of all blocks, and whether it has a gradient; rows without a sample repeat the last."""
+        parts = [block.outputs[at].detach() for block in self._blocks]
+        repeated = self._rows - sum(block.samples for block in self._blocks)
+        parts.append(parts[-1][-1:].expand(repeated, *parts[-1].shape[1:]))
         return torch.cat(parts), any(block.outputs[at].requires_grad for block in self._blocks)
 
     def backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
@@ -91,11 +90,11 @@ class Run:
         if not self._blocks:
             raise RuntimeError("backward a second time: the blocks' graphs are freed, retain_graph=True or not")
         blocks, self._blocks = self._blocks, []
-        weight = self._height * len(blocks) / self._samples
+        weight = self._rows / self._samples
         if self._average.is_given:  # this rank was lost: what these blocks contribute, others have computed
             blocks = []
+        first = 0
         for row, block in enumerate(blocks):
-            first = row * self._height
             ends, starts = [], []
             for at, gradient in zip(tensors, gradients, strict=True):
                 if gradient is not None and block.outputs[at].requires_grad:
@@ -106,6 +105,7 @@ class Run:
                 found = torch.autograd.grad(ends, self._parameters, starts, allow_unused=True)
             block.outputs.clear()
             self._average.add(row, found, weight)
+            first += block.samples
         self._finish()
 
 

@@ -4,10 +4,10 @@ A step with redundancy r computes r times as much, and sends L(r) times what pla
 
     T(r) = r · T_compute + T_communicate · L(r)
 
-T_compute is forward and backward of a node's share of the mini-batch, a 1/n of it. T_communicate is the exchange of
-plain data parallelism on the same transport: every node adds up its own gradients and sends the sum, once where packets
-are multicast, and to each of the n − 1 others elsewhere. L(r) is the ratio of the two loads, as
-:meth:`~narrowband.coded.Assignment.load` has them.
+T_compute is forward and backward of a 1/n of the mini-batch on the slowest node; with shares that fit the nodes
+(:mod:`.shares`) a step computes for less time. T_communicate is the exchange of plain data parallelism on the same
+transport: every node adds up its own gradients and sends the sum, once where packets are multicast, and to each of the
+n − 1 others elsewhere. L(r) is the ratio of the two loads, as :meth:`~narrowband.coded.Assignment.load` has them.
 
 That is another yardstick than the paper's. Equation 19 compares with nodes that send the gradient of each block by
 itself, without multicast. Measured against nodes that add up first, coding over all n nodes saves something only at

@@ -2,8 +2,9 @@
 
 Forward cuts the batch into this rank's blocks and runs the module on one block after the other, so that backward can
 ask for the gradient of each. The r ranks that compute a block have to find the same bits. So a block has the same shape
-on all of them (rows that only repeat its last sample are left out, and their outputs are copies without a gradient),
-the loss is a mean over equally many rows everywhere, and random numbers come from block and step, not from the rank.
+on all of them, the loss is a mean over equally many rows everywhere, and random numbers come from block and step, not
+from the rank. (Rows that only repeat a rank's last sample are not computed, and their outputs are copies without a
+gradient.)
 
 Backward of the outputs is where the step happens: it runs backward of each block, hands the gradients to
 :class:`~narrowband.coded.average.BlockAverage`, exchanges, and writes the average into ``.grad``.
@@ -15,7 +16,7 @@ import functools
 import hashlib
 import math
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -62,6 +63,9 @@ class CodedDataParallel(nn.Module):
         transport: ``multicast``; ``broadcast``, through the process group; ``auto``, multicast if it reaches all ranks,
             else broadcast; or a :class:`~narrowband.transport.Transport`.
         group: how many ranks share blocks, g: all by default. Groups of g = r compute the same and send least.
+        shares: how much of the work each rank does, in rank order and any unit, such as the samples that it computes in
+            a second; all do equally much by default. None may exceed 1/r of the sum (of its group's, with groups).
+            Ranks send equally much whatever their shares, and load equally many rows.
         bits: of a number on the wire: 32, or 16 or 8, which round more and sum as exactly.
         span: what averages reach, as in [−10, 10], the default with 32 bits; what exceeds it is seen by all ranks in
             the same step, and widens it. ``auto``, the default with fewer bits: as far as the last step was in need of.
@@ -102,6 +106,7 @@ class CodedDataParallel(nn.Module):
         transport: str | Transport = "auto",
         *,
         group: int | None = None,
+        shares: Sequence[float] | None = None,
         bits: int = 32,
         span: Span | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -118,6 +123,7 @@ class CodedDataParallel(nn.Module):
             "redundancy": redundancy,
             "transport": transport if isinstance(transport, str) else transport.name,
             "group": group,
+            "shares": None if shares is None else tuple(shares),
             "bits": bits,
             "span": span,
             "seed": seed,
@@ -128,7 +134,7 @@ class CodedDataParallel(nn.Module):
         check_agreement(arguments, module, cast("dist.ProcessGroup", users))
         device = check_model(module)
         ranks = dist.get_process_group_ranks(users)
-        self.assignment = Assignment(len(ranks), redundancy, group or 0)
+        self.assignment = Assignment(len(ranks), redundancy, group or 0, tuple(shares or ()))
         check_failures(max_failures, silence_timeout, rejoin_steps, redundancy, transport)
         self.module = module
         self._trained = [p for p in module.parameters() if p.requires_grad]
@@ -139,7 +145,7 @@ class CodedDataParallel(nn.Module):
         self._syncs = True
         self._forwards = 0  # since the last step
         self._samples = 0  # of all mini-batches that the gradients of this step come from
-        self._heights: dict[int, int] = {}  # of blocks → samples of their mini-batch
+        self._lengths: dict[int, int] = {}  # rows of this rank's batches → samples of their mini-batches
 
         # A group of our own: nothing of the user's may slip between our messages.
         timeout = _timeout_of(users, device)
@@ -188,7 +194,7 @@ class CodedDataParallel(nn.Module):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            heights=self._heights,
+            lengths=self._lengths,
         )
 
     def split(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -208,7 +214,7 @@ class CodedDataParallel(nn.Module):
         if len(lengths) != 1:
             raise ValueError(f"split takes tensors with equally many rows, not {sorted(lengths)}")
         samples = lengths.pop()
-        rows = self.assignment.rows(self._rank, samples, self.assignment.height(samples, self._heights))
+        rows = self.assignment.rows(self._rank, samples, self.assignment.length(samples, self._lengths))
         return tuple(tensor[torch.tensor(rows, device=tensor.device)] for tensor in tensors)
 
     @contextmanager
@@ -234,15 +240,15 @@ class CodedDataParallel(nn.Module):
         return {
             **self._average.state_dict(),
             "assignment": str(self.assignment),
-            "heights": dict(self._heights),
+            "lengths": dict(self._lengths),
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Part of :meth:`load_state_dict`. Where the number of ranks or bits has changed, the span begins anew."""
         same = state["assignment"] == str(self.assignment)
         self._average.load_state_dict(state, same_assignment=same)
-        for height, samples in state["heights"].items() if same else ():
-            self._heights.setdefault(height, samples)
+        for length, samples in state["lengths"].items() if same else ():
+            self._lengths.setdefault(length, samples)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -263,12 +269,12 @@ class CodedDataParallel(nn.Module):
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise UnsupportedError("inputs that want gradients cannot be cut into blocks; move what makes them inside")
-        samples, height = self._batch(rows)
+        samples = self._samples_of(rows)
         finish = functools.partial(self._finish, samples, syncs=self._syncs)
-        run = Run(self._trained, self._average, samples, height, finish)
-        sizes = self.assignment.sizes(samples)
-        for row, block in enumerate(self.assignment.held(self._rank)):
-            part = slice(row * height, row * height + sizes[block])
+        run = Run(self._trained, self._average, samples, rows, finish)
+        sizes, end = self.assignment.sizes(samples), 0
+        for block in self.assignment.held(self._rank):
+            part, end = slice(end, end + sizes[block]), end + sizes[block]
 
             def cut(leaf: Any, part: slice = part) -> Any:
                 is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == rows
@@ -280,16 +286,18 @@ class CodedDataParallel(nn.Module):
         self._forwards += 1
         return run.outputs(self._anchor)
 
-    def _batch(self, rows: int) -> tuple[int, int]:
-        """Samples of the mini-batch, and rows of a block."""
+    def _samples_of(self, rows: int) -> int:
+        """Samples of the mini-batch of which this rank has so many rows."""
+        if rows in self._lengths:
+            return self._lengths[rows]
         blocks = self.assignment.blocks_per_node
-        if rows == 0 or rows % blocks:
+        if self.assignment.shares or rows == 0 or rows % blocks:
+            of_blocks = "those of a mini-batch" if self.assignment.shares else f"{blocks} blocks of equally many"
             raise ValueError(
-                f"the batch has {rows} rows, which are not {blocks} blocks of equally many: take batches from "
-                "model.sampler(...) or model.split(...), and evaluate under torch.no_grad()"
+                f"the batch has {rows} rows, which are not {of_blocks}: take batches from model.sampler(...) or "
+                "model.split(...), and evaluate under torch.no_grad()"
             )
-        height = rows // blocks
-        return self._heights.get(height, height * self.assignment.blocks), height
+        return rows // blocks * self.assignment.blocks
 
     @contextmanager
     def _randomness_of(self, block: int) -> Iterator[None]:

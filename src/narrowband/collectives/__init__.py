@@ -7,7 +7,7 @@ collectives on all ranks. ``exchange.py`` is what all collectives have in common
 
 from __future__ import annotations
 
-from narrowband.collectives.choice import COLLECTIVES, Collective, check, choose, collective
+from narrowband.collectives.choice import COLLECTIVES, Collective, LayerCollectives, check, choose, collective
 from narrowband.collectives.engine import Engine, Job, Pending, Transfer
 from narrowband.collectives.exchange import Exchange
 from narrowband.collectives.executor import SerialExecutor
@@ -22,6 +22,7 @@ __all__ = [
     "Engine",
     "Exchange",
     "Job",
+    "LayerCollectives",
     "Loan",
     "Operand",
     "Peers",

@@ -11,6 +11,8 @@ collective           what happens                                        bytes a
 ``factor_reduce``, 2·(N−1)/N · P for factors of P bytes, belongs to PowerSGD. A feedback names the collective that it
 brings in :attr:`~narrowband.feedback.State.collective`.
 
+:class:`LayerCollectives` says it of all layers of a model, and how many bytes each of them takes.
+
 A new collective is a subclass of :class:`~narrowband.collectives.exchange.Exchange` and an entry here.
 """
 
@@ -25,11 +27,13 @@ from narrowband.collectives.scatter_reduce import ScatterReduce
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from narrowband.codecs import Codec
-    from narrowband.collectives.exchange import Exchange
-    from narrowband.feedback import State
+    from collections.abc import Iterable
 
-__all__ = ["COLLECTIVES", "Collective", "check", "choose", "collective"]
+    from narrowband.codecs import Codec, Shape
+    from narrowband.collectives.exchange import Exchange
+    from narrowband.feedback import Compression, State
+
+__all__ = ["COLLECTIVES", "Collective", "LayerCollectives", "check", "choose", "collective"]
 
 #: What users may ask for.
 Collective = Literal["all_reduce", "all_gather", "scatter_reduce"]
@@ -72,3 +76,62 @@ def check(codec: Codec, name: Collective, feedback: State | None = None) -> None
     obstacle = collective(name).obstacle(codec, feedback)
     if obstacle is not None:
         raise UnsupportedError(obstacle)
+
+
+class LayerCollectives:
+    """By which collective each layer of a model travels, and what that takes.
+
+    It is chosen for all layers with one kind of codec at once, so that results do not depend on the groups in which
+    gradients become ready; of that kind, codecs that the cheapest collective cannot carry have another.
+
+    Args:
+        layers: what each layer has, and its shape.
+        size: number of ranks.
+        asked: the collective that users ask for, or ``auto``.
+        feedback: of the model.
+
+    Example:
+        >>> chosen = nb.compression("topk:density=0.01+ef")
+        >>> found = LayerCollectives([(chosen, (1000, 500))], size=4)
+        >>> found.of(chosen).name, found.sent_nbytes(chosen, (1000, 500))
+        ('all_gather', 79884)
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[Compression, Shape]],
+        size: int,
+        *,
+        asked: Collective | Literal["auto"] = "auto",
+        feedback: State | None = None,
+    ) -> None:
+        self._size = size
+        self._asked = asked
+        self._feedback = feedback
+        self._nbytes: dict[type[Codec], int] = {}  # of all payloads with one kind of codec
+        self._chosen: dict[Codec, type[Exchange]] = {}  # as it is first asked for
+        for chosen, shape in layers:
+            kind = type(chosen.codec)
+            self._nbytes[kind] = self._nbytes.get(kind, 0) + chosen.codec.payload_nbytes(shape)
+
+    def of(self, chosen: Compression) -> type[Exchange]:
+        """How payloads of this compression travel."""
+        if chosen.feedback is not None and chosen.feedback.collective is not None:
+            return collective(chosen.feedback.collective)
+        if self._asked != "auto":
+            return collective(self._asked)
+        codec = chosen.codec
+        if codec not in self._chosen:
+            self._chosen[codec] = choose(codec, self._nbytes.get(type(codec), 0), self._size, self._feedback)
+        return self._chosen[codec]
+
+    def sent_nbytes(self, chosen: Compression, shape: Shape, payload_nbytes: int | None = None) -> int:
+        """Bytes that a rank sends in a step for a layer of this shape, but for the few that a message has of its own.
+
+        Args:
+            chosen: what it has.
+            shape: of its gradient, in float32.
+            payload_nbytes: of its payload, where that depends on the data; by default the codec's word.
+        """
+        nbytes = chosen.layer_nbytes(shape) if payload_nbytes is None else payload_nbytes
+        return self.of(chosen).traffic_nbytes(nbytes, self._size)

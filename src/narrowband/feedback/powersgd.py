@@ -97,7 +97,7 @@ class PowerSGD(State):
 
     def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
         n, m, r = self.factors(codec, shape)
-        return 4 * (r * (n + m) or numel_of(shape))
+        return 4 * (self.iterations * r * (n + m) or numel_of(shape))
 
     def kept_rank(self, codec: Codec, shape: Shape) -> int:
         return self.factors(codec, shape)[2]

@@ -78,6 +78,20 @@ class Compression:
         if self.feedback is not None:
             self.feedback.check(self.codec)
 
+    def beside(self, model: Compression) -> Compression:
+        """What a layer with this spec has in a model with that one: the model's feedback, where this names none.
+
+        Example:
+            >>> str(nb.compression("qsgd:bits=4").beside(nb.compression("powersgd:rank=4")))
+            'qsgd:bits=4+ef'
+        """
+        if self.feedback is not None or model.feedback is None:
+            return self
+        if not model.feedback.mixes:
+            return Compression(self.codec, model.feedback)
+        behind = model.feedback.behind(self.codec) or ErrorFeedback()
+        return Compression(behind.codec if behind.brings_codec else self.codec, behind)
+
     def new_feedback(self) -> State | None:
         """A feedback of this configuration, with no state yet."""
         return replace(self.feedback) if self.feedback is not None else None  # type: ignore[type-var]

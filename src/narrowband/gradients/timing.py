@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from narrowband.adapt.tables import layer_nbytes
 from narrowband.adapt.timing import Times, fit_times
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ def measure_times(
     buckets = handle.buckets
     before = {name: handle.layers.spec_for(name) for names in buckets for name in names}
     generator = torch.Generator().manual_seed(seed)
-    shapes = handle.layers.parameters.shapes
     nbytes: list[list[float]] = []
     seconds: list[float] = []
     try:
@@ -65,7 +63,7 @@ def measure_times(
             slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64, device=handle.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=handle.process_group)
             seconds.append(float(slowest))
-            nbytes.append([sum(layer_nbytes(handle.layers.spec_for(n), shapes[n]) for n in names) for names in buckets])
+            nbytes.append([sum(map(handle.layers.sent_nbytes, names)) for names in buckets])
     finally:
         handle.set_layers(before)
     return fit_times(buckets, nbytes, seconds)

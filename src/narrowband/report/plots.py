@@ -60,14 +60,14 @@ def plan_profile(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(max(6.0, 0.3 * len(plan.layers)), 4.2), layout="constrained")
     axes = figure.subplots()
     at = range(len(plan.layers))
-    ratios = [layer.dense_nbytes / layer.nbytes if layer.nbytes else float("nan") for layer in plan.layers]
+    ratios = [plan.layer_ratio(layer) for layer in plan.layers]
     axes.bar(at, ratios, width=0.6, color="tab:blue", label="plan")
     if plan.reference_nbytes:
         axes.axhline(plan.dense_nbytes / plan.reference_nbytes, color="tab:red", label=f"uniform {plan.reference}")
     axes.set(ylabel="times fewer bytes", xlabel="layers, in the model's order", yscale="log")
     axes.set_xticks(list(at), [layer.name for layer in plan.layers], rotation=90, fontsize=6)
     sizes = axes.twinx()
-    sizes.bar(at, [layer.dense_nbytes / 4 for layer in plan.layers], width=0.9, color="gray", alpha=0.25)
+    sizes.bar(at, [layer.numel for layer in plan.layers], width=0.9, color="gray", alpha=0.25)
     sizes.set(ylabel="elements", yscale="log")
     axes.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)

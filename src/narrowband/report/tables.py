@@ -104,11 +104,12 @@ def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench adapt``: two lines in a cell are those of the column's head."""
     table = _table(
         "Plans at the error of a reference for all layers; a decision as a share of an epoch",
-        *("reference", "uniform\nplan", "error", "× less", "tables\nsolve", "epoch"),
+        *("reference", "ranks", "uniform\nplan", "error", "× less", "tables\nsolve", "epoch"),
     )
     for row in rows:
         table.add_row(
             escape(row["name"]),
+            format_or_dash(str, row.get("ranks")),
             "\n".join(format_or_dash(format_bytes, row.get(key)) for key in ("reference_nbytes", "nbytes")),
             "\n".join(_error(row.get(key)) for key in ("reference_relative_error", "relative_error")),
             format_or_dash("{:.2f}".format, row.get("times_fewer")),
@@ -126,8 +127,9 @@ def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
         norms: layer → L2 norm of the gradient that the plan was made from.
     """
     table = _table(
-        f"A plan by {plan.policy}: {format_bytes(plan.nbytes)} instead of {format_bytes(plan.dense_nbytes)}",
-        *("layer", "shape", "spec", "bytes", "× less", "error"),
+        f"A plan by {plan.policy}: a rank of {plan.world_size} sends {format_bytes(plan.nbytes)} per step instead of "
+        f"{format_bytes(plan.dense_nbytes)}",
+        *("layer", "shape", "spec", "sent", "× less", "error"),
     )
     for layer in plan.layers:
         table.add_row(
@@ -135,7 +137,7 @@ def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
             " × ".join(map(str, layer.shape)),
             escape(layer.spec),
             format_bytes(layer.nbytes),
-            f"{layer.dense_nbytes / layer.nbytes:.1f}" if layer.nbytes else NOTHING,
+            f"{plan.layer_ratio(layer):.1f}" if layer.nbytes else NOTHING,
             _error(_relative(layer.error, norms[layer.name])),
         )
     errors = [layer.error for layer in plan.layers]

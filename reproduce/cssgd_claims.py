@@ -1,0 +1,250 @@
+"""The claims of CSSGD's paper, judged by the rows of :mod:`reproduce.cssgd`.
+
+Claims about times are of pairs of rows of one seed (:mod:`reproduce.pairs`). Bytes are counted and exact, so claims
+about them need no seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from narrowband.lab import LabConfig
+from narrowband.units import format_bytes, format_seconds
+from reproduce.cssgd_found import (
+    Count,
+    Result,
+    averaged,
+    counts_of,
+    less_time,
+    methods_of,
+    points_of,
+    predicted_s,
+    rows_in,
+    scheme,
+    sent_until,
+    uneven_pairs,
+)
+from reproduce.cssgd_problem import (
+    ALL_REDUCE,
+    ALONE,
+    ASGD,
+    BASELINES,
+    CHOSEN,
+    FIGURES,
+    MULTICAST,
+    REDUNDANCIES,
+    SAVED,
+    TITLES,
+    coded,
+)
+from reproduce.pairs import Finding, difference, every
+from reproduce.report import Claim, claimed
+
+__all__ = ["claims"]
+
+#: The best r on 8 nodes (figures 12 and 13).
+_BEST = {"dnn": 3, "cnn": 2}
+#: Nodes and redundancies whose bytes the claim is about, and how near to equation 19 they have to be.
+_COUNTED = tuple((nodes, r) for nodes in range(2, 11) for r in range(1, 5) if r < nodes)
+_WITHIN = 0.05
+#: Share of the predicted time within which a batch's time is as predicted.
+_AS_PREDICTED = 0.25
+#: Share by which uneven shares may change what is sent.
+_AS_MANY = 0.01
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """What the paper says, and what its scheme should do on such links, by these rows."""
+    tasks = [task for task in TITLES if any(result["task"] == task for result in results)]
+    judges = (
+        _sooner, _as_much_sooner, _less_sent, _sooner_on_average, _sooner_everywhere, _more_redundancy, _best,
+        _predicted, _plain_when_fast, _best_weights,
+    )  # fmt: skip
+    found = [judge(results, task) for task, judge in itertools.product(tasks, judges)]
+    return [*found, _uneven(results), _counted_bytes(results)]
+
+
+def _needs(found: Mapping[str, Any], names: Sequence[str], text: str) -> Claim | None:
+    if all(name in found for name in names):
+        return None
+    return Claim(text, None, f"needs the rows {'; '.join(names)}")
+
+
+def _sooner(results: Sequence[Result], task: str) -> Claim:
+    text = (
+        f"{TITLES[task]}: on a link so slow that communication dominates, CSSGD at the r that the tool chooses is "
+        "sooner at the target than SSGD by unicast, SSGD by multicast and ASGD"
+    )
+    methods = methods_of(results, task)
+    lacks = _needs(methods, (CHOSEN, *BASELINES), text)
+    if lacks:
+        return lacks
+    chosen = methods[CHOSEN]
+    beside = [f"{name} {methods[name].time()}" for name in (ALL_REDUCE, ALONE) if name in methods]
+    finding = every(less_time(chosen.times, methods[name].times, name).better() for name in BASELINES)
+    more = f"{scheme(chosen.run)}; seconds to the target"
+    return claimed(text, finding, more + (f"; beside them: {'; '.join(beside)}" if beside else ""))
+
+
+def _as_much_sooner(results: Sequence[Result], task: str) -> Claim:
+    of_ssgd, of_asgd = SAVED[task]
+    text = (
+        f"{TITLES[task]}: CSSGD at that r takes at least {of_ssgd} % less time than SSGD by multicast, and "
+        f"{of_asgd} % less than ASGD"
+    )
+    methods = methods_of(results, task)
+    lacks = _needs(methods, (CHOSEN, MULTICAST, ASGD), text)
+    if lacks:
+        return lacks
+    own = methods[CHOSEN].times
+    least = {MULTICAST: of_ssgd, ASGD: of_asgd}
+    return claimed(
+        text,
+        every(less_time(own, methods[name].times, name).better(by / 100.0) for name, by in least.items()),
+        "seconds to the target",
+    )
+
+
+def _less_sent(results: Sequence[Result], task: str) -> Claim:
+    text = f"{TITLES[task]}: CSSGD, with r = 2 as with r = 3, sends less until then than SSGD by multicast"
+    methods = methods_of(results, task)
+    names = (MULTICAST, *map(coded, REDUNDANCIES))
+    lacks = _needs(methods, names, text)
+    if lacks:
+        return lacks
+    runs = {name: methods[name].run for name in names}
+    nbytes = {name: run["reached"][2] if run["reached"] else math.inf for name, run in runs.items()}
+    figures = "; ".join(f"{name} {sent_until(run)}" for name, run in runs.items())
+    return Claim(text, all(nbytes[name] < nbytes[MULTICAST] for name in names[1:]), figures)
+
+
+def _sooner_on_average(results: Sequence[Result], task: str) -> Claim:
+    of_ssgd, of_asgd = SAVED[task]
+    counts = counts_of(results, task)
+    text = (
+        f"{TITLES[task]}, figure {FIGURES[task]}: over all numbers of nodes CSSGD takes on average at least {of_ssgd} "
+        f"% less time than SSGD by multicast, and {of_asgd} % less than ASGD"
+    )
+    try:
+        found = [averaged(counts, name).better(by / 100.0) for name, by in ((MULTICAST, of_ssgd), (ASGD, of_asgd))]
+    except LookupError as error:
+        return Claim(text, None, str(error))
+    return claimed(text, every(found), f"shares of the other's time, {_span(counts)}")
+
+
+def _span(counts: Sequence[Count]) -> str:
+    return f"the mean over {', '.join(str(count.nodes) for count in counts)} nodes"
+
+
+def _sooner_everywhere(results: Sequence[Result], task: str) -> Claim:
+    text = f"{TITLES[task]}, figure {FIGURES[task]}: with 3 nodes and more, CSSGD is the soonest of the three"
+    counts = [count for count in counts_of(results, task) if count.nodes >= 3]
+    try:
+        apart = {count.nodes: [count.less(name) for name in (MULTICAST, ASGD)] for count in counts}
+    except LookupError as error:
+        return Claim(text, None, str(error))
+    if not apart:
+        return Claim(text, None, "needs steps timed on several numbers of nodes, and counted")
+    finding = every(one.better() for both in apart.values() for one in both)
+    figures = (f"n = {nodes}: {' and '.join(one.figure() for one in both)}" for nodes, both in apart.items())
+    return claimed(text, Finding(finding.held), f"{'; '.join(figures)}; against {MULTICAST} and {ASGD}")
+
+
+def _more_redundancy(results: Sequence[Result], task: str) -> Claim:
+    text = f"{TITLES[task]}: with more nodes the best redundancy grows"
+    chosen = {count.nodes: count.timed[CHOSEN]["choice"] for count in counts_of(results, task) if CHOSEN in count.timed}
+    if len(chosen) < 2:
+        return Claim(text, None, "needs what the tool chooses on several numbers of nodes")
+    r = [choice["redundancy"] for choice in chosen.values()]
+    figures = "; ".join(f"n = {n}: r = {c['redundancy']}, g = {c['group']}" for n, c in chosen.items())
+    return Claim(text, r == sorted(r) and r[0] < r[-1], figures)
+
+
+def _plain_when_fast(results: Sequence[Result], task: str) -> Claim:
+    text = f"{TITLES[task]}: on a fast link the tool itself says r = 1"
+    asked = rows_in(results, "choice", task)
+    nodes = min((result["nodes"] for result in asked), default=0)
+    fast = max(
+        (r for r in asked if r["nodes"] == nodes), key=lambda r: LabConfig(rate=r["rate"]).shape().rate, default=None
+    )
+    if fast is None or len({r["rate"] for r in asked}) < 2:
+        return Claim(text, None, "needs rows of a slow and of a fast link")
+    way = min(fast["choices"], key=lambda way: predicted_s(fast["choices"][way]))
+    figures = "; ".join(
+        f"{name}: r = {said['redundancy']}, {format_seconds(predicted_s(said))}"
+        for name, said in fast["choices"].items()
+    )
+    return Claim(text, fast["choices"][way]["redundancy"] == 1, f"{fast['rate']}, {figures}")
+
+
+def _best(results: Sequence[Result], task: str) -> Claim:
+    text = f"{TITLES[task]}: of batches coded among all 8 nodes, and r = 1, that with r = {_BEST[task]} is shortest"
+    points = [p for p in points_of(results, task) if p["n"] == 8 and (p["r"] == 1 or p["g"] == p["n"])]
+    if not any(p["r"] == _BEST[task] for p in points) or len(points) < 2:
+        return Claim(text, None, "needs rows of 8 nodes")
+    best = min(points, key=lambda p: p["measured"])
+    figures = "; ".join(f"r = {p['r']}: {format_seconds(p['measured'])}" for p in points)
+    return Claim(text, best["r"] == _BEST[task], figures)
+
+
+def _predicted(results: Sequence[Result], task: str) -> Claim:
+    text = (
+        f"{TITLES[task]}: T(r) = r · T_compute + T_communicate · L(r) is within {_AS_PREDICTED:.0%} of what batches "
+        "take"
+    )
+    points = [p for p in points_of(results, task) if "predicted" in p]
+    if not points:
+        return Claim(text, None, "needs rows of batches, and what the tool measured beside them")
+    worst = max(points, key=lambda p: abs(p["measured"] / p["predicted"] - 1))
+    off = worst["measured"] / worst["predicted"] - 1
+    figures = f"at worst {off:+.0%}, with r = {worst['r']}, g = {worst['g']}"
+    return Claim(text, abs(off) <= _AS_PREDICTED, figures)
+
+
+def _best_weights(results: Sequence[Result], task: str) -> Claim:
+    text = f"{TITLES[task]}: the weights with the least loss (line 8 of algorithm 1) are better than the last"
+    rows = rows_in(results, "best", task)
+    if not rows:
+        return Claim(text, None, "needs rows of the best weights")
+    kept, last = ({row["seed"]: row["curve"][-1][at] for row in rows} for at in (3, 2))
+    apart = difference(kept, last, names=("kept", "last"), higher_is_better=True, dense=list(last.values()))
+    return claimed(text, apart.better(), "test accuracy in percent")
+
+
+def _uneven(results: Sequence[Result]) -> Claim:
+    text = (
+        "with a node of half the speed, shares to match change no bytes (by more than "
+        f"{_AS_MANY:.0%}) and make every step shorter"
+    )
+    pairs = uneven_pairs(results)
+    if not pairs:
+        return Claim(text, None, "needs rows of equal and of uneven shares")
+    held = all(
+        abs(uneven["sent_bytes"] / equal["sent_bytes"] - 1) <= _AS_MANY
+        and max(uneven["round_step_s"]) < min(equal["round_step_s"])
+        for equal, uneven in pairs
+    )
+    figures = (
+        f"r = {equal['redundancy']}: {format_seconds(equal['step_s'])} and {format_seconds(uneven['step_s'])}, "
+        f"{format_bytes(equal['sent_bytes'])} and {format_bytes(uneven['sent_bytes'])}"
+        for equal, uneven in pairs
+    )
+    return Claim(text, held, "; ".join(figures))
+
+
+def _counted_bytes(results: Sequence[Result]) -> Claim:
+    text = (
+        f"bytes on the links are within {_WITHIN:.0%} of equation 19 plus stated headers, for 2 to 10 nodes and "
+        "r = 1 to 4"
+    )
+    rows = {
+        (row["nodes"], row["redundancy"]): row["link_bytes"] / row["stated_bytes"] - 1
+        for row in rows_in(results, "bytes")
+    }
+    if not set(_COUNTED) <= set(rows):
+        return Claim(text, None, "needs rows of all of these")
+    (n, r), off = max(rows.items(), key=lambda item: abs(item[1]))
+    return Claim(text, abs(off) <= _WITHIN, f"at worst {off:+.1%}, with n = {n}, r = {r}")

@@ -1,0 +1,253 @@
+"""What rows of :mod:`reproduce.cssgd` come to together: times to the target, by method, number of nodes and seed.
+
+A time to the target is steps times seconds of a step. Behind links it is measured as one. Elsewhere it is put together:
+steps are counted in one process, seed by seed (all synchronous methods take the same ones), and a step is timed behind
+links. Times of one seed are compared with each other (:mod:`reproduce.pairs`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowband.coded import Assignment
+from narrowband.units import format_bytes, format_seconds
+from reproduce.cssgd_problem import ALONE, ASGD, CHOSEN, NAMED
+from reproduce.pairs import Difference, difference
+from reproduce.report import NOTHING
+
+__all__ = [
+    "Count",
+    "Method",
+    "Result",
+    "Times",
+    "averaged",
+    "counted_steps",
+    "counts_of",
+    "less_time",
+    "methods_of",
+    "points_of",
+    "predicted_s",
+    "rows_in",
+    "scheme",
+    "sent_until",
+    "uneven_pairs",
+]
+
+Result = dict[str, Any]
+
+#: Seed → seconds to the target; None where that was not reached.
+Times = dict[int, float | None]
+
+
+def rows_in(results: Sequence[Result], section: str, task: str | None = None) -> list[Result]:
+    """Rows of a section; of a task, or of all."""
+    return [
+        result
+        for result in results
+        if (result.get("section") or result["kind"]) == section and task in (None, result["task"])
+    ]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method's training behind links, over seeds.
+
+    Attributes:
+        run: of the first seed.
+        times: of all seeds. Where only the first was trained behind links: the others' steps, counted in one process,
+            times seconds of its step.
+        steps: of all seeds.
+        trained: seeds with which it was trained behind links.
+    """
+
+    run: Result
+    times: Times
+    steps: dict[int, int | None]
+    trained: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The mean; for ever where one did not reach the target."""
+        return statistics.mean(math.inf if seconds is None else seconds for seconds in self.times.values())
+
+    def time(self) -> str:
+        """The mean in words, and its spread where there are several seeds."""
+        if not math.isfinite(self.seconds):
+            return f"> {format_seconds(self.run['curve'][-1][1])}"
+        there = [seconds for seconds in self.times.values() if seconds is not None]
+        spread = f" ± {format_seconds(statistics.stdev(there))}" if len(there) > 1 else ""
+        return f"{format_seconds(self.seconds)}{spread}"
+
+
+def methods_of(results: Sequence[Result], task: str) -> dict[str, Method]:
+    """Methods that were trained behind links, by name."""
+    found: dict[str, Method] = {}
+    runs = [run for run in rows_in(results, "train", task) if run["kind"] == "train"]
+    for name in dict.fromkeys(run["name"] for run in runs):
+        own = {run["seed"]: run for run in runs if run["name"] == name}
+        first = next(iter(own.values()))
+        steps = {seed: run["reached"] and int(run["reached"][0]) for seed, run in own.items()}
+        times = {seed: run["reached"] and run["reached"][1] for seed, run in own.items()}
+        if name != ASGD and first["reached"]:
+            counted = counted_steps(results, task, "train", first["nodes"], ALONE)
+            steps = counted | steps
+            step_s = first["reached"][1] / first["reached"][0]
+            times = {seed: None if taken is None else taken * step_s for seed, taken in counted.items()} | times
+        in_order = sorted(times)
+        found[name] = Method(
+            first, {seed: times[seed] for seed in in_order}, {seed: steps[seed] for seed in in_order}, tuple(own)
+        )
+    return found
+
+
+def counted_steps(results: Sequence[Result], task: str, section: str, nodes: int, name: str) -> dict[int, int | None]:
+    """Steps to the target in one process, by seed."""
+    return {
+        row["seed"]: row["reached"]
+        for row in rows_in(results, section, task)
+        if row["kind"] == "steps" and (row["nodes"], row["name"]) == (nodes, name)
+    }
+
+
+@dataclass(frozen=True)
+class Count:
+    """Methods on one number of nodes.
+
+    Attributes:
+        nodes: the number.
+        target: accuracy in percent.
+        timed: method → its timed steps.
+        steps: method → seed → steps to the target.
+    """
+
+    nodes: int
+    target: float
+    timed: dict[str, Result]
+    steps: dict[str, dict[int, int | None]]
+
+    def times(self, name: str) -> Times:
+        """Seconds to the target, by seed."""
+        step_s = self.timed[name]["step_s"]
+        return {seed: None if taken is None else taken * step_s for seed, taken in self.steps[name].items()}
+
+    def time(self, name: str) -> str:
+        """The mean over seeds, in words."""
+        times = list(self.times(name).values()) if name in self.timed else []
+        there = [seconds for seconds in times if seconds is not None]
+        return format_seconds(statistics.mean(there)) if there and len(there) == len(times) else NOTHING
+
+    def less(self, name: str) -> Difference:
+        """How much less time than another method the chosen r takes.
+
+        Raises:
+            LookupError: rows are missing.
+        """
+        if not {name, CHOSEN} <= set(self.timed):
+            raise LookupError(f"needs timed steps of {name} and {CHOSEN} on {self.nodes} nodes")
+        return less_time(self.times(CHOSEN), self.times(name), name)
+
+    def scheme(self) -> str:
+        """Redundancy and group that the tool chose."""
+        return _chosen_scheme(self.timed[CHOSEN]) if CHOSEN in self.timed else NOTHING
+
+
+def counts_of(results: Sequence[Result], task: str) -> list[Count]:
+    """Each number of nodes that something was measured on."""
+    timed = rows_in(results, "nodes", task)
+    found = []
+    for nodes in sorted({row["nodes"] for row in timed}):
+        counted = {name: counted_steps(results, task, "steps", nodes, name) for name in (ALONE, ASGD)}
+        targets = [row["target"] for row in rows_in(results, "steps", task) if row["nodes"] == nodes]
+        found.append(
+            Count(
+                nodes,
+                targets[0] if targets else math.nan,
+                {row["name"]: row for row in timed if row["nodes"] == nodes},
+                {name: counted[ASGD if name == ASGD else ALONE] for name in NAMED},
+            )
+        )
+    return found
+
+
+def less_time(own: Times, other: Times, name: str) -> Difference:
+    """How much less time the chosen r takes than the method of that name, as a share, by pairs of one seed."""
+    return difference(own, other, names=(CHOSEN, name), higher_is_better=False, relative=True)
+
+
+def _chosen_scheme(result: Result) -> str:
+    return f"r = {result['choice']['redundancy']}, g = {result['choice']['group']}"
+
+
+def scheme(run: Result) -> str:
+    """Redundancy and group of a run, where it has any."""
+    if run["method"] == "chosen":
+        return _chosen_scheme(run)
+    return f"r = {run['redundancy']}, g = {run['group'] or run['nodes']}" if run["method"] == "coded" else NOTHING
+
+
+def averaged(counts: Sequence[Count], name: str) -> Difference:
+    """How much less time than another method the chosen r takes on average over numbers of nodes, seed by seed.
+
+    Raises:
+        LookupError: rows are missing.
+    """
+    if not counts:
+        raise LookupError("needs steps timed on several numbers of nodes, and counted")
+    pairs: dict[int, list[tuple[float | None, float | None]]] = {}
+    for count in counts:
+        count.less(name)  # or rows are missing
+        own, other = count.times(CHOSEN), count.times(name)
+        for seed in sorted(own.keys() & other.keys()):
+            pairs.setdefault(seed, []).append((own[seed], other[seed]))
+    shares: Times = {}
+    whole: Times = {}
+    for seed, found in pairs.items():
+        reached = [(one, two) for one, two in found if one is not None and two is not None]
+        shares[seed] = None if any(one is None for one, _ in found) else statistics.mean(a / b for a, b in reached)
+        whole[seed] = None if any(two is None for _, two in found) else 1.0
+    return less_time(shares, whole, name)
+
+
+def sent_until(run: Result) -> str:
+    """Bytes until the target, in words."""
+    return format_bytes(run["reached"][2]) if run["reached"] else NOTHING
+
+
+def predicted_s(said: dict[str, Any]) -> float:
+    """What the tool predicts for what it chooses."""
+    chosen = (said["redundancy"], said["group"])
+    return float(next(c["seconds"] for c in said["candidates"] if (c["redundancy"], c["group"]) == chosen))
+
+
+def points_of(results: Sequence[Result], task: str) -> list[dict[str, Any]]:
+    """A batch's time against r: what was measured, what T(r) says, and what the paper's formula says."""
+    points = []
+    for row in rows_in(results, "batch", task):
+        r, g, n = row["redundancy"], row["group"], row["nodes"]
+        place = (n, row["rate"])
+        said = next((c["choices"] for c in rows_in(results, "choice", task) if (c["nodes"], c["rate"]) == place), None)
+        load = Assignment(n, r, g).load()
+        point: dict[str, Any] = {
+            "r": r,
+            "g": g,
+            "n": n,
+            "load": load,
+            "measured": row["step_s"],
+            "sent": row["sent_bytes"],
+        }
+        if said is not None:
+            compute, communicate = said["multicast"]["compute_s"], said["multicast"]["communicate_s"]
+            point["predicted"] = r * compute + communicate * load
+            point["paper"] = r * compute + communicate / r
+        points.append(point)
+    return points
+
+
+def uneven_pairs(results: Sequence[Result]) -> list[tuple[Result, Result]]:
+    """Rows of equal and of uneven shares, by redundancy."""
+    rows = {(row["redundancy"], bool(row["shares"])): row for row in rows_in(results, "shares")}
+    return [(rows[r, False], rows[r, True]) for r, uneven in rows if uneven and (r, False) in rows]

@@ -1,0 +1,593 @@
+"""What the memory that Mesa saves is good for, and the time that it costs (Pan et al. 2021, arXiv 2111.11124).
+
+The paper spends the memory on larger models. Its table 9 says how much deeper, wider and larger in resolution than
+DeiT-B a model may be before 32 GB are full, at a batch of 128 under mixed precision: 3.3, 2.2 and 1.5 times. Its table
+10 trains DeiT-Ti with twice the batch in less memory. Here the model is the vision transformer of
+:mod:`reproduce.mesa`, and the budget is larger than what plain training takes by as much as 32 GB are larger than
+DeiT-B's 17,691 MB (which is on the authors' page, github.com/ziplab/Mesa).
+
+Nothing is computed from shapes. :func:`largest` tries sizes until one fits and the next does not; each trial trains
+three steps in a process of its own, and what counts is the whole of its memory
+(:func:`narrowband.bench.memory.footprint`): model, gradients, AdamW's moments, inputs, activations, and what is needed
+for a moment.
+
+Steps of all policies of :mod:`reproduce.mesa` are timed in one process, each right after a step of the plain model, and
+stand as ratios to that. So a busy machine is as busy for both.
+
+Run ``python -m reproduce.mesa_memory`` (ten minutes on two cores, Linux), ``--quick``, ``--help``. glibc's malloc
+hardly uses again what is freed between tensors that stay; the record was made with jemalloc, that is, with
+``LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=oversize_threshold:0,narenas:1,dirty_decay_ms:-1``.
+
+Differences from the paper:
+
+* The model is 600 times smaller than DeiT-B, on the CPU. Of its memory nearly all is activations; of DeiT-B's
+  parameters, gradients and moments take a tenth. Mixed precision is bfloat16, without a loss scale.
+* Memory is the resident set of a process, with all that the allocator does not use again; the paper's is the GPU's.
+* Table 10 has accuracies, too. A batch that is twice as large is not trained to the end here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from narrowband.activations import ActivationPolicy
+from narrowband.bench.memory import Way, compare, footprint
+from narrowband.bench.models import ViT
+from narrowband.bench.ranks import check_seed
+from narrowband.bench.subjects import Subject
+from narrowband.errors import UnsupportedError
+from narrowband.report.record import provenance, write_json
+from narrowband.units import NOTHING, format_bytes
+from reproduce.activations import read_policy
+from reproduce.command import command_line, progress, show
+from reproduce.mesa import TIMED
+from reproduce.pairs import Finding, difference
+from reproduce.pictures import Bar, Panel
+from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.tasks import VIT
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Axis", "Limit", "Options", "Step", "build", "claims", "largest", "main", "page"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What may become larger.
+
+    Attributes:
+        name: as the page has it.
+        unit: of its sizes.
+        argument: of :func:`build`.
+        base: its usual value.
+        grain: what it is a multiple of.
+        paper: how many times the base fits with 8 bits, as the paper says; None: not in its table 9.
+    """
+
+    name: str
+    unit: str
+    argument: str
+    base: int
+    grain: int
+    paper: float | None
+
+
+_AXES = (
+    Axis("depth", "blocks", "blocks", 5, 1, 3.3),
+    Axis("width", "channels", "dim", 48, 12, 2.2),  # of three heads, each a multiple of four
+    Axis("resolution", "px", "image", 32, 4, 1.5),
+    Axis("batch", "images", "batch", 128, 8, None),
+)
+_BATCH = _AXES[-1]
+
+_MESA = ActivationPolicy(derive=False)
+#: The paper's arithmetic is mixed precision. The two that claims are about come first.
+_PLAIN, _EIGHT = Way("bf16", amp=True), Way("bf16, 8 bits", _MESA, amp=True)
+_WAYS = (
+    _PLAIN,
+    _EIGHT,
+    Way("bf16, 8 bits, derived", ActivationPolicy(), amp=True),
+    Way("float32"),
+    Way("float32, 8 bits", _MESA),
+)
+
+#: MB of the paper's GPU, and those that DeiT-B takes plain: the budget is so many times what plain training takes here.
+_THEIR_BUDGET, _THEIR_PLAIN = 32 * 1024, 17_691
+_TWICE = 2
+
+#: Images in a step that is timed, as in training, and the share of the plain speed that the paper says is left.
+_TIMED_BATCH, _QUICK_BATCH = 100, 8
+_HALF = 0.5
+
+
+def build(*, batch: int, dim: int = VIT["dim"], blocks: int = VIT["blocks"], image: int = VIT["image"]) -> Subject:
+    """The vision transformer of :mod:`reproduce.tasks` in another size, and a batch of inputs."""
+    model = ViT(**VIT | {"dim": dim, "blocks": blocks, "image": image}, fused=False)
+    return model, (torch.randn(batch, 3, image, image),)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def largest(measure: Callable[[int], int], budget: int, start: int, grain: int) -> tuple[int, dict[int, int]]:
+    """The largest multiple of ``grain`` that is within the budget, where the next one is not; and size → bytes of all
+    that were tried.
+
+    The next size to try is where a line through the two that came nearest meets the budget, and every third time the
+    middle between the largest that fits and the smallest that does not. So few trials are needed where bytes grow
+    nearly in line with the size, and any growth comes to an end.
+
+    Args:
+        measure: size → bytes, which grow with the size.
+        budget: bytes.
+        start: what to try first.
+        grain: sizes are its multiples.
+
+    Raises:
+        ValueError: not even ``grain`` is within the budget.
+
+    Example:
+        >>> largest(lambda size: 100 + 7 * size, budget=200, start=5, grain=2)
+        (14, {4: 128, 6: 142, 12: 184, 14: 198, 16: 212})
+    """
+    tried: dict[int, int] = {}
+    fits, exceeds, at = 0, 0, max(1, start // grain)
+    for turn in itertools.count(1):
+        tried[at] = measure(at * grain)
+        if tried[at] <= budget:
+            fits = at
+        else:
+            exceeds = at
+        if exceeds == fits + 1:
+            break
+        most = exceeds - 1 if exceeds else 2 * fits
+        guess = (fits + exceeds) // 2 if exceeds and turn % 3 == 0 else int(_met(tried, budget))
+        at = min(max(guess, fits + 1), most)
+    if not fits:
+        raise ValueError(f"a size of {grain} takes {tried[1]} bytes, and the budget is {budget}: give more")
+    return fits * grain, {size * grain: nbytes for size, nbytes in sorted(tried.items())}
+
+
+def _met(tried: Mapping[int, int], budget: int) -> float:
+    """Where a line through the two sizes that came nearest meets the budget; through zero where there is only one."""
+    near = sorted(tried, key=lambda size: abs(tried[size] - budget))[:2]
+    size, nbytes = near[0], tried[near[0]]
+    slope = (nbytes - tried[near[1]]) / (size - near[1]) if len(near) > 1 else nbytes / size
+    return size + (budget - nbytes) / slope if slope > 0 else 2 * size
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large one thing may become within the budget.
+
+    Attributes:
+        axis: what.
+        unit: of sizes.
+        base: its usual value.
+        paper: how many times the base fits in the paper.
+        sizes: way → the largest that fits.
+        trials: way → pairs of size and bytes, of all that was tried.
+    """
+
+    axis: str
+    unit: str
+    base: int
+    paper: float | None
+    sizes: dict[str, int]
+    trials: dict[str, list[tuple[int, int]]]
+
+    @property
+    def table(self) -> str:
+        """In which the line stands."""
+        return "limits"
+
+    def times(self, way: str, over: str | None = None) -> float:
+        """The largest of a way over that of another one, or over the base."""
+        return self.sizes[way] / (self.base if over is None else self.sizes[over])
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one policy.
+
+    Attributes:
+        name: of the row of :mod:`reproduce.mesa`.
+        ratios: of its time to that of the plain step right before it, a number per round.
+        kept_share: what backward keeps, as a share of what it keeps plain in the same arithmetic.
+    """
+
+    name: str
+    ratios: list[float]
+    kept_share: float
+
+    @property
+    def table(self) -> str:
+        """In which the line stands."""
+        return "steps"
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+    def spread(self) -> str:
+        """Quartiles."""
+        if len(self.ratios) < 2:
+            return NOTHING
+        low, _, high = statistics.quantiles(self.ratios, n=4)
+        return f"{low:.2f} to {high:.2f}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """All of it.
+
+    Attributes:
+        budget: bytes.
+        base: way → bytes that training at the usual size takes.
+        twice: bytes that 8 bits take with twice the batch.
+        limits: within the budget.
+        steps: of all policies.
+    """
+
+    budget: int
+    base: dict[str, int]
+    twice: int
+    limits: list[Limit] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[Limit | Step]:
+        """Of all tables."""
+        return [*self.limits, *self.steps]
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def _timed() -> list[Way]:
+    """Policies of all rows; the plain one is first."""
+    return [Way(row.name, read_policy(row.activations), amp=row.amp) for row in TIMED]
+
+
+def measure(
+    axes: Sequence[Axis],
+    ways: Sequence[Way],
+    timed: Sequence[Way],
+    *,
+    batch: int = _TIMED_BATCH,
+    rounds: int,
+    workers: int,
+    seed: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Search for sizes, and time steps.
+
+    Args:
+        axes: what may become larger.
+        ways: to train; the first is plain, and the second has 8 bits.
+        timed: ways whose steps are timed, the plain one first.
+        batch: images in such a step.
+        rounds: timed steps of each.
+        workers: trials at a time.
+        seed: of parameters and inputs.
+        tell: called after every trial, and for every timed step, with a word about it.
+
+    Raises:
+        UnsupportedError: the system does not tell how much memory a process takes.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of trials, too
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+
+            def trial(way: Way, argument: str, size: int) -> int:
+                nbytes = footprint(way, functools.partial(build, **{"batch": _BATCH.base, argument: size}), seed=seed)
+                if nbytes is None:
+                    raise UnsupportedError("how much memory a process takes is asked of Linux: run this there")
+                tell(f"{way.name}, {argument} {size}: {format_bytes(nbytes)}")
+                return nbytes
+
+            base = dict(
+                zip(
+                    [way.name for way in ways],
+                    pool.map(lambda way: trial(way, _BATCH.argument, _BATCH.base), ways),
+                    strict=True,
+                )
+            )
+            budget = round(base[ways[0].name] * _THEIR_BUDGET / _THEIR_PLAIN)
+            twice = pool.submit(trial, ways[1], _BATCH.argument, _TWICE * _BATCH.base)
+            searches = {
+                (axis.name, way.name): pool.submit(
+                    largest, functools.partial(trial, way, axis.argument), budget, axis.base, axis.grain
+                )
+                for axis in axes
+                for way in ways
+            }
+            limits = []
+            for axis in axes:
+                results = {way.name: searches[axis.name, way.name].result() for way in ways}
+                limits.append(
+                    Limit(
+                        axis.name,
+                        axis.unit,
+                        axis.base,
+                        axis.paper,
+                        {name: size for name, (size, _) in results.items()},
+                        {name: list(tried.items()) for name, (_, tried) in results.items()},
+                    )
+                )
+        rows = compare(
+            timed, functools.partial(build, batch=batch), rounds=rounds, peaks=False, seed=seed, on_event=tell
+        )
+        steps = [Step(row["name"], row["ratios"], 1 - row["saved_of_own"]) for row in rows]
+        return Found(budget, base, twice.result(), limits, steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+def claims(found: Found) -> list[Claim]:
+    """What the paper says, and whether it was so."""
+    return [*_of_memory(found), *_of_time({step.name: step for step in found.steps})]
+
+
+def _of_memory(found: Found) -> Iterator[Claim]:
+    for limit in found.limits:
+        if limit.paper is None:
+            continue
+        times = limit.times(_EIGHT.name)
+        figures = (
+            f"{limit.base} × {times:.2f} = {limit.sizes[_EIGHT.name]} within {format_bytes(found.budget)}; plain "
+            f"{limit.sizes[_PLAIN.name]}, so {limit.times(_EIGHT.name, _PLAIN.name):.2f} times as much as that"
+        )
+        text = f"table 9: with 8 bits {limit.axis} grows {limit.paper:g} times within the same budget"
+        yield claimed(text, times >= limit.paper, figures)
+    plain = found.base[_PLAIN.name]
+    yield claimed(
+        "table 10: 8 bits with twice the batch take less memory than plain training",
+        found.twice < plain,
+        f"{format_bytes(found.twice)} with {_TWICE * _BATCH.base} images, {format_bytes(plain)} plain with "
+        f"{_BATCH.base}",
+    )
+
+
+def _of_time(steps: Mapping[str, Step]) -> Iterator[Claim]:
+    half = f"8 bits of everything: training is at least {_HALF:.0%} as fast"
+    yield _faster(half, steps, "mesa", None)
+    yield _faster("table 2: running estimates are faster than statistics per sample", steps, "mesa", "per sample")
+    yield _faster("table 3: rounding to the nearest is faster than at random", steps, "nearest", "mesa")
+    yield _faster("table 4: symmetric ranges are faster than asymmetric ones", steps, "symmetric", "mesa")
+    yield _faster("table 8: attention costs more time than feed-forward", steps, "feed-forward", "attention")
+
+
+def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -> Claim:
+    """The claim that a row's step is faster than another one's, or than twice a plain step, by paired rounds."""
+    if not {one, other or one} <= steps.keys():
+        return Claim(text, None, f"needs steps of {one}{f' and {other}' if other else ''}")
+    own = dict(enumerate(steps[one].ratios))
+    to = dict(enumerate(steps[other].ratios)) if other else dict.fromkeys(own, 1 / _HALF)
+    apart = difference(own, to, names=(one, other or "the bound"), higher_is_better=False)
+    told = "; ".join(
+        f"{name} {steps[name].ratio:.2f} times a plain step (quartiles {steps[name].spread()})"
+        for name in (one, other)
+        if name
+    )
+    figures = f"{told}; {'round by round' if other else f'beside {1 / _HALF:g}'} {apart.figure()}"
+    return claimed(text, Finding(apart.better().held), figures)
+
+
+# ---- tables and page -------------------------------------------------------------------------------------------------
+
+_LEGEND = (
+    "Largest that fits: each size was tried, by three training steps with AdamW in a process of its own, and what "
+    "counts is all of its memory; the next larger one does not fit. Plain under bfloat16 autocast, with 8 bits as in "
+    "the paper, and with 8 bits and results of GELU and normalization computed again (derived, narrowband's default); "
+    "then plain in float32, and with 8 bits. /bf16: 8 bits under bf16 over plain bf16; /base: the same over the size "
+    "that the model has otherwise; paper: that of DeiT-B. Step: the "
+    "median over rounds of a row's step over the plain float32 step right before it, in one process; quartiles of the "
+    "same. Kept: of a step's activations, as a share of what is kept plain in the same arithmetic."
+)
+
+
+def _size(heading: str, way: Way) -> Column:
+    return heading, lambda limit: str(limit.sizes.get(way.name, NOTHING))
+
+
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "limits": (
+        ("", lambda limit: f"{limit.axis}, {limit.unit}"),
+        ("base", lambda limit: str(limit.base)),
+        *map(_size, ("bf16", "8 bits", "derived", "fp32", "8 bits"), _WAYS),
+        ("/bf16", lambda limit: f"{limit.times(_EIGHT.name, _PLAIN.name):.2f}×"),
+        ("/base", lambda limit: f"{limit.times(_EIGHT.name):.2f}×"),
+        ("paper", lambda limit: NOTHING if limit.paper is None else f"{limit.paper:g}×"),
+    ),
+    "steps": (
+        ("row", lambda step: step.name),
+        ("step", lambda step: f"{step.ratio:.2f}×"),
+        ("quartiles", Step.spread),
+        ("kept", lambda step: f"{step.kept_share:.0%}"),
+    ),
+}
+_TITLES = {"limits": "The largest that fits (tables 9 and 10)", "steps": "Steps, by policy"}
+
+
+def _layout(record: Mapping[str, Any]) -> Layout:
+    told = {
+        "limits": f"budget {format_bytes(record['found']['budget'])}: {_THEIR_BUDGET / _THEIR_PLAIN:.2f} times what "
+        f"the model takes plain under bfloat16 autocast, as in the paper; AdamW, patches of {VIT['patch']} pixels, "
+        f"{VIT['heads']} heads",
+        "steps": f"{_TIMED_BATCH} images, {record['config']['rounds']} rounds, {record['threads']} threads",
+    }
+    titles = {title: key for key, title in _TITLES.items()}
+    return Layout(
+        tables=lambda lines: ((key, [line for line in lines if line.table == key]) for key in _TITLES),
+        columns=_COLUMNS.__getitem__,
+        legend=_LEGEND,
+        caption=lambda title, _: f"{title}: {told[titles[title]]}",
+        notes=lambda _: (),
+    )
+
+
+_PAPER = (
+    "Pan et al. 2021, Mesa: a memory-saving training framework for transformers (arXiv 2111.11124), tables 9 and 10"
+)
+
+
+def _conclusion(found: Found) -> str:
+    grown = "; ".join(
+        f"{limit.axis} {limit.sizes[_PLAIN.name]} and {limit.sizes[_EIGHT.name]}" for limit in found.limits
+    )
+    step = next(step for step in found.steps if step.name == "mesa")
+    return (
+        f"within one budget of {format_bytes(found.budget)}, plain training under bf16 and training with 8 bits go up "
+        f"to {grown}; a step in 8 bits takes {step.ratio:.2f} times as long as a plain one in float32."
+    )
+
+
+def _panels(found: Found) -> list[Panel]:
+    return [
+        Panel(
+            limit.axis.capitalize(),
+            f"{limit.unit} within {format_bytes(found.budget)}",
+            [Bar(way.name, limit.sizes[way.name], str(limit.sizes[way.name]), way is _EIGHT) for way in _WAYS[:2]],
+        )
+        for limit in found.limits
+    ]
+
+
+_OPENING = Opening(
+    title="Larger models in the same memory (Mesa)",
+    says="The memory that 8 bits save can be spent: within the same 32 GB a model may be 3.3 times as deep as DeiT-B, "
+    "2.2 times as wide, or see images of 1.5 times the resolution, and twice the batch takes less memory than before, "
+    "at steps that take up to twice as long.",
+    ran="The largest depth, width, resolution and batch of a small vision transformer within one budget were searched "
+    "for by training each size in a process of its own, plain and with 8 bits, and steps of every policy were timed "
+    "right after plain steps, in one process.",
+    found=lambda _: "",
+    panels=lambda _: (),
+    covers=(
+        ("table 9 (the largest depth, width and resolution)", "here, with a small vision transformer"),
+        ("table 10 (twice the batch)", "its memory is here; its accuracies are not reproduced"),
+        ("speeds of tables 1 to 4, 7 and 8", "here, as steps beside plain ones"),
+        ("all others", "[here, or why not](mesa.md#the-papers-tables-and-figures)"),
+    ),
+)
+
+
+def _read(record: Mapping[str, Any]) -> Found:
+    told = record["found"]
+    return Found(
+        told["budget"],
+        told["base"],
+        told["twice"],
+        [Limit(**limit) for limit in told["limits"]],
+        [Step(**step) for step in told["steps"]],
+    )
+
+
+def page(record: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a record: what is in ``summary.json``."""
+    found = _read(record)
+    opening = replace(_OPENING, found=lambda _: _conclusion(found), panels=lambda _: _panels(found))
+    write_page(
+        path,
+        lambda pictures: markdown(
+            found.lines,
+            _TITLES,
+            claims(found) if record["claims"] else [],
+            _layout(record),
+            opening=opening,
+            paper=_PAPER,
+            page=path.stem,
+            pictures=pictures,
+            record=dict(record),
+            commits=[str(record["commit"])],
+        ),
+        found.lines,
+        opening,
+    )
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """How large may a model be within one budget of memory, plain and with 8 bits? And how much longer are steps?
+
+    Ten minutes on two cores. Linux only. Stopped by Ctrl-C, it writes nothing.
+    """
+
+    rounds: int = 9
+    """Timed steps of every policy, each right after a plain step."""
+    workers: int = 2
+    """Trials at a time, each in a process of its own, with one thread."""
+    seed: int = 0
+    """Of parameters and inputs."""
+    output: Path | None = None
+    """Directory of the result; reproduce/results/mesa_memory when left out."""
+    quick: bool = False
+    """The batch alone, and plain and 8 bits alone: to see that everything works. Judges nothing."""
+    markdown: Path | None = None
+    """Also write tables and claims to this file, for the documentation."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
+    return command_line("mesa_memory", Options, _run, argv, stopped="Nothing was written.")
+
+
+def _run(options: Options, command: list[str], console: Console) -> None:
+    for name in ("rounds", "workers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    check_seed(options.seed)
+    record = provenance(options.seed, command)
+    console.print(_PAPER, style="bold", markup=False, highlight=False)
+    with progress(console) as bars:
+        bar = bars.add_task("searching", total=None, said="")
+        found = measure(
+            _AXES[-1:] if options.quick else _AXES,
+            _WAYS[:2] if options.quick else _WAYS,
+            [way for way in _timed() if not options.quick or way.name in ("dense", "mesa")],
+            batch=_QUICK_BATCH if options.quick else _TIMED_BATCH,
+            rounds=options.rounds,
+            workers=options.workers,
+            seed=options.seed,
+            tell=lambda said: bars.update(bar, advance=1, said=said),
+        )
+    said = [] if options.quick else claims(found)
+    whole = record | {
+        "threads": 1,
+        "config": {"rounds": options.rounds, "seed": options.seed},
+        "found": asdict(found),
+        "claims": [asdict(claim) for claim in said],
+    }
+    show(console, found.lines, _TITLES, said, _layout(whole))
+    written = (options.output or Path(__file__).parent / "results" / "mesa_memory") / "summary.json"
+    write_json(written, whole)
+    if options.markdown is not None:
+        page(whole, options.markdown)
+    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

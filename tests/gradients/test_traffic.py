@@ -1,0 +1,108 @@
+"""What a plan says that a rank sends, against what ranks send: by their own account, and by the kernel's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import narrowband as nb
+from narrowband.adapt import Traffic
+from tests.gradients.training import FINGERPRINT, compress, heard, wrap
+from tests.ranks import run_ranks
+from tests.tcp import tcp_sent_nbytes
+
+SIDE, LAYERS = 256, 4
+WEIGHTS = [f"{at}.weight" for at in range(LAYERS)]
+#: Biases in float32.
+REST = 4 * LAYERS * SIDE
+#: What a message has of its own: four bytes for every other rank.
+FLAG = 4
+#: What gloo adds to a collective, per other rank: 48 bytes six times for a round of a ring, and an all-reduce has two.
+GLOO = 2 * 6 * 48
+#: Collectives of a step, at most: what ranks are about to do, biases, top-k, what is not compressed; two of quantized
+#: values, two of factors; and the barrier behind it.
+MESSAGES = 9
+
+REFERENCE = "topk:density=0.01+ef"
+CHOICES = [
+    *(f"powersgd:rank={r}" for r in (2, 4, 8, 16)),
+    *(f"topk:density={d}+ef" for d in (0.003, 0.01, 0.03)),
+    "qsgd:bits=4+ef",
+]
+#: What layers have, by name of the case.
+FIXED = {
+    "gathered": dict.fromkeys(WEIGHTS, "topk:density=0.01+ef"),
+    "scattered": dict.fromkeys(WEIGHTS, "qsgd:bits=4,bucket=64+ef"),
+    "so few that they are gathered": {**dict.fromkeys(WEIGHTS, "none+ef"), WEIGHTS[0]: "qsgd:bits=4+ef"},
+    "mixed": dict(zip(WEIGHTS, ["qsgd:bits=8+ef", "topk:density=0.03+ef", "powersgd:rank=8", "none+ef"], strict=True)),
+}
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(LAYERS)))
+
+
+def step(net, at, rank):
+    """Some inputs are much larger than others, so that gradients differ in what suits them."""
+    x = torch.randn(64, SIDE, generator=torch.Generator().manual_seed(100 * at + rank)) ** 3
+    x[:, SIDE // 4 :] *= 0.01
+    net(x).pow(4).mean().backward()
+
+
+def counted(rank, world_size, cases):
+    """Of a step of each case: the plan; what is said of it; what the handle says was sent; what the kernel says."""
+    found = []
+    for specs in cases:
+        net = wrap(model())
+        handle = compress(net, nb.LGreCo(REFERENCE, CHOICES, every=3), coalesced=True)
+        if specs:
+            handle.set_layers(specs)
+        for at in range(2 if specs else 4):
+            step(net, at, rank)
+        dist.barrier()
+        before = tcp_sent_nbytes()
+        step(net, 4, rank)
+        dist.barrier()
+        sent = tcp_sent_nbytes() - before
+        said = sum(handle.layers.sent_nbytes(name) for name in WEIGHTS)
+        found.append((handle.plan, said, handle.stats().last.sent_bytes, sent))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(4, list(FIXED)), (16, ["mixed"])])
+def test_a_plan_sends_what_it_says(world_size, names):
+    results = run_ranks(counted, world_size, [{}, *(FIXED[name] for name in names)])
+    beside = 2 * (world_size - 1) * (REST + FLAG) // world_size + FINGERPRINT * (world_size - 1)
+    messages = FLAG * 3 * (world_size - 1)
+    for rank, cases in enumerate(results):
+        for _, said, stated, sent in cases:
+            # Chunks of what is scattered are whole buckets, so that one rank's may be longer.
+            assert stated == pytest.approx(said + beside + messages, rel=0.002, abs=messages + 4)
+            assert stated <= sent <= stated + GLOO * MESSAGES * (world_size - 1)
+        assert [said for _, said, *_ in cases] == [said for _, said, *_ in results[0]], rank
+    plan, said, *_ = results[0][0]
+    assert plan.world_size == world_size
+    assert plan.nbytes == said < plan.reference_nbytes
+    families = {layer.family for layer in plan.layers}
+    assert families == ({"topk", "powersgd"} if world_size == 4 else {"powersgd"})  # gathered, top-k costs too much
+    for name, (_, said, *_) in zip(names, results[0][1:], strict=True):
+        layers = [(nb.compression(spec), (SIDE, SIDE)) for spec in FIXED[name].values()]
+        assert said == sum(Traffic(world_size, REFERENCE).nbytes(layers))
+
+
+def followed(rank, world_size, plan):
+    with heard() as messages:
+        compress(wrap(model()), plan)
+    return messages
+
+
+def test_a_plan_for_another_number_of_ranks_is_followed_with_a_warning():
+    gradients = {name: torch.randn(SIDE, SIDE) for name in WEIGHTS}
+    for made_for, warned in ((2, False), (16, True)):
+        plan = nb.Constant(REFERENCE).decide(gradients, step=0, traffic=Traffic(made_for))
+        messages, others = run_ranks(followed, 2, plan)
+        assert any("made for 16 ranks, and here are 2" in message for message in messages) == warned
+        assert not others
