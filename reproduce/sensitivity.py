@@ -355,9 +355,7 @@ def _compared(
 
 def _plan(sizes: NDArray[np.float64], metric: NDArray[np.float64], uniform: int) -> NDArray[np.intp]:
     """The choice of every layer: no more of the metric than uniform's, and no more bytes."""
-    chosen = solve(sizes, metric, math.fsum(metric[:, uniform]))
-    everywhere = np.full_like(chosen, uniform)
-    return min(chosen, everywhere, key=functools.partial(_nbytes, sizes))
+    return solve(sizes, metric, math.fsum(metric[:, uniform]), known=[uniform] * len(sizes))
 
 
 def _nbytes(sizes: NDArray[np.float64], plan: NDArray[np.intp]) -> float:
