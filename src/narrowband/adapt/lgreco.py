@@ -248,7 +248,7 @@ def lower_bound(sizes: ArrayLike, errors: ArrayLike, budget: float) -> float:
     total = math.fsum(size[layers, first])
     for edge in _hull(size, error, first):
         share = min(1.0, room / edge.error)
-        total -= share * edge.error * edge.rate
+        total -= share * edge.saved
         room -= share * edge.error
         if share < 1.0:
             break
@@ -292,8 +292,9 @@ def _check(size: NDArray[np.float64], error: NDArray[np.float64], budget: float,
 class _Edge(NamedTuple):
     """From one choice of a layer to a smaller one with more error."""
 
-    rate: float  # size saved per error added
-    error: float
+    rate: float  # ``saved`` over ``error``
+    saved: float  # of the size
+    error: float  # that is added
     layer: int
     start: int
     end: int
@@ -316,7 +317,8 @@ def _hull(size: NDArray[np.float64], error: NDArray[np.float64], first: NDArray[
         goes = np.flatnonzero(rate[layers, there] > 0)
         if not goes.size:
             break
-        columns = rate[goes, there[goes]], added[goes, there[goes]], goes, here[goes], there[goes]
+        ways = goes, there[goes]
+        columns = rate[ways], saved[ways], added[ways], goes, here[goes], there[goes]
         found += map(_Edge._make, zip(*(column.tolist() for column in columns), strict=True))
         here[goes] = there[goes]
     return sorted(found, key=lambda edge: -edge.rate)  # stable: of one layer, in their order

@@ -28,8 +28,8 @@ class Traffic:
 
     Args:
         world_size: how many ranks average.
-        model: what the model has: its feedback stands behind specs that name none, and says which collectives can be.
-            None: layers have what their specs say.
+        model: what the model has: its feedback stands behind specs that name none. None: layers have what their specs
+            say.
         collective: the one that users ask for, or ``auto``.
 
     Example:
@@ -55,8 +55,7 @@ class Traffic:
         """
         model = None if self.model is None else compression(self.model)
         found = [(chosen if model is None else chosen.beside(model), shape) for chosen, shape in layers]
-        feedback = None if model is None else model.feedback
-        collectives = LayerCollectives(found, self.world_size, asked=self.collective, feedback=feedback)
+        collectives = LayerCollectives(found, self.world_size, asked=self.collective)
         sizes = [None] * len(found) if payloads is None else payloads
         return [
             collectives.sent_nbytes(chosen, shape, size) for (chosen, shape), size in zip(found, sizes, strict=True)

@@ -231,7 +231,7 @@ class Layers:
             if state is not None:
                 layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
-        self._collectives = LayerCollectives(layers, self._size, asked=self._collective, feedback=self.state)
+        self._collectives = LayerCollectives(layers, self._size, asked=self._collective)
         for state in self.states.values():
             state.reserve(layouts[id(state)])
             note = state.note(layouts[id(state)], whole=not self._overrides)

@@ -86,10 +86,9 @@ class LayerCollectives:
     gradients become ready; of that kind, codecs that the cheapest collective cannot carry have another.
 
     Args:
-        layers: what each layer has, and its shape.
+        layers: what each layer has, its feedback included, and its shape.
         size: number of ranks.
         asked: the collective that users ask for, or ``auto``.
-        feedback: of the model.
 
     Example:
         >>> chosen = nb.compression("topk:density=0.01+ef")
@@ -104,13 +103,11 @@ class LayerCollectives:
         size: int,
         *,
         asked: Collective | Literal["auto"] = "auto",
-        feedback: State | None = None,
     ) -> None:
         self._size = size
         self._asked = asked
-        self._feedback = feedback
         self._nbytes: dict[type[Codec], int] = {}  # of all payloads with one kind of codec
-        self._chosen: dict[Codec, type[Exchange]] = {}  # as it is first asked for
+        self._chosen: dict[tuple[Codec, type], type[Exchange]] = {}  # as it is first asked for
         for chosen, shape in layers:
             kind = type(chosen.codec)
             self._nbytes[kind] = self._nbytes.get(kind, 0) + chosen.codec.payload_nbytes(shape)
@@ -122,9 +119,10 @@ class LayerCollectives:
         if self._asked != "auto":
             return collective(self._asked)
         codec = chosen.codec
-        if codec not in self._chosen:
-            self._chosen[codec] = choose(codec, self._nbytes.get(type(codec), 0), self._size, self._feedback)
-        return self._chosen[codec]
+        key = codec, type(chosen.feedback)
+        if key not in self._chosen:
+            self._chosen[key] = choose(codec, self._nbytes.get(type(codec), 0), self._size, chosen.feedback)
+        return self._chosen[key]
 
     def sent_nbytes(self, chosen: Compression, shape: Shape, payload_nbytes: int | None = None) -> int:
         """Bytes that a rank sends in a step for a layer of this shape, but for the few that a message has of its own.
