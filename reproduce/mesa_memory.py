@@ -434,7 +434,7 @@ def _layout(record: Mapping[str, Any]) -> Layout:
         "limits": f"budget {format_bytes(record['found']['budget'])}: {_THEIR_BUDGET / _THEIR_PLAIN:.2f} times what "
         f"the model takes plain under bfloat16 autocast, as in the paper; AdamW, patches of {VIT['patch']} pixels, "
         f"{VIT['heads']} heads",
-        "steps": f"{_TIMED_BATCH} images, {record['config']['rounds']} rounds, {record['threads']} threads",
+        "steps": f"{record['config']['batch']} images, {record['config']['rounds']} rounds, one thread",
     }
     titles = {title: key for key, title in _TITLES.items()}
     return Layout(
@@ -560,6 +560,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
     check_seed(options.seed)
+    batch = _QUICK_BATCH if options.quick else _TIMED_BATCH
     record = provenance(options.seed, command)
     console.print(_PAPER, style="bold", markup=False, highlight=False)
     with progress(console) as bars:
@@ -568,7 +569,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             _AXES[-1:] if options.quick else _AXES,
             _WAYS[:2] if options.quick else _WAYS,
             [way for way in _timed() if not options.quick or way.name in ("dense", "mesa")],
-            batch=_QUICK_BATCH if options.quick else _TIMED_BATCH,
+            batch=batch,
             rounds=options.rounds,
             workers=options.workers,
             seed=options.seed,
@@ -576,8 +577,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         )
     said = [] if options.quick else claims(found)
     whole = record | {
-        "threads": 1,
-        "config": {"rounds": options.rounds, "seed": options.seed},
+        "config": {"rounds": options.rounds, "seed": options.seed, "batch": batch},
         "found": asdict(found),
         "claims": [asdict(claim) for claim in said],
     }

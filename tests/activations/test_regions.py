@@ -105,6 +105,14 @@ def test_a_compiled_model_keeps_codes_and_its_output_is_exact(make, bits, bound)
     assert compiled.kept_bytes == EXACT // 4 * bits // 8 + EXACT // 4 // 256 * 8
 
 
+def test_a_policy_says_how_many_neighbours_share_a_range_in_a_graph():
+    torch.manual_seed(0)
+    model, x = whole(), torch.randn(BATCH, WIDTH)
+    with compress(model, bits=8, granularity=32) as saved:
+        model(x).sum().backward()
+    assert saved.by_operator["compiled"].kept_bytes == EXACT // 4 + EXACT // 4 // 32 * 8
+
+
 @ways
 def test_every_step_may_make_its_context_anew_and_nothing_is_compiled_again(make):
     counter = CompileCounterWithBackend("aot_eager")

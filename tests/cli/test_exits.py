@@ -179,6 +179,7 @@ def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line
         ("fidelity", "--quick --data-dir file", "there is no file/"),
         ("lgreco_links", "--rate nonsense", "rate 'nonsense' cannot be read"),
         ("lgreco_links", "--nodes 0", "nodes=0 must be at least 1"),
+        ("mesa_memory", "--rounds 0", "rounds=0 must be at least 1"),
         ("sensitivity", "--lr nan", "lr=nan must be above 0"),
         ("sensitivity", "--quick --output sensitive", "torn or no JSON file"),
     ],

@@ -14,7 +14,7 @@ module = import_module("narrowband.cli.main")  # the package has a function of t
 
 KINDS = {name: module._load(name) for name in module._COMMANDS} | {
     f"reproduce.{name}": import_module(f"reproduce.{name}").Options
-    for name in ("command", "cssgd", "fidelity", "lgreco_links", "sensitivity")
+    for name in ("command", "cssgd", "fidelity", "lgreco_links", "mesa_memory", "sensitivity")
 }
 #: What else a command line needs to be read.
 NEEDED = {"adapt": ["gradients.pt"], "memory": ["gpt"]}

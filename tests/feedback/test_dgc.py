@@ -13,7 +13,16 @@ from narrowband.feedback import Compression
 
 SHAPE = (20, 30)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-KEYS = ["", ",nesterov=true", ",masking=false", ",nesterov=true,masking=false", ",indices=runs", ",momentum=0"]
+KEYS = [
+    "",
+    ",nesterov=true",
+    ",masking=false",
+    ",nesterov=true,masking=false",
+    ",indices=runs",
+    ",momentum=0",
+    ",values=int8,masking=false",
+    ",nesterov=true,select=sampled,values=fp16",
+]
 
 
 def gradient(step, dtype=torch.float32):
@@ -74,7 +83,7 @@ def test_absorbing_early_or_late_is_the_same(keys):
         now, before = (late.state_dict()[f"{room}/w"] for room in ("now", "before"))
         residual = now + (now - before) * late.momentum * late.nesterov
         assert norms.lost == pytest.approx(float(residual.double().square().sum()))
-        assert norms.encoded - norms.lost == pytest.approx(float(b.double().square().sum()))
+        assert norms.encoded == pytest.approx(float((b.double() + residual.double()).square().sum()))
 
 
 def test_half_precision_sends_what_its_float32_would():
@@ -88,12 +97,53 @@ def test_half_precision_sends_what_its_float32_would():
         assert same(state(half), state(whole))
 
 
-def test_what_was_sent_early_or_late_adds_up():
-    """With momentum 0, all that went out and the residual make the sum of all gradients."""
-    dgc = method(",momentum=0")
+@pytest.mark.parametrize("keys", ["", ",values=fp16", ",values=int8", ",indices=runs,values=fp16", ",select=sampled"])
+def test_what_was_sent_early_or_late_adds_up(keys):
+    """With momentum 0, all that went out and the residual make the sum of all gradients: rounding, too, is late."""
+    dgc = method(f",momentum=0{keys}")
     sent = sum(send(dgc, step)[0].double() for step in range(30))
     total = sum(gradient(step).double() for step in range(30))
     torch.testing.assert_close(sent + dgc.residual("w"), total, rtol=0, atol=1e-5)
+    if keys.endswith(("fp16", "int8")):  # where something was sent at last, what rounding has left
+        rounded = dgc.residual("w")[send(dgc, 30)[0] != 0]
+        assert 0 < float(rounded.abs().max()) < (0.1 if "int8" in keys else 0.01)
+
+
+def test_a_velocity_goes_on_as_if_nothing_had_been_rounded():
+    """Momentum and masking are of what was sent, and not of how it was written."""
+    for keys in (",masking=false", ",masking=false,nesterov=true", ""):
+        rounded, whole = method(f"{keys},values=int8"), method(keys)
+        for step in range(6):
+            send(rounded, step)
+            x = gradient(step)
+            _, payload = whole.encode("w", x, whole.codec, shape=SHAPE, seed=step)
+            whole.commit("w", x, whole.codec, payload, shape=SHAPE, seed=step)
+            u, v = (
+                [one[f"{room}/w"] for room in ("now", "before")] for one in (rounded.state_dict(), whole.state_dict())
+            )
+            torch.testing.assert_close(u[0] - u[1], v[0] - v[1], rtol=0, atol=1e-5)
+            for state, other in zip(u, v, strict=True):  # so that both choose the same elements in the next step
+                state.copy_(other)
+
+
+def test_a_sampled_choice_sends_large_elements_and_no_more_than_it_may():
+    n, k, dgc = 200_000, 200, nb.compression("dgc:density=0.001,momentum=0,select=sampled").new_feedback()
+    counts, residual = [], torch.zeros(n)
+    for step in range(12):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(step))
+        residual += x
+        finite, payload = dgc.encode("w", x, dgc.codec, shape=(n,), seed=step, commit=True)
+        assert finite
+        assert payload.numel() == dgc.codec.payload_nbytes(n) == TopK(density=0.001).payload_nbytes(n)
+        sent = dgc.codec.decode(payload, torch.empty(n))
+        at = sent.nonzero().view(-1)
+        assert torch.equal(sent[at], residual[at])
+        assert residual[at].abs().min() >= residual.abs().topk(2 * k).values[-1]
+        residual -= sent
+        assert torch.equal(dgc.residual("w"), residual)
+        counts.append(at.numel())
+    assert max(counts) == k
+    assert min(counts) >= 0.8 * k
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -146,6 +196,7 @@ def test_a_spec_is_its_canonical_form():
         "dgc:density=0.001",
         "dgc:density=0.01,momentum=0.5,nesterov=true,clip=2.5,warmup_steps=10,masking=false,indices=runs",
         "dgc:density=0.001,warmup_epochs=4",
+        "dgc:density=0.001,select=sampled,values=fp16",
     ):
         whole = nb.compression(text)
         assert str(whole) == text
@@ -153,6 +204,9 @@ def test_a_spec_is_its_canonical_form():
     assert str(nb.compression("dgc")) == "dgc:density=0.001"
     assert nb.compression(nb.DGC(density=0.01)) == nb.compression("dgc:density=0.01")
     assert nb.compression("dgc:density=0.01,indices=runs").codec == TopK(density=0.01, indices="runs")
+    chosen = nb.compression("dgc:density=0.01,select=sampled,values=int8,warmup_steps=9")
+    assert chosen.codec == TopK(density=0.01, select="sampled", values="int8")
+    assert chosen.codec_at(0) == TopK(density=0.25, select="sampled", values="int8")
     assert nb.compression("dgc").new_feedback() is not nb.compression("dgc").feedback
     assert isinstance(nb.compression("dgc"), Compression)
 
@@ -174,6 +228,7 @@ def test_a_spec_is_its_canonical_form():
         ("dgc+ef", ["dgc keeps what it does not send", "+ef"]),
         ("dgd:density=0.1", ["unknown codec 'dgd'", "did you mean 'dgc'"]),
         ("dgc:indices=int32", ["elias-fano, runs"]),
+        ("dgc:values=int8,indices=runs", ["int8", "leave out indices"]),
     ],
 )
 def test_what_no_spec_can_mean(spec, words):

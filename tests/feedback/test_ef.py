@@ -144,6 +144,55 @@ def test_nothing_is_lost_it_is_late(spec, dtype):
         assert float(residual.norm()) > 1.0, "this codec loses much in each step"
 
 
+@pytest.mark.parametrize("spec", ["none", "topk:density=0.05", "topk:density=0.05,scope=sample", "qsgd:bits=2", "sign"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["ef", "ef-mixed"])
+def test_what_waits_decays(spec, dtype, name):
+    """p = β·e + g; send C(p); e = p − C(p), followed in float64 with the payloads that were sent."""
+    if name == "ef-mixed" and not spec.startswith("topk"):
+        spec = spec.replace(spec, "topk:density=0.1,values=fp16")
+    codec, feedback = nb.codec(spec), nb.compression(f"topk+{name}:decay=0.75").new_feedback()
+    e = torch.zeros(N, dtype=torch.float64)
+    for step in range(6):
+        g = gradient(step, dtype)
+        p = 0.75 * e + g.double()
+        if step == 3:  # a step that does not count leaves what was there
+            before, lost = bits_of(feedback.residual("w")), gradient(9, dtype)
+            feedback.encode("w", lost, codec, shape=SHAPE, seed=9)
+            feedback.roll_back("w", lost)
+            assert bits_of(feedback.residual("w")) == before
+        arrived = send(feedback, "w", g, codec, seed=step)
+        e = p - arrived.double()
+        torch.testing.assert_close(feedback.residual("w").double(), e, rtol=0, atol=1e-5)
+        e = feedback.residual("w").double()
+
+
+def test_where_a_residual_would_grow_for_ever_a_decay_bounds_it():
+    """Two bits of 4,096 elements round to more than they are given: β < 1 forgets as fast as that adds up."""
+    codec, norms = nb.codec("qsgd:bits=2,bucket=4096"), {}
+    for decay in (1.0, 0.75):
+        feedback = ErrorFeedback(decay=decay)
+        for step in range(100):
+            x = torch.randn(4096, generator=torch.Generator().manual_seed(step))
+            send(feedback, "w", x, codec, seed=step, shape=4096)
+        norms[decay] = float(feedback.residual("w").norm())
+    assert norms[1.0] > 20 * 4096**0.5
+    assert norms[0.75] < 6 * 4096**0.5
+
+
+def test_a_decay_is_part_of_the_configuration():
+    decaying = nb.compression("topk:density=0.01+ef:decay=0.95")
+    assert str(decaying) == "topk:density=0.01+ef:decay=0.95"
+    assert nb.compression(str(decaying)) == decaying != nb.compression("topk:density=0.01+ef")
+    assert str(nb.compression("sign+ef:decay=1")) == "sign+ef"
+    assert decaying.new_feedback().decay == 0.95
+    for value in ("0", "1.01", "nan", "-1"):
+        with pytest.raises(ValueError, match=r"ef: decay=.* is not in \(0, 1\]"):
+            nb.compression(f"sign+ef:decay={value}")
+    with pytest.raises(ValueError, match="its own way"):
+        nb.compression("powersgd:rank=4+ef:decay=0.5")
+
+
 @pytest.mark.parametrize("spec", ["topk:density=0.1", "topk:density=0.1,select=sampled", "sign", "randomk:density=0.1"])
 def test_the_residual_stays_bounded(spec):
     """A contraction by δ keeps ‖e‖ below 2/δ · ‖g‖ (Karimireddy et al., lemma 3), however long the run."""

@@ -145,7 +145,7 @@ def test_claims_without_their_steps_are_not_tested():
 
 def test_tables_fit_a_terminal():
     found = made_up()
-    record = {"found": {"budget": found.budget}, "config": {"rounds": 4}, "threads": 1}
+    record = {"found": {"budget": found.budget}, "config": {"rounds": 4, "batch": 100}}
     console = Console(width=80, record=True)
     for drawn in table(found.lines, mesa_memory._TITLES, mesa_memory._layout(record)):
         console.print(drawn)

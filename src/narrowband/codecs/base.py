@@ -176,9 +176,10 @@ class Codec(ABC):
         shape: Shape,
         seed: int = 0,
         out: Tensor | None = None,
+        decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        """``(x, residual) ← (residual, residual + x)``, and the payload of that sum.
+        """``(x, residual) ← (residual, decay · residual + x)``, and the payload of that sum.
 
         This is error feedback's half of encoding, here so that a codec can fuse it into its own pass. ``x`` and
         ``residual`` are flat contiguous float32; ``x`` is left holding the old residual, so that copying it back undoes
@@ -188,6 +189,7 @@ class Codec(ABC):
             x, residual: see above.
             shape: that of the tensor.
             seed, out: as for :meth:`encode`.
+            decay: what is left of the residual.
             subtract: if all is finite, take from ``residual`` what the payload says, which leaves the codec's error.
 
         Returns:
@@ -196,7 +198,7 @@ class Codec(ABC):
         """
         if self.fixed_size:
             out, _ = self._target(out, shape, x.dtype, x.device)  # refuse a wrong one before anything changes
-        finite = kernels.compensate(x, residual)
+        finite = kernels.compensate(x, residual, decay=decay)
         total = residual.view(dims(shape))
         payload = self.encode(total, seed=seed, out=out)
         finite = finite and self.is_finite(payload, shape)
@@ -407,6 +409,20 @@ class SelectingCodec(Codec):
             values: float32, one for each.
             out: as for :meth:`encode`.
         """
+
+    @property
+    def sampled(self) -> bool:
+        """Whether :meth:`largest` goes by a sample, and may find less than it is asked for."""
+        return False
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """What arrives of values that :meth:`pack` writes: ``values`` itself where they travel as they are.
+
+        Args:
+            values: float32, flat.
+        """
+        places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        return self.decode_at(self.encode_at(values, places), places, torch.empty_like(values))
 
     @abstractmethod
     def places(self, payload: Tensor, shape: Shape) -> Tensor:

@@ -180,7 +180,7 @@ class TopK(SelectingCodec):
         self._write(at, x.index_select(0, at), shape, out)
 
     def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
-        rows, sampled = self.rows(shape), self.select == "sampled"
+        rows, sampled = self.rows(shape), self.sampled
         width = x.numel() // rows
         if rows > 1 and not sampled:
             return kernels.select_topk_rows(x.view(rows, width), k)
@@ -189,6 +189,13 @@ class TopK(SelectingCodec):
             for r in range(rows)
         ]
         return torch.cat(parts) if rows > 1 else parts[0]
+
+    @property
+    def sampled(self) -> bool:
+        return self.select == "sampled"
+
+    def rounded(self, values: Tensor) -> Tensor:
+        return values if self.values == "fp32" else super().rounded(values)
 
     def pack(self, indices: Tensor, values: Tensor, *, shape: Shape, out: Tensor | None = None) -> Tensor:
         out, target = self._target(out, shape, values.dtype, values.device)
@@ -231,18 +238,23 @@ class TopK(SelectingCodec):
         shape: Shape,
         seed: int = 0,
         out: Tensor | None = None,
+        decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
         if self.rows(shape) != 1 or not x.numel():
-            return super().encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+            return super().encode_compensated(
+                x, residual, shape=shape, seed=seed, out=out, decay=decay, subtract=subtract
+            )
         out, target = self._target(out, shape, x.dtype, x.device)
-        k, sampled = self.kept(shape), self.select == "sampled"
+        k, sampled = self.kept(shape), self.sampled
         if self.values == "fp32" and self.indices == "elias-fano":
-            finite = kernels.encode_topk(x, residual, k, target, sampled=sampled, seed=seed, subtract=subtract)
+            finite = kernels.encode_topk(
+                x, residual, k, target, decay=decay, sampled=sampled, seed=seed, subtract=subtract
+            )
             if target is not out:
                 out.copy_(target)
             return finite, out
-        finite, at, values = kernels.compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+        finite, at, values = kernels.compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
         if finite:
             self._write(at, values, shape, target)
             if target is not out:

@@ -8,8 +8,8 @@ collective           what happens                                        bytes a
 ``scatter_reduce``   each rank averages one chunk, sends it encoded      2·(N−1)/N · P
 ===================  ==================================================  =====================================
 
-``factor_reduce``, 2·(N−1)/N · P for factors of P bytes, belongs to PowerSGD. A feedback names the collective that it
-brings in :attr:`~narrowband.feedback.State.collective`.
+``factor_reduce`` and ``half_rounds``, 2·(N−1)/N · P for factors of P bytes, belong to PowerSGD. A feedback names the
+collective that it brings in :attr:`~narrowband.feedback.State.collective`.
 
 :class:`LayerCollectives` says it of all layers of a model, and how many bytes each of them takes.
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from narrowband.collectives.all_gather import AllGather
 from narrowband.collectives.all_reduce import AllReduce
 from narrowband.collectives.factor_reduce import FactorReduce
+from narrowband.collectives.half_rounds import HalfRounds
 from narrowband.collectives.scatter_reduce import ScatterReduce
 from narrowband.errors import UnsupportedError
 
@@ -41,7 +42,7 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 #: The preferred first where several send as much.
 _EXCHANGES: dict[str, type[Exchange]] = {
-    kind.name: kind for kind in (AllReduce, AllGather, ScatterReduce, FactorReduce)
+    kind.name: kind for kind in (AllReduce, AllGather, ScatterReduce, FactorReduce, HalfRounds)
 }
 
 

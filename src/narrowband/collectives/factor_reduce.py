@@ -34,7 +34,7 @@ from narrowband.feedback import PowerSGD
 from narrowband.feedback.base import Norms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from narrowband.collectives.topology import Peers
     from narrowband.feedback import State
 
-__all__ = ["FactorReduce"]
+__all__ = ["Block", "FactorReduce", "Matrix", "views"]
 
 #: A gradient with an element as large as this is broken. Below it no product of a step leaves float32, so that a step
 #: in which all ranks' gradients stay below is known to be good before its factors have arrived.
@@ -52,7 +52,7 @@ TOO_LARGE = 2.0**40
 
 
 @dataclass(eq=False)
-class _Matrix:
+class Matrix:
     """One tensor to average, n × m; r = 0: as it is."""
 
     operand: Operand
@@ -70,13 +70,21 @@ class _Matrix:
 
 
 @dataclass(eq=False)
-class _Block:
-    """Matrices of one shape and rank that take part in one product."""
+class Block:
+    """Matrices of one shape and rank that take part in one product.
 
-    matrices: list[_Matrix]
+    ``turned``: the transposed matrices do, and n and m are the other way round.
+    """
+
+    matrices: list[Matrix]
     values: Tensor  # (count, n, m)
     p: Tensor  # (count, r, n)
     q: Tensor  # (count, r, m)
+    turned: bool = False
+
+    def left_right(self) -> tuple[Tensor, Tensor]:
+        """The factors of the rows and of the columns of the matrices as they lie in memory."""
+        return (self.q, self.p) if self.turned else (self.p, self.q)
 
 
 class FactorReduce(Exchange):
@@ -100,9 +108,9 @@ class FactorReduce(Exchange):
         if not isinstance(state, PowerSGD):
             raise TypeError(f"factors of low rank are kept by powersgd, not by {state!r}")
         self._state = state
-        self._whole: list[_Matrix] = []
+        self._whole: list[Matrix] = []
         self._parts: list[Tensor] = []  # what these send
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
 
     @property
     def first_nbytes(self) -> int:
@@ -115,12 +123,13 @@ class FactorReduce(Exchange):
         matrices = [self._matrix(operand) for operand in operands]
         factored = sorted(
             (matrix for matrix in matrices if matrix.r),
-            key=lambda x: (x.n, x.m, x.r, self._state.order(x.operand.key), x.operand.key),
+            key=lambda x: (*self._form(x), self._state.order(x.operand.key), x.operand.key),
         )
-        for (n, m, r), alike in itertools.groupby(factored, key=lambda x: (x.n, x.m, x.r)):
+        for (_, _, r, turned), alike in itertools.groupby(factored, key=self._form):
             for some, values in self._side_by_side(list(alike)):
-                p, q = (torch.empty(len(some), r, length, device=values.device) for length in (n, m))
-                block = _Block(some, values, p, q)
+                values = values.mT if turned else values  # noqa: PLW2901
+                p, q = (torch.empty(len(some), r, length, device=values.device) for length in values.shape[1:])
+                block = Block(some, values, p, q, turned)
                 self._begin_with(some, q)
                 self._compensate(block)
                 self._blocks.append(block)
@@ -130,42 +139,55 @@ class FactorReduce(Exchange):
                 flat = matrix.values.reshape(-1)
                 self._parts.append(flat / self.peers.size if matrix.takes_part else torch.zeros_like(flat))
 
-    def _begin_with(self, matrices: list[_Matrix], q: Tensor) -> None:
+    def _form(self, matrix: Matrix) -> tuple[int, int, int, bool]:
+        """(n, m, r, turned) of the block that a matrix takes part in."""
+        return matrix.n, matrix.m, matrix.r, False
+
+    def _begin_with(self, matrices: list[Matrix], q: Tensor) -> bool:
         """The factors that all ranks have in common, with orthonormal rows, which keeps those of P apart.
 
-        A row of zeros, and one that depends on the others, would stay so for ever: a new one is drawn in its place.
+        A row of zeros, and one that depends on the others, would stay so for ever: a new one is drawn in its place,
+        which is not orthonormal to the rest. Returns whether one was.
         """
+        length = q.shape[-1]
         for matrix, rows in zip(matrices, q, strict=True):
             seed = matrix.operand.seed(0)
-            rows.copy_(self._state.factor(matrix.operand.key, matrix.r, matrix.m, seed, q.device))
+            rows.copy_(self._state.factor(matrix.operand.key, matrix.r, length, seed, q.device))
         q.copy_(kernels.orthonormalize(q))
         missing = ~(q != 0).any(-1)
-        if bool(missing.any()):
+        drawn = bool(missing.any())
+        if drawn:
             for matrix, rows, which in zip(matrices, q, missing, strict=True):
-                rows[which] = start(matrix.m, matrix.r, ~matrix.operand.seed(0), q.device)[which]
+                rows[which] = start(length, matrix.r, ~matrix.operand.seed(0), q.device)[which]
+        return drawn
 
-    def _matrix(self, operand: Operand) -> _Matrix:
+    def _matrix(self, operand: Operand) -> Matrix:
         state, x = self._state, operand.x
         n, m, r = state.factors(operand.codec, operand.shape)
         takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
         if not state.ef or (not r and not state.has_residual(operand.key)):
             values = x if x.dtype == torch.float32 else x.float()
             self._locally_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
-            return _Matrix(operand, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
+            return Matrix(operand, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
         if not r or not takes_part:
             state.residual(operand.key)  # subtracts what the last step has sent
         residual = state.matrix(operand.key, *((n, m) if r else (1, x.numel())), x.device)
-        matrix = _Matrix(operand, n, m, r, residual, residual, takes_part=takes_part)
+        matrix = Matrix(operand, n, m, r, residual, residual, takes_part=takes_part)
         if takes_part:
             matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold the residual before
             if not r:
                 self._locally_finite &= kernels.compensate(matrix.before, residual.view(-1), below=TOO_LARGE)
         return matrix
 
-    def _compensate(self, block: _Block) -> None:
-        """Add the residual to the gradients, and P of the sums: in one pass, matrix by matrix, or in one product."""
+    def _compensate(self, block: Block) -> None:
+        """Add the residual to the gradients, and P of the sums: in one pass, matrix by matrix, or in one product.
+
+        The pass goes along rows, and P of a transposed matrix is a product by itself.
+        """
         one_pass = kernels.fuses(block.values)
-        for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
+        projects = one_pass and not block.turned
+        left, right = (factor if projects else factor[:, :0] for factor in block.left_right())
+        for matrix, p, q in zip(block.matrices, left, right, strict=True):
             if matrix.before is None:
                 continue
             assert matrix.residual is not None
@@ -180,16 +202,16 @@ class FactorReduce(Exchange):
                     kernels.low_rank_product(residual, *sent, weight=-1.0, accumulate=True)
                 self._locally_finite &= kernels.compensate(matrix.before, residual, below=TOO_LARGE)
                 matrix.before.copy_(old)
-        if one_pass and all(matrix.before is not None for matrix in block.matrices):
+        if projects and all(matrix.before is not None for matrix in block.matrices):
             return
-        if one_pass and block.matrices[0].residual is not None:
+        if projects and block.matrices[0].residual is not None:
             self._leave_out(block, block.p)
         else:
             self._project(block)
 
-    def _side_by_side(self, alike: list[_Matrix]) -> list[tuple[list[_Matrix], Tensor]]:
+    def _side_by_side(self, alike: list[Matrix]) -> list[tuple[list[Matrix], Tensor]]:
         """Those whose memory lies side by side, as one tensor."""
-        cut: list[tuple[list[_Matrix], Tensor]] = []
+        cut: list[tuple[list[Matrix], Tensor]] = []
         for matrix in alike:
             if cut and matrix.residual is not None:
                 some = [*cut[-1][0], matrix]
@@ -200,13 +222,13 @@ class FactorReduce(Exchange):
             cut.append(([matrix], matrix.values[None]))
         return cut
 
-    def _project(self, block: _Block) -> None:
+    def _project(self, block: Block) -> None:
         """P, of what this rank has."""
         torch.bmm(block.q, block.values.mT, out=block.p)
         self._leave_out(block, block.p)
 
     @staticmethod
-    def _leave_out(block: _Block, factor: Tensor) -> None:
+    def _leave_out(block: Block, factor: Tensor) -> None:
         for matrix, rows in zip(block.matrices, factor, strict=True):
             if not matrix.takes_part:
                 rows.zero_()
@@ -216,7 +238,7 @@ class FactorReduce(Exchange):
     def job(self) -> Job:
         begin = time.perf_counter()
         first = torch.cat([block.p.view(-1) for block in self._blocks] + self._parts)
-        places = _views(first, [block.p for block in self._blocks] + self._parts)
+        places = views(first, [block.p for block in self._blocks] + self._parts)
         for block, place in zip(self._blocks, places, strict=False):
             block.p = place
         self._parts = places[len(self._blocks) :]
@@ -226,7 +248,7 @@ class FactorReduce(Exchange):
         if not self.finite or not self._blocks:
             return  # on all ranks alike
         second = torch.empty(sum(block.q.numel() for block in self._blocks), device=first.device)
-        for block, place in zip(self._blocks, _views(second, [block.q for block in self._blocks]), strict=True):
+        for block, place in zip(self._blocks, views(second, [block.q for block in self._blocks]), strict=True):
             block.q = place
         for rounds_left in reversed(range(self._state.iterations)):
             begin = time.perf_counter()
@@ -242,7 +264,7 @@ class FactorReduce(Exchange):
             second.div_(self.peers.size)
             if rounds_left:
                 first = torch.empty(sum(block.p.numel() for block in self._blocks), device=first.device)
-                for block, place in zip(self._blocks, _views(first, [block.p for block in self._blocks]), strict=True):
+                for block, place in zip(self._blocks, views(first, [block.p for block in self._blocks]), strict=True):
                     block.p = place
                     self._project(block)
                 self.encode_seconds += time.perf_counter() - begin
@@ -277,15 +299,24 @@ class FactorReduce(Exchange):
                 assert matrix.residual is not None
                 matrix.residual.view(-1).copy_(matrix.before)
         if good:
-            for block in self._blocks:
-                for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
-                    self._state.keep(matrix.operand.key, q)
-                    if matrix.residual is not None:
-                        self._state.record_sent(matrix.operand.key, p, q)
+            self._keep()
 
-    def _write(self, good: bool) -> None:
+    def _keep(self) -> None:
+        """What the next step starts with, and what its residuals are to lose first."""
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
+                self._state.keep(matrix.operand.key, q)
+                if matrix.residual is not None:
+                    self._state.record_sent(matrix.operand.key, p, q)
+
+    def _averages(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """The factors of the averages, of rows and of columns."""
+        for block in self._blocks:
+            yield block, block.p, block.q
+
+    def _write(self, good: bool) -> None:
+        for block, left, right in self._averages():
+            for matrix, p, q in zip(block.matrices, left, right, strict=True):
                 average = matrix.operand.average
                 out = average if average.dtype == torch.float32 else torch.empty(average.numel(), device=average.device)
                 kernels.low_rank_product(out, p, q)
@@ -297,7 +328,7 @@ class FactorReduce(Exchange):
                 matrix.residual.zero_()
 
 
-def _views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
+def views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive pieces of a flat tensor, in the shapes of these."""
     ends = itertools.accumulate(one.numel() for one in alike)
     return [flat[end - one.numel() : end].view_as(one) for one, end in zip(alike, ends, strict=True)]

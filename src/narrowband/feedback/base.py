@@ -52,8 +52,6 @@ class State(ABC):
     takes_activations: ClassVar[bool] = True
     #: Whether layers of one model may have it beside layers with other feedbacks.
     mixes: ClassVar[bool] = True
-    #: The collective that averages its payloads, where it brings one; None: any that the codec allows.
-    collective: ClassVar[str | None] = None
     #: Whether it can keep what the owner of a chunk loses as it encodes a mean, see :meth:`owner_error`.
     keeps_owner_errors: ClassVar[bool] = False
     #: True: :meth:`advance_uncompressed` has to be given every average that was not compressed.
@@ -63,6 +61,11 @@ class State(ABC):
     def codec(self) -> Codec:
         """The codec that it brings, where :attr:`brings_codec`."""
         raise TypeError(f"{self.name} stands behind a codec and brings none")
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that averages its payloads, where it brings one; None: any that the codec allows."""
+        return None
 
     @property
     def needs_learning_rates(self) -> bool:
@@ -159,9 +162,9 @@ class State(ABC):
         """The residual under ``key`` (flat float32, to be changed in place with care), or None if there is none."""
 
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
-        """What this rank lost when it last encoded the mean of a chunk that it owns; None: nothing yet.
+        """What this rank adds to the next mean of a chunk that it owns: what it lost of the last one. None: nothing.
 
-        It is added to the chunk's next mean, as the server error of 1-bit Adam is (Tang et al., arXiv 2102.02888,
+        This is the server error of 1-bit Adam (Tang et al., arXiv 2102.02888,
         algorithm 1). Its unit is that of the mean, not of one rank's gradient.
 
         Args:

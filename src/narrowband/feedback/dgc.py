@@ -59,6 +59,7 @@ class _Sent:
     commit: Callable[[], None] | None  # None: done already
     at: Tensor | None = None  # what was sent; None: everything
     rate: float = 1.0  # the residual is so many times what is sent
+    overlap: float = 0.0  # what was sent times what rounding left of it
 
 
 @dataclass(unsafe_hash=True)
@@ -81,6 +82,11 @@ class DGC(Feedback):
         accumulate: ``gradients``, as in the paper; or ``steps``: gradients times the learning rate at which they were
             computed, so that what has waited is applied at that rate. Needs ``optimizer=`` at set-up, to know the rate:
             that which the optimizer has when backward begins.
+        select: ``exact``; or ``sampled``, as in the paper (section 3): by a threshold from a sample, after which the
+            largest of what reaches it are chosen where that is too much. It may send a few elements less; a payload has
+            the same size, which is known beforehand.
+        values: what they are sent in: see :class:`~narrowband.codecs.TopK`. What rounding leaves of a value stays in
+            the residual.
         indices: how they are written: see :class:`~narrowband.codecs.TopK`.
     """
 
@@ -98,6 +104,8 @@ class DGC(Feedback):
     warmup_epochs: int = 0
     masking: bool = True
     accumulate: Literal["gradients", "steps"] = "gradients"
+    select: Literal["exact", "sampled"] = "exact"
+    values: Literal["fp32", "fp16", "int8"] = "fp32"
     indices: Literal["elias-fano", "runs"] = "elias-fano"
 
     _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -131,13 +139,17 @@ class DGC(Feedback):
                 f"dgc: density={self.density} is no less than the {WARM_UP:.0%} that warm-up begins with, so the "
                 "density would grow; leave the warm-up out"
             )
+        if self.values == "int8" and self.indices == "runs":
+            raise ValueError(
+                "dgc: values=int8 rounds 256 values together, and indices=runs puts zeros in between; leave out indices"
+            )
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
     @property
     def codec(self) -> TopK:
         """What v is sent with after warm-up."""
-        return TopK(density=self.density, indices=self.indices)
+        return TopK(density=self.density, select=self.select, values=self.values, indices=self.indices)
 
     def codec_at(self, step: int, epoch: int | None = None) -> TopK:
         """What v is sent with in this step (from 0), and this epoch where that is what warm-up counts.
@@ -158,7 +170,7 @@ class DGC(Feedback):
         if position is None or position >= length:
             return self.codec
         stretches = math.ceil(math.log(self.density) / math.log(WARM_UP) - 1e-9) - 1
-        return TopK(density=WARM_UP ** (1 + stretches * position // length), indices=self.indices)
+        return replace(self.codec, density=WARM_UP ** (1 + stretches * position // length))
 
     def codec_of_layer(self, override: Codec, default: Codec) -> Codec:
         """The layer's own codec; while the others warm up, with at least their density."""
@@ -234,13 +246,20 @@ class DGC(Feedback):
             nesterov=self.nesterov,
             scale=rate,
             threshold=self._hints.get(key, 0.0),
+            sampled=codec.sampled,
             seed=seed,
         )
+        sent = values if unit == 1.0 else values / unit
+        arrives = codec.rounded(sent) if finite else sent
+        left = None if arrives is sent else values - arrives * unit
         forgotten: list[Tensor] = []
 
         def commit() -> None:
             old = kernels.forget(now, newest, at, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking)
             forgotten.append(old)
+            if left is not None:
+                newest.index_add_(0, at, left)
+                now.index_add_(0, at, left)
             self._now[key], self._before[key] = newest, now
             self._hints[key] = hint
 
@@ -251,11 +270,12 @@ class DGC(Feedback):
                 before.copy_(x)
             self._now[key], self._before[key] = now, before
 
-        self._sent[key] = _Sent(undo, commit, at, unit)
+        overlap = 0.0 if left is None else float(torch.dot(arrives, left)) / unit
+        self._sent[key] = _Sent(undo, commit, at, unit, overlap)
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)
             return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
-        return True, codec.pack(at, values if unit == 1.0 else values / unit, shape=shape, out=out)
+        return True, codec.pack(at, sent, shape=shape, out=out)
 
     def _rate(self, key: str) -> tuple[float, float]:
         """What a gradient is multiplied by on its way in, and what is sent divided by.
@@ -304,14 +324,15 @@ class DGC(Feedback):
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        at, unit = self._sent[key].at, self._sent[key].rate
+        at, unit, overlap = self._sent[key].at, self._sent[key].rate, self._sent[key].overlap
         self._commit(key)
         if not self.can_roll_back(x):
             del self._sent[key]  # decided: let go of the sums of the step before
         if not measure or at is None:
             return None
         lost = squared_norm(self._residual(key)) / unit**2
-        return Norms(lost + squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device))), lost)
+        arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device)))
+        return Norms(lost + arrived + 2.0 * overlap, lost)
 
     def _commit(self, key: str) -> None:
         sent = self._sent[key]

@@ -18,6 +18,10 @@ server does (Tang et al., arXiv 2102.02888, algorithm 1). With its own error s o
 
 Over N ranks, what was delivered plus the mean of all residuals plus the owners' errors is the sum of all means. An
 error s and a residual N · s of one rank stand for the same, so that one can take the other's place.
+
+With ``decay=β`` what waits counts for less in every step: p = β·e + g, and q = β·s + m. What has waited for t steps
+counts β^t, and sums are no longer kept. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where
+updates are sent, and not gradients.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 
 if TYPE_CHECKING:
@@ -69,13 +74,26 @@ class ErrorFeedback(Feedback):
     For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
     which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
     scratch tensor, nothing changes before :meth:`commit`, and rolling back is nothing to do.
+
+    Args:
+        decay: what is left of the residual after a step in which it waited, above 0 and up to 1.
     """
 
     name: ClassVar[str] = "ef"
     keeps_owner_errors: ClassVar[bool] = True
 
+    decay: float = 1.0
+
     _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _owner_errors: dict[str, _OwnerError] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(
+                f"{self.name}: decay={self.decay} is not in (0, 1]; 1 keeps all that waits, and a codec without "
+                "feedback keeps none"
+            )
 
     def encode(
         self,
@@ -100,7 +118,7 @@ class ErrorFeedback(Feedback):
             raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
         if x.dtype != torch.float32:
             if codec.exact:  # sends what has 16 bits in 16 bits
-                total = (residual + x).to(x.dtype)
+                total = (residual * self.decay + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
         return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
@@ -116,17 +134,19 @@ class ErrorFeedback(Feedback):
         out: Tensor | None,
         subtract: bool,
     ) -> tuple[bool, Tensor]:
-        """``(x, residual) ← (residual, residual + x)``, and a payload of that sum: see
+        """``(x, residual) ← (residual, decay · residual + x)``, and a payload of that sum: see
         :meth:`~narrowband.codecs.Codec.encode_compensated`.
         """
-        return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+        return codec.encode_compensated(
+            x, residual, shape=shape, seed=seed, out=out, decay=self.decay, subtract=subtract
+        )
 
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
         residual = self._residuals[key]
         if x.dtype != torch.float32:
-            residual.add_(x)
+            residual.mul_(self.decay).add_(x)
         before = squared_norm(residual) if measure else 0.0
         if x.dtype != torch.float32 and codec.exact:
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
@@ -146,7 +166,9 @@ class ErrorFeedback(Feedback):
 
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
         own = self._owner_errors.get(key)
-        return own.error if own is not None and own.cut == cut else None
+        if own is None or own.cut != cut:
+            return None
+        return own.error if self.decay == 1.0 else own.error * self.decay
 
     def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
         if self.owner_error(key, cut) is None:
@@ -174,9 +196,9 @@ class ErrorFeedback(Feedback):
             own.error.mul_(factor)
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
-        """Where a codec loses more than it is given."""
+        """Where a codec loses more than it is given, of what is left of the residual."""
         for codec in dict.fromkeys(layer.codec for layer in layers):
-            if codec.lost_share >= 1:
+            if codec.lost_share * self.decay**2 >= 1:
                 return (
                     f"{codec}+{self.name}: of normally distributed values {codec} loses {codec.lost_share:.3g} times "
                     "their squared norm, so the residual may grow from step to step: watch its norm, or use more bits, "

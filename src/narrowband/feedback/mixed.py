@@ -32,7 +32,6 @@ import torch
 from narrowband import kernels
 from narrowband.codecs import SelectingCodec
 from narrowband.codecs.base import dims
-from narrowband.codecs.spec import check_keys
 from narrowband.errors import UnsupportedError
 from narrowband.feedback.ef import ErrorFeedback
 
@@ -64,9 +63,6 @@ class MixedFeedback(ErrorFeedback):
 
     sends: Literal["sum", "parts"] = "sum"
 
-    def __post_init__(self) -> None:
-        check_keys(self)
-
     def check(self, codec: Codec) -> None:
         if not isinstance(codec, SelectingCodec):
             raise UnsupportedError(
@@ -88,19 +84,19 @@ class MixedFeedback(ErrorFeedback):
         if not codec.exact:  # which leaves nothing to choose
             self.check(codec)
         if not isinstance(codec, SelectingCodec) or not x.numel() or kernels.all_zero(residual):
-            return codec.encode_compensated(x, residual, shape=shape, seed=seed, out=out, subtract=subtract)
+            return super()._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=subtract)
         k = codec.kept(shape) // codec.rows(shape)
         by_input = codec.largest(x, shape, -(-k // 2), seed=seed)
         by_residual = codec.largest(residual, shape, k // 2, seed=seed)
         at = torch.unique(torch.cat([by_input, by_residual]))  # sorted
         if self.sends == "sum":
-            values = residual[at] + x[at]
+            values = residual[at] * self.decay + x[at]
         else:
             values = torch.zeros(at.numel(), device=x.device)
-            for chosen, of in ((by_input, x), (by_residual, residual)):
-                values.index_add_(0, torch.searchsorted(at, chosen), of[chosen])
+            for chosen, of in ((by_input, x[by_input]), (by_residual, residual[by_residual] * self.decay)):
+                values.index_add_(0, torch.searchsorted(at, chosen), of)
         payload = codec.pack(at, values, shape=shape, out=out)
-        finite = kernels.compensate(x, residual)
+        finite = kernels.compensate(x, residual, decay=self.decay)
         if finite and subtract:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return finite, payload

@@ -4,6 +4,10 @@
 The codec :class:`~narrowband.codecs.LowRank` factors one rank's matrix. PowerSGD factors the average of all, and needs
 no rank's matrix for that: products with the same factors add up. How they travel is the business of
 :mod:`narrowband.collectives.factor_reduce`; here is what stays between two steps.
+
+With ``halves`` a step makes so many half rounds of power iteration, as the authors' package does
+(github.com/epfml/powersgd, whose ``num_iters_per_step`` this is; :mod:`narrowband.collectives.half_rounds`). They take
+turns between the two sides, over steps too, so that what stays is the left factor or the right one.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from narrowband.codecs.base import numel_of
 from narrowband.codecs.lowrank import factors, start
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Layout, State, check_saved
+from narrowband.feedback.ef import ErrorFeedback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,26 +45,34 @@ class PowerSGD(State):
         rank: columns of the factors.
         iterations: rounds of power iteration per step; each takes two all-reduces.
         warm_start: whether a step goes on from the factors of the one before; one round is then enough.
-        min_ratio: a matrix that is not more than so many times as large as its factors is averaged as it is.
+        min_ratio: a matrix that is not more than so many times as large as its factors is averaged as it is; with
+            ``halves``, as what is sent of them in a step.
         ef: whether the rest of a matrix, which its factors lack, is added to the next gradient.
+        halves: so many half rounds per step instead of whole ones. Each is one all-reduce of one factor, half of the
+            bytes of a round, and the average gets what each finds. 0: whole rounds, as in the paper.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, "powersgd:rank=8,halves=1")  # the bytes of powersgd:rank=4
     """
 
     name: ClassVar[str] = "powersgd"
     brings_codec: ClassVar[bool] = True
     takes_activations: ClassVar[bool] = False
-    collective: ClassVar[str | None] = "factor_reduce"
 
     rank: int = field(default=4, metadata={"always": True})
     iterations: int = 1
     warm_start: bool = True
     min_ratio: float = 2.0
     ef: bool = True
+    halves: int = 0
 
     #: Key → where its residual lies: matrices of one shape are side by side, so that one product serves them all.
     _places: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Key → factors (r × n, r × m) that were sent and that the next step will subtract from the residual.
     _sent: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Key → the factor that the next step starts with: the right one (r × m) or, of other keys, the left one (r × n).
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _left: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -68,6 +81,17 @@ class PowerSGD(State):
                 raise ValueError(f"powersgd: {key}={getattr(self, key)} must be at least 1")
         if not 0.0 <= self.min_ratio < math.inf:
             raise ValueError(f"powersgd: min_ratio={self.min_ratio} must be a number from 0 on")
+        if self.halves < 0:
+            raise ValueError(f"powersgd: halves={self.halves} must be at least 1; or leave it out for whole rounds")
+        if self.halves and (self.iterations > 1 or not self.warm_start):
+            raise ValueError(
+                f"powersgd: halves={self.halves} says how many half rounds a step makes, and each goes on from the one "
+                "before: leave out iterations and warm_start"
+            )
+
+    @property
+    def collective(self) -> str:
+        return "half_rounds" if self.halves else "factor_reduce"
 
     @property
     def codec(self) -> LowRank:
@@ -78,7 +102,8 @@ class PowerSGD(State):
         """(n, m, r) of a tensor of this shape; r = 0: averaged as it is."""
         if not isinstance(codec, LowRank):
             raise TypeError(f"powersgd averages factors of low rank; {codec} has none")
-        return factors(shape, codec.rank, self.min_ratio)
+        sent = self.halves / 2 if self.halves else 1.0
+        return factors(shape, codec.rank, self.min_ratio * sent)
 
     @property
     def compensates(self) -> bool:
@@ -89,15 +114,16 @@ class PowerSGD(State):
         return replace(self, rank=codec.rank) if isinstance(codec, LowRank) else None
 
     def includes(self, other: State) -> bool:
-        return self.ef and other.name == "ef"
+        return self.ef and other == ErrorFeedback()
 
     def shares_state_with(self, other: State) -> bool:
         """Ranks may differ, layer by layer."""
         return isinstance(other, PowerSGD) and replace(other, rank=self.rank) == self
 
     def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
+        """With an odd number of half rounds the mean over two steps."""
         n, m, r = self.factors(codec, shape)
-        return 4 * (self.iterations * r * (n + m) or numel_of(shape))
+        return 2 * r * (n + m) * (self.halves or 2 * self.iterations) or 4 * numel_of(shape)
 
     def kept_rank(self, codec: Codec, shape: Shape) -> int:
         return self.factors(codec, shape)[2]
@@ -177,6 +203,7 @@ class PowerSGD(State):
         residual = residual.clone()
         del self._places[key]
         self._factors.pop(key, None)
+        self._left.pop(key, None)
         return residual
 
     def add_residual(self, key: str, residual: Tensor) -> None:
@@ -191,26 +218,32 @@ class PowerSGD(State):
         return self._sent.get(key)
 
     def record_sent(self, key: str, p: Tensor, q: Tensor) -> None:
-        """A step was good: these factors were averaged, and have to be subtracted from the residual."""
+        """A step was good: the product of these factors has to be subtracted from the residual."""
         self._sent[key] = p, q
 
     # ---- the factors -------------------------------------------------------------------------------------------------
 
-    def factor(self, key: str, r: int, m: int, seed: int, device: torch.device) -> Tensor:
-        """The r × m factor that this step starts with, equal on all ranks: that of the step before, with rows left out
-        or new ones drawn where the rank has changed.
+    def starts_left(self, key: str) -> bool:
+        """Whether the factor that the next step starts with is the left one."""
+        return key in self._left
+
+    def factor(self, key: str, r: int, length: int, seed: int, device: torch.device) -> Tensor:
+        """The factor that this step starts with (r × m, or r × n if it :meth:`starts_left`), equal on all ranks: that
+        of the step before, with rows left out or new ones drawn where the rank has changed.
         """
-        before = self._factors.get(key) if self.warm_start else None
+        before = self._left.get(key, self._factors.get(key)) if self.warm_start else None
         if before is None:
-            return start(m, r, seed, device)
+            return start(length, r, seed, device)
         if before.shape[0] < r:
-            return torch.cat([before, start(m, r - before.shape[0], seed, device)])
+            return torch.cat([before, start(length, r - before.shape[0], seed, device)])
         return before[:r]
 
-    def keep(self, key: str, q: Tensor) -> None:
-        """The r × m factor of a good step, to start the next one with. That of a matrix of zeros is not kept."""
-        if self.warm_start and bool(q.any()):
-            self._factors[key] = q.clone()
+    def keep(self, key: str, rows: Tensor, *, left: bool = False) -> None:
+        """The factor of a good step, to start the next one with. That of a matrix of zeros is not kept."""
+        if self.warm_start and bool(rows.any()):
+            kept, other = (self._left, self._factors) if left else (self._factors, self._left)
+            kept[key] = rows.clone()
+            other.pop(key, None)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -220,17 +253,19 @@ class PowerSGD(State):
 
     def state_dict(self) -> dict[str, Tensor]:
         residual = {f"residual/{key}": cast("Tensor", self.residual(key)) for key in self._places}
-        return residual | {f"factor/{key}": q for key, q in self._factors.items()}
+        factors = {"factor": self._factors, "left": self._left}
+        return residual | {f"{room}/{key}": rows for room, some in factors.items() for key, rows in some.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.check_state(state)
         self.scale(0.0)
-        self._factors = {}
+        self._factors, self._left = {}, {}
         for name, value in state.items():
             room, _, key = name.partition("/")
             values = value.detach().to(torch.float32)
-            if room == "factor":
-                self._factors[key] = values.clone(memory_format=torch.contiguous_format)
+            if room != "residual":
+                kept = self._left if room == "left" else self._factors
+                kept[key] = values.clone(memory_format=torch.contiguous_format)
             elif key in self._places:
                 place, at = self._places[key]
                 place[at].view(-1).copy_(values.reshape(-1))
@@ -239,14 +274,16 @@ class PowerSGD(State):
 
     def check_state(self, state: Mapping[str, object]) -> None:
         for name, value in state.items():
-            room, slash, _ = name.partition("/")
-            if not slash or room not in ("residual", "factor"):
+            room, slash, key = name.partition("/")
+            if not slash or room not in ("residual", "factor", *(["left"] if self.halves else [])):
                 raise ValueError(
                     f"powersgd keeps residuals and factors, and the state holds {name!r}: it was saved with another "
                     "spec"
                 )
             if room == "residual" and not self.ef:
                 raise ValueError("the state holds residuals, and powersgd with ef=false could not send them")
+            if room == "left" and f"factor/{key}" in state:
+                raise ValueError(f"powersgd: the state holds two factors of {key!r} to start with, and one is kept")
             check_saved(self.name, name, value)
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
@@ -259,7 +296,8 @@ class PowerSGD(State):
     def nbytes(self) -> int:
         rooms = {id(room): room.nbytes for room, _ in self._places.values()}
         sent = sum(p.nbytes + q.nbytes for p, q in self._sent.values())
-        return sum(rooms.values()) + sum(q.nbytes for q in self._factors.values()) + sent
+        factors = sum(rows.nbytes for some in (self._factors, self._left) for rows in some.values())
+        return sum(rooms.values()) + factors + sent
 
     def __str__(self) -> str:
         return format_term(self)

@@ -20,22 +20,23 @@ __all__ = [
 ]
 
 
-def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
-    """``(x, residual) ← (residual, residual + x)`` in one pass; True if every sum is of a magnitude below ``below``.
+def compensate(x: Tensor, residual: Tensor, *, decay: float = 1.0, below: float = math.inf) -> bool:
+    """``(x, residual) ← (residual, decay · residual + x)`` in one pass; True if every sum is of a magnitude below
+    ``below``.
 
     ``x`` is left holding the old residual: copying it back undoes the call, to the bit.
     """
-    return cast("bool", backend_of(x).compensate(x, residual, below=below))
+    return cast("bool", backend_of(x).compensate(x, residual, decay=decay, below=below))
 
 
 def compensate_select_topk(
-    x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
+    x: Tensor, residual: Tensor, k: int, *, decay: float = 1.0, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor, Tensor]:
     """:func:`compensate` and :func:`select_topk` of the sum, fused: (whether it is finite, the indices, the sum there).
 
     When not finite, indices and values are meaningless.
     """
-    result = backend_of(x).compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+    result = backend_of(x).compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
     return cast("tuple[bool, Tensor, Tensor]", result)
 
 
@@ -45,6 +46,7 @@ def encode_topk(
     k: int,
     out: Tensor,
     *,
+    decay: float = 1.0,
     sampled: bool = False,
     seed: int = 0,
     subtract: bool = False,
@@ -55,8 +57,8 @@ def encode_topk(
     Where less than k are found, values of zero at the last index fill up. With ``subtract``, what is written leaves
     ``residual``: zeros remain. Returns whether all is finite; if not, ``out`` is left alone.
     """
-    found = backend_of(x).encode_topk(x, residual, k, out, sampled=sampled, seed=seed, subtract=subtract)
-    return cast("bool", found)
+    options = {"decay": decay, "sampled": sampled, "seed": seed, "subtract": subtract}
+    return cast("bool", backend_of(x).encode_topk(x, residual, k, out, **options))
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:

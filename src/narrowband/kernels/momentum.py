@@ -22,6 +22,7 @@ def momentum_topk(
     nesterov: bool = False,
     scale: float = 1.0,
     threshold: float = 0.0,
+    sampled: bool = False,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
     """One step of momentum correction, and the k largest elements of the corrected sum, in one pass.
@@ -37,14 +38,16 @@ def momentum_topk(
     Args:
         threshold: a magnitude that a little more than k elements may reach, as the last call returned it, or 0. It says
             where to look first, and changes no result.
+        sampled: choose by a threshold from a sample of the corrected sum, as :func:`select_topk` does; where less than
+            k elements reach it, only those are returned, and no second look is taken.
+        seed: of that sample.
 
     Returns:
         (whether the corrected sum is finite, the k sorted indices, its values there, the threshold for the next call).
         When not finite, indices and values are empty.
     """
-    result = backend_of(x).momentum_topk(
-        x, now, before, k, momentum=momentum, nesterov=nesterov, scale=scale, threshold=threshold, seed=seed
-    )
+    options = {"momentum": momentum, "nesterov": nesterov, "scale": scale, "threshold": threshold}
+    result = backend_of(x).momentum_topk(x, now, before, k, **options, sampled=sampled, seed=seed)
     return cast("tuple[bool, Tensor, Tensor, float]", result)
 
 

@@ -28,13 +28,13 @@ from tests.kernels.backends.common import (
 )
 
 
-@given(x=inputs, seed=seeds)
+@given(x=inputs, seed=seeds, decay=st.sampled_from([1.0, 0.95, 1e-30]))
 @lean
-def test_compensate_and_its_undoing(x: Tensor, seed: int) -> None:
+def test_compensate_and_its_undoing(x: Tensor, seed: int, decay: float) -> None:
     owed = make("any-bits" if seed % 2 else "normal", x.numel(), seed % 1000)
-    on_all("compensate", x, owed)
+    on_all("compensate", x, owed, decay=decay)
     gradient, residual = x.clone(), owed.clone()
-    cpu.compensate(gradient, residual)
+    cpu.compensate(gradient, residual, decay=decay)
     residual.copy_(gradient)
     assert torch.equal(residual.view(torch.int32), owed.view(torch.int32))
 
@@ -46,18 +46,19 @@ def test_compensate_and_its_undoing(x: Tensor, seed: int) -> None:
 def test_encode_topk(kind: str, n: int, k: int, sampled: bool, subtract: bool) -> None:
     """Its three parts one after the other; the same bytes on both backends and with any number of threads."""
     owed = make("normal", n, 3) if kind != "zeros" else torch.zeros(n)
+    options = {"decay": 0.9 if kind == "normal" else 1.0, "sampled": sampled, "seed": 7}
     nbytes = 4 * k + kernels.elias_fano_nbytes(k, n)
     outcomes = []
     for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
         x, residual = make(kind, n, 5), owed.clone()
         out = torch.full((-(-nbytes // 4) * 4,), 0xAA, dtype=torch.uint8)
         with threads(count):
-            assert backend.encode_topk(x, residual, k, out, sampled=sampled, seed=7, subtract=subtract)
+            assert backend.encode_topk(x, residual, k, out, **options, subtract=subtract)
         outcomes.append([x, residual, out])
     assert_same(outcomes[0], outcomes[1])
     assert_same(outcomes[0], outcomes[2])
     x, total, out = make(kind, n, 5), owed.clone(), outcomes[0][2]
-    _, at, values = reference.compensate_select_topk(x, total, k, sampled=sampled, seed=7)
+    _, at, values = reference.compensate_select_topk(x, total, k, **options)
     found = at.numel()
     assert torch.equal(outcomes[0][0], owed)
     assert torch.equal(out[: 4 * k].view(torch.float32), torch.nn.functional.pad(values, (0, k - found)))
@@ -111,15 +112,17 @@ def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
     assert looks["everything"] <= looks["second"] / 4, looks
 
 
-@given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
+@given(x=inputs, share=st.floats(0, 1), decay=st.sampled_from([1.0, 0.9]), sampled=st.booleans(), seed=seeds)
 @settings(max_examples=200, deadline=None)
-def test_compensate_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
+def test_compensate_select_topk(x: Tensor, share: float, decay: float, sampled: bool, seed: int) -> None:
     n = x.numel()
     k = min(n, max(1, round(share * n)))
     outcomes = []
     for backend in BACKENDS:
         gradient, residual = x.clone(), make("few-levels", n, 1)
-        finite, indices, values = backend.compensate_select_topk(gradient, residual, k, sampled=sampled, seed=seed)
+        finite, indices, values = backend.compensate_select_topk(
+            gradient, residual, k, decay=decay, sampled=sampled, seed=seed
+        )
         assert indices.dtype == torch.int32
         outcomes.append([finite, gradient, residual, indices if finite else None, values if finite else None])
     assert_all_same(outcomes)

@@ -28,11 +28,19 @@ from tests.kernels.backends.common import (
 @given(
     x=inputs, share=st.floats(0, 1), momentum=st.sampled_from([0.0, 0.9]), nesterov=st.booleans(),
     masking=st.booleans(), scale=st.sampled_from([1.0, 0.0, 0.1, 3e-30]),
-    threshold=st.sampled_from([0.0, 1e-30, 0.5, 2.0, 1e30]), seed=seeds,
+    threshold=st.sampled_from([0.0, 1e-30, 0.5, 2.0, 1e30]), sampled=st.booleans(), seed=seeds,
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_momentum_topk_and_forget(
-    x: Tensor, share: float, momentum: float, nesterov: bool, masking: bool, scale: float, threshold: float, seed: int
+    x: Tensor,
+    share: float,
+    momentum: float,
+    nesterov: bool,
+    masking: bool,
+    scale: float,
+    threshold: float,
+    sampled: bool,
+    seed: int,
 ) -> None:
     n = x.numel()
     k = min(n, max(1, round(share * n)))
@@ -42,7 +50,7 @@ def test_momentum_topk_and_forget(
         gradient, now, before = x.clone(), make("normal", n, 1), make("few-levels", n, 2)
         held = now.clone(), before.clone()
         finite, indices, values, _ = backend.momentum_topk(
-            gradient, now, before, k, **form, scale=scale, threshold=threshold, seed=seed
+            gradient, now, before, k, **form, scale=scale, threshold=threshold, sampled=sampled, seed=seed
         )
         assert torch.equal(gradient, held[1])
         outcomes.append([finite, gradient, now.clone(), before.clone(), indices, values])
@@ -57,6 +65,22 @@ def test_momentum_topk_and_forget(
         assert torch.equal(now, held[0])
         assert torch.equal(before, held[1])
     assert_all_same(outcomes)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("k", "broken"), [(300, 0.0), (3000, 0.0), (300, torch.inf), (300, torch.nan)])
+def test_a_sample_of_a_long_tensor_chooses_alike_on_all_backends(k: int, broken: float, nesterov: bool) -> None:
+    n, outcomes = 300_000, []
+    for backend, count in [(cpu, 1), (cpu, 2), (reference, 2)]:
+        x, now, before = (make("normal", n, seed) for seed in range(3))
+        x[777] += broken
+        with threads(count):
+            outcome = backend.momentum_topk(x, now, before, k, momentum=0.9, nesterov=nesterov, sampled=True, seed=5)
+        assert outcome[0] is (broken == 0.0)
+        outcomes.append([*outcome[:3], x, now, before])
+    assert_all_same(outcomes[:2])
+    assert_all_same(outcomes[::2])
+    assert 0.7 * k <= outcomes[0][1].numel() <= k or broken
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

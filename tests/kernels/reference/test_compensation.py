@@ -19,14 +19,15 @@ from tests.kernels.reference.naive import (
 )
 
 
-@given(x=some_values(), seed=st.integers(0, 99))
+@given(x=some_values(), seed=st.integers(0, 99), decay=st.sampled_from([1.0, 0.75]))
 @lean
-def test_compensate_adds_swaps_and_can_be_undone(x: np.ndarray, seed: int) -> None:
+def test_compensate_adds_swaps_and_can_be_undone(x: np.ndarray, seed: int, decay: float) -> None:
     owed = make("normal", x.size, seed)
     t, r = torch.from_numpy(x.copy()), torch.from_numpy(owed.copy())
-    finite = reference.compensate(t, r)
-    np.testing.assert_array_equal(r.numpy(), owed + x)
-    assert finite == bool(np.isfinite(owed + x).all())
+    finite = reference.compensate(t, r, decay=decay)
+    total = owed * np.float32(decay) + x
+    np.testing.assert_array_equal(r.numpy(), total)
+    assert finite == bool(np.isfinite(total).all())
     assert t.numpy().tobytes() == owed.tobytes()
     r.copy_(t)
     assert r.numpy().tobytes() == owed.tobytes()

@@ -55,46 +55,46 @@ if TYPE_CHECKING:
 
 
 @inlined
-def _swap_add(x, residual, begin, m):
+def _swap_add(x, residual, decay, begin, m):
     for j in range(m):
         old = residual[At(begin + j)]
-        residual[At(begin + j)] = F32(old + x[At(begin + j)])
+        residual[At(begin + j)] = F32(F32(decay * old) + x[At(begin + j)])
         x[At(begin + j)] = old
 
 
 @instruction
-def _swap_add_block(typing, x, residual, begin, threshold):  # noqa: ARG001 - they are types here
+def _swap_add_block(typing, x, residual, decay, begin, threshold):  # noqa: ARG001 - they are types here
     """``_swap_add`` of the BLOCK elements from ``begin`` on, and a word with a one for each sum whose magnitude reaches
     the threshold: the compiler need not ask whether the arrays overlap, and nothing is read twice.
     """
 
     def generate(context, builder, signature, arguments):
-        level, i64 = splat(builder, arguments[3]), ir.IntType(64)
+        factor, level, i64 = splat(builder, arguments[2]), splat(builder, arguments[4]), ir.IntType(64)
         word = ir.Constant(i64, 0)
         for at in range(0, BLOCK, LANES):
-            index = builder.add(arguments[2], ir.Constant(i64, at))
+            index = builder.add(arguments[3], ir.Constant(i64, at))
             places = [neighbours(context, builder, signature.args[k], arguments[k], index) for k in range(2)]
             gradient, old = values = [builder.load(place) for place in places]
             for value in values:
                 value.align = 4
-            total = builder.fadd(old, gradient)
+            total = builder.fadd(builder.fmul(factor, old), gradient)
             builder.store(old, places[0]).align = 4
             builder.store(total, places[1]).align = 4
             word = builder.or_(word, builder.shl(reaching(builder, total, level), ir.Constant(i64, at)))
         return word
 
-    return types.uint64(x, residual, types.uintp, types.int32), generate
+    return types.uint64(x, residual, types.float32, types.uintp, types.int32), generate
 
 
 @loop
-def _compensate_range(x, residual, residual_bits, threshold, found, kept, first, last):
+def _compensate_range(x, residual, residual_bits, decay, threshold, found, kept, first, last):
     """Swap-add, the sums that reach the threshold, and the largest magnitude among these, block by block."""
     count = np.int64(0)
     top = I32(0)
     whole = min(last, x.size // BLOCK)
     for block in range(first, whole):
         begin = block * BLOCK
-        word = _swap_add_block(x, residual, At(begin), threshold)
+        word = _swap_add_block(x, residual, decay, At(begin), threshold)
         while word:
             j = begin + lowest(word)
             bits = residual_bits[At(j)]
@@ -106,7 +106,7 @@ def _compensate_range(x, residual, residual_bits, threshold, found, kept, first,
             count += 1
     if whole < last:
         begin, m = whole * BLOCK, x.size - whole * BLOCK
-        _swap_add(x, residual, begin, m)
+        _swap_add(x, residual, decay, begin, m)
         top = max(top, max_magnitude(residual_bits, begin, m))
         count = survivors_of_rest(residual_bits, begin, x.size, begin, threshold, found, kept, count)
     return count, top
@@ -118,35 +118,37 @@ def _bits_of(below: float) -> Any:
 
 
 def _compensate(
-    x: Array, residual: Array, threshold: Any, room: int, limit: Any = NON_FINITE
+    x: Array, residual: Array, decay: float, threshold: Any, room: int, limit: Any = NON_FINITE
 ) -> tuple[bool, list[Survivors]]:
     bits = residual.view(np.int32)
     threshold = I32(min(threshold, limit))  # what is too large is among those that reach it
 
     def work(first: int, last: int) -> tuple[int, Survivors]:
         arrays = room_for(min(room, (last - first) * BLOCK))
-        count, top = _compensate_range(x, residual, bits, threshold, *arrays, first, last)
+        count, top = _compensate_range(x, residual, bits, F32(decay), threshold, *arrays, first, last)
         return top, Survivors(count, *arrays)
 
     parts = spread(-(-x.size // BLOCK), x.size, work)
     return all(top < limit for top, _ in parts), [survivors for _, survivors in parts]
 
 
-def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
-    return _compensate(x.numpy(), residual.numpy(), NEVER, 0, _bits_of(below))[0]
+def compensate(x: Tensor, residual: Tensor, *, decay: float = 1.0, below: float = math.inf) -> bool:
+    return _compensate(x.numpy(), residual.numpy(), decay, NEVER, 0, _bits_of(below))[0]
 
 
 def compensate_select_topk(
-    x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
+    x: Tensor, residual: Tensor, k: int, *, decay: float = 1.0, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor, Tensor]:
-    finite, found, kept = _compensate_select(x.numpy(), residual.numpy(), k, sampled, seed)
+    finite, found, kept = _compensate_select(x.numpy(), residual.numpy(), decay, k, sampled, seed)
     return finite, torch.from_numpy(found), torch.from_numpy(kept.view(np.float32))
 
 
-def _compensate_select(x: Array, residual: Array, k: int, sampled: bool, seed: int) -> tuple[bool, Array, Array]:
+def _compensate_select(
+    x: Array, residual: Array, decay: float, k: int, sampled: bool, seed: int
+) -> tuple[bool, Array, Array]:
     every = k == x.size
-    threshold = NEVER if every else first_threshold(x, residual, k, seed, sampled)
-    finite, parts = _compensate(x, residual, threshold, 0 if every else most_survivors(k, x.size))
+    threshold = NEVER if every else first_threshold(x, residual, k, seed, sampled, decay)
+    finite, parts = _compensate(x, residual, decay, threshold, 0 if every else most_survivors(k, x.size))
     bits = residual.view(np.int32)
     if every or not finite:
         return finite, np.arange(k, dtype=np.int32), bits[:k].copy()
@@ -155,16 +157,16 @@ def _compensate_select(x: Array, residual: Array, k: int, sampled: bool, seed: i
 
 @loop
 def _encode_topk_whole(
-    x, residual, bits, k, low_bits, rank, fold, room, sample, sample_bits, values, indices, subtract
+    x, residual, bits, decay, k, low_bits, rank, fold, room, sample, sample_bits, values, indices, subtract
 ):
     """All of ``encode_topk`` on one thread, in one call. Returns 1 when the payload is written, 0 when something is not
     finite, −1 or −2 when the sample let too few or too many survive: the sums are then made, and what is large among
     them is still to be found.
     """
-    threshold = I32(min(threshold_of_runs(x, residual, rank, fold, sample, sample_bits), NON_FINITE))
+    threshold = I32(min(threshold_of_runs(x, residual, decay, rank, fold, sample, sample_bits), NON_FINITE))
     found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
     blocks = (x.size + BLOCK - 1) // BLOCK
-    count, top = _compensate_range(x, residual, bits, threshold, found, kept, np.int64(0), blocks)
+    count, top = _compensate_range(x, residual, bits, decay, threshold, found, kept, np.int64(0), blocks)
     if top >= NON_FINITE:
         return 0
     if count < k or count > room:
@@ -184,6 +186,7 @@ def encode_topk(
     k: int,
     out: Tensor,
     *,
+    decay: float = 1.0,
     sampled: bool = False,
     seed: int = 0,
     subtract: bool = False,
@@ -195,12 +198,12 @@ def encode_topk(
     if not sampled and n >= 4 * size and threads_for(n) == 1:
         form = low_bits, sample_rank(n, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), most_survivors(k, n)
         sample = room_for_sample(size)
-        done = _encode_topk_whole(gradient, errors, bits, k, *form, *sample, values, indices, subtract)
+        done = _encode_topk_whole(gradient, errors, bits, F32(decay), k, *form, *sample, values, indices, subtract)
         if done >= 0:
             return bool(done)
         found, kept = finish_topk(bits, room_for(0) if done == -1 else None, k, seed, sampled)
     else:
-        finite, found, kept = _compensate_select(gradient, errors, k, sampled, seed)
+        finite, found, kept = _compensate_select(gradient, errors, decay, k, sampled, seed)
         if not finite:
             return False
     write_sparse(found, kept, k, n, low_bits, values, indices, bits if subtract else bits[:0])

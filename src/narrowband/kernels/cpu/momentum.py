@@ -16,6 +16,7 @@ from narrowband.kernels.cpu.loops import (
     NON_FINITE,
     PAGE,
     At,
+    fold_seed,
     inlined,
     instruction,
     loop,
@@ -34,8 +35,11 @@ from narrowband.kernels.cpu.selection import (
     most_survivors,
     reaching,
     room_for,
+    room_for_sample,
+    strata,
 )
 from narrowband.kernels.cpu.threads import spread
+from narrowband.kernels.selection import sample_rank, sample_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -134,6 +138,19 @@ def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, 
 
 
 @loop
+def _sample_range(x, now, before, momentum, scale, nesterov, size, fold, first, last, out):
+    """Values [first, last) of a sample of what the corrected sums are going to be."""
+    at = np.empty(last - first, np.int32)
+    strata(x.size, size, fold, first, last, at)
+    for i in range(at.size):
+        j = At(at[i])
+        old = now[j]
+        step = F32(F32(momentum * F32(old - before[j])) + F32(scale * x[j]))
+        new = F32(old + step)
+        out[first + i] = F32(new + F32(momentum * F32(new - old))) if nesterov else new
+
+
+@loop
 def _corrected_range(now, before, momentum, out, first, last):
     for j in range(first, last):
         out[At(j)] = _corrected(now, before, At(j), momentum, True)
@@ -149,12 +166,21 @@ def momentum_topk(
     nesterov: bool = False,
     scale: float = 1.0,
     threshold: float = 0.0,
+    sampled: bool = False,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
     gradient, last, new, n = x.numpy(), now.numpy(), before.numpy(), x.numel()
     m, gain = F32(momentum), F32(scale)
-    room = max(most_survivors(k, n), n // ROOM) if threshold > 0 and k < n else 0
+    room = max(most_survivors(k, n), n // ROOM) if (threshold > 0 or sampled) and k < n else 0
     level = np.float32(threshold).view(np.int32) if room else NON_FINITE
+    if room and sampled:
+        size, fold = sample_size(n, k), fold_seed(seed)
+        sample, bits = room_for_sample(size)
+        spread(
+            size, 8 * size,
+            lambda a, b: _sample_range(gradient, last, new, m, gain, nesterov, size, fold, a, b, sample),
+        )  # fmt: skip
+        level = min(kth_largest(bits, sample_rank(n, k))[0], NON_FINITE)  # what is not finite has to reach it
 
     def work(first: int, stop: int) -> tuple[bool, Survivors]:
         found, kept = room_for(min(room, (stop - first) * BLOCK))
@@ -168,7 +194,9 @@ def momentum_topk(
         return False, torch.empty(0, dtype=torch.int32), torch.empty(0), threshold
     survivors = joined([part for _, part in parts]) if room else None
     bits = new.view(np.int32)
-    if survivors is None or survivors[0].size < k:  # no hint, or a bad one: look once more, at the corrected sums
+    if survivors is None or (
+        survivors[0].size < k and not sampled
+    ):  # no hint, or a bad one: look at all corrected sums
         if nesterov:
             corrected = np.empty(n, np.float32)
             spread(n, n, lambda a, b: _corrected_range(last, new, m, corrected, a, b))
@@ -176,6 +204,9 @@ def momentum_topk(
         if k == n:
             return True, torch.arange(n, dtype=torch.int32), torch.from_numpy(bits.copy().view(np.float32)), 0.0
         survivors = look_again(bits, k, seed)
+    if sampled:
+        found, kept = finish_topk(bits, survivors, k, seed, sampled=True)
+        return True, torch.from_numpy(found), torch.from_numpy(kept.view(np.float32)), 0.0
     wanted, number = int(AHEAD * k), survivors[0].size
     hint = np.int32(kth_largest(survivors[1], min(wanted, number))[0]).view(np.float32)
     found, kept = finish_topk(bits, survivors, k, seed, sampled=False)

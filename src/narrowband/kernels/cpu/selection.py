@@ -183,7 +183,7 @@ def take_largest(found, kept, k, out, out_kept):
 
 
 @loop
-def _strata(n, size, fold, first, last, out):
+def strata(n, size, fold, first, last, out):
     """One position from each of the strata [first, last) of ``size`` equal ones over n elements."""
     whole, part = n // size, n % size
     low = first * n // size
@@ -200,31 +200,31 @@ def _strata(n, size, fold, first, last, out):
 
 
 @loop
-def _sample_range(x, residual, size, fold, first, last, out):
-    """Values [first, last) of the sample of x, or of residual + x where there is a residual."""
+def _sample_range(x, residual, decay, size, fold, first, last, out):
+    """Values [first, last) of the sample of x, or of decay · residual + x where there is a residual."""
     at = np.empty(last - first, np.int32)
-    _strata(x.size, size, fold, first, last, at)
+    strata(x.size, size, fold, first, last, at)
     if residual.size:
         for i in range(at.size):
-            out[first + i] = F32(residual[at[i]] + x[at[i]])
+            out[first + i] = F32(F32(decay * residual[at[i]]) + x[at[i]])
     else:
         for i in range(at.size):
             out[first + i] = x[at[i]]
 
 
 @loop
-def threshold_of_runs(x, residual, rank, fold, out, out_bits):
+def threshold_of_runs(x, residual, decay, rank, fold, out, out_bits):
     """The magnitude (as bits) at that rank of a sample of runs of RUN neighbours, one from each of equal strata.
 
     The sample is written into ``out``, whose size says how large it is.
     """
     runs = (out.size + RUN - 1) // RUN
     at = np.empty(runs, np.int32)
-    _strata(x.size - RUN, runs, fold, np.int64(0), runs, at)
+    strata(x.size - RUN, runs, fold, np.int64(0), runs, at)
     for r in range(runs):
         for j in range(min(RUN, out.size - r * RUN)):
             value = x[At(at[r] + j)]
-            out[At(r * RUN + j)] = F32(residual[At(at[r] + j)] + value) if residual.size else value
+            out[At(r * RUN + j)] = F32(F32(decay * residual[At(at[r] + j)]) + value) if residual.size else value
     return kth_largest(out_bits, rank)[0]
 
 
@@ -272,22 +272,22 @@ def _exact_topk(bits: Array, k: int) -> Array:
     return out
 
 
-def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, oversample: float) -> Any:
-    """The magnitude (as bits) that about oversample·k elements of x (+ residual) should reach."""
+def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, oversample: float, decay: float = 1.0) -> Any:
+    """The magnitude (as bits) that about oversample·k elements of x (+ decay · residual) should reach."""
     size, fold = sample_size(x.size, k), fold_seed(seed)
     sample = np.empty(size, np.float32)
-    spread(size, 8 * size, lambda a, b: _sample_range(x, residual, size, fold, a, b, sample))
+    spread(size, 8 * size, lambda a, b: _sample_range(x, residual, F32(decay), size, fold, a, b, sample))
     return kth_largest(sample.view(np.int32), sample_rank(x.size, k, oversample))[0]
 
 
-def first_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool) -> Any:
+def first_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool, decay: float = 1.0) -> Any:
     """The threshold to select k with."""
     size = sample_size(x.size, k)
     if sampled or x.size < 4 * size:
-        return _sampled_threshold(x, residual, k, seed, OVERSAMPLE)
+        return _sampled_threshold(x, residual, k, seed, OVERSAMPLE, decay)
     # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
     return threshold_of_runs(
-        x, residual, sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), *room_for_sample(size)
+        x, residual, F32(decay), sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), *room_for_sample(size)
     )
 
 
@@ -382,7 +382,7 @@ def _topk_rows(x, bits, k, rank, fold, room, first, last, out, sample, sample_bi
         row, chosen = bits[r], out[r]
         count = np.int64(-1)
         if width >= 4 * sample.size:
-            threshold = threshold_of_runs(x[r], x[r, :0], rank, fold, sample, sample_bits)
+            threshold = threshold_of_runs(x[r], x[r, :0], F32(1), rank, fold, sample, sample_bits)
             count = _survivors_range(row, threshold, found, kept, np.int64(0), -(-width // BLOCK))
         if k <= count <= room:
             take_largest(found[:count], kept[:count], k, taken, spare)
@@ -427,5 +427,5 @@ def select_threshold(x: Tensor, value: float) -> Tensor:
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
     out = np.empty(k, np.int32)
-    _strata(n, k, fold_seed(seed), 0, k, out)
+    strata(n, k, fold_seed(seed), 0, k, out)
     return torch.from_numpy(out).to(device)

@@ -27,18 +27,19 @@ __all__ = [
 ]
 
 
-def compensate(x: Tensor, residual: Tensor, *, below: float = math.inf) -> bool:
+def compensate(x: Tensor, residual: Tensor, *, decay: float = 1.0, below: float = math.inf) -> bool:
     for begin, end, _ in runs_of_groups(x.numel(), common.CHUNK):
         old = residual[begin:end].clone()
+        residual[begin:end] *= decay
         residual[begin:end] += x[begin:end]
         x[begin:end] = old
     return all_finite(residual, below=below)
 
 
 def compensate_select_topk(
-    x: Tensor, residual: Tensor, k: int, *, sampled: bool = False, seed: int = 0
+    x: Tensor, residual: Tensor, k: int, *, decay: float = 1.0, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor, Tensor]:
-    finite = compensate(x, residual)
+    finite = compensate(x, residual, decay=decay)
     at = select_topk(residual, k, sampled=sampled, seed=seed)
     return finite, at, residual[at]
 
@@ -49,11 +50,12 @@ def encode_topk(
     k: int,
     out: Tensor,
     *,
+    decay: float = 1.0,
     sampled: bool = False,
     seed: int = 0,
     subtract: bool = False,
 ) -> bool:
-    finite, at, values = compensate_select_topk(x, residual, k, sampled=sampled, seed=seed)
+    finite, at, values = compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
     if finite:
         n, number, cut = x.numel(), at.numel(), 4 * k
         end = cut + elias_fano_nbytes(k, n)

@@ -26,6 +26,7 @@ def momentum_topk(
     nesterov: bool = False,
     scale: float = 1.0,
     threshold: float = 0.0,
+    sampled: bool = False,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
     oldest = before.clone()
@@ -34,7 +35,7 @@ def momentum_topk(
     corrected = before + (before - now) * momentum if nesterov else before
     if not all_finite(corrected):
         return False, torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0), threshold
-    at = select_topk(corrected, k, seed=seed)
+    at = select_topk(corrected, k, sampled=sampled, seed=seed)
     return True, at, corrected[at], 0.0
 
 

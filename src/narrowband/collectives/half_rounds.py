@@ -1,0 +1,152 @@
+"""PowerSGD by half rounds: each all-reduce brings one factor, and what it finds counts at once.
+
+A round of power iteration finds P from Q, and Q from P. PowerSGD's paper makes it whole before it uses anything. The
+authors' package (github.com/epfml/powersgd) uses either half. For every matrix M (n × m) of a rank, so many times in
+a step as ``halves`` says::
+
+    Q: orthogonalize                   or, the next time, the other way round:    P: orthogonalize
+    P = M·Q                                                                       Q = Mᵀ·P
+    M = M − P·Qᵀ                       with this rank's own P, or Q
+    P = its mean over ranks            one all-reduce
+    average = average + P·Qᵀ
+    go on with P                                                                  go on with Q
+
+What is left of M is the residual. A step goes on from the factor of the step before, so that with an odd number the
+sides take turns over steps, too.
+
+One half round per step sends half of what a round does, by one all-reduce instead of two. Two send as much as a round,
+and lose less, because the first is not spent on finding a factor alone.
+
+Here M is left as it is within a step: a later product loses what the earlier ones hold of M, which takes r × r numbers
+more, and no pass over the matrix. A residual loses its own factors' product, and not the average's: so it does not grow
+with the differences between ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from narrowband import kernels
+from narrowband.codecs.base import squared_norm
+from narrowband.collectives.factor_reduce import FactorReduce, views
+from narrowband.feedback.base import Norms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec
+    from narrowband.collectives.engine import Job
+    from narrowband.collectives.factor_reduce import Block, Matrix
+    from narrowband.feedback import State
+
+__all__ = ["HalfRounds"]
+
+
+class _Found:
+    """What the half rounds of a step have found of a block's matrices, one after the other.
+
+    The factors are those of the matrices as they lie in memory: (count, r, n) and (count, r, m) of each half round.
+    """
+
+    def __init__(self) -> None:
+        self.products: list[Tensor] = []
+        self._left: list[Tensor] = []
+        self._right: list[Tensor] = []
+
+    def add(self, block: Block) -> None:
+        left, right = block.left_right()
+        self._left.append(left)
+        self._right.append(right)
+        self.products.append(block.p)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(count, h·r, n) and (count, h·r, m) of all h half rounds."""
+        return torch.cat(self._left, dim=1), torch.cat(self._right, dim=1)
+
+
+class HalfRounds(FactorReduce):
+    """PowerSGD by half rounds; see the module."""
+
+    name: ClassVar[str] = "half_rounds"
+
+    @staticmethod
+    def obstacle(codec: Codec, feedback: State | None) -> str | None:
+        if feedback is not None and feedback.collective == HalfRounds.name:
+            return None
+        return f"half rounds of power iteration belong to powersgd:halves=…, and {codec} has none behind it"
+
+    def _form(self, matrix: Matrix) -> tuple[int, int, int, bool]:
+        turned = self._state.starts_left(matrix.operand.key)
+        return matrix.n, matrix.m, matrix.r, turned
+
+    def _begin_with(self, matrices: list[Matrix], q: Tensor) -> bool:
+        """The average is what is seen through these rows, so all have to be orthonormal."""
+        drawn = super()._begin_with(matrices, q)
+        if drawn:
+            q.copy_(kernels.orthonormalize(q))
+        return drawn
+
+    def job(self) -> Job:
+        self._own = [_Found() for _ in self._blocks]
+        self._mean = [_Found() for _ in self._blocks]
+        for half in range(self._state.halves):
+            begin = time.perf_counter()
+            if half:
+                for block, own in zip(self._blocks, self._own, strict=True):
+                    self._turn(block, own)
+            parts = [] if half else self._parts
+            together = torch.cat([block.p.view(-1) for block in self._blocks] + parts)
+            places = views(together, [block.p for block in self._blocks] + parts)
+            for block, own, place in zip(self._blocks, self._own, places, strict=False):
+                own.add(block)
+                block.p = place
+            if not half:
+                self._parts = places[len(self._blocks) :]
+            self.encode_seconds += time.perf_counter() - begin
+            yield self._sum(together)
+            begin = time.perf_counter()
+            self.finite = kernels.all_finite(together)
+            if not self.finite or not self._blocks:
+                return  # on all ranks alike
+            for block, mean in zip(self._blocks, self._mean, strict=True):
+                block.p.div_(self.peers.size)
+                mean.add(block)
+            self.encode_seconds += time.perf_counter() - begin
+        if self.measure:
+            self._measure()
+
+    def _turn(self, block: Block, own: _Found) -> None:
+        """The next half round, on the other side: what was found there is what all ranks have in common now."""
+        common = kernels.orthonormalize(block.p)
+        block.turned, block.values = not block.turned, block.values.mT
+        product = torch.bmm(common, block.values.mT)
+        left, right = own.factors()
+        other, same = (right, left) if block.turned else (left, right)
+        product.baddbmm_(torch.bmm(common, same.mT), other, alpha=-1)
+        block.q, block.p = common, product
+        self._leave_out(block, block.p)
+
+    def _measure(self) -> None:
+        """A half round takes from a matrix as much of its squared norm as its own product has."""
+        for block, own in zip(self._blocks, self._own, strict=True):
+            for i, (matrix, values) in enumerate(zip(block.matrices, block.values, strict=True)):
+                if matrix.takes_part:
+                    norm, taken = squared_norm(values), sum(squared_norm(p[i]) for p in own.products)
+                    self.norms.append(Norms(norm, max(0.0, norm - taken)))
+
+    def _keep(self) -> None:
+        for block, own in zip(self._blocks, self._own, strict=True):
+            left, right = own.factors()
+            for i, matrix in enumerate(block.matrices):
+                self._state.keep(matrix.operand.key, block.p[i], left=not block.turned)
+                if matrix.residual is not None:
+                    self._state.record_sent(matrix.operand.key, left[i], right[i])
+
+    def _averages(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        for block, mean in zip(self._blocks, self._mean, strict=True):
+            yield block, *mean.factors()
