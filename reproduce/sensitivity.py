@@ -13,10 +13,10 @@ that falls by compression is a change like any other: a budget of the sum of sig
 
 What |Δ| is worth is measured, too, in three ways.
 
-* **The floor.** Rounding one layer's gradients to float32 and nothing else changes the loss by about 10⁻¹⁰: a codec
+* **The floor.** Rounding one layer's gradients to float32 and nothing else changes the loss by 10⁻¹⁴ to 10⁻¹²: a codec
   that lost nothing at all would do that. Cells at or below their layer's floor are no effect of compression; they are
-  counted, and left out of the correlations. (A training run in float32 has a floor of 10⁻⁷ in its printed loss, which
-  is more than some choices do.)
+  counted, and left out of the correlations. (A training run in float32 has a floor of 10⁻⁷ in its loss alone, which is
+  more than many choices do.)
 * **The metric against itself.** Every cell is measured twice, with other data in the short run, other held-out windows
   and other random numbers in codecs. The rank correlation of the two tables says how much of |Δ| is the choice and
   not the draw; nothing correlates with a metric better than that allows.
@@ -25,7 +25,7 @@ What |Δ| is worth is measured, too, in three ways.
 
 Everything is told with the head and without it, because the largest layer can make a correlation by itself.
 
-Run ``python -m reproduce.sensitivity`` (ten minutes on two idle cores), ``--quick`` (seconds), ``--help``.
+Run ``python -m reproduce.sensitivity`` (a quarter of an hour on two cores), ``--quick`` (seconds), ``--help``.
 
 Differences from the paper: the model is small, and short runs take four steps, which float64 makes enough. They use
 plain SGD, whose steps are as long as the gradients are; from the last checkpoint they are done again with the AdamW
@@ -523,10 +523,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("family", lambda line: line.family),
         ("run", lambda line: line.run),
         ("itself", lambda line: line.over_seeds("itself").text()),
-        ("above floor", lambda line: f"{line.mean('resolved'):.0%}"),
-        ("median |Δ|", lambda line: f"{line.mean('middle'):.1e}"),
+        ("above", lambda line: f"{line.mean('resolved'):.0%}"),
+        ("|Δ|", lambda line: f"{line.mean('middle'):.1e}"),
         ("floor", lambda line: f"{line.mean('floor'):.1e}"),
         ("falls", lambda line: f"{line.mean('falls'):.0%}"),
+        ("loss takes", lambda line: format_seconds(line.mean("loss_s"))),
     ),
     "plans": (
         ("family", lambda line: line.family),
@@ -536,20 +537,19 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("by loss", lambda line: f"{line.fewer('loss').text()}×"),
         ("same", lambda line: f"{line.mean('same'):.0%}"),
         ("error takes", lambda line: format_seconds(line.mean("error_s"))),
-        ("loss takes", lambda line: format_seconds(line.mean("loss_s"))),
     ),
 }
 
 _LEGEND = (
     "Run: steps of training, and what takes the steps of short runs. |Δ|: how far compressing one layer alone takes "
-    "the held-out loss after a short run, in nats per byte; the mean over repeats. Correlations are between it and the "
-    "error of the layer's gradient, over all layers and choices; no head: without the last layer. Itself: the rank "
-    "correlation of |Δ| with that of other data and draws. Floor: what rounding a layer's gradients to float32 makes, "
-    "the median over layers; above floor: the share of layers and choices where |Δ| is more than the layer's floor, "
-    "which correlations are over. Falls: the share where compression lowers the loss. Uniform: bytes of all payloads; "
-    "by error, by loss: how many times fewer plans send that keep the sum of either metric; same: the share of layers "
-    "with one choice in both. Takes: seconds for the table of a metric. Means over seeds, ± half of the interval at "
-    "95 % (Student's t)."
+    "the held-out loss after a short run, in nats per byte, the mean over repeats; in the table its median. "
+    "Correlations are between it and the error of the layer's gradient, over all layers and choices; no head: without "
+    "the last layer. Itself: the rank correlation of |Δ| with that of other data and draws. Above: the share of layers "
+    "and choices, which correlations are over, where |Δ| is more than what rounding the layer's gradients to float32 "
+    "makes; floor: the median of that over layers. Falls: the share where compression lowers the loss. Uniform: bytes "
+    "of all payloads; by error, by loss: how many times fewer plans send that keep the sum of either metric; same: the "
+    "share of layers with one choice in both. Takes: seconds for the table of a metric. Means over seeds, ± half of "
+    "the interval at 95 % (Student's t)."
 )
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 
 from narrowband.adapt import error_table
 from reproduce import sensitivity
+from reproduce.report import table
 from reproduce.sensitivity import FAMILIES, Interval, Options, ShortRun, claims, lines_of, main, units_of
 from tests.reproduce.synthetic import write_all
 
@@ -242,6 +244,17 @@ def test_a_quick_run_writes_both_tables(finished):
     for key in ("error_bytes", "loss_bytes"):
         assert 0 < row[key] <= row["reference_bytes"]
     assert "reproduce.sensitivity --quick" in summary["command"]
+
+
+def test_tables_fit_a_terminal(finished):
+    summary = json.loads((finished[0] / "out/summary.json").read_text())
+    rows = [row | {"seed": seed, "spearman": 0.1 * seed} for seed in (0, 1) for row in summary["rows"]]
+    console = Console(width=80, record=True)
+    for drawn in table(lines_of(rows), sensitivity._TITLES, sensitivity._LAYOUT):
+        console.print(drawn)
+    text = console.export_text()
+    assert text.count("top-k") == 3
+    assert "…" not in text
 
 
 def test_what_is_finished_is_taken_and_a_page_is_written(finished, monkeypatch):
