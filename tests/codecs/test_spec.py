@@ -233,7 +233,7 @@ def test_a_codec_stands_for_itself():
         ("topk+", ["unknown feedback ''", "ef"]),
         ("topk+eff", ["unknown feedback 'eff'", "did you mean 'ef'"]),
         ("topk+momentum", ["unknown feedback 'momentum'", "there are: ef"]),
-        ("topk+ef:beta=1", ["ef has no key 'beta'", "no keys"]),
+        ("topk+ef:beta=1", ["ef has no key 'beta'", "it has: decay"]),
         ("topk+ef+ef", ["unknown feedback 'ef+ef'"]),
         ("+ef", ["unknown codec ''"]),
     ],

@@ -52,6 +52,7 @@ class MixedFeedback(ErrorFeedback):
     residual: the element is the input's largest.
 
     Args:
+        decay: what is left of the residual after a step in which it waited, as for ``ef``.
         sends: of a chosen element ``sum``, input plus residual; or ``parts``: the input where the input chose it, plus
             the residual where the residual did, which is the paper's C(x) + C(e).
 
