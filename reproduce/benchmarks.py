@@ -129,11 +129,11 @@ def _conclusion(found: Records) -> str:
     return (
         f"At 200 Mbit/s a step takes {_times(slow[whole])} as long as one that sends nothing, in 16 bits "
         f"{_times(slow[half])}, and with the largest 1 % of the gradient {_times(slow[own])}; at 1 Gbit/s "
-        f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}. The demo's held-out loss is "
-        f"{loss} uncompressed and {sparse_loss} with the largest 4 % in 8 bits. Between stages 8 bits forward and 4 "
+        f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}; the demo's held-out loss is "
+        f"{loss} uncompressed and {sparse_loss} with the largest 4 % in 8 bits; between stages 8 bits forward and 4 "
         "back train "
-        f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second. In 8 bits a vision "
-        f"transformer under bf16 keeps {kept:.0%} less for backward, in steps {longer:.2f} times as long."
+        f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second; and in 8 bits a "
+        f"vision transformer under bf16 keeps {kept:.0%} less for backward, in steps {longer:.2f} times as long."
     )
 
 

@@ -54,6 +54,14 @@ def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
         assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
 
 
+@pytest.mark.parametrize("module", ["benchmarks", "dgc", "lgreco", "optimizers", "powersgd"])
+def test_a_page_opens_with_three_sentences(module):
+    page = (DOCS / "results" / f"{module}.md").read_text()
+    for part in ("What is claimed|What was asked", "What was run", "What held"):
+        (said,) = re.findall(rf"^\*\*(?:{part})\.\*\* (.+)$", page, re.MULTILINE)
+        assert re.findall(r"[.?!](?=\s|$)", said) == [said[-1]], said
+
+
 @pytest.mark.parametrize("theme", THEMES)
 def test_the_front_picture_shows_the_records_figures(theme):
     picture = (DOCS / f"{FRONT}-{theme}.svg").read_text()
