@@ -1,9 +1,9 @@
 """What a decision for every layer saves, and what it costs: real gradients of a GPT, one process.
 
 The model is trained for some steps without compression, and the gradients of the last ones are added up, as a handle
-adds up averages between two decisions. Each row is one decision for that sum, among so many ranks: the bytes that a rank sends with
-the plan and with the reference for all layers, at no more error; the seconds of the tables and of the program that
-chooses; and these as a share of an epoch.
+adds up averages between two decisions. Each row is one decision for that sum, among so many ranks: the bytes that a
+rank sends with the plan and with the reference for all layers, at no more error; the seconds of the tables and of the
+program that chooses; and these as a share of an epoch.
 """
 
 from __future__ import annotations
