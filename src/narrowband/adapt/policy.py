@@ -44,12 +44,13 @@ class Policy(ABC):
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         """A plan for the steps to come.
 
-        It is called on rank 0 alone, which sends the plan to all ranks. What a policy sees are rank 0's own gradients,
-        before compression and averaging, and without the residual: a sample of what is sent. Between two decisions up
-        to 32 steps are looked at, in equal distances; a gradient that is not finite is left out.
+        It is called on rank 0 alone, which sends the plan to all ranks. What a policy sees are averages over all ranks,
+        as every step delivered them, and not the gradients before compression: what one step's compression leaves out
+        is there as soon as error feedback has sent it. ``dgc`` delivers averages with momentum. What is not finite is
+        left out.
 
         Args:
-            gradients: layer → sum of rank 0's gradients in these steps, float32, in the layer's shape; of compressed
+            gradients: layer → sum of its averages since the last decision, float32, in the layer's shape; of compressed
                 layers only. Gradients of a scaled loss are divided by the scale.
             step: how many steps of training there were.
             traffic: says how many bytes a rank sends for layers; see :class:`~narrowband.adapt.Traffic`.

@@ -1,4 +1,11 @@
-"""Lets a policy see gradients, and brings what it decides to all ranks."""
+"""Lets a policy see gradients, and brings what it decides to all ranks.
+
+What a policy sees is the sum of the averages that were delivered since it last decided. Every rank has these, so they
+cost no exchange. The L-GreCo paper speaks of accumulated gradients. The authors' hooks for PowerSGD
+(github.com/LGrCo/L-GreCo, commit 13942f0) add up those of rank 0 alone, each with the residual, in the last ten steps
+of a window. An average is of all ranks' data, and error feedback makes the sum over a window that of the exact
+averages, up to what the residual gained: no step may be left out of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from narrowband.adapt import Plan
 from narrowband.feedback.base import check_saved
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -27,12 +34,9 @@ __all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
 
-#: Steps between two decisions whose gradients are added up. Each costs a pass over them on one rank.
-LOOKS = 32
-
 
 class Controller:
-    """Rank 0 adds up gradients and decides; all ranks follow in the same step.
+    """Rank 0 adds up averages and decides; all ranks follow in the same step.
 
     Args:
         policy: what decides; None: nothing changes.
@@ -68,23 +72,17 @@ class Controller:
         self._layers.set(plan.specs())
         self.plan = plan
 
-    def look(self, step: int, buffer: Tensor, parameters: Sequence[Parameter], weight: float) -> None:
-        """Add a group's gradients, times ``weight``, if this step is one of those that are looked at."""
-        policy = self.policy
-        if policy is None or step % max(1, policy.every // LOOKS):
+    def look(self, averages: Iterable[tuple[Parameter, Tensor]], weight: float) -> None:
+        """Add what a step delivered to layers, times ``weight``. One step that is not finite must not spoil all."""
+        if self.policy is None:
             return
         self._looked = True
         if self._peers.rank:
             return
-        at = 0
-        for parameter in parameters:
-            part = buffer[at : at + parameter.shape.numel()]
-            at += parameter.shape.numel()
-            if not parameter.compressed:
-                continue
-            part = part.float()
+        for parameter, average in averages:
+            part = average.float()
             if not kernels.all_finite(part):
-                continue  # one broken step must not spoil the sum of all
+                continue
             if parameter.name not in self._sums:
                 self._sums[parameter.name] = torch.zeros_like(part)
             self._sums[parameter.name].add_(part, alpha=weight)

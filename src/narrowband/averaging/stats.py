@@ -24,7 +24,8 @@ class StepStats(StepRecord):
         decode_s: seconds in decoding and feedback, on the engine's thread.
         waiting_s: seconds between the end of backward's own work and the last average: what compression costs you.
         exchange_s: seconds between the first bucket and the last average.
-        decide_s: seconds in which a policy decided, or was waited for.
+        decide_s: seconds in which a policy decided, or was waited for; on rank 0 also those in which averages were
+            added up for it.
         skipped: steps in which a compressed gradient was inf or NaN on some rank. They changed no residual.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: the residual
             included), of the latest step that measured it (the first, and every 50th); None before.

@@ -68,6 +68,11 @@ class Group:
             span = slice(at, at := at + parameter.shape.numel())
             yield parameter, self.buffer[span], None if self.out is None else self.out[span]
 
+    def averages(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Each parameter with its average, once that is there."""
+        for parameter, part, out in self.pieces():
+            yield parameter, part if out is None else out
+
     def deliver(self) -> None:
         """The buffer holds the averages."""
         if self.out is not None:
@@ -135,6 +140,7 @@ class Step:
         self.codec = codec
         self.compressing = compressing
         self._unclipped: list[Group] = []  # wait for the norm of all
+        self._dense: list[Group] = []  # of real numbers
         self._norm = 0.0
         #: Of each group of tensors: its future, and the memory that the averages go to.
         self.results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
@@ -230,9 +236,7 @@ class Step:
             self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
             real = buffer.dtype == group.parameters[0].vector.dtype  # complex gradients come as pairs of real numbers
             if real:
-                self._parts.controller.look(
-                    self._number, buffer, group.parameters, 1.0 / (self._parts.loss_scale.value or 1.0)
-                )
+                self._dense.append(group)
             observed = self.compressing or self._layers.incremental  # by feedback, compressed or not
             if real and ((observed and not self._layers.exact) or observer is not None):
                 self._encode(group)
@@ -386,9 +390,17 @@ class Step:
         if self._open_jobs:
             return
         self._delivered = True
+        self._look()
         self._account()
         for future, buffer in self.results:
             future.set_result(buffer)
+
+    def _look(self) -> None:
+        """Show the averages of layers to whatever decides about these."""
+        begin = time.perf_counter()
+        averages = (average for group in self._dense for average in group.averages() if average[0].compressed)
+        self._parts.controller.look(averages, 1.0 / (self._parts.loss_scale.value or 1.0))
+        self._stats.decide_s += time.perf_counter() - begin
 
     def _account(self) -> None:
         stats = self._stats

@@ -1,9 +1,9 @@
 """What a decision for every layer saves, and what it costs: real gradients of a GPT, one process.
 
 The model is trained for some steps without compression, and the gradients of the last ones are added up, as a handle
-does between two decisions. Each row is one decision for that sum, among so many ranks: the bytes that a rank sends with
-the plan and with the reference for all layers, at no more error; the seconds of the tables and of the program that
-chooses; and these as a share of an epoch.
+adds up averages between two decisions. Each row is one decision for that sum, among so many ranks: the bytes that a
+rank sends with the plan and with the reference for all layers, at no more error; the seconds of the tables and of the
+program that chooses; and these as a share of an epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from narrowband.units import format_loss
 
 __all__ = ["Config", "count", "run"]
 
-#: Gradients that are added up, as in a handle.
+#: Gradients that are added up.
 _LOOKS = 32
 
 #: The program alone, at the size of a large model: layers, choices. From a choice to the next the size falls by a
