@@ -70,6 +70,10 @@ GRADIENTS = [
     "powersgd:rank=2",
     "powersgd:rank=2,iterations=2",
     "powersgd:rank=1,ef=false",
+    "powersgd:rank=2,halves=1",
+    "powersgd:rank=1,halves=2",
+    "topk:density=0.05+ef:decay=0.95",
+    "dgc:density=0.05,select=sampled,values=fp16",
 ]
 #: (specification, options of compress_gradients) beside the defaults.
 WITH_OPTIONS = [

@@ -177,27 +177,32 @@ def _low_rank_product(data: Data, backend: Any) -> Loop:
     return Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
 
 
-def _dgc(data: Data, backend: Any) -> Loop:
+def _dgc(sampled: bool) -> Maker:
     """A step of ``dgc:density=0.001`` on one tensor: velocity, accumulation, selection, masking, with the threshold of
-    a step before. Writing the payload is the work of the loops of top-k.
+    a step before, or of a sample. Writing the payload is the work of the loops of top-k.
     """
-    n, k = data.numel, data.k
-    states = [torch.randn(n, generator=data.generator) for _ in range(2)]
-    x, now, before = (torch.empty(n) for _ in range(3))
-    hint = 0.0
 
-    def restore() -> None:
-        for tensor, kept in zip((x, now, before), (data.x, *states), strict=True):
-            tensor.copy_(kept)
+    def make(data: Data, backend: Any) -> Loop:
+        n, k = data.numel, data.k
+        states = [torch.randn(n, generator=data.generator) for _ in range(2)]
+        x, now, before = (torch.empty(n) for _ in range(3))
+        hint = 0.0
 
-    def body(seed: int) -> float:
-        _, at, _, ahead = backend.momentum_topk(x, now, before, k, momentum=0.9, threshold=hint, seed=seed)
-        backend.forget(now, before, at, momentum=0.9)
-        return float(ahead)
+        def restore() -> None:
+            for tensor, kept in zip((x, now, before), (data.x, *states), strict=True):
+                tensor.copy_(kept)
 
-    restore()
-    hint = body(0)
-    return Loop(body, restore)
+        def body(seed: int) -> float:
+            options = {"momentum": 0.9, "threshold": hint, "sampled": sampled, "seed": seed}
+            _, at, _, ahead = backend.momentum_topk(x, now, before, k, **options)
+            backend.forget(now, before, at, momentum=0.9)
+            return float(ahead)
+
+        restore()
+        hint = body(0)
+        return Loop(body, restore)
+
+    return make
 
 
 def _orthonormalize(data: Data, backend: Any) -> Loop:
@@ -325,7 +330,8 @@ LOOPS: dict[str, Maker] = {
     "elias-fano-decode": _elias_fano_decode,
     "sparse-accumulate": _sparse_accumulate,
     "lowrank-4-decode-accumulate": _low_rank_product,
-    "dgc-momentum-select-mask": _dgc,
+    "dgc-momentum-select-mask": _dgc(sampled=False),
+    "dgc-momentum-sampled-select-mask": _dgc(sampled=True),
     "orthonormalize-32x4096": _orthonormalize,
     "fixed-quantize": _fixed_quantize,
     "fixed-encode": _fixed_encode,
