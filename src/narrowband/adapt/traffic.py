@@ -6,7 +6,7 @@ knows no process group.
 
 Not counted is what a message has of its own, whatever it carries: four bytes that say whether its sender saw inf or
 NaN. A codec's chunks for ``scatter_reduce`` are counted as one payload; their rounding up adds less than one group of
-the codec per layer and rank.
+the codec per layer and rank. Gradients are taken to be float32; in half precision ``none`` sends half of what is said.
 """
 
 from __future__ import annotations
