@@ -185,8 +185,8 @@ _LEGEND = (
     "dense row of the same seed, ± half of its 95 % interval (Student's t, paired; of one pair: by the spread of the "
     "dense rows). Error: how far the gradient of a batch is from the exact one after training, as a share of its norm. "
     "Kept: of a step's activations, for backward; share: of what is kept plain in the same arithmetic. Paper: accuracy "
-    "of DeiT-Ti on ImageNet, and memory in percent of its baseline's. Steps of all policies are timed in [a page of "
-    "their own](mesa_memory.md)."
+    "of DeiT-Ti on ImageNet, and memory in percent of its baseline's. Steps of all policies are timed by "
+    "python -m reproduce.mesa_memory."
 )
 
 
@@ -470,7 +470,7 @@ EXPERIMENT = Experiment(
         found=_found,
         panels=_panels,
         covers=(
-            ("table 1 (ImageNet)", "here, with a small vision transformer on CIFAR-10; steps: [here](mesa_memory.md)"),
+            ("table 1 (ImageNet)", "here, with a small vision transformer on CIFAR-10; steps: `reproduce.mesa_memory`"),
             ("table 2 (statistics per sample)", "here"),
             ("table 3 (rounding)", "here; that rounding to the nearest does not converge on ImageNet is not tested"),
             ("table 4 (symmetric ranges)", "here"),
@@ -480,7 +480,8 @@ EXPERIMENT = Experiment(
             ("table 8 (modules)", "here"),
             (
                 "tables 9 and 10 (the largest model, and batch)",
-                "[by measurement](mesa_memory.md); table 10's accuracies with twice the batch are not reproduced",
+                "`reproduce.mesa_memory` measures them, no record yet; the accuracies of table 10, with twice the "
+                "batch, are not reproduced",
             ),
             ("table 11 (segmentation of ADE20K)", "not reproduced: neither its data nor a pre-trained Swin are here"),
             (

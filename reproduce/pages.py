@@ -22,7 +22,6 @@ from reproduce import (
     fidelity,
     lgreco,
     mesa,
-    mesa_memory,
     model_parallel,
     optimizers,
     powersgd,
@@ -53,7 +52,6 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     },
     "cssgd": cssgd_page.page,
     "fidelity": fidelity.page,
-    "mesa_memory": mesa_memory.page,
     "optimizers": optimizers.page,
     "sensitivity": sensitivity.page,
 }
