@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
     (place / "bytes.json").write_bytes(bytes(range(128, 256)))
     (place / "newer.json").write_text('{"version": 9}')
     layer = {"name": "a", "spec": "qsgd:bits=4", "nbytes": 3, "error": None, "shape": [3, 3]}
-    (place / "other.json").write_text(json.dumps({"version": 1, "policy": "mine", "layers": [layer]}))
+    (place / "other.json").write_text(json.dumps({"version": 2, "policy": "mine", "world_size": 4, "layers": [layer]}))
     (place / "model.py").write_text(MODEL)
     (place / "model.txt").write_text(MODEL)
     (place / "imports.py").write_text("\nimport nothing_of_this_name\n")
