@@ -169,6 +169,7 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
         its = [(r.row, r.seeds_of(seeds, options.ablation_seeds)) for r in own]
         for seed in dict.fromkeys(itertools.chain(seeds, options.ablation_seeds, *(given for _, given in its))):
             rows += [replace(row, seed=seed) for row, given in its if seed in given]
+    rows = list(dict.fromkeys(rows))  # one that has a recipe of its own for some seed is not trained twice
     return rows if options.epochs is None else [_with_epochs(row, options.epochs) for row in _once(rows)]
 
 

@@ -36,6 +36,8 @@ def test_ablations_and_rows_with_seeds_of_their_own_keep_them():
     rows = names(chosen(replace(dgc.EXPERIMENT, recipes=recipes), Options(seeds=(0, 1), ablation_seeds=(1,))))
     told = [("dense", 0), ("dense", 1), ("part", 1), ("own", 7)]
     assert [(name, seed) for _, name, seed in rows] == told
+    twice = replace(dgc.EXPERIMENT, recipes=(Recipe(row, seeds=(7,)), Recipe(row, turn=1)))
+    assert [seed for *_, seed in names(chosen(twice, Options(seeds=(0, 7))))] == [7, 0]
 
 
 def test_long_rows_are_trained_on_request():
