@@ -94,7 +94,7 @@ class LayerCollectives:
         >>> chosen = nb.compression("topk:density=0.01+ef")
         >>> found = LayerCollectives([(chosen, (1000, 500))], size=4)
         >>> found.of(chosen).name, found.sent_nbytes(chosen, (1000, 500))
-        ('all_gather', 79884)
+        ('all_gather', 76884)
     """
 
     def __init__(
