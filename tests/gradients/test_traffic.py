@@ -87,7 +87,7 @@ def test_a_plan_sends_what_it_says(world_size, names):
     assert plan.world_size == world_size
     assert plan.nbytes == said < plan.reference_nbytes
     families = {layer.family for layer in plan.layers}
-    assert families == ({"topk", "powersgd"} if world_size == 4 else {"powersgd"})  # gathered, top-k costs too much
+    assert ("topk" in families) == (world_size == 4)  # gathered among many, top-k costs too much
     for name, (_, said, *_) in zip(names, results[0][1:], strict=True):
         layers = [(nb.compression(spec), (SIDE, SIDE)) for spec in FIXED[name].values()]
         assert said == sum(Traffic(world_size, REFERENCE).nbytes(layers))
