@@ -30,8 +30,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -46,7 +48,7 @@ from narrowband.bench.models import ViT
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import Subject
 from narrowband.errors import UnsupportedError
-from narrowband.report.record import provenance, write_json
+from narrowband.report.record import provenance, read_json, versions, write_json
 from narrowband.units import NOTHING, format_bytes
 from reproduce.activations import read_policy
 from reproduce.command import command_line, progress, show
@@ -59,7 +61,7 @@ from reproduce.tasks import VIT
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Axis", "Limit", "Options", "Step", "build", "claims", "largest", "main", "page"]
+__all__ = ["Axis", "Limit", "Options", "Step", "Trials", "build", "claims", "largest", "main", "page"]
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,53 @@ class Found:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
+class Trials:
+    """Bytes that training takes. A trial that an earlier run finished is not repeated.
+
+    Args:
+        path: of the file that keeps them, written after every trial; None: they are not kept.
+        seed: of parameters and inputs.
+        resume: whether to take what the file has, if that is of the same seed and versions.
+        tell: called after every trial with a word about it.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        seed: int,
+        resume: bool = True,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._path, self._seed, self._tell, self._lock = path, seed, tell, threading.Lock()
+        self._identity = {"seed": seed, "versions": versions(), "preloaded": os.environ.get("LD_PRELOAD", "")}
+        self._nbytes: dict[str, int] = {}
+        if path is not None and resume and path.exists():
+            earlier = read_json(path, ("identity", "nbytes"))
+            if earlier["identity"] == self._identity:
+                self._nbytes = earlier["nbytes"]
+
+    def __call__(self, way: Way, argument: str, size: int) -> int:
+        """Bytes of one, trained in a process of its own if it is not known.
+
+        Raises:
+            UnsupportedError: the system does not tell how much memory a process takes.
+        """
+        key = f"{way.name}, {argument} {size}"
+        known = self._nbytes.get(key)
+        if known is None:
+            inputs = {"batch": _BATCH.base, argument: size}
+            known = footprint(way, functools.partial(build, **inputs), seed=self._seed)
+            if known is None:
+                raise UnsupportedError("how much memory a process takes is asked of Linux: run this there")
+            with self._lock:
+                self._nbytes[key] = known
+                if self._path is not None:
+                    write_json(self._path, {"identity": self._identity, "nbytes": dict(sorted(self._nbytes.items()))})
+        self._tell(f"{key}: {format_bytes(known)}")
+        return known
+
+
 def _timed() -> list[Way]:
     """Policies of all rows; the plain one is first."""
     return [Way(row.name, read_policy(row.activations), amp=row.amp) for row in TIMED]
@@ -269,6 +318,7 @@ def measure(
     ways: Sequence[Way],
     timed: Sequence[Way],
     *,
+    trial: Trials,
     batch: int = _TIMED_BATCH,
     rounds: int,
     workers: int,
@@ -281,11 +331,12 @@ def measure(
         axes: what may become larger.
         ways: to train; the first is plain, and the second has 8 bits.
         timed: ways whose steps are timed, the plain one first.
+        trial: trains one size.
         batch: images in such a step.
         rounds: timed steps of each.
         workers: trials at a time.
         seed: of parameters and inputs.
-        tell: called after every trial, and for every timed step, with a word about it.
+        tell: called for every timed step with a word about it.
 
     Raises:
         UnsupportedError: the system does not tell how much memory a process takes.
@@ -294,14 +345,6 @@ def measure(
     torch.set_num_threads(1)  # of trials, too
     try:
         with ThreadPoolExecutor(workers) as pool:
-
-            def trial(way: Way, argument: str, size: int) -> int:
-                nbytes = footprint(way, functools.partial(build, **{"batch": _BATCH.base, argument: size}), seed=seed)
-                if nbytes is None:
-                    raise UnsupportedError("how much memory a process takes is asked of Linux: run this there")
-                tell(f"{way.name}, {argument} {size}: {format_bytes(nbytes)}")
-                return nbytes
-
             base = dict(
                 zip(
                     [way.name for way in ways],
@@ -533,7 +576,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
 class Options:
     """How large may a model be within one budget of memory, plain and with 8 bits? And how much longer are steps?
 
-    Ten minutes on two cores. Linux only. Stopped by Ctrl-C, it writes nothing.
+    Ten minutes on two cores. Linux only. After Ctrl-C, the same command goes on with the trials that are left.
     """
 
     rounds: int = 9
@@ -544,6 +587,8 @@ class Options:
     """Of parameters and inputs."""
     output: Path | None = None
     """Directory of the result; reproduce/results/mesa_memory when left out."""
+    resume: bool = True
+    """Take trials that an earlier run finished; --no-resume makes them again."""
     quick: bool = False
     """The batch alone, and plain and 8 bits alone: to see that everything works. Judges nothing."""
     markdown: Path | None = None
@@ -552,7 +597,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` when None) and return its exit code."""
-    return command_line("mesa_memory", Options, _run, argv, stopped="Nothing was written.")
+    return command_line("mesa_memory", Options, _run, argv, stopped="Finished trials are kept.")
 
 
 def _run(options: Options, command: list[str], console: Console) -> None:
@@ -563,17 +608,23 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     batch = _QUICK_BATCH if options.quick else _TIMED_BATCH
     record = provenance(options.seed, command)
     console.print(_PAPER, style="bold", markup=False, highlight=False)
+    directory = options.output or Path(__file__).parent / "results" / "mesa_memory"
     with progress(console) as bars:
         bar = bars.add_task("searching", total=None, said="")
+
+        def tell(said: str) -> None:
+            bars.update(bar, advance=1, said=said)
+
         found = measure(
             _AXES[-1:] if options.quick else _AXES,
             _WAYS[:2] if options.quick else _WAYS,
             [way for way in _timed() if not options.quick or way.name in ("dense", "mesa")],
+            trial=Trials(directory / "trials.json", seed=options.seed, resume=options.resume, tell=tell),
             batch=batch,
             rounds=options.rounds,
             workers=options.workers,
             seed=options.seed,
-            tell=lambda said: bars.update(bar, advance=1, said=said),
+            tell=tell,
         )
     said = [] if options.quick else claims(found)
     whole = record | {
@@ -582,7 +633,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         "claims": [asdict(claim) for claim in said],
     }
     show(console, found.lines, _TITLES, said, _layout(whole))
-    written = (options.output or Path(__file__).parent / "results" / "mesa_memory") / "summary.json"
+    written = directory / "summary.json"
     write_json(written, whole)
     if options.markdown is not None:
         page(whole, options.markdown)

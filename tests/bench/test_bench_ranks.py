@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -128,3 +129,28 @@ def test_ranks_end_with_their_parent(module, tmp_path, how):
     finally:
         parent.kill()
         parent.wait()
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_where_a_fork_is_not_safe_each_rank_starts_anew(module, tmp_path, code):
+    name = module(
+        f"""
+        open(os.path.join(worker.config["pids"], str(worker.rank)), "w").write(str(os.getppid()))
+        while len(os.listdir(worker.config["pids"])) < 2:
+            time.sleep(0.01)
+        sys.exit({code} if worker.rank == 1 else 0)
+        """
+    )
+    launch = (
+        "import sys; from narrowband.bench import loopback; sys.platform = 'darwin'; "
+        f"sys.exit(loopback._launch({name!r}, sys.argv[1:]))"
+    )
+    parents, place = tmp_path / "pids", tmp_path / "place"
+    parents.mkdir()
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({"pids": str(parents)}))
+    environment = os.environ | {"WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", launch, str(place)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as launcher:
+        assert launcher.wait(LIMIT_S) == code
+    assert [int(path.read_text()) for path in parents.iterdir()] == [launcher.pid] * 2

@@ -103,3 +103,26 @@ def test_what_is_no_contraction_is_gathered(spec):
     assert choose(codec, 1 << 30, 8, ErrorFeedback()).name == "all_gather"
     assert choose(codec, 1 << 30, 8).name == "scatter_reduce"  # without feedback nothing adds up
     assert "or more bits" in collective("scatter_reduce").obstacle(codec, ErrorFeedback())
+
+
+def after_steps_without(rank, size):
+    """Two steps, and then two in which no rank has a gradient: what is kept and what was delivered, after each."""
+    codec, feedback = nb.codec("qsgd:bits=4"), ErrorFeedback()
+    cut = Chunked(codec, size, 0).cut(NUMEL)[rank]
+    seen = []
+    for step in range(1, 5):
+        x = gradient(rank, step) if step < 3 else torch.zeros(NUMEL)
+        item = Operand("p", x, (NUMEL,), codec, feedback, seed_of(step, 0), 0)
+        average("scatter_reduce", [item], rank, size, rotating=False)
+        seen.append((feedback.residual("p").clone(), feedback.owner_error("p", cut).clone(), item.x.clone()))
+    return seen
+
+
+def test_an_owner_keeps_its_error_where_no_rank_used_the_tensor():
+    for _, (residual, error, _), *unused in run_ranks(after_steps_without, 3):
+        assert residual.any()
+        assert error.any()
+        for kept, owned, delivered in unused:
+            assert torch.equal(kept, residual)
+            assert torch.equal(owned, error)
+            assert not delivered.any()

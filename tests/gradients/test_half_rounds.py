@@ -12,9 +12,8 @@ import narrowband as nb
 from narrowband.codecs.lowrank import start
 from narrowband.collectives import all_reduce_nbytes
 from tests.codecs.common import backend
-from tests.gradients.matrices import compressed, net, state_of
-from tests.gradients.test_powersgd import Fork
-from tests.gradients.training import FINGERPRINT, HUGE, TINY, compress, data, flat, loss_of, same, train, wrap
+from tests.gradients.matrices import compressed, net, sent_and_kept, state_of
+from tests.gradients.training import FINGERPRINT, HUGE, TINY, flat, loss_of, same, train
 from tests.ranks import run_ranks
 
 #: The network's matrices that are factored; two more are too narrow.
@@ -147,27 +146,8 @@ def test_a_half_round_is_one_all_reduce_of_one_factor(halves):
     assert planned == 4 * (left + right) * halves / 2
 
 
-def of_no_gradient(rank, world_size):
-    """Gradients on one rank, on none, and on the other only."""
-    model = wrap(Fork(), find_unused_parameters=True)
-    handle = compress(model, "powersgd:rank=2,halves=1", min_numel=64)
-    plain, sent, own, residuals = Fork(), torch.zeros(30, 30), torch.zeros(30, 30), []
-    for step, both in enumerate(((True, True), (True, False), (False, False), (False, True), (True, True))):
-        model.zero_grad()
-        plain.zero_grad()
-        x = data(step, rank)[0]
-        model(x, both[rank]).square().mean().backward()
-        plain(x, both[rank]).square().mean().backward()
-        if model.module.sometimes.weight.grad is not None:
-            sent += model.module.sometimes.weight.grad
-        if plain.sometimes.weight.grad is not None:
-            own += plain.sometimes.weight.grad
-        residuals.append(state_of(handle)["residual/sometimes.weight"].view(30, 30))
-    return sent, own, residuals
-
-
 def test_nothing_is_lost_and_a_rank_without_a_gradient_keeps_its_residual():
-    (sent, mine, residual), (same_sent, yours, others) = run_ranks(of_no_gradient, 2)
+    (sent, mine, residual), (same_sent, yours, others) = run_ranks(sent_and_kept, 2, "powersgd:rank=2,halves=1")
     assert torch.equal(sent, same_sent)
     torch.testing.assert_close(sent + (residual[-1] + others[-1]) / 2, (mine + yours) / 2, rtol=0, atol=1e-6)
     assert torch.equal(residual[1], residual[2])

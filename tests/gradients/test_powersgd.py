@@ -7,20 +7,17 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives import all_reduce_nbytes
 from tests.codecs.common import backend
-from tests.gradients.matrices import SPEC, compressed, net, state_of
+from tests.gradients.matrices import SPEC, compressed, net, sent_and_kept, state_of
 from tests.gradients.training import (
     FINGERPRINT,
     HUGE,
     TINY,
-    compress,
-    data,
     flat,
     loss_of,
     same,
@@ -221,42 +218,9 @@ def test_nothing_is_lost():
         torch.testing.assert_close(sent + late, gradients, rtol=0, atol=1e-5)
 
 
-class Fork(nn.Module):
-    """Two layers of which a batch may use one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.always, self.sometimes = nn.Linear(24, 30), nn.Linear(30, 30)
-
-    def forward(self, x, both):
-        y = self.always(x)
-        return self.sometimes(y) if both else y
-
-
-def missing(rank, world_size):
-    model = wrap(Fork(), find_unused_parameters=True)
-    handle = compress(model, SPEC, min_numel=64)
-    sent, residual = torch.zeros(30, 30), []
-    local = torch.zeros(30, 30)
-    plain = Fork()
-    for step, both in enumerate(((True, True), (True, False), (False, False), (False, True), (True, True))):
-        model.zero_grad()
-        plain.zero_grad()
-        x = data(step, rank)[0]
-        model(x, both[rank]).square().mean().backward()
-        plain(x, both[rank]).square().mean().backward()
-        if model.module.sometimes.weight.grad is not None:
-            sent += model.module.sometimes.weight.grad
-        if plain.sometimes.weight.grad is not None:
-            local += plain.sometimes.weight.grad
-        residual.append(state_of(handle)["residual/sometimes.weight"].view(30, 30))
-    return sent, local, residual
-
-
 def test_a_layer_without_a_gradient_loses_nothing():
     """On one rank it takes what the others send; where no rank has one, nobody's state changes."""
-    (sent, mine, residual), (_, yours, others_residual) = run_ranks(missing, 2)
+    (sent, mine, residual), (_, yours, others_residual) = run_ranks(sent_and_kept, 2, SPEC)
     torch.testing.assert_close(sent + (residual[-1] + others_residual[-1]) / 2, (mine + yours) / 2, rtol=0, atol=1e-6)
     assert torch.equal(residual[1], residual[2])
     assert not torch.equal(others_residual[0], others_residual[1])

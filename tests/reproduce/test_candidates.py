@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from reproduce import candidates
-from reproduce.candidates import (
+from reproduce.candidates import Options, main
+from reproduce.candidates_page import claims, lines
+from reproduce.candidates_senders import (
     CANDIDATES,
     SUBJECTS,
-    Options,
     Subject,
     block,
-    claims,
-    lines,
-    main,
     natural,
     natural_dithering,
     sender,

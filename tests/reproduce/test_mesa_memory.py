@@ -186,6 +186,14 @@ def test_a_quick_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     assert record["found"]["steps"][1]["kept_share"] == pytest.approx(0.25, abs=0.02)
     assert f"| batch, images | 128 | {limit['sizes'][PLAIN]} | {limit['sizes'][EIGHT]} |" in page.read_text()
     assert "written:" in capsys.readouterr().out
+    tried = len(asked)
+    assert mesa_memory.main(arguments) == 0
+    assert len(asked) == tried  # it went on from what was kept
+    assert mesa_memory.main([*arguments, "--no-resume"]) == 0
+    assert len(asked) == 2 * tried
+    assert mesa_memory.main([*arguments, "--seed", "1"]) == 0
+    assert len(asked) == 3 * tried
+    record = json.loads((out / "summary.json").read_text())
     written = page.read_text()
     mesa_memory.page(record, page)
     assert page.read_text() == written

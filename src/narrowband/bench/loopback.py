@@ -165,7 +165,7 @@ def _as_a_program(module: str) -> NoReturn:
 
 def _spawn(module: str, arguments: Sequence[str], rank: int) -> int:
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, env=os.environ | _place(rank)).pid
+    return os.posix_spawn(sys.executable, command, os.environ | _place(rank))  # a Popen might wait in _launch's place
 
 
 if __name__ == "__main__":

@@ -138,8 +138,9 @@ class ScatterReduce(Exchange):
             cut = self._codec(operand).cut(operand.x.numel())[rank]
             mean = torch.empty(cut.stop - cut.start, device=received.device)
             operand.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
-            # Where all ranks sent zeros nobody used the layer, and nobody looks at its average: what was lost waits.
-            feedback = None if kernels.all_zero(mean) else operand.feedback
+            feedback = operand.feedback
+            if feedback is not None and kernels.all_zero(mean):
+                feedback = None  # nobody used the layer, and nobody looks at its average: what was lost waits
             before = None if feedback is None else feedback.owner_error(operand.key, cut)
             if before is not None:
                 mean += before

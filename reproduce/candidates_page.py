@@ -1,0 +1,218 @@
+"""What the rows of :mod:`reproduce.candidates` come to: verdicts, tables, the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowband.units import format_bytes
+from reproduce.candidates_senders import CANDIDATES, DGC, DGC_8, DGC_16
+from reproduce.pairs import Difference, difference
+from reproduce.pictures import Bar, Panel
+from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+
+__all__ = ["LAYOUT", "TITLES", "Line", "claims", "lines", "page"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row over its seeds."""
+
+    group: str
+    name: str
+    spec: str
+    kind: str
+    nbytes: float
+    ratio: float
+    scores: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.scores.values()) / len(self.scores)
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Rows put together by group and name."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["group"], row["name"]), []).append(row)
+    return [
+        Line(
+            group, name, own[0]["spec"], own[0]["kind"], own[0]["nbytes"], own[0]["dense_nbytes"] / own[0]["nbytes"],
+            {row["seed"]: row["perplexity" if row["cumulated"] is None else "cumulated"] for row in own},
+        )
+        for (group, name), own in found.items()
+    ]  # fmt: skip
+
+
+def _beside(found: Sequence[Line], group: str, one: str, other: str) -> Difference:
+    """How far the first row's score is from the second's, as a share of it."""
+    own = {line.name: line.scores for line in found if line.group == group}
+    if one not in own or other not in own:
+        raise LookupError(f"needs {one} and {other}")
+    return difference(own[one], own[other], names=(one, other), higher_is_better=False, relative=True)
+
+
+#: What is said, the table that it is about, and the rows of which the first is better than the second.
+_BETTER = (
+    ("natural compression loses more than qsgd with half of its bits and feedback", "bits", "qsgd:bits=4+ef",
+     "natural compression+ef"),
+    ("natural dithering loses less than qsgd:bits=3 without feedback", "bits", "natural dithering, 3 bits",
+     "qsgd:bits=3"),
+    ("and more than what is there with feedback", "bits", "uniform:bits=3,symmetric=true+ef",
+     "natural dithering, 3 bits+ef"),
+    ("TernGrad loses less than qsgd:bits=2 without feedback", "bits", "TernGrad", "qsgd:bits=2"),
+    ("and more than what is there with feedback", "bits", "uniform:bits=2,symmetric=true+ef", "TernGrad+ef"),
+    ("models trained with TernGrad are better than those with qsgd:bits=2", "training", "TernGrad", "qsgd:bits=2"),
+    ("and worse than those with two bits and feedback", "training", "uniform:bits=2,symmetric=true+ef", "TernGrad"),
+    ("random elements lose less than a random block", "random", "randomk:density=0.1+ef", "random block, 10 %+ef"),
+    ("two half rounds lose less than one round, rank 2", "rank", "powersgd:rank=2,halves=2", "powersgd:rank=2"),
+    ("two half rounds lose less than one round, rank 4", "rank", "powersgd:rank=4,halves=2", "powersgd:rank=4"),
+    ("half a round of twice the rank loses less than one round, rank 2", "rank", "powersgd:rank=4,halves=1",
+     "powersgd:rank=2"),
+    ("half a round of twice the rank loses less than one round, rank 4", "rank", "powersgd:rank=8,halves=1",
+     "powersgd:rank=4"),
+    ("two half rounds train a better model than one round, rank 4", "training", "powersgd:rank=4,halves=2",
+     "powersgd:rank=4"),
+    ("half a round of twice the rank trains a better model than one round", "training", "powersgd:rank=8,halves=1",
+     "powersgd:rank=4"),
+    ("a residual that decays by 5 % a step trains a better model", "training", "topk:density=0.01+ef:decay=0.95",
+     "topk:density=0.01+ef"),
+    ("DGC sends more values in 16 bits to better effect", "dgc", DGC_16, DGC),
+    ("and in 8 bits", "dgc", DGC_8, DGC),
+    ("the authors' warm-up is better than the paper's", "dgc", "warm-up of the authors' code", "warm-up of the paper"),
+    ("clipping by layers is better than clipping as a whole", "dgc", "clipped by layers", "clipped as a whole"),
+)  # fmt: skip
+
+
+def claims(found: Sequence[Line]) -> list[Claim]:
+    """What may be said of candidates, by these rows."""
+    said = []
+    for text, group, one, other in _BETTER:
+        try:
+            said.append(claimed(text, _beside(found, group, one, other).better()))
+        except LookupError:
+            said.append(Claim(text, None, "not measured"))
+    return said
+
+
+TITLES = {
+    "bits": "A few bits per element",
+    "random": "Elements at random",
+    "rank": "Low rank: rounds and half rounds",
+    "training": "Training with AdamW",
+    "dgc": "Deep Gradient Compression",
+}
+
+
+def _score(line: Line) -> str:
+    own = list(line.scores.values())
+    spread = max(own) - min(own)
+    return f"{line.mean:.3f}" + (f" (seeds {spread:.3f} apart)" if len(own) > 1 else "")
+
+
+def _columns(group: str) -> Sequence[Column]:
+    trained = group in ("training", "dgc")
+    return (
+        ("row", lambda line: line.name),
+        ("in the library", lambda line: "no" if _is_candidate(line) else "yes"),
+        ("sent", lambda line: format_bytes(line.nbytes)),
+        ("ratio", lambda line: f"{line.ratio:.1f}"),
+        ("perplexity" if trained else "cumulated error", _score),
+    )
+
+
+def _is_candidate(line: Line) -> bool:
+    return line.spec.removesuffix("+ef") in CANDIDATES or "authors" in line.name or line.name == "clipped by layers"
+
+
+LAYOUT = Layout(
+    tables=lambda found: [(group, [line for line in found if line.group == group]) for group in _of_groups(found)],
+    columns=_columns,
+    legend=(
+        "Sent: bytes of one rank's payloads of all compressed matrices in a step, a mean over steps; ratio: how many "
+        "times less that is than in 32 bits. Cumulated error: how far the parameters of plain SGD would be led astray, "
+        "in mean steps. Perplexity: of held-out text. Less is better in both. Compared are pairs of one seed."
+    ),
+    caption=lambda title, own: f"{title}; {len(own[0].scores)} seeds",
+    notes=lambda own: [f"{line.name}: `{line.spec}`" for line in own if line.name != line.spec],
+)
+
+
+def _of_groups(found: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(line.group for line in found))
+
+
+def _found(found: Sequence[Line]) -> str:
+    own = {(line.group, line.name): line.mean for line in found}
+    try:
+        rank = 1 - own["rank", "powersgd:rank=4,halves=2"] / own["rank", "powersgd:rank=4"]
+        blocks = own["random", "random block, 10 %+ef"] / own["random", "randomk:density=0.1+ef"] - 1
+        fp16, dgc = own["dgc", DGC_16], own["dgc", DGC]
+        terngrad, qsgd, uniform = (
+            own["bits", name] for name in ("TernGrad", "qsgd:bits=2", "uniform:bits=2,symmetric=true+ef")
+        )
+    except KeyError as missing:
+        raise LookupError(f"needs {missing}") from None
+    return (
+        f"half rounds of PowerSGD lose {rank:.0%} less than whole ones at rank 4, and DGC's perplexity is {fp16:.2f} "
+        f"with values in 16 bits and {dgc:.2f} with fewer of them in 32, so both are here; a random block loses "
+        f"{blocks:.0%} more than random elements, and TernGrad {terngrad:.1f} mean steps where qsgd:bits=2 loses "
+        f"{qsgd:.1f} and two bits with feedback {uniform:.2f}, so neither is here."
+    )
+
+
+def _panels(found: Sequence[Line]) -> list[Panel]:
+    own = {(line.group, line.name): line.mean for line in found}
+
+    def bars(group: str, *names: str) -> list[Bar]:
+        return [Bar(name, own[group, name], f"{own[group, name]:.2f}", "halves" in name) for name in names]
+
+    ranks = ("powersgd:rank=4", "powersgd:rank=8,halves=1", "powersgd:rank=4,halves=2")
+    two = ("qsgd:bits=2", "TernGrad", "uniform:bits=2,symmetric=true+ef")
+    return [
+        Panel("Low rank", "cumulated error, in mean steps", bars("rank", *ranks)),
+        Panel("Two bits", "cumulated error, in mean steps", bars("bits", *two)),
+    ]
+
+
+_OPENING = Opening(
+    title="What is not here, and why",
+    says="Authors' code and other papers have codecs and settings that might be here, too, and each has to bring "
+    "something at equal bytes.",
+    ran="A GPT of 137 thousand parameters read bytes of WikiText-2 (validation split) on four ranks that one process "
+    "plays, 600 steps of 16 windows of 64 bytes: either without compression, by SGD (rate 0.3), for the error that "
+    "every codec would have cumulated, or with it, by AdamW (rate 0.004, β₁ 0.9, β₂ 0.999, weight decay 0.01) or SGD "
+    "(rate 0.05, momentum 0.9; DGC's own); rates rise over a tenth of the steps and fall along a cosine to zero.",
+    found=_found,
+    panels=_panels,
+)
+_PAPER = (
+    "Horváth et al. 2019, natural compression (arXiv 1905.10988); Wen et al. 2017, TernGrad (arXiv 1705.07878); the "
+    "code of PowerSGD (github.com/epfml/powersgd) and of DGC (github.com/synxlin/deep-gradient-compression)"
+)
+
+
+def page(record: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a record: what is in ``summary.json``."""
+    found = lines(record["rows"])
+    write_page(
+        path,
+        lambda pictures: markdown(
+            found,
+            TITLES,
+            claims(found),
+            LAYOUT,
+            opening=_OPENING,
+            paper=_PAPER,
+            page=path.stem,
+            pictures=pictures,
+            record=dict(record),
+            commits=sorted({str(row["commit"]) for row in record["rows"]}),
+        ),
+        found,
+        _OPENING,
+    )

@@ -1,0 +1,272 @@
+"""The encodings of :mod:`reproduce.candidates`, the rows of its tables, and how one process plays what a row sends.
+
+Shapes: R ranks, N elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import narrowband as nb
+from narrowband.codecs import TopK
+from narrowband.collectives import Operand, Peers, collective
+from narrowband.feedback import Compression, Feedback
+
+__all__ = [
+    "CANDIDATES",
+    "DENSE",
+    "DGC",
+    "DGC_8",
+    "DGC_16",
+    "SUBJECTS",
+    "OfLibrary",
+    "Sender",
+    "Subject",
+    "natural",
+    "sender",
+]
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def natural(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element becomes one of the two powers of two around it, the right value in the mean."""
+    mantissa, exponent = torch.frexp(x.abs())  # of magnitudes from 0.5 up to 1
+    below = torch.ldexp(torch.ones_like(x), exponent - 1)
+    up = _uniform(x, generator) < 2 * mantissa - 1
+    return torch.where(x == 0, 0.0, x.sign() * torch.where(up, 2 * below, below))
+
+
+def natural_dithering(x: Tensor, generator: torch.Generator, bits: int, bucket: int = 128) -> Tensor:
+    """QSGD's rounding with levels 0, 2^(1−s), …, 1/2, 1 times a bucket's largest magnitude, s = 2^(bits−1) − 1."""
+    count = 2 ** (bits - 1) - 1
+    levels = torch.tensor([0.0] + [2.0**-power for power in range(count - 1, -1, -1)])
+    padded = nn.functional.pad(x, (0, -x.numel() % bucket)).view(-1, bucket)
+    largest = padded.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    share = padded.abs() / largest
+    at = (torch.bucketize(share, levels, right=True) - 1).clamp(0, count - 1)
+    low, high = levels[at], levels[at + 1]
+    rounded = torch.where(_uniform(share, generator) < (share - low) / (high - low), high, low)
+    return (padded.sign() * rounded * largest).view(-1)[: x.numel()]
+
+
+def ternary(x: Tensor, generator: torch.Generator, clip: float = 2.5) -> Tensor:
+    """−1, 0 or 1 times the largest magnitude of what is clipped at so many standard deviations."""
+    limit = clip * x.std()
+    clipped = x.clamp(-limit, limit)
+    largest = clipped.abs().amax()
+    return clipped.sign() * largest * (_uniform(x, generator) * largest < clipped.abs())
+
+
+def block(x: Tensor, generator: torch.Generator, density: float) -> Tensor:
+    """As many neighbours as the density says, from a random place on and around the end."""
+    count = max(1, round(density * x.numel()))
+    first = int(torch.randint(x.numel(), (), generator=generator))
+    at = (torch.arange(count) + first) % x.numel()
+    return torch.zeros_like(x).index_put_((at,), x[at])
+
+
+def _uniform(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(x.shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An encoding that the library does not have.
+
+    Attributes:
+        arrives: gets a flat tensor and a source of chance, and returns what would be decoded.
+        like: the codec whose payload would be as long.
+        shared: whether all ranks draw the same.
+    """
+
+    arrives: Callable[[Tensor, torch.Generator], Tensor]
+    like: str
+    shared: bool = False
+
+
+CANDIDATES = {
+    "natural compression": Candidate(natural, "qsgd:bits=8,bucket=1048576"),
+    "natural dithering, 3 bits": Candidate(functools.partial(natural_dithering, bits=3), "qsgd:bits=3"),
+    "TernGrad": Candidate(ternary, "qsgd:bits=2,bucket=1048576"),
+    "random block, 10 %": Candidate(functools.partial(block, density=0.1), "randomk:density=0.1", shared=True),
+}
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+Kind = Literal["stream", "adamw", "sgd"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A row.
+
+    Attributes:
+        group: the table that it stands in.
+        name: unique there.
+        spec: of the library, or ``NAME[+ef]`` of one of ``CANDIDATES``.
+        kind: the stream, or the optimizer that trains with it.
+        densities: of DGC's warm-up, each for equally many steps.
+        warmup: the share of steps over which these are, or in which everything is sent.
+        clip: the norm at which the average gradient is clipped, before it is sent: each rank's at so much times √R.
+        by_layer: whether each of L compressed layers is clipped by itself, at that divided by √L.
+    """
+
+    group: str
+    name: str
+    spec: str
+    kind: Kind = "stream"
+    densities: tuple[float, ...] = ()
+    warmup: float = 0.0
+    clip: float = math.inf
+    by_layer: bool = False
+
+
+def _of(group: str, kind: Kind, *specs: str) -> tuple[Subject, ...]:
+    return tuple(Subject(group, spec, spec, kind) for spec in specs)
+
+
+DENSE = "none"
+DGC = "dgc:density=0.01"
+#: Densities at which a payload with shorter values takes as many bytes.
+DGC_16, DGC_8 = "dgc:density=0.0164,values=fp16", "dgc:density=0.0245,values=int8"
+_WARM = 0.2
+_CLIP = 1.0
+
+SUBJECTS: tuple[Subject, ...] = (
+    *_of("bits", "stream", "qsgd:bits=8", "natural compression", "natural compression+ef", "qsgd:bits=4+ef"),
+    *_of("bits", "stream", "qsgd:bits=3", "natural dithering, 3 bits", "natural dithering, 3 bits+ef"),
+    *_of("bits", "stream", "uniform:bits=3,symmetric=true+ef", "qsgd:bits=2", "TernGrad", "qsgd:bits=2+ef"),
+    *_of("bits", "stream", "TernGrad+ef", "uniform:bits=2,symmetric=true+ef", "sign+ef"),
+    *_of("random", "stream", "randomk:density=0.1+ef", "random block, 10 %+ef"),
+    *_of("rank", "stream", "powersgd:rank=2", "powersgd:rank=4,halves=1", "powersgd:rank=2,halves=2"),
+    *_of("rank", "stream", "powersgd:rank=4", "powersgd:rank=8,halves=1", "powersgd:rank=4,halves=2"),
+    *_of("training", "adamw", DENSE, "powersgd:rank=4", "powersgd:rank=8,halves=1", "powersgd:rank=4,halves=2"),
+    *_of("training", "adamw", "qsgd:bits=2", "TernGrad", "uniform:bits=2,symmetric=true+ef"),
+    *_of("training", "adamw", "topk:density=0.01+ef", "topk:density=0.01+ef:decay=0.99"),
+    *_of("training", "adamw", "topk:density=0.01+ef:decay=0.95", "topk:density=0.01+ef:decay=0.9"),
+    *_of("dgc", "sgd", DENSE, DGC, DGC_16, DGC_8),
+    Subject("dgc", "warm-up of the paper", DGC, "sgd", (0.25, 0.0625, 0.015625), _WARM),
+    Subject("dgc", "warm-up of the authors' code", DGC, "sgd", tuple(0.01 ** (k / 6) for k in range(1, 6)), _WARM),
+    Subject("dgc", "warm-up by everything", DGC, "sgd", (), _WARM),
+    Subject("dgc", "clipped as a whole", DGC, "sgd", clip=_CLIP),
+    Subject("dgc", "clipped by layers", DGC, "sgd", clip=_CLIP, by_layer=True),
+)
+
+
+# ---- senders ---------------------------------------------------------------------------------------------------------
+
+
+class Sender(ABC):
+    """What one way to compress makes of all ranks' tensors; keeps what feedback keeps, by key."""
+
+    @abstractmethod
+    def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
+        """The average that arrives, flat; ``x_RN`` may be overwritten."""
+
+    @abstractmethod
+    def nbytes(self, shape: torch.Size, step: int) -> float:
+        """Of one rank's payload of a tensor of this shape."""
+
+
+class OfLibrary(Sender):
+    """A codec with its feedback on every rank, as all-gather delivers it.
+
+    Args:
+        chosen: both.
+        ranks: how many.
+        seed: of rounding.
+        densities, begin: a warm-up: each density for equally many of the first ``begin`` steps; no density: everything.
+    """
+
+    def __init__(
+        self, chosen: Compression, ranks: int, seed: int, densities: Sequence[float] = (), begin: int = 0
+    ) -> None:
+        self.chosen, self.seed, self.densities, self.begin = chosen, seed, densities, begin
+        self.feedbacks = [chosen.new_feedback() for _ in range(ranks)]
+
+    def _codec(self, step: int) -> nb.Codec:
+        if step >= self.begin:
+            return self.chosen.codec
+        if not self.densities:
+            return nb.codec("none")
+        assert isinstance(self.chosen.codec, TopK)
+        return replace(self.chosen.codec, density=self.densities[step * len(self.densities) // self.begin])
+
+    def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
+        codec, payloads, seeds = self._codec(step), [], []
+        for rank, (x, feedback) in enumerate(zip(x_RN, self.feedbacks, strict=True)):
+            seed = ((self.seed << 20) + step << 8) + (0 if codec.shared_seed else rank)
+            if feedback is None:
+                payloads.append(codec.encode(x.view(shape), seed=seed))
+            else:
+                assert isinstance(feedback, Feedback)
+                payloads.append(feedback.encode(key, x, codec, shape=shape, seed=seed, commit=True)[1])
+            seeds.append(seed)
+        return codec.decode_mean(payloads, torch.empty(shape), seeds=seeds).view(-1)
+
+    def nbytes(self, shape: torch.Size, step: int) -> float:
+        return self._codec(step).payload_nbytes(shape)
+
+
+class OfAverages(Sender):
+    """PowerSGD. It is linear, so it makes of all ranks' tensors what it makes of their average."""
+
+    def __init__(self, chosen: Compression, seed: int) -> None:
+        self.chosen, self.seed, self.state = chosen, seed, chosen.new_feedback()
+        assert self.state is not None
+        assert self.state.collective is not None
+        self.kind = collective(self.state.collective)
+
+    def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
+        operand = Operand(key, x_RN.mean(0), shape, self.chosen.codec, None, lambda _: (self.seed << 20) + step)
+        exchange = self.kind([operand], Peers(None, 0, 1), measure=False, state=self.state)
+        exchange.encode()
+        for _ in exchange.job():
+            pass
+        exchange.deliver(good=True)
+        return operand.average
+
+    def nbytes(self, shape: torch.Size, step: int) -> float:
+        return self.chosen.layer_nbytes(shape)
+
+
+class OfCandidate(Sender):
+    """One of ``CANDIDATES``, with error feedback or without."""
+
+    def __init__(self, candidate: Candidate, ef: bool, ranks: int, seed: int) -> None:
+        self.candidate, self.ef = candidate, ef
+        self.generators = [torch.Generator().manual_seed(seed if candidate.shared else seed + r) for r in range(ranks)]
+        self.residuals: dict[str, Tensor] = {}
+
+    def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
+        if self.ef and key in self.residuals:
+            x_RN = x_RN + self.residuals[key]
+        arrived = torch.stack([self.candidate.arrives(x, g) for x, g in zip(x_RN, self.generators, strict=True)])
+        if self.ef:
+            self.residuals[key] = x_RN - arrived
+        return arrived.mean(0)
+
+    def nbytes(self, shape: torch.Size, step: int) -> float:
+        return nb.codec(self.candidate.like).payload_nbytes(shape)
+
+
+def sender(subject: Subject, ranks: int, seed: int, steps: int) -> Sender:
+    """What a row sends with."""
+    name, _, behind = subject.spec.rpartition("+") if subject.spec.endswith("+ef") else (subject.spec, "", "")
+    if name in CANDIDATES:
+        return OfCandidate(CANDIDATES[name], bool(behind), ranks, seed)
+    chosen = nb.compression(subject.spec)
+    if chosen.feedback is not None and chosen.feedback.collective is not None:
+        return OfAverages(chosen, seed)
+    return OfLibrary(chosen, ranks, seed, subject.densities, round(subject.warmup * steps))
