@@ -15,9 +15,10 @@ help:  ## show this list
 demo: $(DEV)  ## train a small GPT on four ranks with and without compression, and print a verdict (minutes)
 	$(BIN)/narrowband demo
 
-# Processes share the cores: a thread that spins while it waits takes them from another test.
+# Processes share the cores: a thread that spins while it waits takes them from another test. And tests start hundreds of
+# interpreters: where bytecode may not be written, each would compile all modules again.
 test: $(DEV)  ## run the tests, three files at a time (about 11 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, and no two files that import each other
 	$(BIN)/ruff check .
@@ -36,12 +37,14 @@ clean:  ## remove .venv and everything that was built, cached or run
 	rm -rf $(VENV) site runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# --no-compile: Python compiles what is imported, which is a small part of PyTorch.
+# Modules are compiled here, on all cores: pip uses one, and Python's own cache may be switched off, which would double the
+# time of every import. A few files of some packages are no Python for this version.
 $(DEV): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; PyTorch is large, this takes minutes on a slow network)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=/path/to/python3.11")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 $(DOCS): $(DEV)

@@ -10,11 +10,9 @@ import hypothesis  # noqa: F401
 import numba
 import numpy as np
 import pytest  # noqa: F401
-import torch
-import torch._dynamo  # the first optimizer of a process imports it
-import torch.distributed
-import torch.distributed.pipelining
-import torch.nn.parallel  # noqa: F401
+import torch.distributed.pipelining  # noqa: F401
+
+import narrowband.bench.imports  # noqa: F401
 
 
 @numba.njit

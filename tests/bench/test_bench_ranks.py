@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ def module(tmp_path, monkeypatch):
             "import os, sys, time\nfrom narrowband.bench.ranks import RankProcess\nworker = RankProcess(sys.argv[1])\n"
             + textwrap.dedent(code)
         )
+        monkeypatch.syspath_prepend(tmp_path)  # of ranks on loopback
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         return "bench_worker_under_test"
 
@@ -131,26 +131,15 @@ def test_ranks_end_with_their_parent(module, tmp_path, how):
         parent.wait()
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_where_a_fork_is_not_safe_each_rank_starts_anew(module, tmp_path, code):
-    name = module(
-        f"""
-        open(os.path.join(worker.config["pids"], str(worker.rank)), "w").write(str(os.getppid()))
-        while len(os.listdir(worker.config["pids"])) < 2:
-            time.sleep(0.01)
-        sys.exit({code} if worker.rank == 1 else 0)
-        """
-    )
-    launch = (
-        "import sys; from narrowband.bench import loopback; sys.platform = 'darwin'; "
-        f"sys.exit(loopback._launch({name!r}, sys.argv[1:]))"
-    )
-    parents, place = tmp_path / "pids", tmp_path / "place"
-    parents.mkdir()
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps({"pids": str(parents)}))
-    environment = os.environ | {"WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", launch, str(place)]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as launcher:
-        assert launcher.wait(LIMIT_S) == code
-    assert [int(path.read_text()) for path in parents.iterdir()] == [launcher.pid] * 2
+def test_where_a_fork_is_not_safe_each_rank_is_a_new_interpreter(module, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    name = module("worker.finish([worker.rank, 'torch._dynamo' in sys.modules])")
+    assert run_ranks(name, {}, Loopback(2)) == [[rank, False] for rank in range(2)]
+
+
+def test_ranks_are_forked_with_what_takes_seconds_to_import(module):
+    name = module("worker.finish(['torch._dynamo' in sys.modules, os.getppid()])")
+    runs = [run_ranks(name, {}, Loopback(2)) for _ in range(2)]
+    server = runs[0][0][1]
+    assert runs == [[[True, server]] * 2] * 2
+    assert server != os.getpid()

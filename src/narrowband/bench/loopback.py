@@ -1,47 +1,49 @@
-"""Ranks on this machine's loopback interface: one process imports what takes seconds, and forks them.
+"""Ranks on this machine's loopback interface.
 
-The parent calls :func:`run_on_loopback`, which starts this module as a process of its own, the *launcher*. The launcher
-imports PyTorch and Numba, forks one process per rank, each of which runs a module as ``python -m`` would, and ends with
-the first failure or when all are done. Where a fork is not safe after such imports, on macOS, it starts each rank anew.
+A fork server (of ``multiprocessing``) imports PyTorch, Numba and narrowband once, and every rank of every run of this
+process is forked from it, so that no rank waits seconds for imports. Where a fork is not safe after such imports, on
+macOS, each rank is a new interpreter. Either way a rank runs its module as ``python -m`` would.
 
-Everyone ends with the parent, however that ends. The parent holds the writing end of a pipe that the launcher and all
-ranks have as standard input. Nothing is ever written, so reading from it returns when the parent is gone.
+Everyone ends with the parent, however that ends: a rank watches it, and so does the server.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from multiprocessing.process import BaseProcess
+    from pathlib import Path
 
-__all__ = ["WATCH_STDIN", "end_with_parent", "run_on_loopback"]
+__all__ = ["IMPORTS", "run_on_loopback"]
 
-#: The environment variable of ranks that end with their parent.
-WATCH_STDIN = "NARROWBAND_END_WITH_STDIN"
+#: The module that the fork server imports.
+IMPORTS = "narrowband.bench.imports"
 
 #: What ranks get to end by themselves.
 _GRACE_S = 5.0
-_POLL_S = 0.1
+_POLL_S = 0.01
 _SIGNALLED = 128  # exit codes above it: ended by a signal
 
 
-def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, output: int) -> int:
+def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, log: Path) -> int:
     """Run ``python -m module arguments`` once per rank, with torchrun's environment variables.
 
     Args:
         module: dotted name.
         arguments: the ranks' ``sys.argv[1:]``.
         nodes: number of ranks.
-        output: file descriptor of what ranks print.
+        log: the file that what ranks print is appended to.
 
     Returns:
         0 when all ranks ended well, or else the exit code of the first that did not; 128 + n after signal n.
@@ -49,124 +51,97 @@ def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, output: i
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = os.environ | {
+    shared = {"OMP_NUM_THREADS": "1"} | os.environ  # ranks share the cores already
+    shared |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(nodes),
         "LOCAL_WORLD_SIZE": str(nodes),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
-    shared.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores already
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "narrowband.bench.loopback", module, *arguments],
-        env=shared,
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the launcher and all ranks
-    )
+    context = _context()
+    ranks: list[BaseProcess] = []
+    code = None
     try:
-        code = launcher.wait()
-        return code if code >= 0 else _SIGNALLED - code
+        for rank in range(nodes):
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            told = (module, list(arguments), environment, os.getcwd(), str(log))
+            ranks.append(context.Process(target=_rank, args=told, name=f"narrowband-rank{rank}"))  # type: ignore[attr-defined]
+            ranks[-1].start()
+        code = _first_failure(ranks)
+        return code
     finally:
-        if launcher.poll() != 0:
-            _end_group(launcher)
-        if launcher.stdin is not None:
-            launcher.stdin.close()
+        if code != 0:
+            _end(ranks)
 
 
-def _end_group(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher and the ranks that are left: first by asking."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(launcher.pid, how)
-        except (ProcessLookupError, PermissionError):
-            break
-        deadline = time.monotonic() + _GRACE_S
-        while _is_there(launcher) and time.monotonic() < deadline:
-            time.sleep(_POLL_S / 10)
-    launcher.wait()
+def _context() -> multiprocessing.context.BaseContext:
+    """How ranks are started."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([IMPORTS])  # counts where the server does not run yet
+    return context
 
 
-def _is_there(launcher: subprocess.Popen[bytes]) -> bool:
-    """Whether the launcher, or a rank, still runs."""
-    launcher.poll()
-    try:
-        os.killpg(launcher.pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def end_with_parent() -> None:
-    """End this process when its parent has gone: to be called once, by a process of :func:`run_on_loopback`."""
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-# ---- the launcher ----------------------------------------------------------------------------------------------------
-
-
-def _launch(module: str, arguments: Sequence[str]) -> int:
-    """Start the ranks and wait: 0, or the first failure's exit code. The parent ends those that are left."""
-    start = _fork if sys.platform == "linux" else _spawn
-    if start is _fork:
-        _import_slowly()
-    ranks = {start(module, arguments, rank) for rank in range(int(os.environ["WORLD_SIZE"]))}
-    end_with_parent()  # after the forks: a forked process has no threads
-    while ranks:
-        pid, status = os.wait()
-        ranks.discard(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code:
-            return code if code > 0 else _SIGNALLED - code
+def _first_failure(ranks: Sequence[BaseProcess]) -> int:
+    """Wait for the ranks: 0, or the exit code of the first that failed."""
+    waiting = {rank.sentinel: rank for rank in ranks}
+    while waiting:
+        for sentinel in wait(list(waiting)):
+            rank = waiting.pop(sentinel)  # type: ignore[arg-type]
+            rank.join()
+            if rank.exitcode:
+                return rank.exitcode if rank.exitcode > 0 else _SIGNALLED - rank.exitcode
     return 0
 
 
-def _import_slowly() -> None:
-    """What every rank needs, and takes seconds. None of it may start a thread."""
-    import numba  # noqa: F401
-
-    import narrowband  # noqa: F401
-
-
-def _place(rank: int) -> dict[str, str]:
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), WATCH_STDIN: "1"}
-
-
-def _fork(module: str, arguments: Sequence[str], rank: int) -> int:
-    pid = os.fork()
-    if not pid:
-        os.environ.update(_place(rank))
-        sys.argv = [module, *arguments]
-        _as_a_program(module)
-    return pid
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    """End the ranks that are left, and what these started: first by asking."""
+    groups = [rank.pid for rank in ranks if rank.pid is not None]
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        for group in groups:
+            _signal(group, how)
+        deadline = time.monotonic() + _GRACE_S
+        while any(_signal(group, 0) for group in groups) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    for rank in ranks:
+        rank.join()
 
 
-def _as_a_program(module: str) -> NoReturn:
-    """Run a module as ``python -m`` does, and end this process as the interpreter would."""
-    code = 0
+def _signal(group: int, how: int) -> bool:
+    """Send a rank's process group a signal (0: none), and say whether there is anybody."""
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        os.killpg(group, how)
+    except PermissionError:
+        return False
+    except ProcessLookupError:  # gone, or so young that it has no group of its own yet
+        try:
+            os.kill(group, how)
+        except ProcessLookupError:
+            return False
+    return True
 
 
-def _spawn(module: str, arguments: Sequence[str], rank: int) -> int:
-    command = [sys.executable, "-m", module, *arguments]
-    return os.posix_spawn(sys.executable, command, os.environ | _place(rank))  # a Popen might wait in _launch's place
+# ---- a rank ----------------------------------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    sys.exit(_launch(sys.argv[1], sys.argv[2:]))
+def _rank(module: str, arguments: list[str], environment: dict[str, str], directory: str, log: str) -> None:
+    """A rank's life."""
+    os.setsid()  # Ctrl-C reaches the parent alone, which then ends all ranks
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from narrowband.bench.loopback import WATCH_STDIN, end_with_parent, run_on_loopback
+from narrowband.bench.loopback import run_on_loopback
 from narrowband.lab import LabConfig, run
 
 __all__ = ["Loopback", "RankError", "RankProcess", "check_seed", "received", "run_ranks", "transmitted"]
@@ -94,7 +94,7 @@ def run_ranks(
                 command = [sys.executable, "-m", module, name]
                 code = run(where, command, stdout=output, stderr=subprocess.STDOUT).exit_code
             else:
-                code = run_on_loopback(module, [name], where.nodes, output.fileno())
+                code = run_on_loopback(module, [name], where.nodes, log)
         results = [directory / f"rank{rank}.json" for rank in range(where.nodes)]
         if code or not all(path.exists() for path in results):
             raise _rank_error(code, log)
@@ -109,8 +109,6 @@ class RankProcess:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self._directory = Path(directory)
         self.config: dict[str, Any] = json.loads((self._directory / "config.json").read_text())
-        if os.environ.get(WATCH_STDIN) == "1":
-            end_with_parent()
 
     def tell(self, **event: Any) -> None:
         """Send the parent an event, if this is rank 0."""
