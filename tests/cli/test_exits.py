@@ -278,7 +278,7 @@ def test_what_can_be_written_is_not_refused(tmp_path):
 def worker(tmp_path, monkeypatch):
     def write(code):
         (tmp_path / "worker_under_test.py").write_text(code)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.syspath_prepend(tmp_path)
         return "worker_under_test"
 
     return write

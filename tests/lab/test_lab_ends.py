@@ -190,7 +190,7 @@ def test_sigkill_leaves_no_process_and_no_namespace(token: str, victim: str) -> 
     assert victim == "runner" or "without a report" in errors
     wait_for(lambda: not processes(token), "the ranks' end")
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (supervisor, init)), "the supervisor's end")
-    assert not used & namespaces()
+    wait_for(lambda: not used & namespaces(), "the namespaces' end")
 
 
 def children(pid: int) -> list[int]:
