@@ -31,7 +31,7 @@ _SLOWER = 0.02
 
 @dataclass(frozen=True)
 class Timed:
-    """One plan, or none; see :func:`reproduce.lgreco_times_ranks.measured` for what each is."""
+    """One plan, or none; see :func:`reproduce.lgreco_times_ranks.run` for what each is."""
 
     specs: dict[str, str]
     error_of_reference: float

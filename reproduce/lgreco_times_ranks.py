@@ -1,16 +1,17 @@
 """One rank of :mod:`reproduce.lgreco_times`: a GPT that reads bytes, its seconds per byte, plans, and their steps.
 
-The parent calls :func:`measured`; this module run as ``python -m`` is one rank.
+The parent calls :func:`run`; this module run as ``python -m`` is one rank.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,20 +30,35 @@ from narrowband.bench.text import Text, batch_of, standard_library
 from narrowband.feedback import compression
 from narrowband.lab import LabConfig
 
-__all__ = ["BYTES", "DENSE", "LEAST_SAMPLES", "PLANS", "PRIORITY", "SECONDS", "UNIFORM", "Setting", "drawn", "measured"]
+__all__ = [
+    "BYTES",
+    "DENSE",
+    "LEAST_SAMPLES",
+    "PLANS",
+    "PRIORITY",
+    "SECONDS",
+    "UNIFORM",
+    "Setting",
+    "choices",
+    "drawn",
+    "run",
+]
 
 #: What is timed: no compression, the reference for all layers, and the plans of three objectives at its error.
 DENSE, UNIFORM, BYTES, SECONDS, PRIORITY = "dense", "uniform", "bytes", "seconds", "priority"
 PLANS = (UNIFORM, BYTES, SECONDS, PRIORITY)
 
-#: A step without compression takes ten times as long, and nothing is paired with it: one round in so many has it.
-_DENSE_EVERY = 5
+#: A step without compression takes ten times as long, and nothing is paired with it: one round in so many has one step
+#: of it that is not timed and one that is.
+_DENSE_EVERY, _DENSE_STEPS = 5, (1, 1)
 
 #: Fewer samples than these hardly tell more than a handful of buckets apart.
 LEAST_SAMPLES = 12
 
 #: Samples draw from no more choices than these, spread as powers are: of a hundred densities most are large.
 _DRAWN = 8
+
+_ANY_MATRIX = (64, 64)
 
 #: Steps of a sample, and of a plan's turn, before those that are timed.
 _WAKING = 2
@@ -56,11 +72,10 @@ class Setting:
     """What to measure.
 
     Attributes:
-        reference: the spec that sets the budget of errors, and whose search space layers choose from.
         nodes: ranks.
         rate: of every link in both directions; none: loopback, unshaped.
         model: which of :data:`narrowband.bench.models.MODELS`; one that reads bytes.
-        bucket_cap_mb: DDP's, so small that there are some buckets.
+        bucket_cap_mb: DDP's, so small that about every block has a bucket.
         message_nbytes: as :func:`narrowband.compress_gradients` takes it; 0: every bucket travels by itself.
         train_steps: under the reference, before anything is measured; gradients of the second half of them are planned
             from.
@@ -70,16 +85,15 @@ class Setting:
         seed: of parameters, data and choices.
     """
 
-    reference: str
     nodes: int = 4
     rate: str = "100mbit"
     model: str = "gpt-demo"
-    bucket_cap_mb: float = 2.0
+    bucket_cap_mb: float = 3.0
     message_nbytes: int = 0
     train_steps: int = 60
-    samples: int = 60
-    steps: int = 8
-    rounds: int = 20
+    samples: int = 48
+    steps: int = 6
+    rounds: int = 15
     seed: int = 0
 
     def place(self) -> Loopback | LabConfig:
@@ -87,44 +101,55 @@ class Setting:
         return Loopback(self.nodes) if self.rate == "none" else LabConfig(nodes=self.nodes, rate=self.rate)
 
     def count(self) -> int:
-        """How many steps a rank takes, but for those without compression."""
-        turns = self.rounds * len(PLANS)
-        return self.train_steps + (self.samples + turns) * (_WAKING + self.steps)
+        """How many steps a rank takes for a reference."""
+        turns, dense = self.rounds * len(PLANS), math.ceil(self.rounds / _DENSE_EVERY)
+        return self.train_steps + (self.samples + turns) * (_WAKING + self.steps) + dense * sum(_DENSE_STEPS)
 
 
-def measured(setting: Setting, on_event: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-    """Start the ranks and return what they found: ``reference``, ``parameters``, ``buckets`` (the layers of each),
-    ``times`` (the fields of :class:`narrowband.adapt.Times`), and ``plans``.
+def run(references: Sequence[str], setting: Setting, on_event: Callable[[dict[str, Any]], None]) -> None:
+    """Start the ranks, and measure one reference after the other.
 
-    Each of the plans has ``specs`` by layer, ``error_of_reference`` (the sum of errors over the reference's),
-    ``bucket_nbytes`` (that a rank sends for the layers of each bucket), ``sent_bytes`` (all that it sends in a step),
-    and ``step_s`` and ``exchange_s``, a number per round: the median over steps, of the slowest rank.
+    A row holds ``reference``, ``parameters``, ``buckets`` (the layers of each), ``times`` (the fields of
+    :class:`narrowband.adapt.Times`), ``wall_s``, and ``plans``. Each of these has ``specs`` by layer,
+    ``error_of_reference`` (the sum of errors over the reference's), ``bucket_nbytes`` (that a rank sends for the layers
+    of each bucket), ``sent_bytes`` (all that it sends in a step), and ``step_s`` and ``exchange_s``, a number per
+    round: the median over steps, of the slowest rank.
 
     Args:
+        references: each sets a budget of errors, and layers choose around it, see :func:`choices`.
         setting: what to measure.
-        on_event: called with ``{"event": "step", "what": …}`` for every step of rank 0.
+        on_event: called, from another thread, with ``{"event": "step", "reference": …, "what": …}`` for every step, and
+            with ``{"event": "row", "row": …}``.
 
     Raises:
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
-    ranks = run_ranks("reproduce.lgreco_times_ranks", asdict(setting), setting.place(), on_event)
-    found: dict[str, Any] = ranks[0]
-    for name, plan in found["plans"].items():
-        parts = [rank["plans"][name] for rank in ranks]
-        for key in ("step_s", "exchange_s"):
-            plan[key] = [max(times) for times in zip(*(part[key] for part in parts), strict=True)]
-        plan["sent_bytes"] = statistics.fmean(part["sent_bytes"] for part in parts)
-    return found
+    config = {"references": list(references), "setting": asdict(setting)}
+    run_ranks("reproduce.lgreco_times_ranks", config, setting.place(), on_event)
+
+
+def choices(reference: str) -> list[str]:
+    """What layers may get: what L-GreCo searches around the reference; ranks from a quarter to four times its own, as
+    the paper has with Accordion, so that what is sent differs by more than noise does.
+
+    Example:
+        >>> choices("powersgd:rank=4")[0], choices("powersgd:rank=4")[-1]
+        ('powersgd:rank=1', 'powersgd:rank=16')
+    """
+    near = search_space(reference)
+    if compression(reference).kept_rank(_ANY_MATRIX) is None:
+        return near
+    return list(dict.fromkeys([*search_space(near[0]), *near, *search_space(near[-1])]))
 
 
 def drawn(reference: str) -> list[str]:
-    """The choices that samples draw from."""
-    choices = search_space(reference)
-    if len(choices) <= _DRAWN:
-        return choices
-    places = np.unique(np.geomspace(1, len(choices), _DRAWN).round().astype(int))
-    return [choices[place - 1] for place in places]
+    """Those of them that samples draw from."""
+    found = choices(reference)
+    if len(found) <= _DRAWN:
+        return found
+    places = np.unique(np.geomspace(1, len(found), _DRAWN).round().astype(int))
+    return [found[place - 1] for place in places]
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
@@ -133,16 +158,16 @@ def drawn(reference: str) -> list[str]:
 class _Trainer:
     """A model on this rank, its handle, and one step after the other."""
 
-    def __init__(self, setting: Setting, text: Text, rank: int, tell: Callable[[], None]) -> None:
+    def __init__(self, reference: str, setting: Setting, text: Text, tell: Callable[[], None]) -> None:
         torch.manual_seed(setting.seed)
         self._shape = MODELS[setting.model]
         self.model = DDP(GPT(self._shape), bucket_cap_mb=setting.bucket_cap_mb, gradient_as_bucket_view=True)
         self.handle = nb.compress_gradients(
-            self.model, setting.reference, seed=setting.seed, message_nbytes=setting.message_nbytes
+            self.model, reference, seed=setting.seed, message_nbytes=setting.message_nbytes
         )
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, fused=True)
         self._text, self._tell = text, tell
-        self._batches = torch.Generator().manual_seed(setting.seed * 1_000_003 + rank)
+        self._batches = torch.Generator().manual_seed(setting.seed * 1_000_003 + dist.get_rank())
 
     def step(self) -> None:
         """One step of training; averages are in the parameters' gradients until the next."""
@@ -175,7 +200,7 @@ def _planned(trainer: _Trainer, sums: Mapping[str, Tensor], times: Times, refere
         prices = {BYTES: None, SECONDS: times.seconds_per_byte, PRIORITY: bucket_priority(handle.buckets)}
         for name, price in prices.items():
             objective: Any = "bytes" if price is None else "time"
-            policy = nb.LGreCo(reference, objective=objective, seconds_per_byte=price)
+            policy = nb.LGreCo(reference, choices(reference), objective=objective, seconds_per_byte=price)
             plan = policy.decide(sums, step=handle.step, traffic=handle.layers.traffic)
             error = math.fsum(layer.error or 0.0 for layer in plan.layers)
             plans[name] = {"specs": plan.specs(), "error_of_reference": error / plan.budget if plan.budget else 1.0}
@@ -197,18 +222,18 @@ def _timed(trainer: _Trainer, plans: dict[str, dict[str, Any]], setting: Setting
             plan = plans[name]
             if name == DENSE:
                 handle.pause()
-                step_s, exchange_s = _median_step(trainer, waking=1, steps=1)
+                step_s, exchange_s = _median_step(trainer, *_DENSE_STEPS)
             else:
                 handle.set_layers(plan["specs"])
                 plan["bucket_nbytes"] = [sum(map(handle.layers.sent_nbytes, names)) for names in buckets]
-                step_s, exchange_s = _median_step(trainer, waking=_WAKING, steps=setting.steps)
+                step_s, exchange_s = _median_step(trainer, _WAKING, setting.steps)
             plan["sent_bytes"] = handle.stats().last.sent_bytes
             plan["step_s"].append(step_s)
             plan["exchange_s"].append(exchange_s)
             handle.resume()
 
 
-def _median_step(trainer: _Trainer, *, waking: int, steps: int) -> tuple[float, float]:
+def _median_step(trainer: _Trainer, waking: int, steps: int) -> tuple[float, float]:
     """The median step and the median exchange of some, after steps that bring a plan's factors and memory back."""
     for _ in range(waking):
         trainer.step()
@@ -221,35 +246,56 @@ def _median_step(trainer: _Trainer, *, waking: int, steps: int) -> tuple[float, 
     return statistics.median(step_s), statistics.median(exchange_s)
 
 
-def _work(process: RankProcess) -> None:
-    setting = Setting(**process.config)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo")
-    stage = "training"
-    trainer = _Trainer(setting, standard_library(), process.rank, lambda: process.tell(event="step", what=stage))
+def _measured(reference: str, setting: Setting, text: Text, tell: Callable[..., None]) -> dict[str, Any]:
+    """The row of a reference, with this rank's times."""
+    begin, stage = time.perf_counter(), "training"
+    trainer = _Trainer(reference, setting, text, lambda: tell(what=stage))
     sums = trainer.train(setting.train_steps)
     stage = "samples"
     times = nb.measure_times(
         trainer.handle,
         trainer.step,
-        drawn(setting.reference),
+        drawn(reference),
         samples=setting.samples,
         steps=setting.steps,
         warmup_steps=_WAKING,
         seed=setting.seed,
     )
     stage = "plans"
-    plans = _planned(trainer, sums, times, str(compression(setting.reference)))
+    plans = _planned(trainer, sums, times, str(compression(reference)))
     _timed(trainer, plans, setting)
-    process.finish(
-        {
-            "reference": setting.reference,
-            "parameters": MODELS[setting.model].numel(),
-            "buckets": trainer.handle.buckets,
-            "times": asdict(times),
-            "plans": plans,
-        }
-    )
+    return {
+        "reference": reference,
+        "parameters": MODELS[setting.model].numel(),
+        "buckets": trainer.handle.buckets,
+        "times": asdict(times),
+        "plans": plans,
+        "wall_s": time.perf_counter() - begin,
+    }
+
+
+def _merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of what each rank measured: the slowest rank's times, everyone's bytes on average."""
+    found = rows[0]
+    for name, plan in found["plans"].items():
+        parts = [row["plans"][name] for row in rows]
+        for key in ("step_s", "exchange_s"):
+            plan[key] = [max(times) for times in zip(*(part[key] for part in parts), strict=True)]
+        plan["sent_bytes"] = statistics.fmean(part["sent_bytes"] for part in parts)
+    return found
+
+
+def _work(process: RankProcess) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    setting, text = Setting(**process.config["setting"]), standard_library()
+    for reference in process.config["references"]:
+        tell = functools.partial(process.tell, event="step", reference=reference)
+        own = _measured(reference, setting, text, tell)
+        rows: list[Any] = [None] * process.world_size
+        dist.all_gather_object(rows, own)
+        process.tell(event="row", row=_merged(rows))
+    process.finish(None)
 
 
 if __name__ == "__main__":

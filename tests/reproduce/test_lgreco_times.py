@@ -13,7 +13,7 @@ import narrowband as nb
 from narrowband.adapt import fit_times
 from reproduce.lgreco_times import main
 from reproduce.lgreco_times_page import LAYOUT, TITLES, claims, families, lines, page
-from reproduce.lgreco_times_ranks import DENSE, LEAST_SAMPLES, PLANS, Setting, drawn
+from reproduce.lgreco_times_ranks import DENSE, LEAST_SAMPLES, PLANS, Setting, choices, drawn
 from reproduce.report import table
 
 REFERENCE = "powersgd:rank=4"
@@ -103,17 +103,19 @@ def test_tables_fit_a_terminal():
 
 @pytest.mark.parametrize("reference", [REFERENCE, "topk:density=0.01+ef", "qsgd:bits=4+ef"])
 def test_samples_draw_from_few_choices_around_the_reference(reference):
-    choices, found = nb.adapt.search_space(reference), drawn(reference)
+    there, found = choices(reference), drawn(reference)
     assert len(found) <= 8
-    assert set(found) <= set(choices)
-    assert (found[0], found[-1]) == (choices[0], choices[-1])
+    assert set(found) <= set(there)
+    assert (found[0], found[-1]) == (there[0], there[-1])
+    assert set(nb.adapt.search_space(reference)) <= set(there)
+    assert (there == [f"powersgd:rank={rank}" for rank in range(1, 17)]) == (reference == REFERENCE)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """A quick run on two ranks."""
     folder = tmp_path_factory.mktemp("times")
-    words = ["--quick", "--rate", "none", "--nodes", "2", "--output", str(folder / "out")]
+    words = ["--quick", "--references", REFERENCE, "--rate", "none", "--nodes", "2", "--output", str(folder / "out")]
     assert main([*words, "--markdown", str(folder / "page.md")]) == 0
     return folder, words
 
@@ -161,10 +163,10 @@ def test_finished_references_are_taken(quick, monkeypatch):
     folder, words = quick
     before = json.loads((folder / "out/summary.json").read_text())
 
-    def measured(*_):
+    def run(*_):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("reproduce.lgreco_times.measured", measured)
+    monkeypatch.setattr("reproduce.lgreco_times.run", run)
     assert main(words) == 0
     assert json.loads((folder / "out/summary.json").read_text())["rows"] == before["rows"]
     assert main([*words, "--seed", "1"]) == 1  # another setting has to be measured
@@ -172,8 +174,8 @@ def test_finished_references_are_taken(quick, monkeypatch):
 
 def test_a_bar_goes_as_far_as_there_are_steps():
     """Counted by hand: training, samples, and turns."""
-    setting = Setting(REFERENCE, train_steps=4, samples=12, steps=1, rounds=2)
-    assert setting.count() == 4 + 12 * (2 + 1) + 2 * 4 * (2 + 1)
+    setting = Setting(train_steps=4, samples=12, steps=1, rounds=2)
+    assert setting.count() == 4 + 12 * (2 + 1) + 2 * 4 * (2 + 1) + 2
 
 
 @pytest.mark.parametrize(
