@@ -71,7 +71,7 @@ class Options:
     """Compression of buckets is drawn by chance so many times, for the regression."""
     steps: int = 6
     """Timed steps of each sample, and of each plan in each round; the median counts."""
-    rounds: int = 15
+    rounds: int = 12
     """In which the plans take turns; they are compared round by round."""
     message_nbytes: int = 0
     """Buckets travel together until a rank has so many bytes to send; 0: each by itself, as in the paper."""

@@ -90,10 +90,10 @@ class Setting:
     model: str = "gpt-demo"
     bucket_cap_mb: float = 3.0
     message_nbytes: int = 0
-    train_steps: int = 60
+    train_steps: int = 40
     samples: int = 48
     steps: int = 6
-    rounds: int = 15
+    rounds: int = 12
     seed: int = 0
 
     def place(self) -> Loopback | LabConfig:
