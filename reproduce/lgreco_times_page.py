@@ -347,9 +347,9 @@ def _opening(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Op
         "same in all of them, and so the plan for seconds is nearly the plan for bytes; to count later buckets for "
         "more, in the order of sending, is slower.",
         ran=f"A GPT of {rows[0]['parameters']:,} parameters read bytes on {config['nodes']} ranks {links}, with AdamW "
-        f"(rate 0.001, β₁ 0.9, β₂ 0.999) and buckets of {config['bucket_cap_mb']:g} MB: {config['samples']} samples of "
-        f"{config['steps']} steps for the regression, and {config['rounds']} rounds of {config['steps']} steps in "
-        "which plans took turns.",
+        f"(rate {config['lr']:g}, β₁ 0.9, β₂ 0.999) and buckets of {config['bucket_cap_mb']:g} MB: "
+        f"{config['samples']} samples of {config['steps']} steps for the regression, and {config['rounds']} rounds of "
+        f"{config['steps']} steps in which plans took turns.",
         found=_found,
         panels=_panels,
         covers=(

@@ -58,13 +58,10 @@ LEAST_SAMPLES = 12
 #: Samples draw from no more choices than these, spread as powers are: of a hundred densities most are large.
 _DRAWN = 8
 
-_ANY_MATRIX = (64, 64)
-
 #: Steps of a sample, and of a plan's turn, before those that are timed.
 _WAKING = 2
 
-_LEARNING_RATE = 1e-3
-_BETAS = (0.9, 0.999)
+_ANY_MATRIX = (64, 64)
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,7 @@ class Setting:
         samples: of choices for buckets.
         steps: that are timed of each sample, and of each plan in each round.
         rounds: in which all plans take turns.
+        lr: learning rate of AdamW, whose β₁ is 0.9 and β₂ 0.999.
         seed: of parameters, data and choices.
     """
 
@@ -94,6 +92,7 @@ class Setting:
     samples: int = 48
     steps: int = 6
     rounds: int = 12
+    lr: float = 1e-3
     seed: int = 0
 
     def place(self) -> Loopback | LabConfig:
@@ -165,7 +164,7 @@ class _Trainer:
         self.handle = nb.compress_gradients(
             self.model, reference, seed=setting.seed, message_nbytes=setting.message_nbytes
         )
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, fused=True)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.lr, betas=(0.9, 0.999), fused=True)
         self._text, self._tell = text, tell
         self._batches = torch.Generator().manual_seed(setting.seed * 1_000_003 + dist.get_rank())
 
@@ -225,7 +224,7 @@ def _timed(trainer: _Trainer, plans: dict[str, dict[str, Any]], setting: Setting
                 step_s, exchange_s = _median_step(trainer, *_DENSE_STEPS)
             else:
                 handle.set_layers(plan["specs"])
-                plan["bucket_nbytes"] = [sum(map(handle.layers.sent_nbytes, names)) for names in buckets]
+                plan["bucket_nbytes"] = [sum(map(handle.layers.sent_nbytes, layers)) for layers in buckets]
                 step_s, exchange_s = _median_step(trainer, _WAKING, setting.steps)
             plan["sent_bytes"] = handle.stats().last.sent_bytes
             plan["step_s"].append(step_s)

@@ -13,7 +13,7 @@ import narrowband as nb
 from narrowband.adapt import fit_times
 from reproduce.lgreco_times import main
 from reproduce.lgreco_times_page import LAYOUT, TITLES, claims, families, lines, page
-from reproduce.lgreco_times_ranks import DENSE, LEAST_SAMPLES, PLANS, Setting, choices, drawn
+from reproduce.lgreco_times_ranks import DENSE, LEAST_SAMPLES, PLANS, Setting, _merged, choices, drawn
 from reproduce.report import table
 
 REFERENCE = "powersgd:rank=4"
@@ -109,6 +109,14 @@ def test_samples_draw_from_few_choices_around_the_reference(reference):
     assert (found[0], found[-1]) == (there[0], there[-1])
     assert set(nb.adapt.search_space(reference)) <= set(there)
     assert (there == [f"powersgd:rank={rank}" for rank in range(1, 17)]) == (reference == REFERENCE)
+
+
+def test_the_slowest_rank_counts_round_by_round():
+    def of_rank(sent, *seconds):
+        return {"plans": {"bytes": {"sent_bytes": sent, "step_s": list(seconds), "exchange_s": list(seconds)}}}
+
+    (merged,) = _merged([of_rank(100, 1.0, 5.0), of_rank(200, 2.0, 4.0)])["plans"].values()
+    assert merged == {"sent_bytes": 150, "step_s": [2.0, 5.0], "exchange_s": [2.0, 5.0]}
 
 
 @pytest.fixture(scope="module")
