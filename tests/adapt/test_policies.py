@@ -124,6 +124,22 @@ def test_time_is_saved_where_bytes_take_long():
         LGreCo("powersgd:rank=4", objective="time", seconds_per_byte={}).decide(gradients, step=0, traffic=TRAFFIC)
 
 
+def test_bytes_that_seem_to_take_no_time_are_not_sent_for_nothing():
+    gradients = spread()
+
+    def plan(seconds):
+        policy = LGreCo("powersgd:rank=4", objective="time", seconds_per_byte=seconds)
+        return policy.decide(gradients, step=0, traffic=TRAFFIC)
+
+    by_bytes = LGreCo("powersgd:rank=4").decide(gradients, step=0, traffic=TRAFFIC)
+    assert plan(dict.fromkeys(gradients, 0.0)).specs() == by_bytes.specs()
+    most = error_table(gradients, ["powersgd:rank=8"], traffic=TRAFFIC).sizes[:, 0]
+    for slow in gradients:
+        found = plan({name: 1.0 if name == slow else 0.0 for name in gradients})
+        free = [(layer.nbytes, size) for layer, size in zip(found.layers, most, strict=True) if layer.name != slow]
+        assert sum(own for own, _ in free) < sum(size for _, size in free)
+
+
 def test_layers_without_gradient_cost_least_and_break_nothing():
     gradients = spread() | {"dead.weight": torch.zeros(50, 50)}
     assert (

@@ -36,6 +36,27 @@ def test_nothing_takes_less_than_no_time():
     assert times.seconds_per_byte["stem"] == pytest.approx(2e-8, rel=0.2)
 
 
+def test_r2_of_held_out_samples_is_that_of_fits_without_them():
+    rng = np.random.default_rng(2)
+    nbytes = rng.uniform(1e5, 1e7, (12, 3))
+    seconds = 0.02 + nbytes @ np.array([1e-8, 2e-8, 5e-8]) + 0.05 * rng.standard_normal(12)
+    times = fit_times(BUCKETS, nbytes, seconds)
+    for out in range(12):
+        rest = fit_times(BUCKETS, np.delete(nbytes, out, 0), np.delete(seconds, out))
+        prices = [rest.seconds_per_byte[names[0]] for names in BUCKETS]
+        assert times.foretold_s[out] == pytest.approx(rest.fixed_s + nbytes[out] @ prices)
+    missed = ((seconds - times.foretold_s) ** 2).sum()
+    assert times.r2_held_out == pytest.approx(1 - missed / ((seconds - seconds.mean()) ** 2).sum())
+    assert times.r2_held_out < times.r2
+    assert (np.array(times.nbytes) == nbytes).all()
+    assert times.seconds == tuple(seconds)
+
+
+def test_as_few_samples_as_numbers_leave_none_to_hold_out():
+    times = fit_times(BUCKETS, np.eye(4, 3), [4.0, 3.0, 2.0, 1.0])
+    assert (times.r2, times.r2_held_out, times.foretold_s) == (pytest.approx(1.0), None, ())
+
+
 def test_bucket_priority_counts_up():
     assert bucket_priority(BUCKETS) == {"head": 1, "body.1": 2, "body.2": 2, "stem": 3}
 
@@ -77,5 +98,6 @@ def test_measuring_trains_and_leaves_everything_as_it_was(spec, choices):
         assert specs == {spec}
         assert steps == 2 + 7 * 4
         assert times == results[0][0]
+        assert len(times.seconds) == len(times.nbytes) == 7
         assert sorted(name for names in buckets for name in names) == sorted(times.seconds_per_byte)
         assert names == sorted(times.seconds_per_byte)

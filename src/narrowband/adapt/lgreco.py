@@ -29,6 +29,10 @@ __all__ = ["LGreCo", "lower_bound", "solve"]
 
 log = logging.getLogger(__name__)
 
+#: A byte counts at least as this share of the dearest. Noise makes a regression find bytes that cost nothing, and of
+#: such a layer the most would be sent, whether or not that is good for anything.
+_LEAST_PRICE = 0.01
+
 
 @dataclass
 class LGreCo(Policy):
@@ -48,7 +52,8 @@ class LGreCo(Policy):
         metric: what adds up over layers: L2 norms of errors, as in the paper, or their squares.
         objective: what is smallest in the end: ``bytes``, or ``time``.
         seconds_per_byte: for ``time``, layer → seconds that a byte of it takes: :func:`~narrowband.measure_times`
-            finds out; :func:`~narrowband.adapt.bucket_priority` has the paper's guess (appendix A).
+            finds out; :func:`~narrowband.adapt.bucket_priority` has the paper's guess (appendix A). Bytes of no layer
+            are quite free: each counts at least a hundredth of the dearest, and all alike where none takes time.
         discretization: steps that the budget is cut into.
 
     Example:
@@ -166,7 +171,8 @@ class LGreCo(Policy):
         missing = [name for name in layers if name not in self.seconds_per_byte]
         if missing:
             raise ValueError(f"seconds_per_byte lacks {', '.join(missing[:3])}")
-        return np.array([self.seconds_per_byte[name] for name in layers])
+        price = np.array([self.seconds_per_byte[name] for name in layers])
+        return np.maximum(price, _LEAST_PRICE * price.max()) if price.any() else np.ones(len(layers))
 
 
 def solve(

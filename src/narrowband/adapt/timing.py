@@ -8,7 +8,7 @@ their durations on the bytes of every bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,17 +18,31 @@ __all__ = ["Times", "bucket_priority", "fit_times"]
 
 @dataclass(frozen=True)
 class Times:
-    """What the regression found.
+    """What the regression found, and the samples that it is of.
 
     Attributes:
         seconds_per_byte: of each layer; that of its bucket.
         fixed_s: seconds of an exchange that do not depend on bytes.
-        r2: the share of the durations' variance that bytes explain; near 1 is a good fit.
+        r2: the share of the durations' variance that bytes explain; near 1 is a good fit. Where there are few samples
+            it is too good: see ``r2_held_out``.
+        nbytes: of each sample, the bytes of each bucket.
+        seconds: of each sample, how long the exchange took.
+        foretold_s: of each sample, how long the fit of all others says; empty where these are too few for a fit.
     """
 
     seconds_per_byte: dict[str, float]
     fixed_s: float
     r2: float
+    nbytes: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
+    seconds: tuple[float, ...] = field(default=(), repr=False)
+    foretold_s: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def r2_held_out(self) -> float | None:
+        """The share of the variance of durations that were not fit: each is foretold from all others. May be below 0;
+        None where there are too few samples.
+        """
+        return _explained(np.array(self.seconds), np.array(self.foretold_s)) if self.foretold_s else None
 
 
 def bucket_priority(buckets: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -63,15 +77,24 @@ def fit_times(buckets: Sequence[Sequence[str]], nbytes: ArrayLike, seconds: Arra
     if len(y) < len(buckets) + 1:
         raise ValueError(f"{len(y)} samples cannot tell {len(buckets)} buckets apart; take at least {len(buckets) + 1}")
     scale = np.maximum(x.max(axis=0), 1.0)
-    found = _nonnegative(np.column_stack([np.ones(len(y)), x / scale]), y)
-    residual = y - np.column_stack([np.ones(len(y)), x / scale]) @ found
-    variance = float(((y - y.mean()) ** 2).sum())
+    a = np.column_stack([np.ones(len(y)), x / scale])
+    found = _nonnegative(a, y)
     per_byte = found[1:] / scale
+    samples = range(len(y)) if len(y) > a.shape[1] else ()
     return Times(
         {name: float(per_byte[at]) for at, names in enumerate(buckets) for name in names},
         float(found[0]),
-        1.0 - float((residual**2).sum()) / variance if variance else 1.0,
+        _explained(y, a @ found),
+        tuple(map(tuple, x.tolist())),
+        tuple(y.tolist()),
+        tuple(float(a[out] @ _nonnegative(np.delete(a, out, axis=0), np.delete(y, out))) for out in samples),
     )
+
+
+def _explained(y: NDArray[np.float64], foretold: NDArray[np.float64]) -> float:
+    """The share of the variance of ``y`` that is foretold."""
+    variance = float(((y - y.mean()) ** 2).sum())
+    return 1.0 - float(((y - foretold) ** 2).sum()) / variance if variance else 1.0
 
 
 def _nonnegative(a: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
