@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowband as nb
 from narrowband.adapt import search_space
 from narrowband.bench.ranks import Loopback, RankProcess, run_ranks
+from narrowband.codecs import TopK
 from narrowband.collectives import all_reduce_nbytes, choose
 from narrowband.lab import LabConfig
 from narrowband.pipeline import Channel
@@ -271,7 +272,7 @@ def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
         total: steps of training, of which the row's ``delay`` is a share.
 
     Raises:
-        ValueError: a policy that does not exist, or one without the choices or the level that it needs.
+        ValueError: a policy that does not exist, or one without the choices, the level or the density that it needs.
     """
     if not row.policy:
         return None
@@ -288,10 +289,19 @@ def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
             every=every,
             warmup_steps=begins,
         ),
+        "global-topk": lambda: _global_topk(row.spec, every, begins),
     }
     if row.policy not in made:
         raise ValueError(f"policy={row.policy!r} is none of {', '.join(made)}")
     return made[row.policy]()
+
+
+def _global_topk(spec: str, every: int, begins: int) -> nb.GlobalTopK:
+    """The density and the feedback that the spec says."""
+    codec, feedback = nb.compression(spec).codec, spec.partition("+")[2]
+    if not isinstance(codec, TopK) or not feedback:
+        raise ValueError(f"policy='global-topk' needs a spec such as topk:density=0.01+ef, not {spec!r}")
+    return nb.GlobalTopK(codec.density, feedback, every=every, warmup_steps=begins)
 
 
 def key(row: Any, nodes: int, digest: str) -> str:

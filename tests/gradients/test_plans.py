@@ -196,6 +196,23 @@ def test_a_decision_that_fails_changes_nothing_and_hangs_nobody():
     assert results[0][0] == results[1][0]
 
 
+def one_vector(rank, world_size, policy):
+    model = wrap(mlp(), TINY)
+    with heard() as messages:
+        handle = compress(model, policy, min_numel=1 << 30, small="fused")
+        for step in range(6):
+            loss_of(model, step, rank).backward()
+            if step < policy.warmup_steps:
+                assert handle.stats().last.ratio < 1.01
+    return messages, handle.plan, policy.seen, handle.stats().last.ratio
+
+
+def test_a_policy_is_asked_nothing_where_all_travels_as_one_vector():
+    for messages, plan, seen, ratio in run_ranks(one_vector, 2, Scripted([], every=2, warmup_steps=3)):
+        assert (messages, plan, seen) == ([], None, [])
+        assert ratio > 4
+
+
 def test_a_broken_step_does_not_spoil_what_is_seen():
     uniform = dict.fromkeys(LAYERS, "topk:density=0.1+ef")
     results = run_ranks(scripted, 2, Scripted([uniform]), 5, 2)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import narrowband as nb
-from reproduce import lgreco, training
+from reproduce import lgreco, sparsity, training
 from reproduce.lgreco_links import timed
+from reproduce.models import ResNet
 from reproduce.training import Row, key, resolved, run
 from tests.gradients.training import FINGERPRINT
 from tests.reproduce.synthetic import write_all
@@ -19,6 +20,10 @@ SPARSE = replace(DENSE, name="plain", spec="topk:density=0.01+ef")
 WRITES = replace(DENSE, task="lstm", epochs=1, batch=8, lr=1.0, weight_decay=0.0, clip=0.25, limit=4_000)
 READS = replace(WRITES, task="gpt", optimizer="adamw", lr=1e-3)
 BREAKS = replace(WRITES, name="broken", lr=1e30, clip=None)
+PLANNED = replace(SPARSE, name="top-k, lgreco", policy="lgreco", epochs=3, delay=0.2)
+FIXED = replace(PLANNED, name="top-k, uniform", policy="uniform")
+LARGEST = replace(PLANNED, name="global top-k, once an epoch", policy="global-topk")
+AS_ONE = replace(FIXED, name="global top-k, every step", min_numel=1 << 30, small="fused")
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +54,15 @@ def test_models_learn_with_and_without_compression(finished):
     assert reads["score"] < 256 / 2
 
 
-def test_policies_plan_once_an_epoch(folder, tmp_path):
+@pytest.fixture(scope="module")
+def decided(folder, tmp_path_factory):
+    """Rows with policies, through real ranks."""
+    return run([PLANNED, FIXED, LARGEST, AS_ONE], tmp_path_factory.mktemp("results"), nodes=NODES, data_dir=folder)
+
+
+def test_policies_plan_once_an_epoch(decided, folder, tmp_path):
     """The pictures of plans, too."""
-    planned = replace(SPARSE, name="top-k, lgreco", policy="lgreco", epochs=3, delay=0.2)
-    fixed = replace(planned, name="top-k, uniform", policy="uniform")
-    row, uniform = run([planned, fixed], tmp_path, nodes=NODES, data_dir=folder)
+    row, uniform, *_ = decided
     epoch = row["steps"] // 3
     begins = round(0.2 * row["steps"])
     assert [step for step, _, _ in row["plans"]] == [begins, begins + epoch, begins + 2 * epoch]
@@ -66,7 +75,7 @@ def test_policies_plan_once_an_epoch(folder, tmp_path):
     assert uniform["compressed_ratio"] == pytest.approx(raw / sent, rel=0.01)
     assert uniform["mean_ratio"] == pytest.approx(raw / (0.2 * raw + 0.8 * sent), rel=0.01)
     # What is timed on links sends what the last plan says.
-    again = [timed(planned, row, steps=3), timed(fixed, uniform, steps=3)]
+    again = [timed(PLANNED, row, steps=3), timed(FIXED, uniform, steps=3)]
     told, same = run(again, tmp_path / "links", nodes=NODES, data_dir=folder)
     assert json.loads(again[0].plan) == row["plans"][-1][2]
     assert (told["steps"], told["plans"], same["plans"]) == (3, [], [])
@@ -74,6 +83,24 @@ def test_policies_plan_once_an_epoch(folder, tmp_path):
     names = {path.name for path in lgreco._draw([row | {"task": "gpt"}], tmp_path)}
     assert names == {"gpt-ratios.png", "gpt-profile.png"}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_global_topk_sends_the_largest_by_shares_of_layers_or_in_every_step_as_one_vector(decided):
+    _, uniform, largest, one = decided
+    sent = [row["raw_bytes_per_step"] / row["compressed_ratio"] for row in (uniform, largest, one)]
+    assert sent[0] == pytest.approx(sparsity._by_layers(0.01, NODES), rel=0.01)
+    assert 0.8 * sent[0] < sent[1] < sent[0], "indices are shorter where more of a layer is sent"
+    assert sent[2] == pytest.approx(sparsity._as_one(0.01, NODES), rel=0.01)
+    layers = {name: p.shape for name, p in ResNet(8).named_parameters() if p.dim() > 1}
+    for _, _, plan in largest["plans"]:
+        kept = {name: nb.compression(spec).codec.kept(layers[name]) for name, spec in plan.items()}
+        assert sum(kept.values()) == pytest.approx(748, abs=len(layers))
+        assert len({kept[name] / layers[name].numel() for name in layers}) == len(layers)
+    assert [step for step, *_ in largest["plans"]] == [step for step, *_ in uniform["plans"]] + [24, 39]
+    assert one["plans"] == []
+    assert one["mean_ratio"] < one["compressed_ratio"], "after the same steps as others"
+    for row in decided:
+        assert row["curve"][-1][1] < row["curve"][0][1]
 
 
 def test_policies_get_their_choices_and_begin_after_a_delay():
@@ -87,6 +114,8 @@ def test_policies_get_their_choices_and_begin_after_a_delay():
     fixed = training.policy_of(replace(row, policy="uniform"), 390, 4680)
     assert (fixed.warmup_steps, fixed.specs()) == (234, ["powersgd:rank=8"])
     assert training.policy_of(DENSE, 390, 4680) is None
+    largest = training.policy_of(replace(SPARSE, policy="global-topk", delay=0.05), 390, 4680)
+    assert (largest.density, largest.feedback, largest.every, largest.warmup_steps) == (0.01, "ef", 390, 234)
 
 
 def test_what_the_learning_rate_does():
@@ -284,6 +313,8 @@ def test_warm_up_is_counted_in_steps():
         ({"activations": '{"bits": 3}'}, "there are 8, 4 and 2 bits"),
         ({"trace": True}, "trace=True .* needs activations"),
         ({"policy": "none"}, "policy='none' is none of uniform, lgreco"),
+        ({"policy": "global-topk", "spec": "qsgd:bits=4+ef"}, "such as topk:density=0.01.ef, not 'qsgd:bits=4.ef'"),
+        ({"policy": "global-topk", "spec": "topk:density=0.01"}, "global-topk.* needs a spec"),
         ({"delay": 0.1}, "delay=0.1 needs a policy"),
         ({"delay": 1.0, "policy": "uniform"}, r"delay=1.0 is not in \[0, 1\)"),
         ({"forward": "none", "backward": "uniform:bits=99"}, "bits=99"),

@@ -88,11 +88,11 @@ class Controller:
             self._sums[parameter.name].add_(part, alpha=weight)
 
     def is_due(self, step: int) -> bool:
-        """Whether :meth:`decide` is to be called before this step."""
+        """Whether :meth:`decide` is to be called before this step. Without layers there is nothing to decide."""
         policy = self.policy
         if policy is None or not self._looked or step < policy.warmup_steps:
             return False
-        return (step - policy.warmup_steps) % policy.every == 0
+        return (step - policy.warmup_steps) % policy.every == 0 and bool(self._layers.parameters.shapes)
 
     def decide(self, step: int) -> bool:
         """Decide anew; whether anything changed. A collective, to be called where it :meth:`is_due`."""
