@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from reproduce import (
     benchmarks,
+    candidates_page,
     command,
     cssgd_page,
     dgc,
@@ -50,6 +51,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
         for module in (dgc, lgreco, mesa, model_parallel, powersgd)
     },
+    "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,
     "fidelity": fidelity.page,
     "optimizers": optimizers.page,

@@ -335,9 +335,9 @@ _LEGEND = (
     "paired; of one pair: by the dense row's spread). Sent: by one rank in a step of the last epoch. Ratio: how many "
     "times less a rank sends than with a dense ring all-reduce, over the steps that are compressed; with first: over "
     "all steps, also the first that are not. Bytes: over the steps that are compressed, as a multiple of L-GreCo's in "
-    "the same table. Norms and biases travel uncompressed and count, 2.9 kB of what one of four ranks sends in a step; in "
-    "global top-k, every step, they are part of the vector. Step: the median of the last epoch on rank 0, on loopback, "
-    "however busy the machine was."
+    "the same table. Norms and biases travel uncompressed and count, 2.9 kB of what one of four ranks sends in a step; "
+    "in global top-k, every step, they are part of the vector. Step: the median of the last epoch on rank 0, on "
+    "loopback, however busy the machine was."
 )
 _TAKEN = ("row", "score", "− dense", "sent")
 
