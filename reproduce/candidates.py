@@ -19,6 +19,8 @@ Candidates are written here in plain PyTorch, with no payload: their bytes are t
 * TernGrad (Wen et al. 2017, arXiv 1705.07878): −1, 0 or 1 times a layer's largest magnitude, after it was clipped at
   2.5 standard deviations, in 2 bits;
 * random blocks: neighbours from a random place on, as in the code of PowerSGD's paper (github.com/epfml/powersgd);
+* what L-GreCo's authors do about plans (github.com/LGrCo/L-GreCo): five rounds of power iteration in the first step
+  of a layer whose rank has changed, and errors of what the last ten steps of a window add up to;
 * DGC's warm-up in the authors' code (github.com/synxlin/deep-gradient-compression): a list of densities, by default
   powers of the (n+1)-th root of the density, instead of the paper's powers of a quarter; and clipping each layer by
   itself, for which that code has a place.
@@ -207,10 +209,9 @@ def _alone(options: Options, seed: int, subject: Subject) -> list[dict[str, Any]
 
 def _row(subject: Subject, seed: int, run: _Run, own: Sender, options: Options) -> dict[str, Any]:
     shapes = [run.named[name].shape for name in run.compressed]
-    sent = math.fsum(own.nbytes(shape, step) for shape in shapes for step in range(options.steps)) / options.steps
     return {
         "group": subject.group, "name": subject.name, "spec": subject.spec, "kind": subject.kind, "seed": seed,
-        "nbytes": sent, "dense_nbytes": 4 * sum(shape.numel() for shape in shapes),
+        "nbytes": own.mean_nbytes(shapes, options.steps), "dense_nbytes": 4 * sum(shape.numel() for shape in shapes),
     }  # fmt: skip
 
 

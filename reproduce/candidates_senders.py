@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import narrowband as nb
+from narrowband.adapt import Traffic
 from narrowband.codecs import TopK
 from narrowband.collectives import Operand, Peers, collective
-from narrowband.feedback import Compression, Feedback
+from narrowband.feedback import Compression, Feedback, PowerSGD
 
 __all__ = [
     "CANDIDATES",
@@ -120,6 +121,9 @@ class Subject:
         warmup: the share of steps over which these are, or in which everything is sent.
         clip: the norm at which the average gradient is clipped, before it is sent: each rank's at so much times √R.
         by_layer: whether each of L compressed layers is clipped by itself, at that divided by √L.
+        every: steps between two plans of L-GreCo, whose reference ``spec`` then is; 0: no plans.
+        last: of how many of these steps, the last ones, a plan sees the averages; 0: of all.
+        rounds: of power iteration in the first step of a layer whose rank has changed.
     """
 
     group: str
@@ -130,6 +134,9 @@ class Subject:
     warmup: float = 0.0
     clip: float = math.inf
     by_layer: bool = False
+    every: int = 0
+    last: int = 0
+    rounds: int = 1
 
 
 def _of(group: str, kind: Kind, *specs: str) -> tuple[Subject, ...]:
@@ -142,6 +149,8 @@ DGC = "dgc:density=0.01"
 DGC_16, DGC_8 = "dgc:density=0.0164,values=fp16", "dgc:density=0.0245,values=int8"
 _WARM = 0.2
 _CLIP = 1.0
+#: Of L-GreCo's plans: their reference, steps between two of them, and what the authors' code makes of these.
+_PLANNED, _EVERY, _LAST, _ROUNDS = "powersgd:rank=4", 100, 10, 5
 
 SUBJECTS: tuple[Subject, ...] = (
     *_of("bits", "stream", "qsgd:bits=8", "natural compression", "natural compression+ef", "qsgd:bits=4+ef"),
@@ -151,6 +160,10 @@ SUBJECTS: tuple[Subject, ...] = (
     *_of("random", "stream", "randomk:density=0.1+ef", "random block, 10 %+ef"),
     *_of("rank", "stream", "powersgd:rank=2", "powersgd:rank=4,halves=1", "powersgd:rank=2,halves=2"),
     *_of("rank", "stream", "powersgd:rank=4", "powersgd:rank=8,halves=1", "powersgd:rank=4,halves=2"),
+    *_of("plans", "stream", _PLANNED),
+    Subject("plans", "plans of all steps", _PLANNED, every=_EVERY),
+    Subject("plans", "plans of the last steps", _PLANNED, every=_EVERY, last=_LAST),
+    Subject("plans", "five rounds for new ranks", _PLANNED, every=_EVERY, rounds=_ROUNDS),
     *_of("training", "adamw", DENSE, "powersgd:rank=4", "powersgd:rank=8,halves=1", "powersgd:rank=4,halves=2"),
     *_of("training", "adamw", "qsgd:bits=2", "TernGrad", "uniform:bits=2,symmetric=true+ef"),
     *_of("training", "adamw", "topk:density=0.01+ef", "topk:density=0.01+ef:decay=0.99"),
@@ -177,6 +190,10 @@ class Sender(ABC):
     @abstractmethod
     def nbytes(self, shape: torch.Size, step: int) -> float:
         """Of one rank's payload of a tensor of this shape."""
+
+    def mean_nbytes(self, shapes: Sequence[torch.Size], steps: int) -> float:
+        """Of one rank's payloads of tensors of these shapes, over so many steps from the first on."""
+        return math.fsum(self.nbytes(shape, step) for shape in shapes for step in range(steps)) / steps
 
 
 class OfLibrary(Sender):
@@ -229,7 +246,10 @@ class OfAverages(Sender):
         self.kind = collective(self.state.collective)
 
     def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
-        operand = Operand(key, x_RN.mean(0), shape, self.chosen.codec, None, lambda _: (self.seed << 20) + step)
+        return self._exchanged(self.chosen, key, x_RN, shape, step)
+
+    def _exchanged(self, own: Compression, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
+        operand = Operand(key, x_RN.mean(0), shape, own.codec, None, lambda _: (self.seed << 20) + step)
         exchange = self.kind([operand], Peers(None, 0, 1), measure=False, state=self.state)
         exchange.encode()
         for _ in exchange.job():
@@ -239,6 +259,46 @@ class OfAverages(Sender):
 
     def nbytes(self, shape: torch.Size, step: int) -> float:
         return self.chosen.layer_nbytes(shape)
+
+
+class OfPlans(OfAverages):
+    """PowerSGD with the ranks of L-GreCo's plans, which see what arrived.
+
+    Args:
+        chosen: what all layers have until the first plan, and its reference.
+        ranks, seed: how many ranks send, and what new factors are drawn from.
+        every, last, rounds: see :class:`Subject`.
+    """
+
+    def __init__(self, chosen: Compression, ranks: int, seed: int, every: int, last: int, rounds: int) -> None:
+        super().__init__(chosen, seed)
+        self.policy, self.traffic = nb.LGreCo(str(chosen), every=every), Traffic(ranks)
+        self.last, self.rounds = last or every, rounds
+        self.ranks: dict[str, Compression] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.planned = 0
+        self.changed: set[str] = set()
+        self.sent = 0.0
+
+    def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
+        assert isinstance(self.state, PowerSGD)
+        every = self.policy.every
+        if step - self.planned == every:
+            plan = self.policy.decide(self.sums, step=step, traffic=self.traffic)
+            ranks = {name: nb.compression(spec) for name, spec in plan.specs().items()}
+            self.changed = {name for name, own in ranks.items() if own != self.ranks.get(name, self.chosen)}
+            self.ranks, self.sums, self.planned = ranks, {}, step
+        own = self.ranks.get(key, self.chosen)
+        self.state.iterations = self.rounds if step == self.planned and key in self.changed else 1
+        arrived = self._exchanged(own, key, x_RN, shape, step)
+        self.sent += own.layer_nbytes(shape) * self.state.iterations
+        if step - self.planned >= every - self.last:
+            self.sums[key] = self.sums.get(key, 0.0) + arrived.view(shape)
+        return arrived
+
+    def mean_nbytes(self, shapes: Sequence[torch.Size], steps: int) -> float:
+        """As counted."""
+        return self.sent / steps
 
 
 class OfCandidate(Sender):
@@ -267,6 +327,8 @@ def sender(subject: Subject, ranks: int, seed: int, steps: int) -> Sender:
     if name in CANDIDATES:
         return OfCandidate(CANDIDATES[name], bool(behind), ranks, seed)
     chosen = nb.compression(subject.spec)
+    if subject.every:
+        return OfPlans(chosen, ranks, seed, subject.every, subject.last, subject.rounds)
     if chosen.feedback is not None and chosen.feedback.collective is not None:
         return OfAverages(chosen, seed)
     return OfLibrary(chosen, ranks, seed, subject.densities, round(subject.warmup * steps))

@@ -94,6 +94,28 @@ def test_what_the_library_sends_is_late_and_not_lost(spec):
     torch.testing.assert_close(arrived + left, total, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(("last", "rounds"), [(0, 1), (2, 5)])
+def test_plans_change_ranks_and_lose_nothing(last, rounds):
+    """Of two layers the one with a quickly falling spectrum gets the smaller rank; the bytes of what was sent count."""
+    own = sender(Subject("g", "planned", "powersgd:rank=4", every=4, last=last, rounds=rounds), 3, 0, 12)
+    shapes = {"flat": torch.Size((48, 64)), "steep": torch.Size((64, 96))}
+    spectra = {"flat": torch.ones(48), "steep": 2.0 ** -torch.arange(64.0)}
+    total, arrived = ({name: torch.zeros(shape.numel()) for name, shape in shapes.items()} for _ in range(2))
+    sent = 0
+    for step in range(12):
+        for name, (n, m) in shapes.items():
+            x = spectra[name][:, None] * torch.randn(3, n, m, generator=chance(step)) + (name == "flat")
+            total[name] += x.mean(0).view(-1)
+            arrived[name] += own.send(name, x.view(3, -1), shapes[name], step)
+            chosen = own.ranks.get(name, own.chosen)
+            sent += chosen.layer_nbytes(shapes[name]) * (rounds if step == own.planned and name in own.changed else 1)
+    assert own.planned == 8
+    assert own.ranks["steep"] != own.ranks["flat"]
+    for name, x in total.items():
+        torch.testing.assert_close(arrived[name] + own.state.residual(name), x, rtol=0, atol=1e-3)
+    assert own.mean_nbytes(list(shapes.values()), 12) == sent / 12
+
+
 def test_a_warm_up_has_each_density_for_as_long():
     dgc = Subject("g", "warm", "dgc:density=0.01", "sgd", (0.5, 0.25), 0.5)
     own = sender(dgc, ranks=2, seed=0, steps=8)
