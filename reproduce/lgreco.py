@@ -297,11 +297,12 @@ def _share(group: Group) -> str:
 
 
 def _on_link(group: Group) -> str:
-    """What :mod:`reproduce.lgreco_links` recorded."""
+    """What :mod:`reproduce.lgreco_links` recorded of this row, with this spec."""
     path = Path(__file__).parent / "results" / "lgreco" / LINKS
     told = read_json(path, ("rate", "rows")) if path.exists() else {}
     rows = told["rows"] if told.get("rate") == "100mbit" else []  # as the legend says
-    found = next((row["step_s"] for row in rows if (row["task"], row["name"]) == (group.task, group.name)), None)
+    own = group.task, group.name, group.spec
+    found = next((row["step_s"] for row in rows if (row["task"], row["name"], row.get("spec")) == own), None)
     return NOTHING if found is None else format_seconds(found)
 
 

@@ -104,7 +104,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             data_dir=options.data_dir,
             on_event=note,
         )
-    columns = ("task", "name", "step_s", "sent_bytes_per_step")
+    columns = ("task", "name", "spec", "step_s", "sent_bytes_per_step")
     told = [{name: result[name] for name in columns} for result in results]
     for one in told:
         console.print(f"{one['task']} {one['name']}: {format_seconds(one['step_s'])}", markup=False, highlight=False)

@@ -21,11 +21,11 @@ STEPS = 200
 LOOKS = (50, 100, STEPS)
 
 QUANTIZERS = [
-    *(f"qsgd:bits={bits}" for bits in (2, 3, 4, 8)),
+    *(f"qsgd:bits={bits}" for bits in (2, 3, 4)),
     "qsgd:bits=4,norm=l2",
-    *(f"uniform:bits={bits}" for bits in (1, 2, 3, 4, 8)),
-    *(f"uniform:bits={bits},rounding=stochastic" for bits in (2, 3, 4)),
-    *(f"uniform:bits={bits},symmetric=true" for bits in (2, 3, 4)),
+    *(f"uniform:bits={bits}" for bits in (1, 2, 4)),
+    "uniform:bits=2,rounding=stochastic",
+    "uniform:bits=2,symmetric=true",
     "sign",
     "fp16",
     "bf16",

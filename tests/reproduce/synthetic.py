@@ -61,4 +61,4 @@ def write_all(folder, images=480):
     (folder / "tinyshakespeare").mkdir(parents=True, exist_ok=True)
     (folder / "tinyshakespeare/input.txt").write_text(PLAY * 100)
     write_lines(folder / "wikitext2/validation.parquet", LINES * 200)
-    write_lines(folder / "wikitext2/test.parquet", LINES * 10)
+    write_lines(folder / "wikitext2/test.parquet", LINES * 4)

@@ -20,10 +20,10 @@ from reproduce.training import Row, run
 from tests.reproduce.synthetic import write_all
 
 EXPERIMENT = mesa.EXPERIMENT
-BATCH, EPOCHS = 32, 2
+BATCH, EPOCHS = 16, 2
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 65, 48
 
-PLAIN = Row("vit", "plain", "none", optimizer="adamw", epochs=EPOCHS, batch=BATCH, lr=2e-3, limit=160)
+PLAIN = Row("vit", "plain", "none", optimizer="adamw", epochs=EPOCHS, batch=BATCH, lr=2e-3, limit=5 * BATCH)
 ROWS = {
     "plain": PLAIN,
     "off": replace(PLAIN, name="off", activations='{"bits": "off"}'),

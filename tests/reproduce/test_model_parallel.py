@@ -17,12 +17,12 @@ from tests.ranks import run_ranks
 from tests.reproduce.synthetic import write_all
 
 EXPERIMENT = model_parallel.EXPERIMENT
-BATCH = 32
+BATCH = 16
 EPOCHS = 3
 #: What crosses the boundaries of a ResNet-8.
 SHAPES = [(BATCH, 16, 32, 32), (BATCH, 32, 16, 16), (BATCH, 64, 8, 8)]
 
-DENSE = Row("cifar", "dense", "none", epochs=EPOCHS, batch=BATCH, lr=0.05, limit=160, forward="none", backward="none")
+DENSE = Row("cifar", "dense", "none", epochs=EPOCHS, batch=BATCH, lr=0.05, limit=80, forward="none", backward="none")
 TOP = "topk:density=0.1,scope=sample"
 ROWS = {
     "uncut": replace(DENSE, name="uncut", forward="", backward=""),
