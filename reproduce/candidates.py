@@ -245,9 +245,14 @@ def _norm(parts: Sequence[Tensor]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` when None) and return its exit code."""
-    return command_line(
-        "candidates", Options, _run, argv, stopped="Finished rows are kept: the same command goes on from there."
-    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums, and with them streams of gradients, are then the same whatever cores there are
+    try:
+        return command_line(
+            "candidates", Options, _run, argv, stopped="Finished rows are kept: the same command goes on from there."
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run(options: Options, command: list[str], console: Console) -> None:

@@ -169,6 +169,10 @@ def _found(found: Sequence[Line]) -> str:
         terngrad, qsgd, uniform = (
             own["bits", name] for name in ("TernGrad", "qsgd:bits=2", "uniform:bits=2,symmetric=true+ef")
         )
+        plans, last, five = (
+            own["plans", name]
+            for name in ("plans of all steps", "plans of the last steps", "five rounds for new ranks")
+        )
     except KeyError as missing:
         raise LookupError(f"needs {missing}") from None
     return (
@@ -176,7 +180,9 @@ def _found(found: Sequence[Line]) -> str:
         f"perplexity is {fp16:.2f} with values in 16 bits and {dgc:.2f} with fewer of them in 32, which neither gains "
         f"nor loses and is here since the authors' code has it; a random block loses {block:.2f} mean steps and random "
         f"elements {elements:.2f}, within the noise, and TernGrad {terngrad:.1f} where qsgd:bits=2 loses {qsgd:.1f} "
-        f"and two bits with feedback {uniform:.2f}, so neither is here."
+        f"and two bits with feedback {uniform:.2f}, so neither is here. L-GreCo's plans lose {plans:.2f}, with five "
+        f"rounds of power iteration for new ranks {five:.2f}, and from the last ten steps alone {last:.2f}: not "
+        "resolved, so these are not here either."
     )
 
 

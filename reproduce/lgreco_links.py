@@ -81,7 +81,10 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     LabConfig(nodes=options.nodes, rate=options.rate)
     output = options.output or Path(__file__).parent / "results" / EXPERIMENT.module
     there = recorded(
-        [recipe.row for recipe in EXPERIMENT.recipes], output, nodes=options.nodes, data_dir=options.data_dir
+        list(dict.fromkeys(recipe.row for recipe in EXPERIMENT.recipes)),
+        output,
+        nodes=options.nodes,
+        data_dir=options.data_dir,
     )
     if not there:
         raise ValueError(f"none of reproduce.lgreco's rows is finished in {output}: train them first")

@@ -22,6 +22,7 @@ from reproduce import (
     dgc,
     fidelity,
     lgreco,
+    lgreco_times_page,
     mesa,
     model_parallel,
     optimizers,
@@ -54,6 +55,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,
     "fidelity": fidelity.page,
+    "lgreco_times": lgreco_times_page.page,
     "optimizers": optimizers.page,
     "sensitivity": sensitivity.page,
 }
