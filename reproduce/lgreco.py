@@ -315,8 +315,7 @@ _LEGEND = (
     "Transformer-XL on WikiText-103 (table 4; there uniform has rank 32), and its share of time, of Transformer-XL and "
     "of ResNet-50 (table 1). Models, data and lengths differ: compare how rows relate to each other, not the numbers. "
     "Step: the median of the last epoch on rank 0, on loopback, however busy the machine was; on a link: the median of "
-    "24 steps with the last plan behind links of 100 Mbit/s, in one pass, beside background work of the lowest "
-    "priority (python -m reproduce.lgreco_links)."
+    "24 steps with the last plan behind links of 100 Mbit/s, in one pass (python -m reproduce.lgreco_links)."
 )
 _TAKEN = ("row", "score", "− dense", "sent")
 
