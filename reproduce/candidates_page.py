@@ -180,9 +180,9 @@ def _found(found: Sequence[Line]) -> str:
         f"perplexity is {fp16:.2f} with values in 16 bits and {dgc:.2f} with fewer of them in 32, which neither gains "
         f"nor loses and is here since the authors' code has it; a random block loses {block:.2f} mean steps and random "
         f"elements {elements:.2f}, within the noise, and TernGrad {terngrad:.1f} where qsgd:bits=2 loses {qsgd:.1f} "
-        f"and two bits with feedback {uniform:.2f}, so neither is here. L-GreCo's plans lose {plans:.2f}, with five "
-        f"rounds of power iteration for new ranks {five:.2f}, and from the last ten steps alone {last:.2f}: not "
-        "resolved, so these are not here either."
+        f"and two bits with feedback {uniform:.2f}, so neither is here. L-GreCo's plans lose {plans:.2f}, and with "
+        f"five rounds of power iteration for new ranks {five:.2f}, within the noise, so these are not here; from the "
+        f"last ten steps of a window alone they lose {last:.2f}, which is less and is still to be built."
     )
 
 
