@@ -20,7 +20,7 @@ Candidates are written here in plain PyTorch, with no payload: their bytes are t
   2.5 standard deviations, in 2 bits;
 * random blocks: neighbours from a random place on, as in the code of PowerSGD's paper (github.com/epfml/powersgd);
 * what L-GreCo's authors do about plans (github.com/LGrCo/L-GreCo): five rounds of power iteration in the first step
-  of a layer whose rank has changed, and errors of what the last ten steps of a window add up to;
+  of a layer whose rank has changed, and errors of what the last ten steps of a window add up to (here: ``last=10``);
 * DGC's warm-up in the authors' code (github.com/synxlin/deep-gradient-compression): a list of densities, by default
   powers of the (n+1)-th root of the density, instead of the paper's powers of a quarter; and clipping each layer by
   itself, for which that code has a place.

@@ -292,3 +292,17 @@ def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=said) as caught:
             Plan.load(path)
         assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_which_steps_a_policy_looks_at():
+    def seen(**how):
+        policy = nb.LGreCo("powersgd:rank=2", **how)
+        return [step for step in range(11) if policy.sees(step)]
+
+    assert seen(every=4) == list(range(11))
+    assert seen(every=4, last=4) == list(range(11))
+    assert seen(every=4, last=1) == [3, 7]
+    assert seen(every=4, last=2, warmup_steps=3) == [1, 2, 5, 6, 9, 10]
+    for last in (-1, 5):
+        with pytest.raises(ValueError, match=f"last={last} must be"):
+            nb.LGreCo("powersgd:rank=2", every=4, last=last)

@@ -186,6 +186,49 @@ def test_a_policy_sees_what_was_delivered_and_all_ranks_follow_it():
         torch.testing.assert_close(seen[0][1][name], (summed[name] + results[1][2][name]) / 2, rtol=1e-5, atol=1e-6)
 
 
+def delivered(rank, world_size, policy):
+    """What each step delivered, and what the policy was shown."""
+    model = wrap(mlp(), TINY)
+    handle = compress(model, policy, min_numel=64)
+    steps = []
+    for step in range(11):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        steps.append({name: model.module.get_parameter(name).grad.clone() for name in LAYERS})
+    assert handle.plan is not None
+    return steps, policy.seen
+
+
+def test_a_policy_may_look_at_the_last_steps_alone():
+    policy = Scripted([dict.fromkeys(LAYERS, "topk:density=0.1+ef")], every=4, warmup_steps=2)
+    policy.last = 2
+    steps, seen = run_ranks(delivered, 2, policy)[0]
+    assert [step for step, _ in seen] == [2, 6, 10]
+    for step, shown in seen:
+        for name in LAYERS:
+            torch.testing.assert_close(shown[name], steps[step - 2][name] + steps[step - 1][name])
+
+
+def never_finite(rank, world_size, policy):
+    model = wrap(mlp(), TINY)
+    with heard() as messages:
+        handle = compress(model, policy, min_numel=64)
+        for step in range(5):
+            loss = loss_of(model, step, rank)
+            (loss * float("nan") if step == 3 else loss).backward()
+    return messages, handle.plan, policy.seen
+
+
+def test_where_nothing_that_a_policy_looks_at_was_finite_every_layer_keeps_what_it_has():
+    policy = Scripted([dict.fromkeys(LAYERS, "topk:density=0.1+ef")], every=4)
+    policy.last = 1
+    for rank, (messages, plan, seen) in enumerate(run_ranks(never_finite, 2, policy)):
+        assert plan is None
+        assert seen == []
+        assert any("could not decide" in message for message in messages)
+        assert any("deciding failed" in message for message in messages) == (rank == 0)
+
+
 def test_a_decision_that_fails_changes_nothing_and_hangs_nobody():
     uniform = dict.fromkeys(LAYERS, "topk:density=0.1+ef")
     results = run_ranks(scripted, 2, Scripted([uniform, MIXED], fails=(4,)), 12)

@@ -48,6 +48,9 @@ class LGreCo(Policy):
             default those around the reference that the paper searches (:func:`~narrowband.adapt.search_space`).
         every: steps between decisions; an epoch's is usual.
         warmup_steps: steps before the first decision, which are not compressed.
+        last: how many steps before a decision it looks at, such as the 10 of the authors' code; 0: all since the one
+            before, as the paper has it. Ten of a hundred lost 7.6 % ± 3.2 % less with low rank
+            (``reproduce.candidates``), as the newest gradients foretell the next ones best.
         alpha: the budget, as a multiple of the reference's error.
         metric: what adds up over layers: L2 norms of errors, as in the paper, or their squares.
         objective: what is smallest in the end: ``bytes``, or ``time``.
@@ -65,6 +68,7 @@ class LGreCo(Policy):
     choices: Sequence[str] | None = None
     every: int = 500
     warmup_steps: int = 0
+    last: int = 0
     alpha: float = 1.0
     metric: Literal["l2", "l2_squared"] = "l2"
     objective: Literal["bytes", "time"] = "bytes"

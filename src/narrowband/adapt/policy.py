@@ -29,11 +29,13 @@ class Policy(ABC):
     Attributes:
         every: steps between two decisions.
         warmup_steps: steps before the first one, which are not compressed.
+        last: how many steps before a decision are looked at; 0: all since the one before.
     """
 
     name: ClassVar[str]
     every: int
     warmup_steps: int
+    last: int = 0
 
     @property
     @abstractmethod
@@ -50,8 +52,8 @@ class Policy(ABC):
         left out.
 
         Args:
-            gradients: layer → sum of its averages since the last decision, float32, in the layer's shape; of compressed
-                layers only. Gradients of a scaled loss are divided by the scale.
+            gradients: layer → sum of its averages since the last decision, or over the ``last`` steps, float32, in the
+                layer's shape; of compressed layers only. Gradients of a scaled loss are divided by the scale.
             step: how many steps of training there were.
             traffic: says how many bytes a rank sends for layers; see :class:`~narrowband.adapt.Traffic`.
         """
@@ -77,6 +79,16 @@ class Policy(ABC):
             raise ValueError(
                 f"{self.name}: every={self.every} must be at least 1 and warmup_steps={self.warmup_steps} at least 0"
             )
+        if not 0 <= self.last <= self.every:
+            raise ValueError(
+                f"{self.name}: last={self.last} must be from 1 to every={self.every} steps, or 0 for all of them"
+            )
+
+    def sees(self, step: int) -> bool:
+        """Whether the next decision looks at what this step delivers."""
+        over = step - self.warmup_steps
+        left = self.every - over % self.every if over >= 0 else -over
+        return not self.last or left <= self.last
 
 
 @dataclass

@@ -4,7 +4,7 @@ What a policy sees is the sum of the averages that were delivered since it last 
 cost no exchange. The L-GreCo paper speaks of accumulated gradients. The authors' hooks for PowerSGD
 (github.com/LGrCo/L-GreCo, commit 13942f0) add up those of rank 0 alone, each with the residual, in the last ten steps
 of a window. An average is of all ranks' data, and error feedback makes the sum over a window that of the exact
-averages, up to what the residual gained: no step may be left out of it.
+averages, up to what the residual gained. A policy may look at the ``last`` steps of a window alone.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Controller:
         self._layers.set(plan.specs())
         self.plan = plan
 
-    def look(self, averages: Iterable[tuple[Parameter, Tensor]], weight: float) -> None:
-        """Add what a step delivered to layers, times ``weight``. One step that is not finite must not spoil all."""
+    def look(self, averages: Iterable[tuple[Parameter, Tensor]], weight: float, step: int) -> None:
+        """Add what this step delivered to layers, times ``weight``. One step that is not finite must not spoil all."""
         if self.policy is None:
             return
         self._looked = True
-        if self._peers.rank:
+        if self._peers.rank or not self.policy.sees(step):
             return
         for parameter, average in averages:
             part = average.float()
@@ -110,6 +110,8 @@ class Controller:
         """The plan, as text; empty where it failed: the other ranks are waiting."""
         assert self.policy is not None
         try:
+            if not self._sums:
+                raise ValueError("no step that this policy looks at was finite")
             gradients = {
                 name: self._sums[name].view(shape) if name in self._sums else torch.zeros(shape, device=self._device)
                 for name, shape in self._layers.parameters.shapes.items()
