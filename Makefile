@@ -17,7 +17,7 @@ demo: $(DEV)  ## train a small GPT on four ranks with and without compression, a
 
 # Processes share the cores: a thread that spins while it waits takes them from another test. And tests start hundreds of
 # interpreters: where bytecode may not be written, each would compile all modules again.
-test: $(DEV)  ## run the tests, three files at a time (about 11 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
+test: $(DEV)  ## run the tests, three files at a time (11 to 19 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
 	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, and no two files that import each other

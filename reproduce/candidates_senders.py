@@ -272,8 +272,8 @@ class OfPlans(OfAverages):
 
     def __init__(self, chosen: Compression, ranks: int, seed: int, every: int, last: int, rounds: int) -> None:
         super().__init__(chosen, seed)
-        self.policy, self.traffic = nb.LGreCo(str(chosen), every=every), Traffic(ranks)
-        self.last, self.rounds = last or every, rounds
+        self.policy, self.traffic = nb.LGreCo(str(chosen), every=every, last=last), Traffic(ranks)
+        self.rounds = rounds
         self.ranks: dict[str, Compression] = {}
         self.sums: dict[str, Tensor] = {}
         self.planned = 0
@@ -282,8 +282,7 @@ class OfPlans(OfAverages):
 
     def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
         assert isinstance(self.state, PowerSGD)
-        every = self.policy.every
-        if step - self.planned == every:
+        if step - self.planned == self.policy.every:
             plan = self.policy.decide(self.sums, step=step, traffic=self.traffic)
             ranks = {name: nb.compression(spec) for name, spec in plan.specs().items()}
             self.changed = {name for name, own in ranks.items() if own != self.ranks.get(name, self.chosen)}
@@ -292,7 +291,7 @@ class OfPlans(OfAverages):
         self.state.iterations = self.rounds if step == self.planned and key in self.changed else 1
         arrived = self._exchanged(own, key, x_RN, shape, step)
         self.sent += own.layer_nbytes(shape) * self.state.iterations
-        if step - self.planned >= every - self.last:
+        if self.policy.sees(step):
             self.sums[key] = self.sums.get(key, 0.0) + arrived.view(shape)
         return arrived
 

@@ -50,7 +50,7 @@ class LGreCo(Policy):
         warmup_steps: steps before the first decision, which are not compressed.
         last: how many steps before a decision it looks at, such as the 10 of the authors' code; 0: all since the one
             before, as the paper has it. Ten of a hundred lost 7.6 % ± 3.2 % less with low rank
-            (``reproduce.candidates``), as the newest gradients foretell the next ones best.
+            (``python -m reproduce.candidates``).
         alpha: the budget, as a multiple of the reference's error.
         metric: what adds up over layers: L2 norms of errors, as in the paper, or their squares.
         objective: what is smallest in the end: ``bytes``, or ``time``.
