@@ -480,7 +480,7 @@ EXPERIMENT = Experiment(
             ("table 8 (modules)", "here"),
             (
                 "tables 9 and 10 (the largest model, and batch)",
-                "`reproduce.mesa_memory` measures them (no record yet); not reproduced: accuracies with a larger batch",
+                "`reproduce.mesa_memory`; not reproduced: accuracies with a larger batch",
             ),
             ("table 11 (segmentation of ADE20K)", "not reproduced: neither its data nor a pre-trained Swin are here"),
             (

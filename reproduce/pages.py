@@ -24,6 +24,7 @@ from reproduce import (
     lgreco,
     lgreco_times_page,
     mesa,
+    mesa_memory,
     model_parallel,
     optimizers,
     powersgd,
@@ -56,6 +57,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "cssgd": cssgd_page.page,
     "fidelity": fidelity.page,
     "lgreco_times": lgreco_times_page.page,
+    "mesa_memory": mesa_memory.page,
     "optimizers": optimizers.page,
     "sensitivity": sensitivity.page,
 }
