@@ -74,13 +74,14 @@ _context.set_forkserver_preload(["tests.preload"])
 class RankError(RuntimeError):
     """At least one rank did not return.
 
-    ``reports`` maps each such rank to what is known: the traceback of its exception, how it died, or where it stood.
+    ``reports`` maps each such rank to what is known: the traceback of its exception, how it died, or where it stood;
+    ``results`` the others to what they returned.
     """
 
-    def __init__(self, headline: str, reports: dict[int, str]) -> None:
+    def __init__(self, headline: str, reports: dict[int, str], results: dict[int, Any]) -> None:
         body = "\n".join(f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(reports.items()))
         super().__init__(f"{headline}\n{body}")
-        self.reports = reports
+        self.reports, self.results = reports, results
 
 
 def run_ranks(
@@ -90,17 +91,19 @@ def run_ranks(
     timeout_s: float = 60.0,
     fresh: bool = False,
     group: bool = True,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` gloo processes; their results in rank order.
 
     ``timeout_s`` bounds the whole call and every collective in it. With ``group=False`` no process group is there:
-    ``fn`` makes its own. See the top of this file for the rest.
+    ``fn`` makes its own. After a rank's failure the others get ``grace_s`` to return. See the top of this file for the
+    rest.
     """
     task = pickle.dumps((fn, args))
     if not fresh:
-        return _pool.run(task, fn.__qualname__, world_size, timeout_s, group)
+        return _pool.run(task, fn.__qualname__, world_size, timeout_s, group, grace_s)
     with contextlib.closing(_Pool()) as pool:
-        return pool.run(task, fn.__qualname__, world_size, timeout_s, group)
+        return pool.run(task, fn.__qualname__, world_size, timeout_s, group, grace_s)
 
 
 # ---- the test's side -------------------------------------------------------------------------------------------------
@@ -156,7 +159,7 @@ class _Pool:
         self._folder: Path | None = None
         self._calls = 0
 
-    def run(self, task: bytes, name: str, world_size: int, timeout_s: float, group: bool) -> list[Any]:
+    def run(self, task: bytes, name: str, world_size: int, timeout_s: float, group: bool, grace_s: float) -> list[Any]:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
         deadline = time.monotonic() + timeout_s
@@ -173,7 +176,7 @@ class _Pool:
             with contextlib.suppress(BrokenPipeError):  # died between two calls: found out below, as an end of file
                 worker.pipe.send_bytes(pickle.dumps((rank, world_size, str(store), timeout_s, group, task)))
         try:
-            results = _collect(workers, deadline, reports)
+            results = _collect(workers, deadline, reports, grace_s)
             waiting = [rank for rank in range(world_size) if rank not in results and rank not in reports]
             if reports or waiting:
                 headline = (
@@ -181,7 +184,8 @@ class _Pool:
                     if reports
                     else f"{name} timed out after {timeout_s:g} s on {world_size} ranks"
                 )
-                raise RankError(headline, reports | {rank: workers[rank].stand() for rank in waiting})
+                reports |= {rank: workers[rank].stand() for rank in waiting}
+                raise RankError(headline, reports, {rank: pickle.loads(result) for rank, result in results.items()})
             for worker in workers:  # everybody is done, so nobody pulls a connection from under another one
                 worker.pipe.send_bytes(b"")
         except BaseException:  # KeyboardInterrupt, too, leaves ranks in the middle of something
@@ -202,7 +206,7 @@ class _Pool:
             self._folder = None
 
 
-def _collect(workers: Sequence[_Worker], deadline: float, reports: dict[int, str]) -> dict[int, bytes]:
+def _collect(workers: Sequence[_Worker], deadline: float, reports: dict[int, str], grace_s: float) -> dict[int, bytes]:
     """Pickled results by rank, until all have answered or time is up; failures go into ``reports``."""
     results: dict[int, bytes] = {}
     pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -222,7 +226,7 @@ def _collect(workers: Sequence[_Worker], deadline: float, reports: dict[int, str
                 else:
                     reports[rank] = content
         if reports:
-            deadline = min(deadline, time.monotonic() + GRACE_S)
+            deadline = min(deadline, time.monotonic() + grace_s)
     return results
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import narrowband as nb
+from narrowband.kernels.cpu.cache import LoopCache
 from tests.gradients.training import (
     FINGERPRINT,
     LOSSLESS,
@@ -172,25 +173,17 @@ def test_process_group_says_who_averages():
 # ---- what set-up has done already ------------------------------------------------------------------------------------
 
 
-WARM = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import narrowband as nb
-from narrowband.kernels.cpu.cache import LoopCache
-
-asked, load = [], LoopCache.load_overload
-LoopCache.load_overload = lambda self, *types: (asked.append(self.name), load(self, *types))[1]
-
-spec, store, threads = sys.argv[1:]
-torch.set_num_threads(int(threads))
-dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(700, 600), torch.nn.Linear(600, 50)))
-nb.compress_gradients(model, spec)
-before = len(asked)
-for _ in range(3):
-    model(torch.randn(8, 700)).square().mean().backward()
-print(asked[before:], before > 0)
-"""
+def asked_for_loops(rank, world_size, spec, threads):
+    """The loops that were asked for before the first step, and in three steps, in a process that has none yet."""
+    torch.set_num_threads(threads)
+    asked, load = [], LoopCache.load_overload
+    LoopCache.load_overload = lambda self, *types: (asked.append(self.name), load(self, *types))[1]
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(700, 600), nn.Linear(600, 50)))
+    nb.compress_gradients(model, spec)
+    before = len(asked)
+    for _ in range(3):
+        model(torch.randn(8, 700)).square().mean().backward()
+    return asked[:before], asked[before:]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +196,8 @@ print(asked[before:], before > 0)
         ("powersgd:rank=4", 1),
     ],
 )
-def test_no_step_waits_for_a_compiler(tmp_path, spec, threads):
+def test_no_step_waits_for_a_compiler(spec, threads):
     """Set-up loads or compiles every loop that a step needs, so that ranks do not do it all at once in the first."""
-    command = [sys.executable, "-c", WARM, spec, str(tmp_path / "store"), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout == "[] True\n", done.stderr
+    ((before, later),) = run_ranks(asked_for_loops, 1, spec, threads, fresh=True, timeout_s=600)
+    assert before
+    assert later == []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gradients.training import TINY, compress, mlp, train, wrap
-from tests.ranks import run_ranks
+from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
+from tests.ranks import RankError, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -46,28 +47,23 @@ def test_a_handle_ends_with_its_model():
     assert run_ranks(let_go, 2) == [([True], [False], True)] * 2
 
 
-PROLOGUE = """
-import os, signal, sys, torch, torch.distributed as dist
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
-import narrowband as nb
-from tests.gradients.training import TINY, compress, flat, loss_of, mlp, residuals, refusal, same, train, wrap
+from tests.gradients.test_lifetime import after_a_death, trained
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60))
-model = wrap(mlp(), cap=TINY)
-handle = compress(model, SPEC, collective=COLLECTIVE, min_numel=64)
-train(model, rank, range(2))
 """
 
 
-def run_script(tmp_path, body, spec="topk:density=0.05+ef", collective="auto"):
+def run_program(tmp_path, body):
     """Exit code, standard output and error of both ranks of a program that a user could have written."""
-    script = f"SPEC, COLLECTIVE = {spec!r}, {collective!r}" + PROLOGUE + textwrap.dedent(body)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", PROGRAM + body, str(rank), str(tmp_path / "store")],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,39 +78,54 @@ def run_script(tmp_path, body, spec="topk:density=0.05+ef", collective="auto"):
             p.kill()
 
 
-@pytest.mark.parametrize("ending", ["", "dist.destroy_process_group()"], ids=["group left as it is", "group destroyed"])
-def test_the_process_exits_cleanly(tmp_path, ending):
-    for code, out, err in run_script(tmp_path, ending + "\nprint('trained')"):
+def trained(rank, spec="topk:density=0.05+ef", collective="auto"):
+    model = wrap(mlp(), cap=TINY)
+    handle = compress(model, spec, collective=collective, min_numel=64)
+    train(model, rank, range(2))
+    return model, handle
+
+
+def test_the_process_exits_cleanly(tmp_path):
+    """Whether its group was destroyed, as on rank 1, or left as it is."""
+    body = "model, handle = trained(rank)\nif rank: dist.destroy_process_group()\nprint('trained')"
+    for code, out, err in run_program(tmp_path, body):
         assert (code, out) == (0, "trained\n"), err
         assert "terminate called" not in err
         assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("spec", "collective"),
-    [("topk:density=0.05+ef", "all_gather"), ("qsgd:bits=4+ef", "scatter_reduce"), ("fp16+ef", "all_reduce")],
-)
-def test_a_peer_that_dies_is_an_error_and_the_residual_is_as_before(tmp_path, spec, collective):
-    survivor, dead = run_script(
-        tmp_path,
-        """
-        before, parameters = residuals(handle), flat(model)
-        loss = loss_of(model, 2, rank)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        error = refusal(loss.backward)
-        print(error[0])
-        print(same(residuals(handle), before), handle.step, bool(torch.equal(flat(model), parameters)))
-        print(refusal(lambda: loss_of(model.module, 3, rank).backward()))  # the model alone goes on
-        model.require_forward_param_sync = False
-        print(refusal(lambda: loss_of(model, 3, rank).backward())[0])
-        """,
-        spec,
-        collective,
-    )
+def after_a_death(rank, world_size, spec, collective):
+    """Rank 1 dies in a step; what is left of it on the other."""
+    model, handle = trained(rank, spec, collective)
+    before, parameters = residuals(handle), flat(model)
+    loss = loss_of(model, 2, rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = refusal(loss.backward)[0]
+    left = same(residuals(handle), before), handle.step, torch.equal(flat(model), parameters)
+    alone = refusal(lambda: loss_of(model.module, 3, rank).backward())
+    model.require_forward_param_sync = False
+    return error, left, alone, refusal(lambda: loss_of(model, 3, rank).backward())[0]
+
+
+#: The step is an error and undone, the model alone goes on, and the wrapped one does not.
+SURVIVED = ("RuntimeError", (True, 2, True), None, "RuntimeError")
+
+
+@pytest.mark.parametrize(("spec", "collective"), [("qsgd:bits=4+ef", "scatter_reduce"), ("fp16+ef", "all_reduce")])
+def test_a_peer_that_dies_is_an_error_and_the_residual_is_as_before(spec, collective):
+    with pytest.raises(RankError) as caught:
+        run_ranks(after_a_death, 2, spec, collective, fresh=True, grace_s=60)
+    assert list(caught.value.reports) == [1]
+    assert "SIGKILL" in caught.value.reports[1]
+    assert caught.value.results == {0: SURVIVED}
+
+
+def test_a_program_whose_peer_died_goes_on_and_exits_cleanly(tmp_path):
+    body = "print(after_a_death(rank, 2, 'topk:density=0.05+ef', 'all_gather'))"
+    survivor, dead = run_program(tmp_path, body)
     assert dead[0] == -9
-    assert survivor[0] == 0, survivor[2]
-    assert survivor[1].splitlines() == ["RuntimeError", "True 2 True", "None", "RuntimeError"], survivor[2]
+    assert (survivor[0], survivor[1].strip()) == (0, str(SURVIVED)), survivor[2]
     assert "terminate called" not in survivor[2]
 
 
