@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
+from numba.core import event
 
 import narrowband
+from narrowband.averaging.warmup import use_all
 from narrowband.kernels.compiling import announced
 from narrowband.kernels.cpu import cache
 from tests.ranks import run_ranks
@@ -140,25 +143,24 @@ def test_rank_0_alone_says_that_set_up_takes_time_and_only_the_first_time(tmp_pa
     assert run_ranks(said_by_a_rank, 2, str(tmp_path), fresh=True) == ["", ""]
 
 
-FRESH = """
-import sys
-from numba.core import event
-
 class Compiled(event.Listener):
     def __init__(self):
         self.names = []
+
     def on_start(self, event):
         self.names.append(event.data["dispatcher"].py_func.__qualname__)
+
     def on_end(self, event):
         pass
 
-listener = Compiled()
-event.register("numba:compile", listener)
-import torch
-from narrowband.averaging.warmup import use_all
-use_all(sys.argv[1:], torch.device("cpu"))
-print(len(listener.names), *listener.names)
-"""
+
+def compiled_for(rank, world_size, spec, caches):
+    """What Numba compiles for a spec where nothing is kept."""
+    numba.config.CACHE_DIR = caches
+    listener = Compiled()
+    event.register("numba:compile", listener)
+    use_all([spec], torch.device("cpu"))
+    return listener.names
 
 
 @pytest.mark.parametrize(
@@ -167,9 +169,5 @@ print(len(listener.names), *listener.names)
 )
 def test_a_spec_compiles_few_functions(tmp_path, spec, most):
     """Each takes Numba a tenth of a second to a second. Overloads that only print an error were three in four once."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, spec], env=environment, capture_output=True, text=True, timeout=900, check=True
-    )
-    number, *names = done.stdout.split()
-    assert 0 < int(number) <= most, names
+    (names,) = run_ranks(compiled_for, 1, spec, str(tmp_path), fresh=True, group=False, timeout_s=900)
+    assert 0 < len(names) <= most, names
