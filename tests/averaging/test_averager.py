@@ -57,7 +57,7 @@ def under_ddp_and_alone(rank, world_size, cases):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_bits_states_and_bytes_are_those_under_ddp(world_size):
     cases = CASES if world_size == 2 else CASES_OF_THREE
     ranks = run_ranks(under_ddp_and_alone, world_size, cases, timeout_s=240.0)

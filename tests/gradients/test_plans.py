@@ -302,7 +302,10 @@ def resumed(rank, world_size, name):
     return ends
 
 
-@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough if name in ("lgreco", "both") else ()) for name in policies()],
+)
 def test_a_policy_goes_on_to_the_bit_where_it_was_stopped(name):
     results = run_ranks(resumed, 2, name)
     for ends in results:

@@ -29,8 +29,8 @@ ROWS = {
     "off": replace(PLAIN, name="off", activations='{"bits": "off"}'),
     "mesa": replace(PLAIN, name="mesa", activations='{"bits": 8}', trace=True),
     "2 bits": replace(PLAIN, name="2 bits", activations='{"bits": 2}'),
-    "bf16": replace(PLAIN, name="bf16", activations='{"bits": "off"}', amp=True),
-    "bf16, mesa": replace(PLAIN, name="bf16, mesa", activations='{"bits": 8}', amp=True),
+    "bf16": replace(PLAIN, name="bf16", activations='{"bits": "off"}', amp=True, epochs=1),
+    "bf16, mesa": replace(PLAIN, name="bf16, mesa", activations='{"bits": 8}', amp=True, epochs=1),
     "broken": replace(PLAIN, name="broken", activations='{"bits": 8}', lr=1e30, epochs=1),
 }
 

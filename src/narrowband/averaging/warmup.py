@@ -27,6 +27,9 @@ __all__ = ["use_all", "use_once", "warm_up"]
 #: sparse codecs look at a sample of runs where that is much smaller than the tensor, and of single elements elsewhere.
 _SIDES = (32, 256, 1024)
 
+#: What has been done in this process: kinds of codec and feedback, and specs, each by device and number of threads.
+_done: set[object] = set()
+
 
 def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.device, peers: Peers) -> None:
     """Have every loop compiled or loaded that a step may need. A collective.
@@ -51,13 +54,15 @@ def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.d
 
 
 def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
-    """:func:`use_once` of what each of these specs needs."""
-    seen: set[tuple[type, type]] = set()
-    for chosen in {str(spec): compression(spec) for spec in specs}.values():
-        kind = type(chosen.codec), type(chosen.feedback)
-        for side in _SIDES[: 1 if kind in seen else None]:  # of one kind, numbers may choose other loops, sizes do not
+    """:func:`use_once` of what each of these specs needs, once in this process."""
+    here = device, torch.get_num_threads()
+    for name, chosen in {str(spec): compression(spec) for spec in specs}.items():
+        kind = type(chosen.codec), type(chosen.feedback), *here
+        if (name, *kind) in _done:
+            continue
+        for side in _SIDES[: 1 if kind in _done else None]:  # of one kind, numbers may choose other loops, sizes do not
             use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device), chosen)
-        seen.add(kind)
+        _done.update((kind, (name, *kind)))
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:

@@ -15,8 +15,8 @@ from numba.core.registry import cpu_target
 import narrowband.kernels.cpu
 import narrowband.kernels.reference  # noqa: F401
 
-# ``torch._dynamo`` because the first optimizer of a process imports it, and the types that Numba knows because its first
-# loop would load them.
+# ``torch._dynamo`` because the first optimizer of a process imports it, and Numba's types because its first loop would
+# load them.
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 gc.freeze()  # what is here is nobody's garbage: collections in ranks pass it by, and its pages stay shared

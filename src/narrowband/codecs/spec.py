@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,11 @@ __all__ = ["check_keys", "format_term", "keys_of", "name_of", "parse_term"]
 T = TypeVar("T")
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def name_of(text: object) -> str:
@@ -50,7 +56,7 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     kind = kinds[name]
     if colon and not rest:
         raise ValueError(f"{text!r} ends with ':'; write {name!r}, or {name}:key=value with {_keys(kind)}")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     keys = {f.name: f for f in keys_of(kind)}
     values: dict[str, Any] = {}
     for pair in rest.split(",") if rest else ():
@@ -118,7 +124,7 @@ def check_keys(term: object) -> None:
         TypeError: a value of another type.
         ValueError: a word that is none of those a key takes.
     """
-    hints = get_type_hints(type(term))
+    hints = _hints(type(term))  # type: ignore[arg-type]
     for f in keys_of(term):
         value, hint = getattr(term, f.name), hints[f.name]
         where = f"{term.name}: {f.name}={value!r}"  # type: ignore[attr-defined]
