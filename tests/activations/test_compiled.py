@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, graph_bytes
 from narrowband.activations.dynamo import obstacle
 from tests.activations.compiling import BATCH, HIDDEN, WIDTH, broken, error, hooks, mlp, nbytes, run, saved, saving
+from tests.thorough import thorough
 
 COMPILER = os.environ.get("CXX", "g++")
 
@@ -45,8 +46,10 @@ class Attention(nn.Module):
 # ---- gradients and bytes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.1), (2, 0.5)])
-@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "bound", "stochastic"),
+    [(8, 0.01, True), (2, 0.5, False), *thorough((4, 0.1, True), (8, 0.01, False), (4, 0.1, False), (2, 0.5, True))],
+)
 def test_gradients_of_an_mlp_are_close_its_output_is_the_same_and_bytes_are_as_many_as_they_have_to_be(
     bits, bound, stochastic
 ):
@@ -63,7 +66,7 @@ def test_gradients_of_an_mlp_are_close_its_output_is_the_same_and_bytes_are_as_m
         assert graph_bytes(saved(compiled(x))) == (kept, packed)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, *thorough(True)])
 def test_gradients_of_attention_are_close_and_its_output_is_the_same(autocast):
     model = Attention()
     compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(4, 32, WIDTH)
@@ -95,7 +98,10 @@ def test_gradients_of_convolutions_that_lie_channels_last_are_close():
 
 @pytest.mark.parametrize(
     ("make", "shapes", "dynamic"),
-    [(mlp, [(96, WIDTH), (128, WIDTH), (77, WIDTH)], None), (Attention, [(3, 33, WIDTH), (4, 50, WIDTH)], True)],
+    [
+        (mlp, [(96, WIDTH), (128, WIDTH), (77, WIDTH)], None),
+        *thorough((Attention, [(3, 33, WIDTH), (4, 50, WIDTH)], True)),
+    ],
 )
 def test_batches_of_other_sizes_are_packed_too(make, shapes, dynamic):
     model = make()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.activations.compiling import BATCH, HIDDEN, WIDTH, error, mlp, nbytes, run, saved, saving
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
 
@@ -35,7 +36,7 @@ def ranges(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough(torch.bfloat16, torch.float16)])
 @pytest.mark.parametrize("shape", [(16, 64), (17, 61)])
 def test_to_nearest_is_the_nearest_of_the_levels_of_its_group(bits, dtype, shape):
     x = (torch.randn(shape) * 3 + torch.arange(shape[0]).unsqueeze(1)).to(dtype)
@@ -133,7 +134,7 @@ def test_constant_groups_are_exact_and_a_range_that_is_no_float32_is_seen():
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1)])
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(0.1), *thorough(nn.ReLU())])
 def test_activations_with_a_corner_let_the_same_gradients_through(bits, activation):
     model = mlp()
     model[1] = model[3] = activation

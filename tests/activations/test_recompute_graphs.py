@@ -123,8 +123,8 @@ def test_memory_that_is_used_again_is_not_taken_for_a_result():
     model, addresses, error_of = Between(F.gelu), [], []
     inputs = [tokens() * 10**at for at in range(4)]
     with compress(model, decay=0.0):
-        for x in inputs:
-            y = model(x)
+        for at in range(100):  # four times at least, and until memory was used again
+            y = model(inputs[at % 4])
             addresses.append(model.y.data_ptr())
             error_of.append((of_last(y).view(model.y.shape) - model.y).norm() / model.y.norm())
             del y, model.x, model.y
@@ -133,6 +133,8 @@ def test_memory_that_is_used_again_is_not_taken_for_a_result():
             addresses.append(other.data_ptr())
             torch.testing.assert_close(saved_by(behind(z, "Addmm"), "mat1").view(10, 8, 32), other)
             del other, z
+            if at >= 3 and len(set(addresses)) < len(addresses):
+                break
     assert len(set(addresses)) < len(addresses), "no memory was used again: the test says nothing"
     assert max(error_of) < 0.02
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowband as nb
 from narrowband.activations.dynamo import compiled_modules, eager_modules
 from tests.activations.models import error
+from tests.thorough import thorough
 
 # Dynamo looks at gradients of what it did not compute itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -93,7 +94,7 @@ def norm(gradients, wanted):
 
 
 @ways
-@pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), (4, 0.1), (2, 0.5)])
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.01), *thorough((4, 0.1), (2, 0.5))])
 def test_a_compiled_model_keeps_codes_and_its_output_is_exact(make, bits, bound):
     model, x = make("aot_eager"), torch.randn(BATCH, WIDTH)
     y, wanted, _ = run(model, x)
@@ -264,7 +265,7 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_in_few_bits(reentr
         model.zero_grad()
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [True, *thorough(False)])
 @pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
 def test_a_compiled_function_around_a_model_that_is_not_runs_as_it_is_written(inside):
     model, x = nn.Sequential(Block(), nn.Dropout(0.1)), torch.randn(BATCH, WIDTH)

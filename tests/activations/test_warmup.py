@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-
-WARM = """
-import contextlib, sys, torch
+import torch
 from torch import nn
+
 import narrowband as nb
-from narrowband.kernels.cpu.cache import LoopCache
+from tests.loops import asked_for_from_now
+from tests.ranks import run_ranks
 
-asked, load = [], LoopCache.load_overload
-LoopCache.load_overload = lambda self, *types: (asked.append(self.name), load(self, *types))[1]
 
-bits, dtype, cast = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "autocast"
-model = nn.Sequential(
-    nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(784, 64), nn.GELU(),
-    nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(1), nn.Dropout(0.1),
-).to(dtype)
-context = nb.compress_activations(model, bits=bits, min_numel=256)
-before = len(asked)
-for _ in range(3):
-    with torch.autocast("cpu", torch.bfloat16) if cast else contextlib.nullcontext():
-        with context:
-            if not before or cast:
+def loops(rank, world_size, bits, dtype, cast):
+    """Those that were asked for by the first forward pass under the context, and later."""
+    asked = asked_for_from_now()
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(784, 64),
+        nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(1), nn.Dropout(0.1),
+    ).to(dtype)  # fmt: skip
+    context = nb.compress_activations(model, bits=bits, min_numel=256)
+    before = len(asked)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast), context:
+            if cast:  # entering under autocast finds out about it
                 before = len(asked)
             loss = model(torch.randn(8, 3, 16, 16, dtype=dtype)).float().square().mean()
-    loss.backward()
-print(asked[before:], before > 0)
-"""
+        loss.backward()
+    return asked[:before], asked[before:]
 
 
-@pytest.mark.parametrize("words", [("8", "float32", "plain"), ("4", "bfloat16", "plain"), ("8", "float32", "autocast")])
-def test_no_forward_pass_waits_for_a_compiler(words):
-    done = subprocess.run(
-        [sys.executable, "-c", WARM, *words], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.stdout == "[] True\n", done.stderr
+@pytest.mark.parametrize(
+    ("bits", "dtype", "cast"), [(8, torch.float32, False), (4, torch.bfloat16, False), (8, torch.float32, True)]
+)
+def test_no_forward_pass_waits_for_a_compiler(bits, dtype, cast):
+    ((before, later),) = run_ranks(loops, 1, bits, dtype, cast, fresh=True, group=False, timeout_s=600)
+    assert before
+    assert later == []

@@ -11,6 +11,7 @@ import narrowband as nb
 from tests.digests import GRADIENTS, WITH_OPTIONS, Odd, data
 from tests.gradients.training import flat, loss_of, mlp, refusal
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 STEPS = 6
 #: Here the layout of DDP's buckets decides in which order numbers are added: the norm that is clipped is one of all
@@ -57,7 +58,7 @@ def under_ddp_and_alone(rank, world_size, cases):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world_size", [2, *thorough(3)])
 def test_bits_states_and_bytes_are_those_under_ddp(world_size):
     cases = CASES if world_size == 2 else CASES_OF_THREE
     ranks = run_ranks(under_ddp_and_alone, world_size, cases, timeout_s=240.0)

@@ -51,6 +51,7 @@ def test_a_schedule_changes_when_things_are_sent_and_not_what_is_learned(on_loop
         assert (a["forward_nbytes"], a["backward_nbytes"]) == (b["forward_nbytes"], b["backward_nbytes"])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
 def test_the_kernel_counts_what_the_library_says_that_it_sent():
     rows = run(Config(rate="1gbit", rows=("none", "fp16"), **TINY | {"batch": 64}))

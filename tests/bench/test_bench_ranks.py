@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from narrowband.bench.ranks import Loopback, RankError, run_ranks
+from tests.thorough import thorough
 
 LIMIT_S = 60.0  # only a failure takes this long
 
@@ -109,7 +110,7 @@ def test_a_rank_without_a_result_is_an_error(module):
         run_ranks(module("pass"), {}, Loopback(1))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *thorough(signal.SIGINT)])
 def test_ranks_end_with_their_parent(module, tmp_path, how):
     name = module(
         """

@@ -24,6 +24,7 @@ from narrowband.transport.sockets import MulticastSocket
 from tests.coded.training import batch, flat, loss_of, mlp
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 from tests.transport.exchanges import LIMIT_S, PATIENCE_S, Cut, Deaf, capture
 
 WORLD, STEPS, SAMPLES = 4, 8, 30
@@ -190,7 +191,7 @@ def test_no_step_is_lost_with_a_rank_that_is_killed_at_any_time(tmp_path, expect
         assert_undisturbed(ranks.answers([0, 2, 3]), expected, 1)
 
 
-@pytest.mark.parametrize("rejoin_steps", [0, 1])
+@pytest.mark.parametrize("rejoin_steps", [1, *thorough(0)])
 def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, rejoin_steps):
     with training(tmp_path, naps={(0, STEPS - 1): 5.0}, rejoin_steps=rejoin_steps) as ranks:
         ranks.answers([2], until=lambda message: message == 3)

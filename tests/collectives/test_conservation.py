@@ -15,6 +15,7 @@ from narrowband.collectives.chunked import Chunked
 from narrowband.feedback import ErrorFeedback
 from tests.collectives.test_exchange import average, seed_of
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 NUMEL = 1500  # chunks of groups of 128 elements: of unequal length, one of them cut short
 STEPS = 200
@@ -79,7 +80,7 @@ def accumulated(rank, size, ways):
     return found
 
 
-@pytest.mark.parametrize("size", [3, 4, pytest.param(8, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [4, *thorough(3, 8)])
 def test_nothing_is_lost_and_nothing_grows(size):
     ways = [(spec, name) for spec in QUANTIZERS for name in COLLECTIVES if carries(name, nb.codec(spec))]
     assert {spec for spec, name in ways if name == "scatter_reduce"} == {*QUANTIZERS} - {*NO_CONTRACTIONS}

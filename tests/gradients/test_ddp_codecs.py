@@ -23,6 +23,7 @@ from tests.gradients.training import (
     wrap,
 )
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 SPECS = [
     ("none", "auto"),
@@ -66,7 +67,7 @@ def train_with_each(rank, world_size, specs):
     return answers
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2, 4)), 3])
+@pytest.mark.parametrize("world_size", [3, *thorough(1, 2, 4)])
 def test_every_codec_trains_and_keeps_the_ranks_together(world_size):
     answers = run_ranks(train_with_each, world_size, SPECS)
     for index, (spec, collective) in enumerate(SPECS):
@@ -92,7 +93,7 @@ def train_in_buckets(rank, world_size, specs, caps):
     return answers
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 4)), 3])
+@pytest.mark.parametrize("world_size", [3, *thorough(2, 4)])
 def test_the_result_does_not_depend_on_the_buckets(world_size):
     specs = [(spec, way) for spec, way in SPECS if way in ("all_gather", "scatter_reduce")]
     specs += [("topk:density=0.1+ef", "auto"), ("threshold:value=0.01+ef", "auto"), ("qsgd:bits=4", "auto")]

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
-from narrowband.kernels.cpu.cache import LoopCache
 from tests.gradients.training import (
     FINGERPRINT,
     LOSSLESS,
@@ -26,6 +25,7 @@ from tests.gradients.training import (
     train,
     wrap,
 )
+from tests.loops import asked_for_from_now
 from tests.ranks import run_ranks
 
 # ---- beginning, pausing, joining -------------------------------------------------------------------------------------
@@ -176,8 +176,7 @@ def test_process_group_says_who_averages():
 def asked_for_loops(rank, world_size, spec, threads):
     """The loops that were asked for before the first step, and in three steps, in a process that has none yet."""
     torch.set_num_threads(threads)
-    asked, load = [], LoopCache.load_overload
-    LoopCache.load_overload = lambda self, *types: (asked.append(self.name), load(self, *types))[1]
+    asked = asked_for_from_now()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(700, 600), nn.Linear(600, 50)))
     nb.compress_gradients(model, spec)
     before = len(asked)

@@ -12,6 +12,7 @@ import narrowband as nb
 from tests.gradients.momentum import SPARSE, compressed, state_of
 from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 WHOLE = "dgc:density=1.0,masking=false"
 
@@ -93,7 +94,9 @@ def frozen_steps(rank, world_size, spec, steps, rates=None, **options):
     return averages
 
 
-@pytest.mark.parametrize("keys", ["", ",nesterov=true", ",masking=false", ",nesterov=true,masking=false,momentum=0.8"])
+@pytest.mark.parametrize(
+    "keys", ["", ",nesterov=true,masking=false,momentum=0.8", *thorough(",nesterov=true", ",masking=false")]
+)
 @pytest.mark.parametrize("clip", ["", ",clip=0.15"])
 def test_thirty_steps_of_four_ranks_follow_the_paper(keys, clip):
     spec = f"dgc:density=0.03,warmup_steps=12{keys}{clip}"

@@ -22,6 +22,7 @@ from tests.gradients.training import (
     wrap,
 )
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 LAYERS = ("one", "two")
 
@@ -117,7 +118,7 @@ EVERY_WAY = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("spec", EVERY_WAY)
 def test_what_is_delivered_is_the_mean_of_what_each_rank_told(spec, dtype):
     """With every codec, whichever way it travels; in float32, also where gradients are not."""

@@ -12,6 +12,7 @@ from torch import nn
 from narrowband.collectives import Exchange
 from tests.gradients.training import HUGE, TINY, compress, flat, loss_of, mlp, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 SPECS = [
     ("topk:density=0.05+ef", "auto"),
@@ -74,7 +75,7 @@ def check_skipped(answers, specs):
             assert torch.equal(after[1], answers[0][index][3][1]), f"{name}: other parameters than rank 0"
 
 
-@pytest.mark.parametrize("cap", [HUGE, TINY], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize("cap", [TINY, *thorough(HUGE)])
 @pytest.mark.parametrize("parameter", ["3.weight", "3.bias", "1.weight"])
 def test_inf_in_one_gradient_of_one_rank_is_skipped_by_all(parameter, cap):
     check_skipped(run_ranks(break_one, 2, SPECS, parameter, cap), SPECS)

@@ -12,6 +12,7 @@ import narrowband as nb
 from narrowband.adapt import Accordion, KMeans, LayerPlan, LGreCo, Plan, Policy
 from tests.gradients.training import TINY, compress, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 LAYERS = ("0.weight", "3.weight", "5.weight", "6.weight")
 MIXED = {
@@ -43,8 +44,7 @@ def averages(rank, world_size, spec, steps, cap=TINY):
     return found, handle.stats().total.sent_bytes / steps
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("cap", [TINY, 100.0])
+@pytest.mark.parametrize(("ranks", "cap"), [(3, TINY), (2, 100.0), *thorough((2, TINY), (3, 100.0))])
 def test_every_layer_gets_what_it_would_in_a_model_of_its_own_family(ranks, cap):
     mixed = run_ranks(averages, ranks, plan_of(MIXED), 6, cap)
     for name, spec in MIXED.items():
@@ -304,7 +304,7 @@ def resumed(rank, world_size, name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.thorough if name in ("lgreco", "both") else ()) for name in policies()],
+    [*(name for name in policies() if name not in ("lgreco", "both")), *thorough("lgreco", "both")],
 )
 def test_a_policy_goes_on_to_the_bit_where_it_was_stopped(name):
     results = run_ranks(resumed, 2, name)

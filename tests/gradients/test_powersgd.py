@@ -25,6 +25,7 @@ from tests.gradients.training import (
     wrap,
 )
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 
 def beside_pytorchs_hook(rank, world_size, batched):
@@ -111,7 +112,7 @@ def gradients_of(ranks, step):
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize(("cap", "kind"), [(TINY, "cpu"), (HUGE, "cpu"), (HUGE, "reference")])
+@pytest.mark.parametrize(("cap", "kind"), [(TINY, "cpu"), *thorough((HUGE, "cpu"), (HUGE, "reference"))])
 @pytest.mark.parametrize("keys", ["", ",iterations=2", ",warm_start=false", ",ef=false", ",rank=3,min_ratio=0"])
 def test_steps_of_four_ranks_follow_the_paper(keys, cap, kind):
     spec = "powersgd:" + (keys[1:] if "rank" in keys else f"rank=2{keys}")

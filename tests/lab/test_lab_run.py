@@ -14,6 +14,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements, run
 from narrowband.lab.supervisor import cores_of
 from tests.lab.processes import LIMIT_S, MISSING, needs_lab, python
+from tests.thorough import thorough
 
 NETEM_MISSING = requirements(LabConfig(nodes=1, delay="5ms", loss="50%"))
 
@@ -115,7 +116,7 @@ def test_output_of_a_single_rank_is_untouched(capfdbinary: pytest.CaptureFixture
 
 
 @needs_lab
-@pytest.mark.parametrize("card", ["lab0", ""], ids=["named-card", "resolved-host-name"])
+@pytest.mark.parametrize("card", ["", *thorough("lab0")])
 def test_gloo_works_and_the_counters_match_its_traffic(card: str) -> None:
     code = """
         import torch, torch.distributed as dist

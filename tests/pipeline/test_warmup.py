@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-
-WARM = """
-import sys, torch
+import torch
 from torch import nn
+
 import narrowband as nb
-from narrowband.kernels.cpu.cache import LoopCache
 from narrowband.kernels.cpu.selection import look_again
+from tests.loops import asked_for_from_now
+from tests.ranks import run_ranks
 
-asked, load = [], LoopCache.load_overload
-LoopCache.load_overload = lambda self, *types: (asked.append(self.name), load(self, *types))[1]
 
-boundary = nb.Boundary(*sys.argv[1:])
-model = nn.Sequential(nn.Linear(32, 512), boundary, nn.Linear(512, 4))
-before = len(asked)
-for step in range(3):
-    boundary.samples = torch.arange(64)
-    model(torch.randn(64, 32)).square().mean().backward()
-if sys.argv[2].startswith("topk") and "scope" not in sys.argv[2]:
-    # What top-k does where a sample of neighbours misled it: in so few steps that hardly ever happens by itself.
-    look_again(torch.randn(64 * 512).numpy().view("int32"), 3277, 0)
-print(asked[before:], before > 0)
-"""
+def loops(rank, world_size, forward, backward):
+    """Those that were asked for when the boundary was made, and later."""
+    asked = asked_for_from_now()
+    boundary = nb.Boundary(forward, backward)
+    model = nn.Sequential(nn.Linear(32, 512), boundary, nn.Linear(512, 4))
+    before = len(asked)
+    for _ in range(3):
+        boundary.samples = torch.arange(64)
+        model(torch.randn(64, 32)).square().mean().backward()
+    if backward.startswith("topk") and "scope" not in backward:
+        # What top-k does where a sample of neighbours misled it: in so few steps that hardly ever happens by itself.
+        look_again(torch.randn(64 * 512).numpy().view("int32"), 3277, 0)
+    return asked[:before], asked[before:]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +36,6 @@ print(asked[before:], before > 0)
     ],
 )
 def test_no_micro_batch_waits_for_a_compiler(forward, backward):
-    done = subprocess.run(
-        [sys.executable, "-c", WARM, forward, backward], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.stdout == "[] True\n", done.stderr
+    ((before, later),) = run_ranks(loops, 1, forward, backward, fresh=True, group=False, timeout_s=600)
+    assert before
+    assert later == []

@@ -172,6 +172,7 @@ def test_finished_rows_are_taken_and_missing_ones_trained_to_the_same_bits(finis
     assert missing.exists()
 
 
+@pytest.mark.thorough
 def test_a_whole_quick_run(folder, tmp_path, capsys):
     arguments = ["--quick", "--nodes", "1", "--data-dir", str(folder)]
     arguments += ["--output", str(tmp_path / "out"), "--markdown", str(tmp_path / "page.md")]

@@ -211,6 +211,7 @@ def test_the_error_below_which_nothing_was_lost_is_named():
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_quick_run_trains_all_optimizers_on_real_ranks_and_goes_on_from_what_is_finished(
     tmp_path, monkeypatch, capsys
 ):

@@ -60,6 +60,7 @@ def decided(folder, tmp_path_factory):
     return run([PLANNED, FIXED, LARGEST, AS_ONE], tmp_path_factory.mktemp("results"), nodes=NODES, data_dir=folder)
 
 
+@pytest.mark.thorough
 def test_policies_plan_once_an_epoch(decided, folder, tmp_path):
     """The pictures of plans, too."""
     row, uniform, *_ = decided
@@ -85,6 +86,7 @@ def test_policies_plan_once_an_epoch(decided, folder, tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+@pytest.mark.thorough
 def test_global_topk_sends_the_largest_by_shares_of_layers_or_in_every_step_as_one_vector(decided):
     _, uniform, largest, one = decided
     sent = [row["raw_bytes_per_step"] / row["compressed_ratio"] for row in (uniform, largest, one)]
