@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test thorough lint bench docs clean
 
 help:  ## show this list
 	@echo "narrowband: make TARGET"
@@ -18,7 +19,10 @@ demo: $(DEV)  ## train a small GPT on four ranks with and without compression, a
 # Processes share the cores: a thread that spins while it waits takes them from another test. And tests start hundreds of
 # interpreters: where bytecode may not be written, each would compile all modules again.
 test: $(DEV)  ## run the tests, three files at a time (11 to 19 minutes on 2 cores); PYTEST_ADDOPTS="-k ranks" narrows them
-	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+thorough: $(DEV)  ## run these and the tests that only combine once more what they run, or take minutes (half as long again)
+	$(PYTEST) --thorough
 
 lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, and no two files that import each other
 	$(BIN)/ruff check .

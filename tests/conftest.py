@@ -19,6 +19,9 @@ settings.register_profile("dev", deadline=None, max_examples=50, suppress_health
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=25, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+# Tests that give programs a cache folder of their own, for data, are no reason to compile every loop there once more.
+os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser()))
+
 # Two threads are enough to see what only goes wrong with threads, and do not swamp a small machine.
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 

@@ -73,9 +73,16 @@ def inside(make):
     return lambda counter="aot_eager": nn.Sequential(make(counter))
 
 
-WAYS = [whole, in_place, forward, lambda _: CompiledForward(), *map(inside, (whole, in_place, forward))]
-IDS = ["whole", "in place", "forward", "class", "whole inside", "in place inside", "forward inside"]
-ways = pytest.mark.parametrize("make", WAYS, ids=IDS)
+WAYS = [
+    pytest.param(whole, id="whole"),
+    pytest.param(in_place, id="in place"),
+    pytest.param(forward, id="forward"),
+    pytest.param(lambda _: CompiledForward(), id="class"),
+    pytest.param(inside(whole), id="whole inside"),
+    pytest.param(inside(in_place), id="in place inside", marks=pytest.mark.thorough),
+    pytest.param(inside(forward), id="forward inside", marks=pytest.mark.thorough),
+]
+ways = pytest.mark.parametrize("make", WAYS)
 
 
 def compress(model, **options):

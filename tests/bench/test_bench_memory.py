@@ -131,6 +131,7 @@ def test_rows_tell_bytes_time_and_fidelity(model):
     assert {row["peak_bytes"] for row in rows.values()} == {None}  # not asked for
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody tells a process's peak")
 def test_the_peak_is_that_of_a_process_in_which_nothing_else_ran(model):
     """So it does not matter what this one holds."""

@@ -11,13 +11,14 @@ import narrowband as nb
 from narrowband.feedback import AQSGD
 from tests.codecs.common import backend, bits_of
 from tests.feedback.samples import KEY, SHAPE, Pair, batches, every_codec, every_dtype, every_keep, one_sample
+from tests.thorough import thorough
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
 @every_codec
 @every_dtype
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["cpu", *thorough("reference")])
 def test_a_sample_that_is_not_finite_is_seen_and_changes_no_buffer(spec, dtype, name):
     with backend(name):
         ends, clean = Pair(spec), Pair(spec)

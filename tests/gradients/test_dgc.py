@@ -124,7 +124,7 @@ def test_thirty_steps_of_four_ranks_follow_the_paper(keys, clip):
     assert clipped > 100 if clip else not clipped
 
 
-@pytest.mark.parametrize("keys", ["", ",nesterov=true", ",masking=false"])
+@pytest.mark.parametrize("keys", [",nesterov=true", *thorough("", ",masking=false")])
 def test_steps_are_accumulated_at_the_rates_of_their_gradients(keys):
     """A rate that rises from nothing, falls, and is zero in between: the residual are steps of the parameters."""
     spec = f"dgc:density=0.03,accumulate=steps{keys}"
@@ -188,7 +188,7 @@ def together(rank, world_size, spec, steps, cap, small):
     return frozen_steps(rank, world_size, spec, steps, cap=cap, small=small)
 
 
-@pytest.mark.parametrize("cap", [TINY, 100.0])
+@pytest.mark.parametrize("cap", [TINY, *thorough(100.0)])
 @pytest.mark.parametrize("small", ["fused", "topk:density=0.1"])
 def test_small_parameters_together_are_a_layer_of_the_model(cap, small):
     spec, ranks, steps = "dgc:density=0.03,warmup_steps=12,clip=0.15", 3, 30

@@ -124,8 +124,7 @@ def test_without_a_folder_the_line_says_what_to_do(capsys):
 
 
 def said_by_a_rank(rank, world_size, caches):
-    os.environ["XDG_CACHE_HOME"] = caches
-    os.environ.pop("NUMBA_CACHE_DIR", None)
+    numba.config.CACHE_DIR = caches
     said, sys.stderr = sys.stderr, io.StringIO()
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 40))

@@ -20,6 +20,7 @@ import pytest
 import narrowband
 from narrowband.lab import LabConfig, LabReport, run
 from tests.lab.processes import LIMIT_S, needs_lab, python
+from tests.thorough import thorough
 
 SOURCE = str(Path(narrowband.__file__).parents[1])
 
@@ -142,7 +143,7 @@ def test_a_time_out_ends_ranks_that_do_not_want_to(token: str) -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *thorough(signal.SIGINT)])
 def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: str, number: signal.Signals) -> None:
     code = """
         import signal, sys, time
@@ -176,7 +177,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: st
 
 
 @needs_lab
-@pytest.mark.parametrize("victim", ["runner", "supervisor", "init"])
+@pytest.mark.parametrize("victim", ["supervisor", *thorough("runner", "init")])
 def test_sigkill_leaves_no_process_and_no_namespace(token: str, victim: str) -> None:
     driver = Driver("LabConfig(nodes=2)", python(LINGERING, token))
     driver.wait_for_output(2)

@@ -12,6 +12,7 @@ from torch import nn
 import narrowband as nb
 from tests.pipeline.stages import CPU, MICROBATCHES, STEPS, batch, ids, loss_fn, parts, run_step, schedule_of
 from tests.ranks import RankError, run_ranks
+from tests.thorough import thorough
 
 
 def in_one_process(rank, world_size, number, forward, backward, local=(), warm_up=None, evaluate=True):
@@ -121,7 +122,7 @@ def check_same(name, forward, backward, warm_up=None, world_size=4):
         ("qsgd:bits=4+aq-sgd", "qsgd:bits=4"),
     ],
 )
-@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("name", ["1F1B", *thorough("GPipe")])
 def test_stages_train_as_boundaries_do(name, forward, backward):
     check_same(name, forward, backward)
 
