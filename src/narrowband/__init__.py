@@ -22,6 +22,7 @@ from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compressio
 from narrowband.gradients import DGCSGD, GradientCompression, StepStats, compress_gradients, measure_times
 from narrowband.pipeline import Boundary
 from narrowband.stats import Stats
+from narrowband.updates import UpdateCompression, compress_updates
 
 if TYPE_CHECKING:
     from narrowband.pipeline import CompressedStage
@@ -55,11 +56,13 @@ __all__ = [
     "Stats",
     "StepStats",
     "UnsupportedError",
+    "UpdateCompression",
     "__version__",
     "choose_redundancy",
     "codec",
     "compress_activations",
     "compress_gradients",
+    "compress_updates",
     "compression",
     "measure_times",
     "register_codec",

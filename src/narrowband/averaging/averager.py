@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowband.averaging.flat import empty_like, groups_of, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from narrowband.feedback import Compression, Method
 
 __all__ = ["Averager"]
-
-#: Gradients are copied into groups of about so many bytes: as DDP's buckets, large enough for few messages, and small
-#: enough for the next group to be encoded while one is on its way.
-GROUP_NBYTES = 25 << 20
 
 
 class Averager(Handle):
@@ -106,7 +103,7 @@ class Averager(Handle):
         self._check_between_steps("average")
         if self._engine.error is not None:
             raise RuntimeError(f"average: the exchange stopped at an earlier step: {self._engine.error}")
-        groups = list(self._groups())
+        groups = list(groups_of(self.layers.parameters.by_tensor, alone=_has_sparse_gradient))
         futures = []
         for at, parameters in enumerate(groups):
             names = [self.layers.parameters.by_tensor[p].name for p in parameters]
@@ -116,26 +113,8 @@ class Averager(Handle):
             if averages.is_sparse:
                 parameters[0].grad = averages
                 continue
-            for p, part in zip(parameters, _parts(averages, parameters), strict=True):
-                _real(_gradient(p)).copy_(part)
-
-    def _groups(self) -> Iterable[list[Tensor]]:
-        """Parameters whose gradients travel at the same time: of one dtype, from the model's end to its beginning."""
-        group: list[Tensor] = []
-        nbytes = 0
-        for p in reversed(self.layers.parameters.by_tensor):
-            gradient = p.grad
-            alone = gradient is not None and gradient.is_sparse
-            if group and (alone or nbytes >= GROUP_NBYTES or p.dtype != group[0].dtype):
-                yield group
-                group, nbytes = [], 0
-            group.append(p)
-            nbytes += p.numel() * p.element_size()
-            if alone:
-                yield group
-                group, nbytes = [], 0
-        if group:
-            yield group
+            for p, part in zip(parameters, parts_of(averages, parameters), strict=True):
+                real(_gradient(p)).copy_(part)
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:
@@ -168,36 +147,22 @@ def _named(tensors: object) -> list[tuple[str, Tensor]]:
     return found
 
 
+def _has_sparse_gradient(p: Tensor) -> bool:
+    return p.grad is not None and p.grad.is_sparse
+
+
 def _end_to_end(parameters: Sequence[Tensor]) -> Tensor:
     """A copy of these gradients in one flat tensor; or the sparse one that there is."""
     gradients = [_gradient(p) for p in parameters]
     if gradients[0].is_sparse:
         return gradients[0]
-    flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-    flat = _real(flat).view(-1)
-    for gradient, part in zip(gradients, _parts(flat, parameters), strict=True):
-        part.copy_(_real(gradient))
+    flat = empty_like(parameters)
+    for gradient, part in zip(gradients, parts_of(flat, parameters), strict=True):
+        part.copy_(real(gradient))
     return flat
-
-
-def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The part of each parameter, in the order of its elements in memory, as in DDP's buckets."""
-    start = 0
-    for parameter in parameters:
-        p = _real(parameter.detach())
-        part = flat[start : start + p.numel()]
-        start += p.numel()
-        # empty_like keeps the strides of what lies in memory without gaps and overlaps.
-        dense = torch.empty_like(p, device="meta").stride() == p.stride()
-        yield part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense else part.view(p.shape)
 
 
 def _gradient(p: Tensor) -> Tensor:
     if p.grad is None:
         p.grad = torch.zeros_like(p)
     return p.grad
-
-
-def _real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones."""
-    return torch.view_as_real(x) if x.is_complex() else x

@@ -225,6 +225,10 @@ class Averaging:
         self._engine.post(lambda: step.add(group, last=last))
         return future
 
+    def _step_facts(self) -> Facts:
+        """What a place has ranks compare before a step, beside what the core does."""
+        return {}
+
     def _new_step(self) -> Step:
         total, number, start = self._total, self._step, self._settings.warmup_steps
         compressing = not self._paused and number >= start
@@ -236,6 +240,7 @@ class Averaging:
             "epoch": str(self._epoch),
             "seed": str(self._seed),
             "spec of layer": self.layers.override_texts(),
+            **self._step_facts(),
         }
         step = Step(
             self._parts,

@@ -1,0 +1,7 @@
+"""Updates instead of gradients: every replica steps its own optimizer, and the mean of what they changed is applied."""
+
+from __future__ import annotations
+
+from narrowband.updates.rounds import UpdateCompression, compress_updates
+
+__all__ = ["UpdateCompression", "compress_updates"]

@@ -1,0 +1,505 @@
+"""Rounds: replicas train by themselves for some steps, and then take the mean of their updates together.
+
+An *update* is what a replica's optimizer changed since the last round. With parameters θ that all replicas had then, a
+round is (Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1; an update is minus its outer gradient)::
+
+    Δᵢ = θᵢ − θ                  on each replica, compressed with feedback
+    θ ← outer(θ, mean of Δᵢ)     by default θ + mean
+
+Adam divides by the second moment of the gradients that it sees. Here these are its own, whole and on time; behind a
+compressed mean of gradients they would be sparse and late.
+
+A replica keeps one copy of its parameters. Until the round it holds θ; in the round the copy and the parameters change
+places, so that the parameters are θ again and the copy is the update, whose mean is then added. So an exchange that
+breaks off leaves θ behind, on all replicas the same.
+
+Buffers go the same way. They are copied right after a round, since forward passes change them before the first step;
+whatever the copy is, as long as all replicas have the same, copy + mean of (buffer − copy) is the mean of the buffers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from narrowband import kernels
+from narrowband.averaging.flat import empty_like, groups_of, parts_of, real
+from narrowband.averaging.handle import Handle
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from narrowband.adapt import Plan, Policy
+    from narrowband.averaging.agreement import Facts
+    from narrowband.codecs import Codec
+    from narrowband.collectives import Collective
+    from narrowband.feedback import Compression, Method
+
+__all__ = ["UpdateCompression", "compress_updates"]
+
+log = logging.getLogger(__name__)
+
+#: Whether replicas are equal is looked at once in so many optimizer steps: it takes a pass over the parameters.
+CHECK_EVERY = 50
+
+
+def compress_updates(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    spec: str | Codec | Compression | Method | Plan | Policy,
+    *,
+    every: int = 1,
+    outer: float | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
+    buffers: Literal["average", "keep"] = "average",
+    min_numel: int = 1024,
+    warmup_rounds: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    collective: Collective | Literal["auto"] = "auto",
+    small: str | Codec = "uncompressed",
+    message_nbytes: int = MESSAGE_NBYTES,
+    early_nbytes: int = EARLY_NBYTES,
+) -> UpdateCompression:
+    """Average what the optimizer changes instead of the gradients. Call it on all ranks, once, before the first step.
+
+    The training loop stays as it is: backward, ``optimizer.step()``. After every ``every``-th step the handle averages
+    the updates of all replicas, and their parameters are equal again, to the bit. All replicas begin with the
+    parameters of the first.
+
+    Args:
+        model: a plain module; or one that DistributedDataParallel wraps among the ranks of one replica, with
+            ``process_group`` for the ranks that hold the same part of each replica.
+        optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
+        spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
+        every: optimizer steps from one round to the next. A step that a gradient scaler skips is none.
+        outer: how far the parameters go along the mean of the updates; or a function that makes an optimizer for them,
+            which gets −mean as their gradients. DiLoCo's is
+            ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
+        buffers: what becomes of the floating point buffers of normalization layers: averaged in every round, or kept as
+            each replica has them. Others stay as they are.
+        warmup_rounds: rounds at the beginning that are not compressed.
+        process_group: the replicas; by default all ranks are one each.
+
+    The other arguments are those of :func:`~narrowband.compress_gradients`.
+
+    Returns:
+        A handle with statistics (its steps are rounds), checkpoints and :meth:`~UpdateCompression.average`.
+
+    Raises:
+        TypeError: something else than a module, or than optimizers.
+        ValueError: a number that cannot be, a spec that does not exist, or a parameter that no optimizer steps.
+        UnsupportedError: sharded parameters, no process group, or a combination that cannot work.
+        DisagreementError: ranks that gave different models or arguments.
+
+    Example:
+        >>> handle = nb.compress_updates(model, optimizer, "qsgd:bits=2+ef", every=10)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     loss(model(x), y).backward()
+        ...     optimizer.step()  # the tenth time, replicas become equal
+        >>> handle.step
+        1
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compress_updates takes a module, not {type(model).__name__}; pass the model")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"compress_updates takes optimizers of torch.optim's kind, not {type(each).__name__}")
+    if every < 1:
+        raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
+    if buffers not in ("average", "keep"):
+        raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
+    if not callable(outer) and not 0 < outer < math.inf:
+        raise ValueError(f"outer={outer} must be a number above 0, or a function that makes an optimizer")
+    settings = Settings.of(
+        spec,
+        min_numel=min_numel,
+        warmup_steps=warmup_rounds,
+        seed=seed,
+        collective=collective,
+        small=small,
+        message_nbytes=message_nbytes,
+        early_nbytes=early_nbytes,
+        grad_scaler=None,
+    )
+    method = settings.compression.feedback
+    if method is not None and method.observes_uncompressed:
+        raise UnsupportedError(
+            f"{method.name} corrects the momentum of gradients, and updates have theirs already; use '+ef' here"
+        )
+    net = model.module if isinstance(model, DistributedDataParallel) else model
+    _check_parameters(net, optimizers)
+    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+    return UpdateCompression(net, optimizers, settings, group, every=every, outer=outer, buffers=buffers)
+
+
+def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Every parameter that is trained is here as a whole, and stepped.
+
+    Raises:
+        ValueError: nothing is trained, or something that no optimizer steps.
+        UnsupportedError: sharded parameters.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sharded = [name for name, p in trained.items() if hasattr(p, "to_local")]
+    if sharded:
+        raise UnsupportedError(f"these parameters are sharded, and updates are of whole ones: {_some(sharded)}")
+    if not trained:
+        raise ValueError("nothing to average: no parameter requires a gradient")
+    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    lacking = [name for name, p in trained.items() if p not in stepped]
+    if lacking:
+        raise ValueError(
+            f"no optimizer that was given steps {_some(lacking)}; pass all optimizers of the model, or freeze what is "
+            "not trained with requires_grad_(False)"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Tensors of one dtype that travel together.
+
+    Attributes:
+        names: of them.
+        flat: end to end, the parameters of the last round; and in a round their updates, and then the means of these.
+    """
+
+    names: list[str]
+    flat: Tensor
+
+
+class UpdateCompression(Handle):
+    """The handle of :func:`compress_updates`. ``repr(handle)`` says what it does and what it has saved.
+
+    Its ``step`` and its statistics count rounds; ``stats().total.ratio`` is against an all-reduce in each round, and
+    training sends ``every`` times less again.
+
+    Attributes:
+        every: optimizer steps from one round to the next.
+        outer: the optimizer that goes along the mean of the updates, for schedules of its learning rate; None where a
+            number was given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        group: dist.ProcessGroup,
+        *,
+        every: int,
+        outer: float | Callable[[list[nn.Parameter]], Optimizer],
+        buffers: Literal["average", "keep"],
+    ) -> None:
+        self.every, self._buffers = every, buffers
+        self._model = model
+        self._steps = 0
+        self._skipped = 0
+        self._anchored = False
+        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        moved: list[tuple[str, Tensor]] = [*parameters]
+        if buffers == "average":
+            # The core averages what requires gradients: these are stand-ins in the same memory.
+            floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+            moved += [(name, b.detach().requires_grad_()) for name, b in floating]
+        self._length = outer if isinstance(outer, (int, float)) else 1.0
+        self.outer: Optimizer | None = None
+        self._outer_parameters: dict[str, nn.Parameter] = {}
+        if callable(outer):
+            self._outer_parameters = {name: nn.Parameter(p.detach()) for name, p in parameters}
+            self.outer = outer(list(self._outer_parameters.values()))
+        small = [*norms_of(model), *(x for _, x in moved[len(parameters) :])]
+        super().__init__(moved, small, settings, group, set_up="compress_updates", step="round")
+
+        tensors = self._tensors()
+        named = {id(x): name for name, x in tensors.items()}
+        self._groups = [
+            _Group([named[id(x)] for x in together], empty_like(together)) for together in groups_of(tensors.values())
+        ]
+        self._begin_with_the_first()
+        self._anchor(parameters=False)
+        first, last = optimizers[0], optimizers[-1]
+        self._hooks = [
+            first.register_step_pre_hook(lambda *_: self._before_step()),
+            last.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def _set_up_facts(self, call: str) -> Facts:
+        outer = repr(self._length)
+        if self.outer is not None:
+            outer = f"{type(self.outer).__name__} {sorted((k, repr(v)) for k, v in self.outer.defaults.items())}"
+        own = {"every": str(self.every), "outer": outer, "buffers": self._buffers}
+        return {**super()._set_up_facts(call), **own}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What is averaged, by name: parameters and buffers as they are now."""
+        here = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        return {name: here[name] for name in self.layers.parameters.by_name}
+
+    @torch.no_grad()
+    def _begin_with_the_first(self) -> None:
+        """All replicas get the parameters and buffers of the first, those that are not trained, too."""
+        group = self.process_group
+        if self.size == 1:
+            return
+        first = dist.get_global_rank(cast("dist.ProcessGroup", group), 0)
+        everything: dict[int, Tensor] = {}
+        for x in (*self._model.parameters(), *self._model.buffers()):
+            everything.setdefault(id(x), x)
+        for together in groups_of(everything.values()):
+            flat = empty_like(together)
+            for x, part in zip(together, parts_of(flat, together), strict=True):
+                part.copy_(real(x.detach()))
+            dist.broadcast(flat, first, group=group)
+            for x, part in zip(together, parts_of(flat, together), strict=True):
+                real(x.detach()).copy_(part)
+
+    # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since the last round."""
+        return self._steps
+
+    @property
+    def skipped_updates(self) -> int:
+        """How often this replica's update was not finite, so that it brought none."""
+        return self._skipped
+
+    def _before_step(self) -> None:
+        """Parameters are copied as late as can be, since a state may be loaded into the model until then."""
+        if not self._anchored:
+            self._anchor(parameters=True)
+
+    def _after_step(self) -> None:
+        self._steps += 1
+        if self._steps >= self.every:
+            self.average()
+
+    @torch.no_grad()
+    def _anchor(self, *, parameters: bool) -> None:
+        """Keep a copy of what all replicas have: of parameters, or of buffers."""
+        tensors = self._tensors()
+        for group in self._groups:
+            own = [tensors[name] for name in group.names]
+            for x, part in zip(own, parts_of(group.flat, own), strict=True):
+                if x.requires_grad == parameters:
+                    part.copy_(real(x.detach()))
+        self._anchored |= parameters
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """A round now, and wait for it: replicas are equal afterwards. Call on all ranks, between steps.
+
+        It comes by itself after every ``every``-th step; call it after the last one where that leaves steps over, and
+        before a replica is saved or judged.
+
+        A replica whose update is not finite says so in the log, brings nothing in this round, and has the others' mean
+        afterwards. Where the mean itself is not finite, the parameters stay what they were after the last round.
+
+        Raises:
+            DisagreementError: ranks that are about to do different things, or replicas that differ.
+            RuntimeError: the exchange broke off, or had done so at an earlier round. Parameters are then as after the
+                last round.
+        """
+        self._check_between_steps("average")
+        if self._engine.error is not None:
+            raise RuntimeError(f"average: the exchange stopped at an earlier round: {self._engine.error}")
+        if not self._anchored:
+            self._anchor(parameters=True)
+        tensors = self._tensors()
+        self._take_updates(tensors)
+        self._anchored, self._steps = False, 0
+        try:
+            futures = []
+            for at, group in enumerate(self._groups):
+                futures.append(self.feed(group.flat, group.names, last=at == len(self._groups) - 1))
+            for future in futures:
+                future.wait()
+            if all(_all_finite(group.flat) for group in self._groups):
+                self._go_along(tensors)
+            else:
+                log.warning("round %d: the mean is not finite; parameters stay as they were", self.step - 1)
+        finally:
+            self._anchor(parameters=False)
+
+    def _take_updates(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parameters and copies change places: the parameters are those of the last round, the copies the updates."""
+        finite = True
+        for group in self._groups:
+            own = [tensors[name] for name in group.names]
+            for x, part in zip(own, parts_of(group.flat, own), strict=True):
+                now = real(x.detach())
+                update = now - part
+                now.copy_(part)
+                part.copy_(update)
+            finite &= _all_finite(group.flat)
+        if finite:
+            return
+        self._skipped += 1
+        log.warning(
+            "round %d: what rank %d changed is not finite, so it brings nothing in this round; its optimizer may keep "
+            "what is not finite, too",
+            self.step,
+            self._topology.everyone.rank,
+        )
+        for group in self._groups:
+            group.flat.zero_()
+
+    def _go_along(self, tensors: Mapping[str, Tensor]) -> None:
+        """From the parameters of the last round along the mean of the updates."""
+        for group in self._groups:
+            own = [tensors[name] for name in group.names]
+            for name, x, mean in zip(group.names, own, parts_of(group.flat, own), strict=True):
+                outer = self._outer_parameters.get(name)
+                if outer is not None:
+                    gradient = mean.neg_()
+                    outer.data = x.detach()  # which the model may have moved elsewhere
+                    outer.grad = torch.view_as_complex(gradient) if x.is_complex() else gradient
+                else:
+                    length = self._length if x.requires_grad else 1.0
+                    real(x.detach()).add_(mean, alpha=length)
+        if self.outer is not None:
+            self.outer.step()
+            for outer in self._outer_parameters.values():
+                outer.grad = None
+
+    def _step_facts(self) -> Facts:
+        """Replicas that differ would train different models and never know."""
+        if self.step % max(1, CHECK_EVERY // self.every):
+            return {}
+        digest = hashlib.sha256()
+        for x in self._tensors().values():
+            if not x.requires_grad:
+                continue  # a buffer, which forward passes change
+            flat = real(x.detach()).contiguous().view(-1)
+            digest.update(str(int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))).encode())
+        return {"parameters of the last round": digest.hexdigest()[:16]}
+
+    # ---- ends and checkpoints ----------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """End it: the optimizer steps alone from now on. Call on all ranks, between steps.
+
+        Steps since the last round stay this replica's own; call :meth:`average` before, if replicas are to be equal.
+
+        Raises:
+            DisagreementError: some rank does something else.
+        """
+        super().remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on to the bit, but for model and optimizer. Every rank has its own.
+
+        Between rounds it holds the parameters of the last round, too; save after a round to keep it small, and where
+        the number of replicas may change.
+        """
+        anchor: dict[str, Tensor] = {}
+        if self._steps:
+            tensors = self._tensors()
+            for group in self._groups:
+                parts = parts_of(group.flat, [tensors[name] for name in group.names])
+                anchor |= {name: part.clone() for name, part in zip(group.names, parts, strict=True)}
+        return super().state_dict() | {
+            "updates": {
+                "every": self.every,
+                "steps": self._steps,
+                "anchor": anchor,
+                "outer": None if self.outer is None else self.outer.state_dict(),
+                "skipped": self._skipped,
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state_dict` was taken. Call on all ranks, with the model's and the optimizer's states.
+
+        Load them into model and optimizer first. Where the number of replicas has changed, states have to be
+        of a moment right after a round.
+
+        Raises:
+            ValueError: a state that does not fit, on any rank. Nothing has changed then.
+            RuntimeError: called inside a round, or after an exchange broke off.
+        """
+        super().load_state_dict(state)
+        if isinstance(state, Mapping):
+            mine = state["updates"]
+        else:
+            by_rank = {each["rank"]: each["updates"] for each in state}
+            mine = by_rank[self._topology.everyone.rank if len(by_rank) == self.size else 0]
+        self._steps, self._skipped, self._anchored = mine["steps"], mine["skipped"], bool(mine["anchor"])
+        if self.outer is not None:
+            self.outer.load_state_dict(mine["outer"])
+        if not self._anchored:
+            self._anchor(parameters=False)
+            return
+        tensors = self._tensors()
+        for group in self._groups:
+            own = [tensors[name] for name in group.names]
+            for name, part in zip(group.names, parts_of(group.flat, own), strict=True):
+                part.copy_(mine["anchor"][name])
+
+    def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        found = super()._loadable(state)
+        self._check_updates(found[0])
+        return found
+
+    def _loadable_of_all(
+        self, states: Sequence[Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        found = super()._loadable_of_all(states)
+        for state in states:
+            self._check_updates(state)
+            if len(states) != self.size and state["updates"]["steps"]:
+                raise ValueError(
+                    f"the states were saved {state['updates']['steps']} steps after a round, where each replica has "
+                    "parameters of its own; another number of replicas can go on from a moment right after a round"
+                )
+        return found
+
+    def _check_updates(self, state: Mapping[str, Any]) -> None:
+        own = state.get("updates")
+        keys = {"every", "steps", "anchor", "outer", "skipped"}
+        if not isinstance(own, Mapping) or not keys <= own.keys():
+            raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
+        if own["every"] != self.every:
+            raise ValueError(f"the state was saved with every={own['every']}, and here it is {self.every}")
+        if (own["outer"] is None) != (self.outer is None):
+            raise ValueError("the state is of another outer step: one of the two is an optimizer")
+        if not 0 <= own["steps"] < max(2, self.every):
+            raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
+        if bool(own["steps"]) != bool(own["anchor"]):
+            raise ValueError("the state lacks the parameters of the last round, or has some where it needs none")
+        if own["anchor"]:
+            tensors = self._tensors()
+            for name, x in tensors.items():
+                there = own["anchor"].get(name)
+                if there is None or there.shape != real(x).shape:
+                    raise ValueError(f"the state's parameters of the last round do not fit the model: {name}")
+
+
+def _all_finite(x: Tensor) -> bool:
+    return kernels.all_finite(x) if x.dtype == torch.float32 else bool(x.isfinite().all())
+
+
+#: Of as many bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

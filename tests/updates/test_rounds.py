@@ -1,0 +1,541 @@
+"""Rounds on real replicas: what is applied, what is not, and that replicas are equal after each."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowband as nb
+from tests.gradients.training import data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
+from tests.ranks import RankError, run_ranks
+from tests.thorough import thorough
+
+SPECS = ["none", "qsgd:bits=2+ef", "sign+ef", "topk:density=0.05+ef", "powersgd:rank=2,min_ratio=1", "uniform:bits=4"]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def begin(spec, model=None, optimizer=None, **options):
+    model = model or mlp()
+    optimizer = (optimizer or adamw)(model)
+    return model, optimizer, nb.compress_updates(model, optimizer, spec, **{"min_numel": 64, **options})
+
+
+# ---- what a round does -----------------------------------------------------------------------------------------------
+
+
+def beside_ddp(rank, world_size, lr):
+    plain = wrap(mlp())
+    train(plain, rank, range(10), sgd(plain, lr=lr))
+    model, optimizer, handle = begin("none", optimizer=lambda m: sgd(m, lr=lr))
+    train(model, rank, range(10), optimizer)
+    return float((flat(model) - flat(plain)).abs().max()), float((flat(plain) - flat(mlp())).abs().max()), handle.step
+
+
+@pytest.mark.parametrize("ranks", [2, *thorough(3)])
+def test_after_every_step_of_sgd_it_is_data_parallel_training(ranks):
+    """The mean of steps is the step along the mean."""
+    for apart, moved, rounds in run_ranks(beside_ddp, ranks, 0.05):
+        assert rounds == 10
+        assert moved > 0.01
+        assert apart < 1e-6
+
+
+class Deriving:
+    """The round in float64, for all replicas at once: top-k with error feedback, and an outer step."""
+
+    def __init__(self, shape, ranks, kept, outer):
+        self.residual = torch.zeros(ranks, *shape, dtype=torch.float64)
+        self.velocity = torch.zeros(shape, dtype=torch.float64)
+        self.kept, self.outer = kept, outer
+
+    def step(self, theta, updates):
+        total = updates + self.residual
+        sent = torch.zeros_like(total)
+        for each, out in zip(total.flatten(1), sent.flatten(1), strict=True):
+            at = each.abs().topk(self.kept).indices
+            out[at] = each[at]
+        self.residual = total - sent
+        mean = sent.mean(0)
+        if self.outer == "nesterov":  # DiLoCo's: momentum of −mean, and one look ahead
+            self.velocity = 0.9 * self.velocity - mean
+            return theta - 0.7 * (0.9 * self.velocity - mean)
+        return theta + self.outer * mean
+
+
+def local_rounds(rank, world_size, spec, every, rounds, outer):
+    """Parameters before and after each round, and of this replica right before it."""
+    model, optimizer, handle = begin(spec, every=every, outer=nesterov if outer == "nesterov" else outer)
+    seen = []
+    for at in range(rounds):
+        before = copy.deepcopy(dict(model.named_parameters()))
+        for step in range(every):
+            optimizer.zero_grad()
+            loss_of(model, every * at + step, rank).backward()
+            if step == every - 1:
+                lone, alone = copy.deepcopy(model), adamw(mlp())
+                alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                lone_optimizer = adamw(lone)
+                lone_optimizer.load_state_dict(alone.state_dict())
+                for p, q in zip(lone.parameters(), model.parameters(), strict=True):
+                    p.grad = q.grad.clone()
+                lone_optimizer.step()
+            optimizer.step()
+        seen.append((before, dict(lone.named_parameters()), copy.deepcopy(dict(model.named_parameters()))))
+    return seen, handle.step, handle.steps
+
+
+@pytest.mark.parametrize("outer", [1.0, 1.5, "nesterov"])
+def test_rounds_follow_the_paper(outer):
+    """Each from what the library had before it, so that nothing adds up but the residual and the outer momentum."""
+    spec, ranks, every, rounds = "topk:density=0.1+ef", 3, 2, 5
+    results = run_ranks(local_rounds, ranks, spec, every, rounds, outer)
+    codec, derived = nb.codec("topk:density=0.1"), {}
+    for at in range(rounds):
+        for name, theta in results[0][0][at][0].items():
+            updates = torch.stack([(seen[at][1][name] - seen[at][0][name]).double() for seen, *_ in results])
+            compressed = theta.dim() == 2 and theta.numel() >= 64
+            kept = codec.kept(theta.shape) if compressed else theta.numel()
+            own = derived.setdefault(name, Deriving(theta.shape, ranks, kept, outer))
+            expected = own.step(theta.double(), updates.detach())
+            for seen, *_ in results:
+                torch.testing.assert_close(seen[at][2][name].double(), expected, rtol=1e-6, atol=2e-7)
+    assert [(rounds, 0)] * ranks == [(step, steps) for _, step, steps in results]
+
+
+def equal_and_apart(rank, world_size, specs, every):
+    found = []
+    for spec in specs:
+        model, optimizer, handle = begin(spec, every=every, outer=nesterov)
+        history = []
+        for step in range(3 * every + 1):
+            train(model, rank, [step], optimizer)
+            history.append(flat(model))
+        handle.average()
+        history.append(flat(model))
+        found.append((history, handle.step))
+    return found
+
+
+def test_replicas_are_equal_to_the_bit_after_each_round_and_differ_before():
+    every = 3
+    first, *others = run_ranks(equal_and_apart, 3, SPECS, every)
+    for other in others:
+        for (mine, rounds), (its, _), spec in zip(first, other, SPECS, strict=True):
+            assert rounds == 4
+            equal = [torch.equal(a, b) for a, b in zip(mine, its, strict=True)]
+            assert equal == [False, False, True] * 3 + [False, True], spec
+            assert (mine[-1] - mine[2]).abs().max() > 1e-3
+
+
+def tokens_learnt(rank, world_size, specs):
+    """The loss on all replicas' data before and after training on one batch each."""
+    found = []
+    for spec in specs:
+        model, optimizer, handle = begin(spec, every=2)
+
+        def loss(model=model):
+            return sum(loss_of(model, 0, r).item() for r in range(world_size))
+
+        before = loss()
+        for _ in range(20):
+            train(model, rank, [0], optimizer)
+        found.append((before, loss(), handle.stats().total))
+    return found
+
+
+def test_every_codec_learns_and_counts_its_bytes():
+    for answer in run_ranks(tokens_learnt, 2, SPECS):
+        for spec, (before, after, total) in zip(SPECS, answer, strict=True):
+            assert after < 0.8 * before, spec
+            assert total.steps == 10, spec
+            if spec != "none":
+                assert total.ratio > 1.2, spec  # a third of this model travels as it is
+
+
+# ---- models and optimizers -------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A frozen layer, a matrix that is used twice, batch norm, a table of whole numbers, and a strided parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm = nn.Linear(24, 24, bias=False), nn.BatchNorm1d(24)
+        self.second = nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.head = nn.Parameter(torch.randn(8, 24).T)
+        self.register_buffer("table", torch.arange(5))
+
+    def forward(self, x):
+        return self.frozen(self.second(torch.relu(self.norm(self.first(x))))) @ self.head
+
+
+def odd_model(rank, world_size, buffers):
+    torch.manual_seed(rank)
+    model = Tied()
+    with torch.no_grad():
+        for x in (*model.parameters(), model.table):
+            x.add_(rank)  # replicas begin with those of the first
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    handle = nb.compress_updates(model, optimizer, "topk:density=0.3+ef", every=2, buffers=buffers, min_numel=64)
+    began = torch.equal(flat(model), flat(Tied()))
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(step, rank)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    moved = float((model.first.weight - Tied().first.weight).abs().max())
+    tied = model.first.weight is model.second.weight
+    assert model.head.stride() == (1, 24)
+    return flat(model), model.norm.running_mean.clone(), model.table.tolist(), began, moved, tied, handle.step
+
+
+@pytest.mark.parametrize("buffers", ["average", "keep"])
+def test_tied_frozen_and_strided_parameters_and_buffers(buffers):
+    (mine, mean, *same), (its, other_mean, *also) = run_ranks(odd_model, 2, buffers)
+    assert torch.equal(mine, its)
+    assert torch.equal(mean, other_mean) == (buffers == "average")
+    assert mean.any()
+    assert same == also
+    table, began, moved, tied, rounds = same
+    assert (table, began, tied, rounds) == (list(range(5)), True, True, 2)
+    assert moved > 1e-3
+
+
+def several_optimizers(rank, world_size):
+    model = mlp()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+    alone = refusal(lambda: nb.compress_updates(model, optimizers[0], "none"))
+    handle = nb.compress_updates(model, optimizers, "qsgd:bits=4+ef", every=2, min_numel=64)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return flat(model), handle.step, alone
+
+
+def test_several_optimizers_step_one_model():
+    (mine, rounds, alone), (its, *_) = run_ranks(several_optimizers, 2)
+    assert torch.equal(mine, its)
+    assert rounds == 2
+    assert alone[0] == "ValueError"
+    assert "pass all optimizers" in alone[1]
+
+
+def of_dtype(rank, world_size, dtype):
+    model = mlp(dtype)
+    optimizer = sgd(model, lr=0.1)
+    nb.compress_updates(model, optimizer, "qsgd:bits=8+ef", every=2, min_numel=64)
+    train(model, rank, range(6), optimizer, dtype)
+    return flat(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    mine, its = run_ranks(of_dtype, 2, dtype)
+    assert torch.equal(mine, its)
+    assert (mine - flat(mlp(dtype))).abs().max() > 1e-2
+
+
+def replicas_of_two(rank, world_size):
+    """Two replicas of two ranks each: DDP averages gradients inside, narrowband updates between."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = DistributedDataParallel(mlp(), process_group=inside)
+    optimizer = adamw(model)
+    nb.compress_updates(model, optimizer, "topk:density=0.2+ef", every=3, process_group=between, min_numel=64)
+    history = []
+    for step in range(6):
+        train(model, rank, [step], optimizer)
+        history.append(flat(model))
+    return history
+
+
+def test_ddp_inside_a_replica_and_updates_between_replicas():
+    a, b, c, d = run_ranks(replicas_of_two, 4)
+    for step in range(6):
+        assert torch.equal(a[step], b[step])
+        assert torch.equal(c[step], d[step])
+        assert torch.equal(a[step], c[step]) == (step % 3 == 2)
+
+
+# ---- what is not finite ----------------------------------------------------------------------------------------------
+
+
+def broken_update(rank, world_size, broken):
+    """In the second of three rounds, replicas in ``broken`` have a NaN; what is kept and applied then."""
+    model, optimizer, handle = begin("topk:density=0.1+ef", optimizer=lambda m: sgd(m, lr=0.1), every=2)
+    history = []
+    with heard() as said:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            if step == 2 and rank in broken:
+                model[0].weight.grad[0, 0] = torch.nan
+            optimizer.step()
+            history.append(flat(model))
+    return history, handle.skipped_updates, handle.stats().total.skipped, said
+
+
+@pytest.mark.parametrize("broken", [(1,), (0, 1, 2)])
+def test_an_update_that_is_not_finite_is_left_out_and_the_replica_goes_on(broken):
+    answers = run_ranks(broken_update, 3, broken)
+    for rank, (history, left_out, skipped, said) in enumerate(answers):
+        assert left_out == (rank in broken)
+        assert skipped == 0
+        assert [("is not finite" in line) for line in said] == [True] * (rank in broken)
+        assert all(torch.isfinite(history[step]).all() for step in (1, 3, 4, 5))
+        for step in (1, 3, 5):
+            assert torch.equal(history[step], answers[0][0][step])
+        assert not torch.equal(history[5], history[3])
+
+
+def a_mean_that_is_not_finite(rank, world_size):
+    """The updates are finite, and too large for what they travel in."""
+    model = nn.Linear(40, 40, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = nb.compress_updates(model, optimizer, "fp16")
+    before = flat(model)
+    with heard() as said:
+        model.weight.grad = torch.full_like(model.weight, 1e5)
+        optimizer.step()
+        stayed = torch.equal(flat(model), before)
+        model.weight.grad = torch.full_like(model.weight, 1.0)
+        optimizer.step()
+    return stayed, float((flat(model) - before).mean()), said, handle.step
+
+
+def test_a_mean_that_is_not_finite_is_not_applied():
+    for stayed, moved, said, rounds in run_ranks(a_mean_that_is_not_finite, 2):
+        assert stayed
+        assert moved == pytest.approx(-1.0, rel=1e-3)
+        assert ["not finite" in line for line in said] == [True]
+        assert rounds == 2
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def resumed(rank, world_size, stop, outer):
+    """Parameters of a run of eight steps, and of one that is stopped after ``stop`` and goes on elsewhere."""
+    outer = nesterov if outer == "nesterov" else outer
+    options = {"every": 3, "outer": outer}
+    whole, optimizer, _ = begin("topk:density=0.1+ef", **options)
+    train(whole, rank, range(8), optimizer)
+    model, optimizer, handle = begin("topk:density=0.1+ef", **options)
+    train(model, rank, range(stop), optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    train(model, rank, range(50, 54), optimizer)  # what comes after does not matter
+    again, optimizer, handle = begin("topk:density=0.1+ef", **options)
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    handle.load_state_dict(saved[2])
+    train(again, rank, range(stop, 8), optimizer)
+    return torch.equal(flat(whole), flat(again)), bool(saved[2]["updates"]["anchor"]), handle.step
+
+
+@pytest.mark.parametrize("outer", [1.0, "nesterov"])
+@pytest.mark.parametrize("stop", [4, 6])
+def test_a_run_that_was_stopped_goes_on_to_the_bit(stop, outer):
+    assert run_ranks(resumed, 2, stop, outer) == [(True, stop % 3 != 0, 2)] * 2
+
+
+def saved_by(rank, world_size, steps):
+    model, optimizer, handle = begin("topk:density=0.1+ef", every=2)
+    train(model, rank, range(steps), optimizer)
+    return model.state_dict(), handle.state_dict()
+
+
+def loaded_by(rank, world_size, states):
+    model, _, handle = begin("topk:density=0.1+ef", every=2)
+    model.load_state_dict(states[0][0])
+    error = refusal(lambda: handle.load_state_dict([state for _, state in states]))
+    kept = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+    return error, kept, handle.step
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_another_number_of_replicas_keeps_the_sum_of_the_residuals(ranks):
+    states = run_ranks(saved_by, 3, 4)
+    answers = run_ranks(loaded_by, ranks, states)
+    assert [(error, step) for error, _, step in answers] == [(None, 2)] * ranks
+    for name in states[0][1]["feedback"]:
+        before = sum(state["feedback"][name].double() for _, state in states) / 3
+        after = sum(kept[name].double() for _, kept, _ in answers) / ranks
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
+
+
+def test_between_rounds_another_number_of_replicas_is_refused():
+    states = run_ranks(saved_by, 3, 3)
+    for error, _, step in run_ranks(loaded_by, 2, states):
+        assert error[0] == "ValueError"
+        assert "right after a round" in error[1]
+        assert step == 0
+
+
+def wrong_states(rank, world_size):
+    model, optimizer, handle = begin("topk:density=0.1+ef", every=2)
+    train(model, rank, range(3), optimizer)
+    good = handle.state_dict()
+    changed = [
+        {key: value for key, value in good.items() if key != "updates"},
+        good | {"updates": good["updates"] | {"every": 3}},
+        good | {"updates": good["updates"] | {"anchor": {}}},
+        good | {"updates": good["updates"] | {"steps": 7}},
+        good | {"updates": good["updates"] | {"outer": {}}},
+        good | {"updates": good["updates"] | {"anchor": dict.fromkeys(good["updates"]["anchor"], torch.zeros(3))}},
+    ]
+    errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in changed]
+    # On one replica alone it is an error on all, and nothing has changed.
+    errors.append(refusal(lambda: handle.load_state_dict(changed[0] if rank else good)))
+    train(model, rank, range(3, 4), optimizer)
+    return errors, flat(model), handle.step
+
+
+def test_states_that_do_not_fit_change_nothing():
+    (errors, mine, rounds), (others, its, _) = run_ranks(wrong_states, 2)
+    words = ["not of updates", "every=3", "lacks the parameters", "7 steps after", "outer step", "do not fit the model"]
+    for found in (errors, others):
+        assert all(kind == "ValueError" and word in text for (kind, text), word in zip(found, words, strict=False)), (
+            found
+        )
+        assert found[-1][0] in ("ValueError", "DisagreementError")
+        assert "not of updates" in found[-1][1]
+    assert rounds == 2
+    assert torch.equal(mine, its)
+
+
+# ---- errors and ends -------------------------------------------------------------------------------------------------
+
+
+def refused(rank, world_size):
+    model = mlp()
+    optimizer = adamw(model)
+
+    def asked(*given, **options):
+        return refusal(lambda: nb.compress_updates(*given, **options))
+
+    return [
+        asked([model], optimizer, "none"),
+        asked(model, "adamw", "none"),
+        asked(model, optimizer, "none", every=0),
+        asked(model, optimizer, "none", outer=-1.0),
+        asked(model, optimizer, "none", buffers="drop"),
+        asked(model, optimizer, "dgc:density=0.01"),
+        asked(model, optimizer, "topk:density=0.1+aq-sgd"),
+        asked(model, adamw(mlp()), "none"),
+        asked(mlp().requires_grad_(False), optimizer, "none"),
+        asked(model, optimizer, "nonsense"),
+    ]
+
+
+def test_what_cannot_be_is_said_at_set_up():
+    (errors,) = run_ranks(refused, 1)
+    assert [kind for kind, _ in errors] == [
+        "TypeError", "TypeError", "ValueError", "ValueError", "ValueError", "UnsupportedError", "UnsupportedError",
+        "ValueError", "ValueError", "ValueError",
+    ]  # fmt: skip
+    words = ["takes a module", "optimizers", "every=0", "outer=-1.0", "'drop'", "momentum", "aq-sgd"]
+    words += ["pass all optimizers", "nothing to average", "nonsense"]
+    for (_, text), word in zip(errors, words, strict=True):
+        assert word in text
+
+
+def different(rank, world_size, what):
+    options = {"every": 2}
+    model = mlp()
+    if what == "every":
+        options["every"] += rank
+    elif what == "outer":
+        options["outer"] = nesterov if rank else 1.0
+    elif what == "model" and rank:
+        model = nn.Sequential(nn.Linear(24, 8))
+    elif what == "spec":
+        return refusal(lambda: begin("sign+ef" if rank else "none"))
+    return refusal(lambda: begin("none", model, **options))
+
+
+@pytest.mark.parametrize("what", ["every", "outer", "model", "spec"])
+def test_replicas_that_were_set_up_differently_are_told(what):
+    for kind, text in run_ranks(different, 2, what):
+        assert kind == "DisagreementError"
+        assert {"model": "parameter"}.get(what, what) in text
+
+
+def changed_behind_its_back(rank, world_size):
+    model, optimizer, handle = begin("none", every=50)
+    train(model, rank, range(50), optimizer)
+    with torch.no_grad():
+        model[0].weight[0, 0] += rank
+    error = None
+    for step in range(50, 100):
+        error = error or refusal(lambda step=step: train(model, rank, [step], optimizer))
+    return error, handle.step
+
+
+def test_replicas_that_differ_are_an_error():
+    for error, rounds in run_ranks(changed_behind_its_back, 2):
+        assert error[0] == "DisagreementError"
+        assert "parameters of the last round" in error[1]
+        assert rounds == 1
+
+
+def left(rank, world_size):
+    """A replica that dies in a round; what the other is left with."""
+    model, optimizer, _ = begin("topk:density=0.1+ef", every=2)
+    train(model, rank, range(2), optimizer)
+    before = flat(model)
+    train(model, rank, range(2, 3), optimizer)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = refusal(lambda: train(model, rank, range(3, 4), optimizer))
+    kept = torch.equal(flat(model), before)
+    return error[0], kept, refusal(lambda: train(model, rank, range(4, 6), optimizer))
+
+
+def test_a_replica_that_goes_away_is_an_error_and_parameters_are_those_of_the_last_round():
+    with pytest.raises(RankError) as caught:
+        run_ranks(left, 2, fresh=True, timeout_s=20.0, grace_s=30.0)
+    error, kept, later = caught.value.results[0]
+    assert (error, kept) == ("RuntimeError", True)
+    assert later[0] == "RuntimeError"
+    assert "stopped at an earlier round" in later[1]
+
+
+def removed(rank, world_size):
+    model, optimizer, handle = begin("qsgd:bits=4+ef", every=2)
+    train(model, rank, range(2), optimizer)
+    handle.remove()
+    before = flat(model)
+    train(model, rank, range(2, 6), optimizer)
+    error = refusal(handle.average)
+    again = nb.compress_updates(model, optimizer, "none", min_numel=64)
+    train(model, rank, range(6, 8), optimizer)
+    return before, flat(model), handle.step, again.step, error
+
+
+def test_without_its_handle_an_optimizer_steps_alone_and_can_have_another():
+    (before, mine, rounds, later, error), (its_before, its, *_) = run_ranks(removed, 2)
+    assert torch.equal(before, its_before)
+    assert torch.equal(mine, its)
+    assert (rounds, later) == (1, 2)
+    assert "removed" in error[1]
