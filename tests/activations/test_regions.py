@@ -272,6 +272,7 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_in_few_bits(reentr
         model.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("inside", [True, *thorough(False)])
 @pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
 def test_a_compiled_function_around_a_model_that_is_not_runs_as_it_is_written(inside):

@@ -193,6 +193,7 @@ def test_no_step_is_lost_with_a_rank_that_is_killed_at_any_time(tmp_path, expect
         assert_undisturbed(ranks.answers([0, 2, 3]), expected, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rejoin_steps", [1, *thorough(0)])
 def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, rejoin_steps):
     with training(tmp_path, naps={(0, STEPS - 1): 5.0}, rejoin_steps=rejoin_steps) as ranks:

@@ -230,6 +230,7 @@ class Absent(Transport):
             self._shared["news"].notify_all()
 
 
+@pytest.mark.thorough
 @given(
     numbers=st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
     bits=st.sampled_from([32, 16]),

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from narrowband.gradients.hook import _watches
 from tests.gradients.training import HUGE, TINY, compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 SPEC = "topk:density=0.05+ef"
 
@@ -317,6 +318,6 @@ def compiled(rank, world_size, how):
     return torch.allclose(flat(model), flat(eager), atol=1e-6), handle.step
 
 
-@pytest.mark.parametrize("how", ["the wrapper", "the module"])
+@pytest.mark.parametrize("how", ["the module", *thorough("the wrapper")])
 def test_a_compiled_model_trains_as_the_message_says(how):
     assert run_ranks(compiled, 2, how, fresh=True) == [(True, 4)] * 2

@@ -121,6 +121,7 @@ def test_a_peer_that_dies_is_an_error_and_the_residual_is_as_before(spec, collec
     assert caught.value.results == {0: SURVIVED}
 
 
+@pytest.mark.thorough
 def test_a_program_whose_peer_died_goes_on_and_exits_cleanly(tmp_path):
     body = "print(after_a_death(rank, 2, 'topk:density=0.05+ef', 'all_gather'))"
     survivor, dead = run_program(tmp_path, body)

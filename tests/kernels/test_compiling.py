@@ -19,6 +19,7 @@ from narrowband.averaging.warmup import use_all
 from narrowband.kernels.compiling import announced
 from narrowband.kernels.cpu import cache
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 PACKAGE = Path(narrowband.__file__).parent
 
@@ -164,7 +165,11 @@ def compiled_for(rank, world_size, spec, caches):
 
 @pytest.mark.parametrize(
     ("spec", "most"),
-    [("none", 4), ("qsgd:bits=4", 8), ("sign+ef", 12), ("topk:density=0.01+ef", 24), ("powersgd:rank=4", 12)],
+    [
+        ("qsgd:bits=4", 8),
+        ("powersgd:rank=4", 12),
+        *thorough(("none", 4), ("sign+ef", 12), ("topk:density=0.01+ef", 24)),
+    ],
 )
 def test_a_spec_compiles_few_functions(tmp_path, spec, most):
     """Each takes Numba a tenth of a second to a second. Overloads that only print an error were three in four once."""

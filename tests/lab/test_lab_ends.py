@@ -160,6 +160,7 @@ def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: 
     assert sorted(output.splitlines()) == [f"[rank {rank}] saved after {int(number)}" for rank in range(2)]
 
 
+@pytest.mark.thorough
 @needs_lab
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: str) -> None:
     code = """

@@ -509,6 +509,7 @@ def test_rows_that_are_there_are_taken_and_each_is_kept_when_it_is_done(tmp_path
     assert [place["kept"] for place in measure(rows, places, on_event=lambda _: None)] == [True, False]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(MISSING), reason=" ".join(MISSING))
 def test_exchanges_behind_links_are_counted_and_kept(cached):
     words = ["--quick", "--sections", "bytes", "--output", str(cached / "out")]

@@ -178,6 +178,7 @@ def test_a_model_that_has_no_stages_is_refused(folder, tmp_path):
         run([replace(DENSE, task="lstm")], tmp_path, nodes=2, data_dir=folder)
 
 
+@pytest.mark.thorough
 def test_a_whole_quick_run(folder, tmp_path, capsys):
     arguments = ["--quick", "--rows", "dense", "top 10%", "--tasks", "cifar", "--nodes", "1", "--data-dir", str(folder)]
     arguments += ["--output", str(tmp_path / "out"), "--markdown", str(tmp_path / "page.md")]
