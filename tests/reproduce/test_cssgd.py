@@ -509,17 +509,6 @@ def test_rows_that_are_there_are_taken_and_each_is_kept_when_it_is_done(tmp_path
     assert [place["kept"] for place in measure(rows, places, on_event=lambda _: None)] == [True, False]
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(bool(MISSING), reason=" ".join(MISSING))
-def test_exchanges_behind_links_are_counted_and_kept(cached):
-    words = ["--quick", "--sections", "bytes", "--output", str(cached / "out")]
-    assert main(words) == 0
-    rows = json.loads((cached / "out/summary.json").read_text())["rows"]
-    assert [(row["kind"], row["name"]) for row in rows] == [("bytes", f"n = 3, r = {r}") for r in (1, 2)]
-    for row in rows:
-        assert 0.99 * row["stated_bytes"] <= row["link_bytes"] < 1.5 * row["stated_bytes"]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A quick run, of one task."""

@@ -424,6 +424,24 @@ def test_states_that_do_not_fit_change_nothing():
     assert torch.equal(mine, its)
 
 
+def other_outer_states(rank, world_size):
+    _, _, handle = begin("none", outer=nesterov)
+    good = handle.state_dict()
+    errors = []
+    for outer in ({}, {"param_groups": [{"params": [0]}], "state": {}}):
+        errors.append(
+            refusal(lambda outer=outer: handle.load_state_dict(good | {"updates": good["updates"] | {"outer": outer}}))
+        )
+    handle.load_state_dict(good)
+    return errors
+
+
+def test_an_outer_optimizer_of_other_groups_is_refused_before_anything_is_loaded():
+    for errors in run_ranks(other_outer_states, 2):
+        assert [kind for kind, _ in errors] == ["ValueError"] * 2
+        assert all("other parameter groups" in text for _, text in errors)
+
+
 # ---- errors and ends -------------------------------------------------------------------------------------------------
 
 
@@ -469,12 +487,14 @@ def different(rank, world_size, what):
         options["outer"] = nesterov if rank else 1.0
     elif what == "model" and rank:
         model = nn.Sequential(nn.Linear(24, 8))
+    elif what == "optimizer" and rank:
+        options["optimizer"] = sgd
     elif what == "spec":
         return refusal(lambda: begin("sign+ef" if rank else "none"))
     return refusal(lambda: begin("none", model, **options))
 
 
-@pytest.mark.parametrize("what", ["every", "outer", "model", "spec"])
+@pytest.mark.parametrize("what", ["every", "outer", "model", "optimizer", "spec"])
 def test_replicas_that_were_set_up_differently_are_told(what):
     for kind, text in run_ranks(different, 2, what):
         assert kind == "DisagreementError"
@@ -524,17 +544,20 @@ def test_a_replica_that_goes_away_is_an_error_and_parameters_are_those_of_the_la
 def removed(rank, world_size):
     model, optimizer, handle = begin("qsgd:bits=4+ef", every=2)
     train(model, rank, range(2), optimizer)
+    twice = refusal(lambda: nb.compress_updates(model, optimizer, "none"))
     handle.remove()
     before = flat(model)
     train(model, rank, range(2, 6), optimizer)
     error = refusal(handle.average)
     again = nb.compress_updates(model, optimizer, "none", min_numel=64)
     train(model, rank, range(6, 8), optimizer)
-    return before, flat(model), handle.step, again.step, error
+    return before, flat(model), handle.step, again.step, error, twice
 
 
 def test_without_its_handle_an_optimizer_steps_alone_and_can_have_another():
-    (before, mine, rounds, later, error), (its_before, its, *_) = run_ranks(removed, 2)
+    (before, mine, rounds, later, error, twice), (its_before, its, *_) = run_ranks(removed, 2)
+    assert twice[0] == "ValueError"
+    assert "already" in twice[1]
     assert torch.equal(before, its_before)
     assert torch.equal(mine, its)
     assert (rounds, later) == (1, 2)

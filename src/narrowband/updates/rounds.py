@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 __all__ = ["UpdateCompression", "compress_updates"]
 
 log = logging.getLogger(__name__)
+
+#: Those that have a handle: two would both take the same update away.
+_taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 #: Whether replicas are equal is looked at once in so many optimizer steps: it takes a pass over the parameters.
 CHECK_EVERY = 50
@@ -86,8 +90,8 @@ def compress_updates(
         outer: how far the parameters go along the mean of the updates; or a function that makes an optimizer for them,
             which gets −mean as their gradients. DiLoCo's is
             ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
-        buffers: what becomes of the floating point buffers of normalization layers: averaged in every round, or kept as
-            each replica has them. Others stay as they are.
+        buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
+            replica has them. Buffers of whole numbers stay as they are.
         warmup_rounds: rounds at the beginning that are not compressed.
         process_group: the replicas; by default all ranks are one each.
 
@@ -98,7 +102,8 @@ def compress_updates(
 
     Raises:
         TypeError: something else than a module, or than optimizers.
-        ValueError: a number that cannot be, a spec that does not exist, or a parameter that no optimizer steps.
+        ValueError: a number that cannot be, a spec that does not exist, a parameter that no optimizer steps, or an
+            optimizer that has a handle already.
         UnsupportedError: sharded parameters, no process group, or a combination that cannot work.
         DisagreementError: ranks that gave different models or arguments.
 
@@ -117,6 +122,10 @@ def compress_updates(
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise TypeError(f"compress_updates takes optimizers of torch.optim's kind, not {type(each).__name__}")
+        if each in _taken:
+            raise ValueError(
+                f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
+            )
     if every < 1:
         raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
     if buffers not in ("average", "keep"):
@@ -208,7 +217,8 @@ class UpdateCompression(Handle):
         buffers: Literal["average", "keep"],
     ) -> None:
         self.every, self._buffers = every, buffers
-        self._model = model
+        self._model, self._optimizers = model, [weakref.ref(each) for each in optimizers]
+        self._stepped_by = ", ".join(type(each).__name__ for each in optimizers)
         self._steps = 0
         self._skipped = 0
         self._anchored = False
@@ -239,6 +249,7 @@ class UpdateCompression(Handle):
             first.register_step_pre_hook(lambda *_: self._before_step()),
             last.register_step_post_hook(lambda *_: self._after_step()),
         ]
+        _taken.update(optimizers)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +257,7 @@ class UpdateCompression(Handle):
         outer = repr(self._length)
         if self.outer is not None:
             outer = f"{type(self.outer).__name__} {sorted((k, repr(v)) for k, v in self.outer.defaults.items())}"
-        own = {"every": str(self.every), "outer": outer, "buffers": self._buffers}
+        own = {"every": str(self.every), "outer": outer, "buffers": self._buffers, "optimizer": self._stepped_by}
         return {**super()._set_up_facts(call), **own}
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -386,18 +397,16 @@ class UpdateCompression(Handle):
         """Replicas that differ would train different models and never know."""
         if self.step % max(1, CHECK_EVERY // self.every):
             return {}
-        digest = hashlib.sha256()
-        for x in self._tensors().values():
-            if not x.requires_grad:
-                continue  # a buffer, which forward passes change
-            flat = real(x.detach()).contiguous().view(-1)
-            digest.update(str(int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))).encode())
+        parameters = (x for x in self._tensors().values() if x.requires_grad)  # forward passes change buffers
+        flat = (real(x.detach()).contiguous().view(-1) for x in parameters)
+        sums = [x.view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64) for x in flat]
+        digest = hashlib.sha256(repr(torch.stack(sums).tolist()).encode())
         return {"parameters of the last round": digest.hexdigest()[:16]}
 
     # ---- ends and checkpoints ----------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """End it: the optimizer steps alone from now on. Call on all ranks, between steps.
+        """End it: the optimizer steps alone from now on, and may get another handle. Call on all ranks, between steps.
 
         Steps since the last round stay this replica's own; call :meth:`average` before, if replicas are to be equal.
 
@@ -407,6 +416,8 @@ class UpdateCompression(Handle):
         super().remove()
         for hook in self._hooks:
             hook.remove()
+        _taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
+        self._groups.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on to the bit, but for model and optimizer. Every rank has its own.
@@ -485,6 +496,8 @@ class UpdateCompression(Handle):
             raise ValueError(f"the state was saved with every={own['every']}, and here it is {self.every}")
         if (own["outer"] is None) != (self.outer is None):
             raise ValueError("the state is of another outer step: one of the two is an optimizer")
+        if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
+            raise ValueError("the state is of an outer optimizer with other parameter groups")
         if not 0 <= own["steps"] < max(2, self.every):
             raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
         if bool(own["steps"]) != bool(own["anchor"]):
@@ -495,6 +508,14 @@ class UpdateCompression(Handle):
                 there = own["anchor"].get(name)
                 if there is None or there.shape != real(x).shape:
                     raise ValueError(f"the state's parameters of the last round do not fit the model: {name}")
+
+
+def _sizes(state: object) -> list[int] | None:
+    """How many parameters each group of an optimizer's state has; None where it is no such state."""
+    try:
+        return [len(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
+    except (KeyError, TypeError):
+        return None
 
 
 def _all_finite(x: Tensor) -> bool:
