@@ -427,11 +427,9 @@ def test_states_that_do_not_fit_change_nothing():
 def other_outer_states(rank, world_size):
     _, _, handle = begin("none", outer=nesterov)
     good = handle.state_dict()
-    errors = []
-    for outer in ({}, {"param_groups": [{"params": [0]}], "state": {}}):
-        errors.append(
-            refusal(lambda outer=outer: handle.load_state_dict(good | {"updates": good["updates"] | {"outer": outer}}))
-        )
+    outers = ({}, {"param_groups": [{"params": [0]}]})
+    states = [good | {"updates": good["updates"] | {"outer": outer}} for outer in outers]
+    errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in states]
     handle.load_state_dict(good)
     return errors
 
