@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -142,6 +143,79 @@ def test_int8_values_err_by_half_a_step_of_the_largest_of_256(x, density):
     for part in at.split(256) if k else ():
         bound = float(kept[part].abs().max()) / 127 / 2
         assert float((after - kept)[part].abs().max()) <= bound * (1 + 1e-4) + 2.0**-118
+
+
+@every_backend
+@pytest.mark.parametrize("values_", ["int4", "int2"])
+def test_values_in_few_bits_keep_places_and_signs(name, values_):
+    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    with backend(name):
+        whole = nb.codec("topk:density=0.1").roundtrip(x)
+        few = nb.codec(f"topk:density=0.1,values={values_}").roundtrip(x)
+    assert torch.equal(few.sign(), whole.sign())
+    assert len(few.abs().unique()) - 1 <= {"int4": 8, "int2": 2}[values_]  # 200 values are one group
+    assert float((few - whole).norm() / whole.norm()) < {"int4": 0.05, "int2": 0.12}[values_]
+
+
+def test_sixty_four_times_fewer_elements_in_two_bits_cost_ten_bits_each():
+    codec = nb.codec("topk:density=0.015625,values=int2,tile=64x64")
+    assert codec.kept((4096, 1024)) == 64 * 1024
+    assert codec.payload_nbytes((4096, 1024)) * 8 / (64 * 1024) <= 10.2
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def tiles(shape, height, width):
+    """Masks of the tiles of a matrix, from left to right and from top to bottom."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape) // rows if rows else 0
+    if len(shape) < 2:
+        height, width = 1, height * width
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            mask = torch.zeros(rows, columns, dtype=torch.bool)
+            mask[top : top + height, left : left + width] = True
+            yield mask.view(shape)
+
+
+@every_backend
+@settings(max_examples=40)
+@given(
+    x=tensors(), density=densities, height=st.integers(1, 9), width=st.integers(1, 40),
+)  # fmt: skip
+def test_each_tile_keeps_its_own_largest(name, x, density, height, width):
+    codec = nb.codec(f"topk:density={density!r},tile={height}x{width}")
+    expected, number = torch.zeros(x.shape, dtype=torch.float64), 0
+    for mask in tiles(tuple(x.shape), height, width):
+        own = x.float()[mask]
+        expected[mask] = largest(own, count(density, own.numel()))
+        number += count(density, own.numel())
+    with backend(name):
+        assert codec.kept(x.shape) == number
+        got = codec.roundtrip(x.float()).double()
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("topk:tile=64", "tile='64' is no size of a tile; write rows x columns, such as 64x64"),
+        ("topk:tile=0x8", "tile='0x8' is no size"),
+        ("topk:tile=8x8,scope=sample", "leave out scope and select"),
+        ("topk:tile=8x8,select=sampled", "leave out scope and select"),
+        ("topk:values=int2,select=sampled", "values=int2 has no zero"),
+        ("topk:values=int4,indices=runs", "values=int4 has no zero"),
+        ("topk:values=int2+ef-mixed", "may send fewer elements than 'topk:density=0.01,values=int2' has to"),
+        ("topk:tile=8x8+ef-mixed", "leave out tile"),
+    ],
+)
+def test_what_cannot_be_combined_says_what_to_leave_out(spec, message):
+    with pytest.raises((ValueError, nb.UnsupportedError), match=re.escape(message)):
+        nb.compression(spec)
+
+
+# ---- indices ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1_000, 25_000, 1_000_000, 25_000_000, 2**31 - 1])

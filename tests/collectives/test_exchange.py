@@ -29,6 +29,7 @@ ALL_GATHER = [
     "topk:density=0.05,select=sampled",
     "topk:density=0.1,scope=sample,values=fp16",
     "topk:density=0.1,values=int8,indices=int32",
+    "topk:density=0.1,values=int2,tile=8x8",
     "threshold:value=1.5",
     "randomk:density=0.1",
     "lowrank:rank=2",

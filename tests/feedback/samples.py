@@ -21,6 +21,7 @@ FIXED_SIZE = [
     "topk:density=0.1",
     "topk:density=0.1,select=sampled,values=fp16",
     "topk:density=0.1,values=int8,indices=int32",
+    "topk:density=0.1,values=int2,tile=8x8",
     "topk:density=0.1,scope=sample,indices=runs",
     "randomk:density=0.1",
     "lowrank:rank=1",

@@ -22,6 +22,8 @@ __all__ = ["BASELINES", "LOOPS", "Data", "Loop"]
 
 #: The group of the quantizers and the density of the sparse loops, as in the table of targets.
 GROUP = 128
+#: Kept values that share their levels.
+_KEPT_GROUP = 256
 DENSITY = 0.001
 #: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
 _TALL = (32, 4096)
@@ -118,6 +120,19 @@ def _compensate(data: Data, backend: Any) -> Loop:
 def _threshold(data: Data, backend: Any) -> Loop:
     value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
     return Loop(lambda _: backend.select_threshold(data.x, value))
+
+
+def _levels(bits: int, *, decode: bool) -> Maker:
+    """The whole tensor as values that were kept: 64 times as many as it has, so see the loop in that light."""
+
+    def make(data: Data, backend: Any) -> Loop:
+        out = torch.empty(kernels.levels_nbytes(data.numel, bits, _KEPT_GROUP), dtype=torch.uint8)
+        backend.levels_encode(data.x, out, bits=bits, group=_KEPT_GROUP)
+        if decode:
+            return Loop(lambda _: backend.levels_decode(out, data.numel, bits=bits, group=_KEPT_GROUP))
+        return Loop(lambda _: backend.levels_encode(data.x, out, bits=bits, group=_KEPT_GROUP))
+
+    return make
 
 
 def _elias_fano_encode(data: Data, backend: Any) -> Loop:
@@ -326,6 +341,9 @@ LOOPS: dict[str, Maker] = {
     "compensate": _compensate,
     "ef-topk-encode": _ef_topk_encode,
     "all-finite": lambda data, backend: Loop(lambda _: backend.all_finite(data.x)),
+    "levels-2bit-encode": _levels(2, decode=False),
+    "levels-2bit-decode": _levels(2, decode=True),
+    "levels-4bit-encode": _levels(4, decode=False),
     "elias-fano-encode": _elias_fano_encode,
     "elias-fano-decode": _elias_fano_decode,
     "sparse-accumulate": _sparse_accumulate,

@@ -405,10 +405,18 @@ class SelectingCodec(Codec):
         """The payload of a tensor of this shape that is zero but for these elements.
 
         Args:
-            indices: int32, ascending, into the flat tensor; at most :meth:`kept` of them.
+            indices: int32, ascending, into the flat tensor; at most :meth:`kept` of them, and exactly as many where the
+                codec does not :attr:`take any number <takes_any>`.
             values: float32, one for each.
             out: as for :meth:`encode`.
         """
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether :meth:`largest` finds any number of elements, and :meth:`pack` takes any; otherwise only as many as
+        :meth:`kept` says.
+        """
+        return True
 
     @property
     def sampled(self) -> bool:

@@ -1,12 +1,6 @@
 """Codecs that keep a few elements: top-k, threshold, random-k.
 
-A payload holds the kept values, then their indices. Indices are sorted and stored Elias–Fano, which needs k·(2 + ⌈log₂
-n/k⌉) bits whatever they are, so the size of a payload is known before anything is selected.
-
-For comparison there is the format of DGC's paper, too (arXiv 1712.01887, algorithm 1): with each value, 16 bits that
-say how many zeros lie before it. A run of more than 65,535 takes values of zero in between; n elements need at
-most n / 65,536; how many entries there are stands before the runs. At a density of 0.1 % that is 16 bits per index
-where Elias–Fano has 12.
+A payload holds the kept values, then their indices (see :mod:`~narrowband.codecs.indices`).
 """
 
 from __future__ import annotations
@@ -20,8 +14,18 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, dims, flattened, numel_of
+from narrowband.codecs.indices import (
+    entries,
+    index_nbytes,
+    read_indices,
+    read_runs,
+    with_stops,
+    write_indices,
+    write_runs,
+)
 from narrowband.codecs.quantized import Uniform
 from narrowband.codecs.spec import check_keys
+from narrowband.codecs.tiles import regions, select_in_tiles, tile_of
 from narrowband.errors import PayloadError
 
 if TYPE_CHECKING:
@@ -34,9 +38,10 @@ MAX_NUMEL = 2**31 - 1
 
 #: How values are kept in 8 bits: the largest magnitude of every 256 kept values sets their step.
 _INT8 = Uniform(bits=8, group=256, symmetric=True)
+#: How they are kept in fewer: bits of each, and how many share their levels.
+_LEVEL_BITS = {"int4": 4, "int2": 2}
+_LEVEL_GROUP = 256
 _FP16_MAX = 65504.0
-#: Elements that an entry of 16 bits can lead on: 65,535 zeros and itself.
-_LONGEST_RUN = 1 << 16
 _FP32_TINY, _FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -56,69 +61,6 @@ def _check_numel(numel: int) -> int:
     return numel
 
 
-def _index_nbytes(k: int, n: int, indices: str) -> int:
-    if indices == "elias-fano":
-        return kernels.elias_fano_nbytes(k, n)
-    return 4 * k if indices == "int32" else 4 + 2 * _entries(k, n, indices)
-
-
-def _entries(k: int, n: int, indices: str) -> int:
-    """How many values a payload of k elements has room for."""
-    return k + n // _LONGEST_RUN if indices == "runs" else k
-
-
-def _write_indices(at: Tensor, n: int, indices: str, out: Tensor) -> None:
-    used = _index_nbytes(at.numel(), n, indices)
-    if indices == "int32":
-        out[:used].view(torch.int32).copy_(at)
-    else:
-        kernels.elias_fano_encode(at, n, out[:used])
-    out[used:] = 0
-
-
-def _with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same elements, and zeros in between wherever a run would not fit into 16 bits."""
-    gaps = torch.diff(at.long(), prepend=at.new_full((1,), -1))  # one more than the zeros in between
-    stops = (gaps - 1) // _LONGEST_RUN
-    if not bool(stops.any()):
-        return at, values
-    first = torch.cumsum(stops + 1, 0) - stops - 1  # where an element's own entries begin
-    entries = torch.repeat_interleave(torch.arange(at.numel(), device=at.device), stops + 1)
-    step = torch.arange(entries.numel(), device=at.device) - first[entries] + 1
-    is_stop = step <= stops[entries]
-    before = at.long() - gaps  # the element before
-    places = torch.where(is_stop, before[entries] + step * _LONGEST_RUN, at.long()[entries])
-    return places.to(torch.int32), torch.where(is_stop, 0.0, values[entries])
-
-
-def _write_runs(at: Tensor, out: Tensor) -> None:
-    number = at.numel()
-    runs = torch.diff(at.long(), prepend=at.new_full((1,), -1)) - 1
-    out.zero_()
-    out[:4].view(torch.int32)[0] = number
-    out[4 : 4 + 2 * number].view(torch.uint16).copy_(runs.to(torch.uint16))
-
-
-def _read_runs(payload: Tensor, n: int) -> Tensor:
-    room, number = (payload.numel() - 4) // 2, int(payload[:4].view(torch.int32)[0])
-    if not 0 <= number <= room:
-        raise PayloadError(f"the payload says that it holds {number} runs, and has room for {room}: it is damaged")
-    runs = payload[4 : 4 + 2 * number].view(torch.uint16)
-    at = torch.cumsum(runs.long() + 1, 0) - 1
-    if number and int(at[-1]) >= n:
-        raise PayloadError(f"the runs of this payload end at {int(at[-1])}, the tensor has {n} elements: it is damaged")
-    return at.to(torch.int32)
-
-
-def _read_indices(payload: Tensor, k: int, n: int, indices: str) -> Tensor:
-    used = _index_nbytes(k, n, indices)
-    if indices == "int32":
-        at = payload[:used].view(torch.int32)
-        kernels.check_indices(at, n)
-        return at
-    return kernels.elias_fano_decode(payload[:used], k, n)
-
-
 def _scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate: bool) -> None:
     if not accumulate:
         out.zero_()
@@ -134,8 +76,11 @@ class TopK(SelectingCodec):
         select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which
             may keep a few less than k and never looks at the tensor twice.
         scope: ``tensor``, or ``sample``: k of each slice along the first dimension, so that no sample is silenced.
-        values: ``fp32``, ``fp16`` (clamped to ±65,504) or ``int8`` (in steps of 1/127 of the largest of 256).
+        values: ``fp32``, ``fp16`` (clamped to ±65,504), ``int8`` (in steps of 1/127 of the largest of 256), or ``int4``
+            and ``int2``: a sign, and one of 8 or 2 magnitudes that 256 of them have of their own.
         indices: ``elias-fano``, plain ``int32``, or ``runs``: how many zeros lie in between, in 16 bits.
+        tile: such as ``64x64``: the largest of each tile of so many rows and columns, so that no part of a matrix is
+            silenced (SparseLoCo, arXiv 2508.15706); a vector is cut into pieces as long as a tile is large.
     """
 
     name: ClassVar[str] = "topk"
@@ -143,12 +88,26 @@ class TopK(SelectingCodec):
     density: float = field(default=0.01, metadata={"always": True})
     select: Literal["exact", "sampled"] = "exact"
     scope: Literal["tensor", "sample"] = "tensor"
-    values: Literal["fp32", "fp16", "int8"] = "fp32"
+    values: Literal["fp32", "fp16", "int8", "int4", "int2"] = "fp32"
     indices: Literal["elias-fano", "int32", "runs"] = "elias-fano"
+    tile: str = ""
 
     def __post_init__(self) -> None:
         check_keys(self)
         _check_density("topk", self.density)
+        if self.tile:
+            tile_of(self.tile)
+            if self.scope != "tensor" or self.sampled:
+                raise ValueError(f"topk: tile={self.tile} selects in each tile, exactly; leave out scope and select")
+        if self.values in _LEVEL_BITS and (self.sampled or self.indices == "runs"):
+            raise ValueError(
+                f"topk: values={self.values} has no zero, which select=sampled and indices=runs may have to send; "
+                "leave these out, or take values=int8"
+            )
+
+    @property
+    def takes_any(self) -> bool:
+        return not self.tile and self.values not in _LEVEL_BITS
 
     def rows(self, shape: Shape) -> int:
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
@@ -156,11 +115,15 @@ class TopK(SelectingCodec):
         return shape[0]
 
     def kept(self, shape: Shape) -> int:
+        if self.tile:
+            parts = regions(dims(shape), tile_of(self.tile))[1]
+            return sum(part.tiles * kept(self.density, part.numel) for part in parts)
         rows = self.rows(shape)
         return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
     def kept_largest(self, shape: Shape) -> int | None:
-        return self.kept(shape) if self.scope == "tensor" and self.values == "fp32" else None
+        whole = self.scope == "tensor" and not self.tile
+        return self.kept(shape) if whole and self.values == "fp32" else None
 
     def variations(self) -> tuple[str, list[float]]:
         shares = [self.density if tenths == 10 else self.density * tenths / 10 for tenths in range(1, 101)]
@@ -169,17 +132,22 @@ class TopK(SelectingCodec):
     def values_nbytes(self, k: int) -> int:
         if self.values == "int8":
             return _INT8.payload_nbytes(k)
+        if self.values in _LEVEL_BITS:
+            return aligned(kernels.levels_nbytes(k, _LEVEL_BITS[self.values], _LEVEL_GROUP))
         return aligned(k * (2 if self.values == "fp16" else 4))
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         k, n = self.kept(shape), _check_numel(numel_of(shape))
-        return self.values_nbytes(_entries(k, n, self.indices)) + aligned(_index_nbytes(k, n, self.indices))
+        return self.values_nbytes(entries(k, n, self.indices)) + aligned(index_nbytes(k, n, self.indices))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         at = self.largest(x, shape, self.kept(shape) // self.rows(shape), seed=seed)
         self._write(at, x.index_select(0, at), shape, out)
 
     def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
+        if self.tile:
+            share = self.density * k / max(1, self.kept(shape))
+            return select_in_tiles(x, dims(shape), tile_of(self.tile), lambda numel: kept(share, numel))
         rows, sampled = self.rows(shape), self.sampled
         width = x.numel() // rows
         if rows > 1 and not sampled:
@@ -241,7 +209,7 @@ class TopK(SelectingCodec):
         decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        if self.rows(shape) != 1 or not x.numel():
+        if self.tile or self.rows(shape) != 1 or not x.numel():
             return super().encode_compensated(
                 x, residual, shape=shape, seed=seed, out=out, decay=decay, subtract=subtract
             )
@@ -267,12 +235,12 @@ class TopK(SelectingCodec):
         """A payload of these elements."""
         (k, cut), n = _layout(self, dims(shape)), numel_of(shape)
         if self.indices == "runs":
-            at, values = _with_stops(at, values)
-            _write_runs(at, out[cut:])
-            values = torch.cat([values, values.new_zeros(_entries(k, n, self.indices) - values.numel())])
+            at, values = with_stops(at, values)
+            write_runs(at, out[cut:])
+            values = torch.cat([values, values.new_zeros(entries(k, n, self.indices) - values.numel())])
         else:
             at, values = _padded(at, values, k, n)
-            _write_indices(at, n, self.indices, out[cut:])
+            write_indices(at, n, self.indices, out[cut:])
         self._write_values(values, out[:cut])
 
     def _write_values(self, values: Tensor, head: Tensor) -> None:
@@ -280,6 +248,8 @@ class TopK(SelectingCodec):
             head.view(torch.float32).copy_(values)
         elif self.values == "int8":
             _INT8.encode(values, out=head)
+        elif self.values in _LEVEL_BITS:
+            kernels.levels_encode(values, head, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
         else:
             # Saturate: with error feedback the rest is sent later. Inf and NaN go on as they are.
             k = values.numel()
@@ -290,13 +260,15 @@ class TopK(SelectingCodec):
     def _read_values(self, head: Tensor, k: int) -> Tensor:
         if self.values == "int8":
             return _INT8.decode(head, torch.empty(k, device=head.device))
+        if self.values in _LEVEL_BITS:
+            return kernels.levels_decode(head, k, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
         if self.values == "fp16":
             return head.view(torch.float16)[:k].float()
         return head.view(torch.float32)
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
         k, cut = _layout(self, dims(shape))
-        return kernels.all_finite(self._read_values(payload[:cut], _entries(k, numel_of(shape), self.indices)))
+        return kernels.all_finite(self._read_values(payload[:cut], entries(k, numel_of(shape), self.indices)))
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
@@ -316,16 +288,16 @@ class TopK(SelectingCodec):
         """The indices and the values that a payload holds."""
         k, cut = _layout(self, dims(shape))
         if self.indices == "runs":
-            at = _read_runs(payload[cut : cut + _index_nbytes(k, n, self.indices)], n)
-            return at, self._read_values(payload[:cut], _entries(k, n, self.indices))[: at.numel()]
-        return _read_indices(payload[cut:], k, n, self.indices), self._read_values(payload[:cut], k)
+            at = read_runs(payload[cut : cut + index_nbytes(k, n, self.indices)], n)
+            return at, self._read_values(payload[:cut], entries(k, n, self.indices))[: at.numel()]
+        return read_indices(payload[cut:], k, n, self.indices), self._read_values(payload[:cut], k)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int]:
     """How many elements are kept, and how many bytes their values take."""
     k = codec.kept(shape)
-    return k, codec.values_nbytes(_entries(k, numel_of(shape), codec.indices))
+    return k, codec.values_nbytes(entries(k, numel_of(shape), codec.indices))
 
 
 def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
@@ -383,7 +355,7 @@ class Threshold(Codec):
         payload = torch.empty(self._nbytes_kept(k, n), dtype=torch.uint8, device=x.device)
         payload[:4].view(torch.int32)[0] = k
         payload[4 : 4 + 4 * k].view(torch.float32).copy_(flat[at])
-        _write_indices(at, n, "elias-fano", payload[4 + 4 * k :])
+        write_indices(at, n, "elias-fano", payload[4 + 4 * k :])
         if out is None:
             return payload
         return out[: payload.numel()].copy_(payload)
@@ -417,7 +389,7 @@ class Threshold(Codec):
     def _read(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """The indices and the values that a payload holds."""
         k = self._count(payload)
-        at = _read_indices(payload[4 + 4 * k :], k, n, "elias-fano")
+        at = read_indices(payload[4 + 4 * k :], k, n, "elias-fano")
         return at, payload[4 : 4 + 4 * k].view(torch.float32)
 
 

@@ -70,6 +70,11 @@ class MixedFeedback(ErrorFeedback):
                 f"{self.name} chooses elements by magnitude, as 'topk' does and '{codec}' does not; write "
                 f"'{codec}+ef' or 'topk:density=0.01+{self.name}'"
             )
+        if not codec.takes_any:
+            raise UnsupportedError(
+                f"{self.name} chooses twice, and may send fewer elements than '{codec}' has to; leave out tile, take "
+                f"values=int8 or more, or write '{codec}+ef'"
+            )
 
     def _encode(
         self,

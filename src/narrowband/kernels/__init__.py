@@ -34,6 +34,7 @@ from narrowband.kernels.compensation import (
 )
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.knapsack import cheapest_within
+from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbytes
 from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.masks import Windows, apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.momentum import forget, momentum_topk
@@ -94,6 +95,9 @@ __all__ = [
     "fuses",
     "group_minmax",
     "learn_ranges",
+    "levels_decode",
+    "levels_encode",
+    "levels_nbytes",
     "low_rank_product",
     "mask_positive",
     "momentum_topk",

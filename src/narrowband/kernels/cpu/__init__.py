@@ -16,6 +16,7 @@ from narrowband.kernels.cpu.compensation import (
 )
 from narrowband.kernels.cpu.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.cpu.knapsack import cheapest_within
+from narrowband.kernels.cpu.levels import levels_decode, levels_encode
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cpu.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
@@ -62,6 +63,8 @@ __all__ = [
     "forget",
     "group_minmax",
     "learn_ranges",
+    "levels_decode",
+    "levels_encode",
     "low_rank_product",
     "mask_positive",
     "momentum_topk",

@@ -19,6 +19,7 @@ from narrowband.kernels.reference.compensation import (
 )
 from narrowband.kernels.reference.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.reference.knapsack import cheapest_within
+from narrowband.kernels.reference.levels import levels_decode, levels_encode
 from narrowband.kernels.reference.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.reference.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.reference.momentum import forget, momentum_topk
@@ -65,6 +66,8 @@ __all__ = [
     "forget",
     "group_minmax",
     "learn_ranges",
+    "levels_decode",
+    "levels_encode",
     "low_rank_product",
     "mask_positive",
     "momentum_topk",
