@@ -285,7 +285,8 @@ def test_the_battery_covers_every_value_of_every_key():
         (codecs.QSGD, "norm", {"max", "l2"}),
         (codecs.TopK, "select", {"exact", "sampled"}),
         (codecs.TopK, "scope", {"tensor", "sample"}),
-        (codecs.TopK, "values", {"fp32", "fp16", "int8"}),
+        (codecs.TopK, "values", {"fp32", "fp16", "int8", "int4", "int2"}),
         (codecs.TopK, "indices", {"elias-fano", "int32", "runs"}),
+        (codecs.TopK, "tile", {"none", "8x4", "64x64"}),
     ]:
         assert {getattr(codec, key) for codec in configurations if isinstance(codec, kind)} == values

@@ -90,12 +90,12 @@ class TopK(SelectingCodec):
     scope: Literal["tensor", "sample"] = "tensor"
     values: Literal["fp32", "fp16", "int8", "int4", "int2"] = "fp32"
     indices: Literal["elias-fano", "int32", "runs"] = "elias-fano"
-    tile: str = ""
+    tile: str = "none"
 
     def __post_init__(self) -> None:
         check_keys(self)
         _check_density("topk", self.density)
-        if self.tile:
+        if self.tile != "none":
             tile_of(self.tile)
             if self.scope != "tensor" or self.sampled:
                 raise ValueError(f"topk: tile={self.tile} selects in each tile, exactly; leave out scope and select")
@@ -107,7 +107,7 @@ class TopK(SelectingCodec):
 
     @property
     def takes_any(self) -> bool:
-        return not self.tile and self.values not in _LEVEL_BITS
+        return self.tile == "none" and self.values not in _LEVEL_BITS
 
     def rows(self, shape: Shape) -> int:
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
@@ -115,14 +115,14 @@ class TopK(SelectingCodec):
         return shape[0]
 
     def kept(self, shape: Shape) -> int:
-        if self.tile:
+        if self.tile != "none":
             parts = regions(dims(shape), tile_of(self.tile))[1]
             return sum(part.tiles * kept(self.density, part.numel) for part in parts)
         rows = self.rows(shape)
         return rows * kept(self.density, numel_of(shape) // rows) if rows else 0
 
     def kept_largest(self, shape: Shape) -> int | None:
-        whole = self.scope == "tensor" and not self.tile
+        whole = self.scope == "tensor" and self.tile == "none"
         return self.kept(shape) if whole and self.values == "fp32" else None
 
     def variations(self) -> tuple[str, list[float]]:
@@ -145,7 +145,7 @@ class TopK(SelectingCodec):
         self._write(at, x.index_select(0, at), shape, out)
 
     def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
-        if self.tile:
+        if self.tile != "none":
             share = self.density * k / max(1, self.kept(shape))
             return select_in_tiles(x, dims(shape), tile_of(self.tile), lambda numel: kept(share, numel))
         rows, sampled = self.rows(shape), self.sampled
@@ -209,7 +209,7 @@ class TopK(SelectingCodec):
         decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        if self.tile or self.rows(shape) != 1 or not x.numel():
+        if self.tile != "none" or self.rows(shape) != 1 or not x.numel():
             return super().encode_compensated(
                 x, residual, shape=shape, seed=seed, out=out, decay=decay, subtract=subtract
             )

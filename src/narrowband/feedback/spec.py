@@ -129,8 +129,8 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
         UnsupportedError: a feedback that cannot stand behind that codec.
 
     Example:
-        >>> nb.compression("topk:density=0.01+ef").codec
-        TopK(density=0.01, select='exact', scope='tensor', values='fp32', indices='elias-fano')
+        >>> nb.compression("qsgd:bits=2+ef").codec
+        QSGD(bits=2, bucket=128, norm='max')
     """
     if isinstance(spec, Compression):
         return spec
