@@ -154,7 +154,7 @@ def test_values_in_few_bits_keep_places_and_signs(name, values_):
         few = nb.codec(f"topk:density=0.1,values={values_}").roundtrip(x)
     assert torch.equal(few.sign(), whole.sign())
     assert len(few.abs().unique()) - 1 <= {"int4": 8, "int2": 2}[values_]  # 200 values are one group
-    assert float((few - whole).norm() / whole.norm()) < {"int4": 0.05, "int2": 0.12}[values_]
+    assert float((few - whole).norm() / whole.norm()) < {"int4": 0.05, "int2": 0.14}[values_]
 
 
 def test_sixty_four_times_fewer_elements_in_two_bits_cost_ten_bits_each():
