@@ -42,7 +42,7 @@ _Chosen = TypeVar("_Chosen")
 #: A run of ``--quick``: enough to see that everything works, not to learn anything.
 _QUICK_ROWS = 2
 _QUICK_BATCH = 16
-QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "gpt": 20_000, "tuned": 20_000, "vit": 512}
+QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "shakespeare": 20_000, "gpt": 20_000, "tuned": 20_000, "vit": 512}
 
 
 @dataclass(frozen=True)

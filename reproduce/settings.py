@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reproduce.pretrained import PRETRAINING
-from reproduce.training import BETA2, DROPS, WARM_UP
+from reproduce.training import BETA2, DILOCO, DROPS, MUON_ADAMW_LR, WARM_UP
 
 __all__ = ["in_common", "settings"]
 
@@ -42,10 +42,15 @@ def in_common(rows: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[d
 def _optimizer(row: Mapping[str, Any]) -> str:
     momentum = f"momentum {row['momentum']:g}"
     nesterov = " (Nesterov's)" if row["nesterov"] else ""
+    beta2 = row.get("beta2", BETA2)
     return {
         "sgd": f"SGD, {momentum}{nesterov}",
         "dgc": f"SGD, {momentum}{nesterov} on each rank, before compression",
-        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {BETA2:g}",
+        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {beta2:g}",
+        "muon": (
+            f"Muon, {momentum}, for matrices of blocks; AdamW, β₁ 0.9, β₂ {beta2:g}, learning rate {MUON_ADAMW_LR:g}, "
+            "for the rest"
+        ),
     }[row["optimizer"]]
 
 
@@ -87,6 +92,21 @@ def _policy(row: Mapping[str, Any]) -> str:
     return said + (f", with {len(choices)} choices from {choices[0]} to {choices[-1]}" if choices else "")
 
 
+def _clipping(row: Mapping[str, Any]) -> str:
+    return "none" if row["clip"] is None else f"at norm {row['clip']:g}"
+
+
+def _updates(row: Mapping[str, Any]) -> str:
+    if not row["updates"]:
+        return ""
+    when = "in every step" if row["updates"] == 1 else f"after every {row['updates']} steps"
+    if row["outer"] == "nesterov":
+        outer = f"an outer SGD, learning rate {DILOCO['lr']:g}, Nesterov's momentum {DILOCO['momentum']:g}"
+    else:
+        outer = f"an outer length of {float(row['outer']):g}"
+    return f"updates, {when}, with {outer}"
+
+
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
@@ -97,10 +117,9 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "learning rate": (("lr", "schedule"), _rate),
     "weight decay": (("weight_decay",), lambda row: f"{row['weight_decay']:g}"),
     "global batch": (("batch",), lambda row: f"{row['batch']}"),
-    "clipping of averaged gradients": (
-        ("clip",),
-        lambda row: "none" if row["clip"] is None else f"at norm {row['clip']:g}",
-    ),
+    "clipping of averaged gradients": (("clip",), lambda row: "" if row.get("updates") else _clipping(row)),
+    "clipping of each rank's gradients": (("clip", "updates"), lambda row: _clipping(row) if row["updates"] else ""),
+    "averaged": (("updates", "outer"), _updates),
     "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
     "compression's warm-up": (
         ("warmup_epochs",),

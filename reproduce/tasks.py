@@ -45,6 +45,9 @@ _MOST_NATS = 50.0
 _CHARACTERS = 64
 _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
 
+#: A GPT for the smaller text: as large as that of nanoGPT's script for a processor, which trains on the same.
+_SMALL_GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=64, batch=12)
+
 #: DeiT-Ti's three heads over 65 tokens, four times narrower and with five of its twelve blocks.
 VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
 
@@ -256,6 +259,16 @@ class Shakespeare(Language):
         return CharLSTM(self.text.vocabulary, hidden=256)
 
 
+class Plays(Language):
+    """Bytes of tiny shakespeare with a GPT."""
+
+    name = "shakespeare"
+    length = _SMALL_GPT.sequence
+
+    def model(self) -> nn.Module:
+        return GPT(_SMALL_GPT)
+
+
 class Wikitext(Language):
     """Bytes of WikiText-2 with a GPT: trained on its validation split, judged on its test split."""
 
@@ -287,7 +300,7 @@ class Tuned(Wikitext):
         return pretrained(Wikitext(PRETRAINING.batch, self.seed, 0, 1, self.before), self.before.digest)
 
 
-TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Wikitext, Tuned, Patches)
+TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Plays, Wikitext, Tuned, Patches)
 
 
 def load(
@@ -323,6 +336,8 @@ def load(
         return Cifar(batch, seed, rank, world_size, images, depth)
     if name == "lstm":
         return Shakespeare(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory), limit))
+    if name == "shakespeare":
+        return Plays(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory, as_bytes=True), limit))
     if name not in ("gpt", "tuned"):
         raise ValueError(f"there is no task {name!r}; there are: {', '.join(task.name for task in TASKS)}")
     text = _limited(wikitext2(directory), limit)

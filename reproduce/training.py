@@ -43,7 +43,19 @@ from reproduce.activations import Activations, read_policy
 from reproduce.data import about, locate
 from reproduce.tasks import Task, load
 
-__all__ = ["BETA2", "DROPS", "WARM_UP", "Row", "files_of", "key", "recorded", "resolved", "run"]
+__all__ = [
+    "BETA2",
+    "DILOCO",
+    "DROPS",
+    "MUON_ADAMW_LR",
+    "WARM_UP",
+    "Row",
+    "files_of",
+    "key",
+    "recorded",
+    "resolved",
+    "run",
+]
 
 #: Share of steps over which the learning rate rises; then it falls.
 WARM_UP = 0.05
@@ -51,8 +63,14 @@ WARM_UP = 0.05
 #: Shares of steps after which a schedule of steps divides the learning rate by ten.
 DROPS = (0.5, 0.8)
 
-#: AdamW's second beta.
+#: AdamW's second beta, where a row has none of its own.
 BETA2 = 0.999
+
+#: DiLoCo's outer optimizer: SGD with Nesterov's momentum (arXiv 2311.08105, table 5).
+DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+#: AdamW's learning rate for what Muon leaves to it.
+MUON_ADAMW_LR = 3e-3
 
 #: Points per epoch of the curve of training losses, and steps between two words to the parent.
 _CURVE_POINTS = 10
@@ -62,6 +80,7 @@ _TELL_EVERY = 10
 _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
     "lstm": ("tinyshakespeare/input.txt",),
+    "shakespeare": ("tinyshakespeare/input.txt",),
     "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
     "tuned": ("wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"),
     "vit": ("cifar10/train.parquet", "cifar10/test.parquet"),
@@ -77,19 +96,23 @@ class Row:
     """One training run.
 
     Attributes:
-        task: cifar, lstm, gpt, tuned or vit.
+        task: cifar, lstm, shakespeare, gpt, tuned or vit.
         name: what the row is called in tables.
-        spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps of ``warmup_epochs``.
+        spec: for ``nb.compress_gradients``, or for ``nb.compress_updates`` where ``updates`` says so. ``{warmup}`` in
+            it becomes the steps of ``warmup_epochs``.
         seed: of parameters, order of samples and codecs.
         optimizer: ``sgd`` and ``adamw`` are PyTorch's, and work on averages; with ``dgc``, which is ``nb.DGCSGD``,
-            momentum is the compression's.
+            momentum is the compression's. ``muon`` is PyTorch's Muon for the matrices of blocks, with AdamW at
+            :data:`MUON_ADAMW_LR` for the rest.
         epochs: passes over the data.
         lr: learning rate at its peak.
         batch: global.
-        momentum: of SGD; AdamW's first beta.
+        momentum: of SGD and Muon; AdamW's first beta.
+        beta2: AdamW's second beta.
         nesterov: whether it is Nesterov's.
         weight_decay: of all parameters.
-        clip: norm above which averaged gradients are scaled down to it; None: never. A spec can clip before sending.
+        clip: norm above which averaged gradients are scaled down to it, or each rank's own where these are not
+            averaged; None: never. A spec can clip before sending.
         warmup_epochs: epochs of warm-up of the compression.
         min_numel: tensors with fewer elements are small, as are biases and norms.
         small: whether these travel dense, or together as one compressed vector, or as one by a codec of their own.
@@ -112,13 +135,16 @@ class Row:
             nobody looks.
         trace: whether the result has how the policy's estimates of ranges went.
         amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
+        updates: ranks step by themselves, and their updates are averaged after every so many steps; 0: gradients are.
+        outer: what parameters do with the mean of updates: its length, such as ``1.5``, or ``nesterov``, an outer SGD
+            with the settings of DiLoCo (:data:`DILOCO`).
     """
 
     task: str
     name: str
     spec: str
     seed: int = 0
-    optimizer: Literal["sgd", "dgc", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "dgc", "adamw", "muon"] = "sgd"
     epochs: int = 10
     lr: float = 0.1
     batch: int = 128
@@ -142,6 +168,9 @@ class Row:
     activations: str = ""
     trace: bool = False
     amp: bool = False
+    beta2: float = BETA2
+    updates: int = 0
+    outer: str = "1"
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:
@@ -171,6 +200,12 @@ class Row:
             read_policy(self.activations)
         if self.forward and self.activations:
             raise ValueError("a row has boundaries or keeps activations in few bits: leave out forward or activations")
+        if self.updates < 0 or (self.updates and (self.alone or self.policy or self.plan or self.optimizer == "dgc")):
+            raise ValueError(
+                f"updates={self.updates} is steps from one average of updates to the next; leave out boundaries, "
+                "activations, policy, plan and dgc, which are of gradients"
+            )
+        outer_of(self.outer)
         if self.trace and not self.activations:
             raise ValueError("trace=True notes ranges of activations, and needs activations: a policy as JSON")
         if self.alone and (self.spec != "none" or self.policy):
@@ -296,6 +331,20 @@ def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
     return made[row.policy]()
 
 
+def outer_of(said: str) -> float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """The outer step of updates that a row says: ``nesterov``, or a length.
+
+    Raises:
+        ValueError: neither.
+    """
+    if said == "nesterov":
+        return lambda parameters: torch.optim.SGD(parameters, **DILOCO)
+    try:
+        return float(said)
+    except ValueError:
+        raise ValueError(f"outer={said!r} is neither a length, such as 1.5, nor nesterov") from None
+
+
 def _global_topk(spec: str, every: int, begins: int) -> nb.GlobalTopK:
     """The density and the feedback that the spec says."""
     codec, feedback = nb.compression(spec).codec, spec.partition("+")[2]
@@ -346,11 +395,12 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
 
     What returns has the row's fields, and
 
-    * ``metric`` (what it is), ``score`` (after the last epoch), ``scores`` (after each), None where it diverged;
+    * ``metric`` (what it is), ``score`` (after the last epoch), ``scores`` (after each; where updates are averaged, of
+      each rank's share by its own model, and at the end by the model that all have), None where it diverged;
       ``score_before``: before the first, of a model that is pre-trained;
     * ``curve``: [step, mean loss of the steps up to it], over all ranks;
     * ``sent_bytes_per_step``, ``raw_bytes_per_step``: a rank's, in the last epoch, and ``ratio``, raw over sent: what
-      the network sees, against a ring all-reduce;
+      the network sees, against a ring all-reduce of gradients in every step;
     * ``payload_ratio``: a rank's dense gradient, 4 bytes per element, over its payload, norms and biases included, as
       papers count. ``ratio`` is the same for what travels by all-reduce, dense or compressed, and 2/N of this for what
       is gathered by N ranks, as each payload is sent N − 1 times;
@@ -396,15 +446,9 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     if row.activations:
         policy = read_policy(row.activations)
         activations = Activations(policy, module, row.epochs * task.steps, trace=row.trace, amp=row.amp)
-    model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
-    optimizer = _optimizer(row, model)
-    extra: dict[str, Any] = {"optimizer": optimizer} if spec.startswith("dgc") else {}
     total = row.epochs * task.steps
     begins = round(row.delay * total)
-    chosen = policy_of(row, task.steps, total) or spec
-    handle = nb.compress_gradients(model, chosen, seed=row.seed, min_numel=row.min_numel, small=row.small, **extra)
-    if row.plan:
-        handle.set_layers(json.loads(row.plan))
+    model, optimizers, handle = _compressed(module, row, policy_of(row, task.steps, total) or spec)
     plans: list[tuple[int, float, dict[str, str]]] = []
     rate = functools.partial(_rate, total=total, schedule=row.schedule)
     losses: list[Tensor] = []
@@ -415,7 +459,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     crossed: list[Tensor] = []
     at_once = row.batch if boundaries else None  # feedback keeps buffers per shape
     for epoch in range(row.epochs):
-        before, crossed_before = handle.stats().total, _crossed(boundaries)
+        before, crossed_before, rounds_before = handle.stats().total, _crossed(boundaries), handle.step
         for boundary in boundaries:
             boundary.compress_in_eval = epoch >= row.warmup_epochs
         taken.clear()
@@ -427,10 +471,10 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             step = epoch * task.steps + len(taken)
             if step == begins:
                 uncompressed = handle.stats().total
-            for group in optimizer.param_groups:
-                group["lr"] = row.lr * rate(step)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group["initial_lr"] * rate(step)
             keeping = nullcontext() if activations is None else activations.step()
-            losses.append(_step(model, optimizer, task, x, y, row, keeping))
+            losses.append(_step(model, optimizers, task, x, y, row, keeping))
             if activations is not None:
                 activations.note(step + 1)
             if handle.plan is not None and (not plans or plans[-1][0] != handle.plan.step):
@@ -442,10 +486,16 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
                 tell(event="step", step=step + 1, of=total, loss=losses[-1].item())
         curve += _curve(losses, epoch * task.steps)
         crossed.append(_crossed(boundaries) - crossed_before)
+        if isinstance(handle, nb.UpdateCompression) and epoch + 1 == row.epochs and handle.steps:
+            handle.average()
         scores.append(_score(module, task, at_once))
         tell(event="epoch", epoch=epoch + 1, metric=scores[-1])
     after = handle.stats().total
     sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
+    every = 1
+    if row.updates:  # in a round what would have been sent in each of its steps
+        every = row.updates
+        raw *= task.steps / (handle.step - rounds_before)
     raw_compressed, sent_compressed = (
         getattr(after, f) - getattr(uncompressed, f) for f in ("raw_bytes", "sent_bytes")
     )
@@ -464,10 +514,10 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "sent_bytes_per_step": sent,
         "raw_bytes_per_step": raw,
         "ratio": raw / sent if sent else None,
-        "mean_ratio": after.ratio if after.sent_bytes else None,
+        "mean_ratio": every * after.ratio if after.sent_bytes else None,
         "compressed_ratio": raw_compressed / sent_compressed if sent_compressed else None,
         "plans": plans,
-        **_payload_ratios(model, row, spec, sent, task.world_size),
+        **_payload_ratios(model, row, spec, sent, task.world_size, every),
         **_at_boundaries(boundaries, crossed, module, row, task),
         **({} if activations is None else activations.report(task)),
         "step_s": statistics.median(taken),
@@ -521,20 +571,52 @@ def _at_boundaries(
     }
 
 
-def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def _compressed(
+    module: nn.Module, row: Row, chosen: str | nb.Policy
+) -> tuple[nn.Module, list[torch.optim.Optimizer], nb.GradientCompression | nb.UpdateCompression]:
+    """The model to call, what steps it, and the handle of its compression."""
+    optimizers = _optimizers(row, module)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]
+    common: dict[str, Any] = {"seed": row.seed, "min_numel": row.min_numel, "small": row.small}
+    if row.updates:
+        outer = outer_of(row.outer)
+        return (
+            module,
+            optimizers,
+            nb.compress_updates(module, optimizers, chosen, every=row.updates, outer=outer, **common),
+        )
+    model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    if row.spec.startswith("dgc"):
+        common["optimizer"] = optimizers[0]
+    handle = nb.compress_gradients(model, chosen, **common)
+    if row.plan:
+        handle.set_layers(json.loads(row.plan))
+    return model, optimizers, handle
+
+
+def _optimizers(row: Row, model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if row.optimizer == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise nb.UnsupportedError(f"torch.optim.Muon came with PyTorch 2.9, and this is {torch.__version__}")
+        hidden = {name: p for name, p in named.items() if name.startswith("blocks.") and p.dim() == 2}
+        muon = torch.optim.Muon(hidden.values(), lr=row.lr, momentum=row.momentum, weight_decay=row.weight_decay)
+        return [muon, _adamw(row, [p for name, p in named.items() if name not in hidden], MUON_ADAMW_LR, 0.9)]
+    parameters = list(named.values())
     if row.optimizer == "adamw":
-        betas = (row.momentum, BETA2)
-        return torch.optim.AdamW(parameters, lr=row.lr, betas=betas, weight_decay=row.weight_decay, fused=True)
+        return [_adamw(row, parameters, row.lr, row.momentum)]
     kind: Any = torch.optim.SGD
     if row.optimizer == "dgc":
         kind = getattr(nb, "DGCSGD", None)
         if kind is None:
             raise nb.UnsupportedError(f"row {row.name!r} needs narrowband.DGCSGD, which this version does not have")
-    made: torch.optim.Optimizer = kind(
-        parameters, lr=row.lr, momentum=row.momentum, nesterov=row.nesterov, weight_decay=row.weight_decay
-    )
-    return made
+    return [kind(parameters, lr=row.lr, momentum=row.momentum, nesterov=row.nesterov, weight_decay=row.weight_decay)]
+
+
+def _adamw(row: Row, parameters: list[nn.Parameter], lr: float, beta1: float) -> torch.optim.Optimizer:
+    betas = (beta1, row.beta2)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=row.weight_decay, fused=True)
 
 
 def _rate(step: int, total: int, schedule: Schedule) -> float:
@@ -551,7 +633,7 @@ def _rate(step: int, total: int, schedule: Schedule) -> float:
 
 def _step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     task: Task,
     x: Tensor,
     y: Tensor,
@@ -559,13 +641,14 @@ def _step(
     keeping: AbstractContextManager[Any],
 ) -> Tensor:
     """One optimizer step, its forward in the context ``keeping``; this rank's loss before it."""
-    optimizer.zero_grad()
+    model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=row.amp), keeping:
         loss = task.loss(model(x), y)
     torch.autograd.backward(loss)
     if row.clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), row.clip)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return loss.detach()
 
 
@@ -594,10 +677,13 @@ def _score(model: nn.Module, task: Task, at_once: int | None) -> float | None:
     return _finite(task.value(*tally.tolist()))
 
 
-def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: int) -> dict[str, float | None]:
+def _payload_ratios(
+    model: nn.Module, row: Row, spec: str, sent: float, size: int, every: int = 1
+) -> dict[str, float | None]:
     """Dense bytes over payload bytes: of the whole gradient, and of its compressed matrices alone. A policy's plans say
-    it for the latter.
+    it for the latter. Where something is sent in one of ``every`` steps only, it stands against the gradients of all.
     """
+    sent *= every
     if size < 2 or row.policy:
         return {"payload_ratio": None, "matrix_ratio": None}
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -611,8 +697,8 @@ def _payload_ratios(model: nn.Module, row: Row, spec: str, sent: float, size: in
         sent_small = own * _times_sent(chosen, own, size)
     payload = (sent - sent_small) / _times_sent(spec, 4 * numel, size)
     return {
-        "payload_ratio": 4 * numel / (payload + own),
-        "matrix_ratio": 4 * (numel - small) / payload if payload > 0 else None,
+        "payload_ratio": every * 4 * numel / (payload + own),
+        "matrix_ratio": every * 4 * (numel - small) / payload if payload > 0 else None,
     }
 
 

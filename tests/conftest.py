@@ -19,6 +19,8 @@ settings.register_profile("dev", deadline=None, max_examples=50, suppress_health
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=25, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+# Inductor compiles in processes of its own, each of which would import PyTorch first; tests have a few small graphs.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tests that give programs a cache folder of their own, for data, are no reason to compile every loop there once more.
 os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser()))
 

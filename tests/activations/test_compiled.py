@@ -374,6 +374,7 @@ def test_inductor_packs_and_its_cache_on_disk_knows_one_packing_from_another():
     assert all(map(torch.equal, ends[0], ends[1]))
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor imports what PyTorch has deprecated
 def test_inductor_packs_attention():

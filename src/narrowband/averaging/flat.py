@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["GROUP_NBYTES", "empty_like", "groups_of", "parts_of", "real"]
+__all__ = ["GROUP_NBYTES", "empty_like", "groups_of", "in_memory_order", "parts_of", "real"]
 
 #: Groups have about so many bytes: as DDP's buckets, large enough for few messages, and small enough for the next group
 #: to be encoded while one is on its way.
@@ -56,9 +56,17 @@ def parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         x = real(tensor.detach())
         part = flat[start : start + x.numel()]
         start += x.numel()
-        # empty_like keeps the strides of what lies in memory without gaps and overlaps.
-        dense = torch.empty_like(x, device="meta").stride() == x.stride()
-        yield part.as_strided(x.shape, x.stride(), part.storage_offset()) if dense else part.view(x.shape)
+        yield part.as_strided(x.shape, x.stride(), part.storage_offset()) if _is_dense(x) else part.view(x.shape)
+
+
+def in_memory_order(x: Tensor) -> Tensor | None:
+    """All elements as a flat view, in the order in which they lie in memory; None where there are gaps or overlaps."""
+    return x.as_strided((x.numel(),), (1,)) if _is_dense(x) else None
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether it lies in memory without gaps and overlaps: empty_like keeps such strides, and no others."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def real(x: Tensor) -> Tensor:

@@ -92,6 +92,12 @@ def _select(sampled: bool) -> Maker:
     return lambda data, backend: Loop(lambda seed: backend.select_topk(data.x, data.k, sampled=sampled, seed=seed))
 
 
+def _take_difference(data: Data, backend: Any) -> Loop:
+    """An update and the parameters before it change places, so that two calls leave what was there."""
+    base = torch.randn(data.numel, generator=data.generator)
+    return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x))
+
+
 def _ef_topk_encode(data: Data, backend: Any) -> Loop:
     """``topk:density=0.001+ef`` of one tensor: compensate, select, write values and Elias–Fano indices, reset.
 
@@ -340,6 +346,7 @@ LOOPS: dict[str, Maker] = {
     "threshold-select": _threshold,
     "compensate": _compensate,
     "ef-topk-encode": _ef_topk_encode,
+    "take-difference": _take_difference,
     "all-finite": lambda data, backend: Loop(lambda _: backend.all_finite(data.x)),
     "levels-2bit-encode": _levels(2, decode=False),
     "levels-2bit-decode": _levels(2, decode=True),

@@ -31,6 +31,7 @@ from narrowband.kernels.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
+    take_difference,
 )
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.knapsack import cheapest_within
@@ -118,4 +119,5 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "take_difference",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
+    "take_difference",
 ]
 
 
@@ -71,6 +72,11 @@ def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf)
     below ``below``.
     """
     return cast("bool", backend_of(x).difference(x, base, out, below=below))
+
+
+def take_difference(x: Tensor, base: Tensor) -> bool:
+    """``(x, base) ← (base, x − base)`` in one pass; True if every difference is finite."""
+    return cast("bool", backend_of(x).take_difference(x, base))
 
 
 def all_zero(x: Tensor) -> bool:

@@ -34,11 +34,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from narrowband import kernels
-from narrowband.averaging.flat import empty_like, groups_of, parts_of, real
+from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
+from narrowband.kernels.compiling import announced
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -236,6 +237,8 @@ class UpdateCompression(Handle):
             self.outer = outer(list(self._outer_parameters.values()))
         small = [*norms_of(model), *(x for _, x in moved[len(parameters) :])]
         super().__init__(moved, small, settings, group, set_up="compress_updates", step="round")
+        with announced("updates", say=self._topology.everyone.rank == 0):
+            _take_difference(*(torch.zeros(1, device=parameters[0][1].device) for _ in range(2)))
 
         tensors = self._tensors()
         named = {id(x): name for name, x in tensors.items()}
@@ -358,11 +361,7 @@ class UpdateCompression(Handle):
         for group in self._groups:
             own = [tensors[name] for name in group.names]
             for x, part in zip(own, parts_of(group.flat, own), strict=True):
-                now = real(x.detach())
-                update = now - part
-                now.copy_(part)
-                part.copy_(update)
-            finite &= _all_finite(group.flat)
+                finite &= _take_difference(real(x.detach()), part)
         if finite:
             return
         self._skipped += 1
@@ -516,6 +515,17 @@ def _sizes(state: object) -> list[int] | None:
         return [len(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
     except (KeyError, TypeError):
         return None
+
+
+def _take_difference(x: Tensor, base: Tensor) -> bool:
+    """``(x, base) ← (base, x − base)``; whether all of the difference is finite."""
+    flat, other = in_memory_order(x), in_memory_order(base)
+    if x.dtype == torch.float32 and flat is not None and other is not None and x.stride() == base.stride():
+        return kernels.take_difference(flat, other)
+    difference = x - base
+    x.copy_(base)
+    base.copy_(difference)
+    return bool(difference.isfinite().all())
 
 
 def _all_finite(x: Tensor) -> bool:

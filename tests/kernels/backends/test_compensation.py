@@ -149,6 +149,13 @@ def test_difference(x: Tensor, seed: int, below: float) -> None:
             assert_same(own[place], expected)
 
 
+@given(x=inputs, seed=seeds)
+@lean
+def test_take_difference(x: Tensor, seed: int) -> None:
+    base = make("any-bits" if seed % 2 else "normal", x.numel(), seed % 1000)
+    assert on_all("take_difference", x, base) is bool((x - base).isfinite().all())
+
+
 @pytest.mark.parametrize("where", [0, 63, 4095, 4096, MILLION - 1])
 @pytest.mark.parametrize("value", [1e-45, -1.0, float("nan")])
 def test_one_element_that_is_not_zero_is_found(where: int, value: float) -> None:
@@ -166,4 +173,5 @@ def test_one_nan_anywhere_is_found(where: int) -> None:
     x[where] = float("nan")
     assert not cpu.all_finite(x)
     assert not cpu.difference(x, torch.zeros(MILLION), torch.empty(MILLION))
+    assert not cpu.take_difference(x.clone(), torch.zeros(MILLION))
     assert not cpu.compensate(x, torch.zeros(MILLION))

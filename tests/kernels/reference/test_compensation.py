@@ -68,3 +68,14 @@ def test_difference(x: np.ndarray, below: float, seed: int) -> None:
     fine = reference.difference(torch.from_numpy(x), torch.from_numpy(base), out, below=below)
     np.testing.assert_array_equal(out.numpy(), x - base)
     assert fine == bool((np.abs(x - base) < below).all())
+
+
+@given(x=some_values(), seed=st.integers(0, 99))
+@lean
+def test_take_difference(x: np.ndarray, seed: int) -> None:
+    base = make("normal", x.size, seed)
+    now, before = torch.from_numpy(x.copy()), torch.from_numpy(base.copy())
+    fine = reference.take_difference(now, before)
+    np.testing.assert_array_equal(now.numpy(), base)
+    np.testing.assert_array_equal(before.numpy(), x - base)
+    assert fine == bool(np.isfinite(x - base).all())

@@ -13,6 +13,7 @@ from narrowband.kernels.cpu.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
+    take_difference,
 )
 from narrowband.kernels.cpu.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.cpu.knapsack import cheapest_within
@@ -82,4 +83,5 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "take_difference",
 ]

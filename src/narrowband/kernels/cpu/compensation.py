@@ -268,6 +268,54 @@ def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf)
     return all(spread(blocks, bits.size, lambda a, b: bool(_difference_range(*arrays, bits, limit, a, b))))
 
 
+@instruction
+def _take_difference_block(typing, x, base, begin):  # noqa: ARG001
+    """``(x, base) ← (base, x − base)`` of the BLOCK elements from ``begin`` on, and a word with a one for each
+    difference that is not finite.
+    """
+
+    def generate(context, builder, signature, arguments):
+        i64 = ir.IntType(64)
+        level = splat(builder, ir.Constant(ir.IntType(32), int(NON_FINITE)))
+        word = ir.Constant(i64, 0)
+        for at in range(0, BLOCK, LANES):
+            index = builder.add(arguments[2], ir.Constant(i64, at))
+            places = [neighbours(context, builder, signature.args[k], arguments[k], index) for k in range(2)]
+            now, before = [builder.load(place) for place in places]
+            now.align = before.align = 4
+            difference = builder.fsub(now, before)
+            builder.store(before, places[0]).align = 4
+            builder.store(difference, places[1]).align = 4
+            word = builder.or_(word, reaching(builder, difference, level))
+        return word
+
+    return types.uint64(x, base, types.uintp), generate
+
+
+@loop
+def _take_difference_range(x, base, base_bits, first, last):
+    word = np.uint64(0)
+    whole = min(last, x.size // BLOCK)
+    for block in range(first, whole):
+        word |= _take_difference_block(x, base, At(block * BLOCK))
+    top = I32(0)
+    if whole < last:
+        begin, m = whole * BLOCK, x.size - whole * BLOCK
+        for j in range(begin, x.size):
+            before = base[At(j)]
+            base[At(j)] = F32(x[At(j)] - before)
+            x[At(j)] = before
+        top = max_magnitude(base_bits, begin, m)
+    return word == 0 and top < NON_FINITE
+
+
+def take_difference(x: Tensor, base: Tensor) -> bool:
+    now, before = x.numpy(), base.numpy()
+    bits = before.view(np.int32)
+    blocks = -(-bits.size // BLOCK)
+    return all(spread(blocks, 2 * bits.size, lambda a, b: bool(_take_difference_range(now, before, bits, a, b))))
+
+
 def all_zero(x: Tensor) -> bool:
     bits = x.numpy().view(np.int32)
     return bool(_below_range(bits, I32(1), 0, bits.size))  # on one thread, as it usually ends soon

@@ -16,6 +16,7 @@ from narrowband.kernels.reference.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
+    take_difference,
 )
 from narrowband.kernels.reference.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.reference.knapsack import cheapest_within
@@ -85,4 +86,5 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "take_difference",
 ]

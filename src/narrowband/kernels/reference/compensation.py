@@ -72,6 +72,13 @@ def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf)
     return all_finite(out, below=below)
 
 
+def take_difference(x: Tensor, base: Tensor) -> bool:
+    difference = x - base
+    x.copy_(base)
+    base.copy_(difference)
+    return all_finite(base)
+
+
 def all_zero(x: Tensor) -> bool:
     return not bool(x.any())
 
