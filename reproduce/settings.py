@@ -102,6 +102,8 @@ def _updates(row: Mapping[str, Any]) -> str:
     when = "in every step" if row["updates"] == 1 else f"after every {row['updates']} steps"
     if row["outer"] == "nesterov":
         outer = f"an outer SGD, learning rate {DILOCO['lr']:g}, Nesterov's momentum {DILOCO['momentum']:g}"
+    elif row["outer"] == "auto":
+        outer = "an outer length that is measured"
     else:
         outer = f"an outer length of {float(row['outer']):g}"
     return f"updates, {when}, with {outer}"

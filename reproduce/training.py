@@ -136,8 +136,8 @@ class Row:
         trace: whether the result has how the policy's estimates of ranges went.
         amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
         updates: ranks step by themselves, and their updates are averaged after every so many steps; 0: gradients are.
-        outer: what parameters do with the mean of updates: its length, such as ``1.5``, or ``nesterov``, an outer SGD
-            with the settings of DiLoCo (:data:`DILOCO`).
+        outer: what parameters do with the mean of updates: its length, such as ``1.5``, ``auto``, or ``nesterov``: an
+            outer SGD with the settings of DiLoCo (:data:`DILOCO`).
     """
 
     task: str
@@ -331,18 +331,20 @@ def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
     return made[row.policy]()
 
 
-def outer_of(said: str) -> float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """The outer step of updates that a row says: ``nesterov``, or a length.
+def outer_of(said: str) -> float | Literal["auto"] | Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """The outer step of updates that a row says: ``nesterov``, ``auto``, or a length.
 
     Raises:
         ValueError: neither.
     """
+    if said == "auto":
+        return "auto"
     if said == "nesterov":
         return lambda parameters: torch.optim.SGD(parameters, **DILOCO)
     try:
         return float(said)
     except ValueError:
-        raise ValueError(f"outer={said!r} is neither a length, such as 1.5, nor nesterov") from None
+        raise ValueError(f"outer={said!r} is neither a length, such as 1.5, nor auto, nor nesterov") from None
 
 
 def _global_topk(spec: str, every: int, begins: int) -> nb.GlobalTopK:

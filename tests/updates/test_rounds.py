@@ -353,7 +353,7 @@ def resumed(rank, world_size, stop, outer):
     return torch.equal(flat(whole), flat(again)), bool(saved[2]["updates"]["anchor"]), handle.step
 
 
-@pytest.mark.parametrize("outer", [1.0, "nesterov"])
+@pytest.mark.parametrize("outer", [*thorough(1.0), "nesterov", "auto"])
 @pytest.mark.parametrize("stop", [4, 6])
 def test_a_run_that_was_stopped_goes_on_to_the_bit(stop, outer):
     assert run_ranks(resumed, 2, stop, outer) == [(True, stop % 3 != 0, 2)] * 2
@@ -402,6 +402,7 @@ def wrong_states(rank, world_size):
         good | {"updates": good["updates"] | {"anchor": {}}},
         good | {"updates": good["updates"] | {"steps": 7}},
         good | {"updates": good["updates"] | {"outer": {}}},
+        good | {"updates": good["updates"] | {"length": {"own": 1.0}}},
         good | {"updates": good["updates"] | {"anchor": dict.fromkeys(good["updates"]["anchor"], torch.zeros(3))}},
     ]
     errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in changed]
@@ -413,7 +414,8 @@ def wrong_states(rank, world_size):
 
 def test_states_that_do_not_fit_change_nothing():
     (errors, mine, rounds), (others, its, _) = run_ranks(wrong_states, 2)
-    words = ["not of updates", "every=3", "lacks the parameters", "7 steps after", "outer step", "do not fit the model"]
+    words = ["not of updates", "every=3", "lacks the parameters", "7 steps after", "outer step", "outer='auto'"]
+    words += ["do not fit the model"]
     for found in (errors, others):
         assert all(kind == "ValueError" and word in text for (kind, text), word in zip(found, words, strict=False)), (
             found
@@ -455,6 +457,7 @@ def refused(rank, world_size):
         asked(model, "adamw", "none"),
         asked(model, optimizer, "none", every=0),
         asked(model, optimizer, "none", outer=-1.0),
+        asked(model, optimizer, "none", outer="far"),
         asked(model, optimizer, "none", buffers="drop"),
         asked(model, optimizer, "dgc:density=0.01"),
         asked(model, optimizer, "topk:density=0.1+aq-sgd"),
@@ -467,10 +470,10 @@ def refused(rank, world_size):
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
-        "TypeError", "TypeError", "ValueError", "ValueError", "ValueError", "UnsupportedError", "UnsupportedError",
+        "TypeError", "TypeError", *["ValueError"] * 4, "UnsupportedError", "UnsupportedError",
         "ValueError", "ValueError", "ValueError",
     ]  # fmt: skip
-    words = ["takes a module", "optimizers", "every=0", "outer=-1.0", "'drop'", "momentum", "aq-sgd"]
+    words = ["takes a module", "optimizers", "every=0", "outer=-1.0", "outer='far'", "'drop'", "momentum", "aq-sgd"]
     words += ["pass all optimizers", "nothing to average", "nonsense"]
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text

@@ -277,6 +277,12 @@ class Averaging:
             self._last = step
             self._total.add(step)
 
+    def _count_sent(self, nbytes: int) -> None:
+        """Bytes that a place sent beside what the core sends, of the step that was finished last."""
+        with self._lock:
+            self._last.sent_bytes += nbytes
+            self._total.sent_bytes += nbytes
+
     def _fail(self, error: BaseException) -> None:
         """The engine broke."""
         if self._open_step is not None:

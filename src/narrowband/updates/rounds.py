@@ -20,12 +20,13 @@ whatever the copy is, as long as all replicas have the same, copy + mean of (buf
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,10 @@ from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, pa
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
+from narrowband.updates.length import MeasuredLength
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -65,7 +68,7 @@ def compress_updates(
     spec: str | Codec | Compression | Method | Plan | Policy,
     *,
     every: int = 1,
-    outer: float | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
+    outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
     buffers: Literal["average", "keep"] = "average",
     min_numel: int = 1024,
     warmup_rounds: int = 0,
@@ -88,8 +91,9 @@ def compress_updates(
         optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
         every: optimizer steps from one round to the next. A step that a gradient scaler skips is none.
-        outer: how far the parameters go along the mean of the updates; or a function that makes an optimizer for them,
-            which gets −mean as their gradients. DiLoCo's is
+        outer: how far the parameters go along the mean of the updates; ``"auto"``, for Adam and its kin: as far as one
+            optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); or a function that
+            makes an optimizer for them, which gets −mean as their gradients. DiLoCo's is
             ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
         buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
             replica has them. Buffers of whole numbers stay as they are.
@@ -131,8 +135,8 @@ def compress_updates(
         raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
     if buffers not in ("average", "keep"):
         raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
-    if not callable(outer) and not 0 < outer < math.inf:
-        raise ValueError(f"outer={outer} must be a number above 0, or a function that makes an optimizer")
+    if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
+        raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
     settings = Settings.of(
         spec,
         min_numel=min_numel,
@@ -153,6 +157,10 @@ def compress_updates(
     _check_parameters(net, optimizers)
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     return UpdateCompression(net, optimizers, settings, group, every=every, outer=outer, buffers=buffers)
+
+
+def _is_number(x: object) -> TypeGuard[float]:
+    return isinstance(x, (int, float))
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -214,7 +222,7 @@ class UpdateCompression(Handle):
         group: dist.ProcessGroup,
         *,
         every: int,
-        outer: float | Callable[[list[nn.Parameter]], Optimizer],
+        outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer],
         buffers: Literal["average", "keep"],
     ) -> None:
         self.every, self._buffers = every, buffers
@@ -229,7 +237,7 @@ class UpdateCompression(Handle):
             # The core averages what requires gradients: these are stand-ins in the same memory.
             floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
             moved += [(name, b.detach().requires_grad_()) for name, b in floating]
-        self._length = outer if isinstance(outer, (int, float)) else 1.0
+        self._length: float | MeasuredLength = outer if isinstance(outer, (int, float)) else 1.0
         self.outer: Optimizer | None = None
         self._outer_parameters: dict[str, nn.Parameter] = {}
         if callable(outer):
@@ -245,6 +253,8 @@ class UpdateCompression(Handle):
         self._groups = [
             _Group([named[id(x)] for x in together], empty_like(together)) for together in groups_of(tensors.values())
         ]
+        if outer == "auto":
+            self._length = MeasuredLength(self._parameter_parts(tensors), settings.seed, self.device)
         self._begin_with_the_first()
         self._anchor(parameters=False)
         first, last = optimizers[0], optimizers[-1]
@@ -257,7 +267,7 @@ class UpdateCompression(Handle):
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def _set_up_facts(self, call: str) -> Facts:
-        outer = repr(self._length)
+        outer = "auto" if isinstance(self._length, MeasuredLength) else repr(self._length)
         if self.outer is not None:
             outer = f"{type(self.outer).__name__} {sorted((k, repr(v)) for k, v in self.outer.defaults.items())}"
         own = {"every": str(self.every), "outer": outer, "buffers": self._buffers, "optimizer": self._stepped_by}
@@ -267,6 +277,16 @@ class UpdateCompression(Handle):
         """What is averaged, by name: parameters and buffers as they are now."""
         here = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         return {name: here[name] for name in self.layers.parameters.by_name}
+
+    def _parameter_parts(self, tensors: Mapping[str, Tensor]) -> list[list[tuple[int, int]]]:
+        """Where parameters lie in each group: (first element, number of elements)."""
+        found = []
+        for group in self._groups:
+            numels = [real(tensors[name]).numel() for name in group.names]
+            begins = itertools.accumulate(numels, initial=0)
+            places = zip(group.names, begins, numels, strict=False)  # behind the last one begins nothing
+            found.append([(begin, numel) for name, begin, numel in places if tensors[name].requires_grad])
+        return found
 
     @torch.no_grad()
     def _begin_with_the_first(self) -> None:
@@ -297,6 +317,11 @@ class UpdateCompression(Handle):
     def skipped_updates(self) -> int:
         """How often this replica's update was not finite, so that it brought none."""
         return self._skipped
+
+    @property
+    def length(self) -> float:
+        """How far the parameters go along the mean of the updates; 1 where an outer optimizer goes."""
+        return self._length.value if isinstance(self._length, MeasuredLength) else self._length
 
     def _before_step(self) -> None:
         """Parameters are copied as late as can be, since a state may be loaded into the model until then."""
@@ -340,7 +365,9 @@ class UpdateCompression(Handle):
         if not self._anchored:
             self._anchor(parameters=True)
         tensors = self._tensors()
-        self._take_updates(tensors)
+        brings = self._take_updates(tensors)
+        length = self._length if isinstance(self._length, MeasuredLength) and self._length.is_due(self.step) else None
+        sample = None if length is None else length.sample([group.flat for group in self._groups], brings=brings)
         self._anchored, self._steps = False, 0
         try:
             futures = []
@@ -348,6 +375,9 @@ class UpdateCompression(Handle):
                 futures.append(self.feed(group.flat, group.names, last=at == len(self._groups) - 1))
             for future in futures:
                 future.wait()
+            if length is not None and sample is not None:  # all ranks are in the same round, and nothing is on its way
+                length.take(sample, self.process_group, self.size)
+                self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
             if all(_all_finite(group.flat) for group in self._groups):
                 self._go_along(tensors)
             else:
@@ -355,15 +385,19 @@ class UpdateCompression(Handle):
         finally:
             self._anchor(parameters=False)
 
-    def _take_updates(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parameters and copies change places: the parameters are those of the last round, the copies the updates."""
+    def _take_updates(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Parameters and copies change places: the parameters are those of the last round, the copies the updates.
+
+        Returns:
+            Whether these are finite; otherwise they are zeros now.
+        """
         finite = True
         for group in self._groups:
             own = [tensors[name] for name in group.names]
             for x, part in zip(own, parts_of(group.flat, own), strict=True):
                 finite &= _take_difference(real(x.detach()), part)
         if finite:
-            return
+            return True
         self._skipped += 1
         log.warning(
             "round %d: what rank %d changed is not finite, so it brings nothing in this round; its optimizer may keep "
@@ -373,9 +407,11 @@ class UpdateCompression(Handle):
         )
         for group in self._groups:
             group.flat.zero_()
+        return False
 
     def _go_along(self, tensors: Mapping[str, Tensor]) -> None:
         """From the parameters of the last round along the mean of the updates."""
+        along = self.length
         for group in self._groups:
             own = [tensors[name] for name in group.names]
             for name, x, mean in zip(group.names, own, parts_of(group.flat, own), strict=True):
@@ -385,8 +421,7 @@ class UpdateCompression(Handle):
                     outer.data = x.detach()  # which the model may have moved elsewhere
                     outer.grad = torch.view_as_complex(gradient) if x.is_complex() else gradient
                 else:
-                    length = self._length if x.requires_grad else 1.0
-                    real(x.detach()).add_(mean, alpha=length)
+                    real(x.detach()).add_(mean, alpha=along if x.requires_grad else 1.0)
         if self.outer is not None:
             self.outer.step()
             for outer in self._outer_parameters.values():
@@ -436,6 +471,7 @@ class UpdateCompression(Handle):
                 "steps": self._steps,
                 "anchor": anchor,
                 "outer": None if self.outer is None else self.outer.state_dict(),
+                "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else self._length,
                 "skipped": self._skipped,
             }
         }
@@ -459,6 +495,8 @@ class UpdateCompression(Handle):
         self._steps, self._skipped, self._anchored = mine["steps"], mine["skipped"], bool(mine["anchor"])
         if self.outer is not None:
             self.outer.load_state_dict(mine["outer"])
+        if isinstance(self._length, MeasuredLength):
+            self._length.load_state_dict(mine["length"])
         if not self._anchored:
             self._anchor(parameters=False)
             return
@@ -488,7 +526,7 @@ class UpdateCompression(Handle):
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         own = state.get("updates")
-        keys = {"every", "steps", "anchor", "outer", "skipped"}
+        keys = {"every", "steps", "anchor", "outer", "length", "skipped"}
         if not isinstance(own, Mapping) or not keys <= own.keys():
             raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
         if own["every"] != self.every:
@@ -497,6 +535,8 @@ class UpdateCompression(Handle):
             raise ValueError("the state is of another outer step: one of the two is an optimizer")
         if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
             raise ValueError("the state is of an outer optimizer with other parameter groups")
+        if isinstance(self._length, MeasuredLength) != isinstance(own["length"], Mapping):
+            raise ValueError("the state is of another outer step: one of the two is outer='auto'")
         if not 0 <= own["steps"] < max(2, self.every):
             raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
         if bool(own["steps"]) != bool(own["anchor"]):

@@ -1,0 +1,88 @@
+"""The measured length of an outer step, on real replicas whose updates have a known share of noise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from narrowband.collectives import all_reduce_nbytes
+from narrowband.updates.length import EVERY, FIRST, SAMPLE, MeasuredLength
+from tests.ranks import run_ranks
+
+SIDE = 128
+
+
+class Part(nn.Module):
+    """A matrix, and a buffer that is averaged beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIDE, SIDE))
+        self.register_buffer("seen", torch.zeros(50))
+
+
+def updates_of(rank, noise, step):
+    """What all replicas change alike, and what each does by itself: normal, of standard deviations 1 and ``noise``."""
+    common = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(step))
+    own = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(1000 * (rank + 1) + step))
+    return common * (noise != math.inf) + own * (1.0 if noise == math.inf else noise)
+
+
+def measured(rank, world_size, noise, rounds, broken):
+    model = Part()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = nb.compress_updates(model, optimizer, "none", outer="auto")
+    seen = []
+    for step in range(rounds):
+        model.weight.grad = -updates_of(rank, noise, step)
+        if step in broken and rank == 1:
+            model.weight.grad[3, 3] = math.nan
+        model.seen += rank * 100.0  # what is averaged in buffers is no update of parameters
+        before = model.weight.detach().clone()
+        optimizer.step()
+        seen.append((handle.length, model.weight.detach() - before, model.seen.clone()))
+    return seen, handle.stats().total
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0, 3.0, math.inf])
+def test_it_is_how_much_longer_an_update_is_than_their_mean(noise):
+    ranks, rounds = 3, 4
+    results = run_ranks(measured, ranks, noise, rounds, ())
+    variance = {0.0: 1.0, math.inf: 3.0}.get(noise, (1 + noise**2) / (1 + noise**2 / ranks))
+    for seen, total in results:
+        assert [length for length, *_ in seen] == [length for length, *_ in results[0][0]]
+        for at, (length, moved, buffer) in enumerate(seen):
+            assert length == pytest.approx(min(math.sqrt(variance), math.sqrt(ranks)), rel=0.08)
+            mean = torch.stack([updates_of(rank, noise, at) for rank in range(ranks)]).double().mean(0)
+            torch.testing.assert_close(moved.double(), length * mean, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(buffer, torch.full((50,), 100.0 * (at + 1)))
+        assert total.sent_bytes > rounds * all_reduce_nbytes(4 * SAMPLE, ranks)
+
+
+def test_a_round_that_lacks_a_part_is_not_measured():
+    (seen, _), *others = run_ranks(measured, 3, 1.0, 4, (1, 2))
+    first, second, third, last = (length for length, *_ in seen)
+    assert first == second == third != last
+    assert all(own == seen[at][0] for other, _ in others for at, (own, *_) in enumerate(other))
+
+
+def test_it_is_measured_at_first_and_then_now_and_then():
+    due = [step for step in range(50) if MeasuredLength.is_due(step)]
+    assert due == [*range(FIRST), *range(FIRST, 50, EVERY)]
+
+
+def test_the_sample_is_of_parameters_alone_and_as_large_as_it_says():
+    length = MeasuredLength([[(10, 90), (200, 810)], [], [(0, 100)]], 0, torch.device("cpu"))
+    flats = [torch.full((1010,), torch.nan), torch.full((7,), torch.nan), torch.ones(100)]
+    flats[0][10:100] = flats[0][200:1010] = 2.0
+    sample = length.sample(flats, brings=True)
+    assert 4 * sample.numel() == length.nbytes
+    assert SAMPLE <= sample.numel() - 2 <= SAMPLE + 3
+    values, counts = sample[:-2].unique(return_counts=True)
+    assert values.tolist() == [1.0, 2.0]
+    assert counts[1] / counts.sum() == pytest.approx(0.9, abs=0.01)
+    assert sample[-2] == sample[:-2].square().sum()
