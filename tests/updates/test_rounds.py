@@ -332,6 +332,63 @@ def test_a_mean_that_is_not_finite_is_not_applied():
         assert rounds == 2
 
 
+def scaled(rank, world_size, fused):
+    """Replica 1 has a loss that is not finite at its third step, and its scaler skips that step."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    handle = nb.compress_updates(model, optimizer, "qsgd:bits=4", every=2, min_numel=64, grad_scaler=scaler)
+    rounds, equal = [], []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank) * (float("inf") if rank == 1 and step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        rounds.append(handle.step)
+        if step % 2:
+            equal.append(flat(model))
+    handle.remove()
+    scaler.update(1.0)  # no longer watched
+    return rounds, equal, handle.skipped_updates, scaler.get_scale()
+
+
+@pytest.mark.parametrize("fused", [False, *thorough(True)])
+def test_a_step_that_a_scaler_skips_counts_so_that_all_come_to_the_round(fused):
+    (rounds, equal, _, _), (others, its, skipped, scale) = run_ranks(scaled, 2, fused)
+    assert rounds == others == [0, 1, 1, 2, 2, 3]
+    assert all(map(torch.equal, equal, its))
+    assert all(x.isfinite().all() for x in equal)
+    assert skipped == 0  # nothing that is not finite reached the parameters
+    assert scale == 1.0
+
+
+def two_scaled(rank, world_size):
+    """Of two optimizers the first skips a step, and the second does not."""
+    model = mlp()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.SGD([p for part in model[1:] for p in part.parameters()], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    handle = nb.compress_updates(model, [first, second], "none", min_numel=64, grad_scaler=scaler)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(loss_of(model, 0, rank)).backward()
+    for p in model[0].parameters():
+        p.grad.fill_(float("inf"))
+    for optimizer in (first, second):
+        scaler.step(optimizer)
+    scaler.update()
+    moved = [not torch.equal(p.detach(), kept) for p, kept in zip(model.parameters(), before, strict=True)]
+    return handle.step, moved, flat(model)
+
+
+def test_where_one_of_two_optimizers_skips_the_other_one_steps():
+    (step, moved, mine), (others, its, same) = run_ranks(two_scaled, 2)
+    own = len(list(mlp()[0].parameters()))
+    assert step == others == 1
+    assert moved == its == [False] * own + [True] * (len(moved) - own)
+    assert torch.equal(mine, same)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

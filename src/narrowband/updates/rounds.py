@@ -19,6 +19,7 @@ whatever the copy is, as long as all replicas have the same, copy + mean of (buf
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -78,6 +79,7 @@ def compress_updates(
     small: str | Codec = "uncompressed",
     message_nbytes: int = MESSAGE_NBYTES,
     early_nbytes: int = EARLY_NBYTES,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> UpdateCompression:
     """Average what the optimizer changes instead of the gradients. Call it on all ranks, once, before the first step.
 
@@ -90,7 +92,7 @@ def compress_updates(
             ``process_group`` for the ranks that hold the same part of each replica.
         optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
-        every: optimizer steps from one round to the next. A step that a gradient scaler skips is none.
+        every: optimizer steps from one round to the next.
         outer: how far the parameters go along the mean of the updates; ``"auto"``, for Adam and its kin: as far as one
             optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); or a function that
             makes an optimizer for them, which gets −mean as their gradients. DiLoCo's is
@@ -99,6 +101,9 @@ def compress_updates(
             replica has them. Buffers of whole numbers stay as they are.
         warmup_rounds: rounds at the beginning that are not compressed.
         process_group: the replicas; by default all ranks are one each.
+        grad_scaler: the scaler that may skip the optimizer's step, as replicas do at different times. A step that was
+            skipped counts then, when ``grad_scaler.update()`` is called, so that all come to the round together. For
+            optimizers that skip by themselves (``fused=True``) nothing changes.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
@@ -156,7 +161,10 @@ def compress_updates(
     net = model.module if isinstance(model, DistributedDataParallel) else model
     _check_parameters(net, optimizers)
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-    return UpdateCompression(net, optimizers, settings, group, every=every, outer=outer, buffers=buffers)
+    handle = UpdateCompression(net, optimizers, settings, group, every=every, outer=outer, buffers=buffers)
+    if grad_scaler is not None:
+        handle.watch(grad_scaler)
+    return handle
 
 
 def _is_number(x: object) -> TypeGuard[float]:
@@ -257,11 +265,10 @@ class UpdateCompression(Handle):
             self._length = MeasuredLength(self._parameter_parts(tensors), settings.seed, self.device)
         self._begin_with_the_first()
         self._anchor(parameters=False)
-        first, last = optimizers[0], optimizers[-1]
-        self._hooks = [
-            first.register_step_pre_hook(lambda *_: self._before_step()),
-            last.register_step_post_hook(lambda *_: self._after_step()),
-        ]
+        self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
+        self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
+        self._stepped = False
+        self._scaler: torch.amp.GradScaler | None = None
         _taken.update(optimizers)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -328,7 +335,32 @@ class UpdateCompression(Handle):
         if not self._anchored:
             self._anchor(parameters=True)
 
+    def watch(self, grad_scaler: torch.amp.GradScaler) -> None:
+        """Count the steps that it skips, too; see ``grad_scaler`` of :func:`compress_updates`.
+
+        Raises:
+            ValueError: there is one already.
+        """
+        if self._scaler is not None:
+            raise ValueError("this handle watches a gradient scaler already")
+        self._scaler, handle, update = grad_scaler, weakref.ref(self), grad_scaler.update
+
+        @functools.wraps(update)
+        def updated(*given: Any, **options: Any) -> None:
+            update(*given, **options)
+            if (own := handle()) is not None and own._scaler is not None:  # noqa: SLF001 - its own
+                own._after_update()  # noqa: SLF001
+
+        grad_scaler.update = updated  # type: ignore[method-assign]
+
+    def _after_update(self) -> None:
+        if not self._stepped:
+            self._before_step()
+            self._after_step()
+        self._stepped = False
+
     def _after_step(self) -> None:
+        self._stepped = True
         self._steps += 1
         if self._steps >= self.every:
             self.average()
@@ -450,6 +482,7 @@ class UpdateCompression(Handle):
         super().remove()
         for hook in self._hooks:
             hook.remove()
+        self._scaler = None
         _taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
         self._groups.clear()
 
