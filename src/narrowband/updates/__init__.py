@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from narrowband.updates.rounds import UpdateCompression, compress_updates
+from narrowband.updates.rounds import UpdateCompression
+from narrowband.updates.setup import compress_updates
 
 __all__ = ["UpdateCompression", "compress_updates"]

@@ -23,178 +23,37 @@ import functools
 import hashlib
 import itertools
 import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from narrowband import kernels
 from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
-from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
-from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.updates.length import MeasuredLength
 
 if TYPE_CHECKING:
-    from narrowband.adapt import Plan, Policy
     from narrowband.averaging.agreement import Facts
-    from narrowband.codecs import Codec
-    from narrowband.collectives import Collective
-    from narrowband.feedback import Compression, Method
 
-__all__ = ["UpdateCompression", "compress_updates"]
+__all__ = ["UpdateCompression", "taken"]
 
 log = logging.getLogger(__name__)
 
-#: Those that have a handle: two would both take the same update away.
-_taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: Optimizers that have a handle: two handles would both take the same update away.
+taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 #: Whether replicas are equal is looked at once in so many optimizer steps: it takes a pass over the parameters.
 CHECK_EVERY = 50
-
-
-def compress_updates(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    spec: str | Codec | Compression | Method | Plan | Policy,
-    *,
-    every: int = 1,
-    outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
-    buffers: Literal["average", "keep"] = "average",
-    min_numel: int = 1024,
-    warmup_rounds: int = 0,
-    process_group: dist.ProcessGroup | None = None,
-    seed: int = 0,
-    collective: Collective | Literal["auto"] = "auto",
-    small: str | Codec = "uncompressed",
-    message_nbytes: int = MESSAGE_NBYTES,
-    early_nbytes: int = EARLY_NBYTES,
-    grad_scaler: torch.amp.GradScaler | None = None,
-) -> UpdateCompression:
-    """Average what the optimizer changes instead of the gradients. Call it on all ranks, once, before the first step.
-
-    The training loop stays as it is: backward, ``optimizer.step()``. After every ``every``-th step the handle averages
-    the updates of all replicas, and their parameters are equal again, to the bit. All replicas begin with the
-    parameters of the first.
-
-    Args:
-        model: a plain module; or one that DistributedDataParallel wraps among the ranks of one replica, with
-            ``process_group`` for the ranks that hold the same part of each replica.
-        optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
-        spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
-        every: optimizer steps from one round to the next.
-        outer: how far the parameters go along the mean of the updates; ``"auto"``, for Adam and its kin: as far as one
-            optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); or a function that
-            makes an optimizer for them, which gets −mean as their gradients. DiLoCo's is
-            ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
-        buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
-            replica has them. Buffers of whole numbers stay as they are.
-        warmup_rounds: rounds at the beginning that are not compressed.
-        process_group: the replicas; by default all ranks are one each.
-        grad_scaler: the scaler that may skip the optimizer's step, as replicas do at different times. A step that was
-            skipped counts then, when ``grad_scaler.update()`` is called, so that all come to the round together. For
-            optimizers that skip by themselves (``fused=True``) nothing changes.
-
-    The other arguments are those of :func:`~narrowband.compress_gradients`.
-
-    Returns:
-        A handle with statistics (its steps are rounds), checkpoints and :meth:`~UpdateCompression.average`.
-
-    Raises:
-        TypeError: something else than a module, or than optimizers.
-        ValueError: a number that cannot be, a spec that does not exist, a parameter that no optimizer steps, or an
-            optimizer that has a handle already.
-        UnsupportedError: sharded parameters, no process group, or a combination that cannot work.
-        DisagreementError: ranks that gave different models or arguments.
-
-    Example:
-        >>> handle = nb.compress_updates(model, optimizer, "qsgd:bits=2+ef", every=10)
-        >>> for _ in range(10):
-        ...     optimizer.zero_grad()
-        ...     loss(model(x), y).backward()
-        ...     optimizer.step()  # the tenth time, replicas become equal
-        >>> handle.step
-        1
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compress_updates takes a module, not {type(model).__name__}; pass the model")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise TypeError(f"compress_updates takes optimizers of torch.optim's kind, not {type(each).__name__}")
-        if each in _taken:
-            raise ValueError(
-                f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
-            )
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
-    if buffers not in ("average", "keep"):
-        raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
-    if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
-        raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
-    settings = Settings.of(
-        spec,
-        min_numel=min_numel,
-        warmup_steps=warmup_rounds,
-        seed=seed,
-        collective=collective,
-        small=small,
-        message_nbytes=message_nbytes,
-        early_nbytes=early_nbytes,
-        grad_scaler=None,
-    )
-    method = settings.compression.feedback
-    if method is not None and method.observes_uncompressed:
-        raise UnsupportedError(
-            f"{method.name} corrects the momentum of gradients, and updates have theirs already; use '+ef' here"
-        )
-    net = model.module if isinstance(model, DistributedDataParallel) else model
-    _check_parameters(net, optimizers)
-    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-    handle = UpdateCompression(net, optimizers, settings, group, every=every, outer=outer, buffers=buffers)
-    if grad_scaler is not None:
-        handle.watch(grad_scaler)
-    return handle
-
-
-def _is_number(x: object) -> TypeGuard[float]:
-    return isinstance(x, (int, float))
-
-
-def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Every parameter that is trained is here as a whole, and stepped.
-
-    Raises:
-        ValueError: nothing is trained, or something that no optimizer steps.
-        UnsupportedError: sharded parameters.
-    """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sharded = [name for name, p in trained.items() if hasattr(p, "to_local")]
-    if sharded:
-        raise UnsupportedError(f"these parameters are sharded, and updates are of whole ones: {_some(sharded)}")
-    if not trained:
-        raise ValueError("nothing to average: no parameter requires a gradient")
-    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
-    lacking = [name for name, p in trained.items() if p not in stepped]
-    if lacking:
-        raise ValueError(
-            f"no optimizer that was given steps {_some(lacking)}; pass all optimizers of the model, or freeze what is "
-            "not trained with requires_grad_(False)"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +128,7 @@ class UpdateCompression(Handle):
         self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
         self._stepped = False
         self._scaler: torch.amp.GradScaler | None = None
-        _taken.update(optimizers)
+        taken.update(optimizers)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -483,7 +342,7 @@ class UpdateCompression(Handle):
         for hook in self._hooks:
             hook.remove()
         self._scaler = None
-        _taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
+        taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
         self._groups.clear()
 
     def state_dict(self) -> dict[str, Any]:
