@@ -22,7 +22,7 @@ from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compressio
 from narrowband.gradients import DGCSGD, GradientCompression, StepStats, compress_gradients, measure_times
 from narrowband.pipeline import Boundary
 from narrowband.stats import Stats
-from narrowband.updates import UpdateCompression, compress_updates
+from narrowband.updates import ElasticUpdateCompression, Rendezvous, UpdateCompression, compress_updates
 
 if TYPE_CHECKING:
     from narrowband.pipeline import CompressedStage
@@ -43,6 +43,7 @@ __all__ = [
     "Compression",
     "Constant",
     "DisagreementError",
+    "ElasticUpdateCompression",
     "Feedback",
     "GlobalTopK",
     "GradientCompression",
@@ -53,6 +54,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PowerSGD",
+    "Rendezvous",
     "Stats",
     "StepStats",
     "UnsupportedError",

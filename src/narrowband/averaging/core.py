@@ -38,7 +38,7 @@ from narrowband.collectives import Engine, Loan, Topology, borrow
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -79,7 +79,8 @@ class Averaging:
         self.compression = settings.compression
         self._settings = settings
         self._seed = settings.seed
-        self._step_name = step
+        self._set_up_name, self._step_name = set_up, step
+        self._parameters, self._norms = list(parameters), norms
         self._later: Callable[[Callable[[], None]], bool] = later or (lambda _: False)
         self._loss_scale = LossScale(settings.grad_scaler)
         self._paused = False
@@ -90,11 +91,15 @@ class Averaging:
         self._open_step: Step | None = None  # the step that the engine works on
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
+        self._connect(group)
 
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        """Make all that depends on who the ranks are. A collective."""
+        settings = self._settings
         ranks = dist.get_process_group_ranks(group)
         self.layers = Layers(
-            parameters,
-            norms,
+            self._parameters,
+            self._norms,
             settings.compression,
             min_numel=settings.min_numel,
             small=settings.small,
@@ -116,7 +121,8 @@ class Averaging:
         self._open_pairs()
         try:
             self._agreement.now(
-                self._set_up_facts(set_up), f"Call {set_up} with the same arguments for the same model on all ranks"
+                self._set_up_facts(self._set_up_name),
+                f"Call {self._set_up_name} with the same arguments for the same model on all ranks",
             )
         except DisagreementError:  # all ranks know of it, and nothing is on its way in the group
             self._loan.give_back()
@@ -138,6 +144,23 @@ class Averaging:
         )
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def _disconnect(self) -> None:
+        """Let go of the ranks, some of which may be gone: nothing is asked of them."""
+        self._loan.broken = True
+        self._close()
+        self._topology.close()
+        self._current = self._open_step = None
+
+    def _reconnect(
+        self, group: dist.ProcessGroup, specs: Mapping[str, str], feedback: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Go on among other ranks, after :meth:`_disconnect`: at the same step, with these specs of layers and what
+        feedback had kept. A collective.
+        """
+        self._connect(group)
+        self.layers.load(specs, feedback)
+        self._open_pairs()
 
     def _set_up_facts(self, call: str) -> Facts:
         """Ranks that were set up differently would hang, or decode nonsense; find out now."""

@@ -72,8 +72,12 @@ class Settings:
         message_nbytes: int,
         early_nbytes: int,
         grad_scaler: torch.amp.GradScaler | None,
+        connected: bool = True,
     ) -> Settings:
         """Checked settings, but for what depends on the tensors.
+
+        Args:
+            connected: whether there has to be a process group by now.
 
         Raises:
             ValueError: a spec, a number or a collective that does not exist.
@@ -102,7 +106,7 @@ class Settings:
             if brings is not None:
                 raise UnsupportedError(f"{chosen} has a collective of its own; use collective='auto'")
             check(chosen.codec, collective, chosen.feedback)
-        if not dist.is_available() or not dist.is_initialized():
+        if connected and not (dist.is_available() and dist.is_initialized()):
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
         return cls(
             compression=chosen,

@@ -244,6 +244,17 @@ class State(ABC):
                 total[name] = total[name] + value if name in total else value.clone()
         return {name: value / len(states) for name, value in total.items()}
 
+    @staticmethod
+    def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+        """What a rank goes on with among other ranks, from what it kept by itself.
+
+        Args:
+            state: of this rank.
+            size: how many ranks there are now, this one included.
+        """
+        del size
+        return dict(state)
+
 
 class Feedback(State):
     """State per key between the gradient and the codec, changed only by steps that are good on every rank."""

@@ -236,6 +236,18 @@ class ErrorFeedback(Feedback):
         return int(place["start"]) + value.numel() <= layers.get(place["key"], 0)
 
     @staticmethod
+    def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+        """An owner's error counts as often as there are ranks, and goes into this rank's own residual."""
+        own = {name: value for name, value in state.items() if _OWNER.fullmatch(name) is None}
+        for name, error in state.items():
+            place = _OWNER.fullmatch(name)
+            if place is not None and place["key"] in own:
+                start = int(place["start"])
+                own[place["key"]] = own[place["key"]].clone()
+                own[place["key"]][start : start + error.numel()].add_(error, alpha=size)
+        return own
+
+    @staticmethod
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The mean of residuals, with every owner's error in its place: it counts N times one rank's residual."""
         total: dict[str, Tensor] = {}

@@ -272,6 +272,12 @@ class PowerSGD(State):
             else:
                 self._places[key] = (values.reshape(1, -1).clone(), 0)
 
+    @staticmethod
+    def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+        """Residuals alone: factors have to be equal on all ranks, and others have others."""
+        del size
+        return {name: value for name, value in state.items() if name.startswith("residual/")}
+
     def check_state(self, state: Mapping[str, object]) -> None:
         for name, value in state.items():
             room, slash, key = name.partition("/")

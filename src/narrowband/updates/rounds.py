@@ -97,6 +97,7 @@ class UpdateCompression(Handle):
         self._stepped_by = ", ".join(type(each).__name__ for each in optimizers)
         self._steps = 0
         self._skipped = 0
+        self._check_next = False
         self._anchored = False
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         moved: list[tuple[str, Tensor]] = [*parameters]
@@ -104,6 +105,7 @@ class UpdateCompression(Handle):
             # The core averages what requires gradients: these are stand-ins in the same memory.
             floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
             moved += [(name, b.detach().requires_grad_()) for name, b in floating]
+        self._measures = outer == "auto"
         self._length: float | MeasuredLength = outer if isinstance(outer, (int, float)) else 1.0
         self.outer: Optimizer | None = None
         self._outer_parameters: dict[str, nn.Parameter] = {}
@@ -120,7 +122,7 @@ class UpdateCompression(Handle):
         self._groups = [
             _Group([named[id(x)] for x in together], empty_like(together)) for together in groups_of(tensors.values())
         ]
-        if outer == "auto":
+        if self._measures:
             self._length = MeasuredLength(self._parameter_parts(tensors), settings.seed, self.device)
         self._begin_with_the_first()
         self._anchor(parameters=False)
@@ -133,7 +135,7 @@ class UpdateCompression(Handle):
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def _set_up_facts(self, call: str) -> Facts:
-        outer = "auto" if isinstance(self._length, MeasuredLength) else repr(self._length)
+        outer = "auto" if self._measures else repr(self._length)
         if self.outer is not None:
             outer = f"{type(self.outer).__name__} {sorted((k, repr(v)) for k, v in self.outer.defaults.items())}"
         own = {"every": str(self.every), "outer": outer, "buffers": self._buffers, "optimizer": self._stepped_by}
@@ -257,24 +259,36 @@ class UpdateCompression(Handle):
             self._anchor(parameters=True)
         tensors = self._tensors()
         brings = self._take_updates(tensors)
-        length = self._length if isinstance(self._length, MeasuredLength) and self._length.is_due(self.step) else None
-        sample = None if length is None else length.sample([group.flat for group in self._groups], brings=brings)
         self._anchored, self._steps = False, 0
         try:
-            futures = []
-            for at, group in enumerate(self._groups):
-                futures.append(self.feed(group.flat, group.names, last=at == len(self._groups) - 1))
-            for future in futures:
-                future.wait()
-            if length is not None and sample is not None:  # all ranks are in the same round, and nothing is on its way
-                length.take(sample, self.process_group, self.size)
-                self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
-            if all(_all_finite(group.flat) for group in self._groups):
-                self._go_along(tensors)
-            else:
-                log.warning("round %d: the mean is not finite; parameters stay as they were", self.step - 1)
+            self._exchange(brings=brings)
+            self._apply(tensors)
         finally:
             self._anchor(parameters=False)
+
+    def _exchange(self, *, brings: bool) -> None:
+        """From updates to their means, in the same memory.
+
+        Args:
+            brings: whether this replica has an update.
+        """
+        length = self._length if isinstance(self._length, MeasuredLength) and self._length.is_due(self.step) else None
+        sample = None if length is None else length.sample([group.flat for group in self._groups], brings=brings)
+        futures = []
+        for at, group in enumerate(self._groups):
+            futures.append(self.feed(group.flat, group.names, last=at == len(self._groups) - 1))
+        for future in futures:
+            future.wait()
+        if length is not None and sample is not None:  # all ranks are in the same round, and nothing is on its way
+            length.take(sample, self.process_group, self.size)
+            self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
+
+    def _apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go along the means, if they are finite."""
+        if all(_all_finite(group.flat) for group in self._groups):
+            self._go_along(tensors)
+        else:
+            log.warning("round %d: the mean is not finite; parameters stay as they were", self.step - 1)
 
     def _take_updates(self, tensors: Mapping[str, Tensor]) -> bool:
         """Parameters and copies change places: the parameters are those of the last round, the copies the updates.
@@ -320,8 +334,9 @@ class UpdateCompression(Handle):
 
     def _step_facts(self) -> Facts:
         """Replicas that differ would train different models and never know."""
-        if self.step % max(1, CHECK_EVERY // self.every):
+        if not self._check_next and self.step % max(1, CHECK_EVERY // self.every):
             return {}
+        self._check_next = False
         parameters = (x for x in self._tensors().values() if x.requires_grad)  # forward passes change buffers
         flat = (real(x.detach()).contiguous().view(-1) for x in parameters)
         sums = [x.view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64) for x in flat]
@@ -339,6 +354,10 @@ class UpdateCompression(Handle):
             DisagreementError: some rank does something else.
         """
         super().remove()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the optimizers and the copies."""
         for hook in self._hooks:
             hook.remove()
         self._scaler = None

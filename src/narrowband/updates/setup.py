@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
+from narrowband.updates.elastic import ElasticUpdateCompression
 from narrowband.updates.rounds import UpdateCompression, taken
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
+    from narrowband.updates.rendezvous import Rendezvous
 
 __all__ = ["compress_updates"]
 
@@ -42,6 +44,7 @@ def compress_updates(
     message_nbytes: int = MESSAGE_NBYTES,
     early_nbytes: int = EARLY_NBYTES,
     grad_scaler: torch.amp.GradScaler | None = None,
+    peers: Rendezvous | None = None,
 ) -> UpdateCompression:
     """Average what the optimizer changes instead of the gradients. Call it on all ranks, once, before the first step.
 
@@ -66,6 +69,9 @@ def compress_updates(
         grad_scaler: the scaler that may skip the optimizer's step, as replicas do at different times. A step that was
             skipped counts then, when ``grad_scaler.update()`` is called, so that all come to the round together. For
             optimizers that skip by themselves (``fused=True``) nothing changes.
+        peers: where replicas meet that come and go (:class:`~narrowband.Rendezvous`), in place of a process group.
+            ``torch.distributed`` has to be left alone then: the handle makes and ends its default group. Returns when
+            this replica has been in a round, with the others' parameters.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
@@ -114,6 +120,7 @@ def compress_updates(
         message_nbytes=message_nbytes,
         early_nbytes=early_nbytes,
         grad_scaler=None,
+        connected=peers is None,
     )
     method = settings.compression.feedback
     if method is not None and method.observes_uncompressed:
@@ -122,8 +129,15 @@ def compress_updates(
         )
     net = model.module if isinstance(model, DistributedDataParallel) else model
     _check_parameters(net, optimizers)
-    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-    handle = UpdateCompression(net, optimizers, settings, group, every=every, outer=outer, buffers=buffers)
+    options: Any = {"every": every, "outer": outer, "buffers": buffers}
+    handle: UpdateCompression
+    if peers is not None:
+        if process_group is not None:
+            raise ValueError("peers that come and go have no process_group: leave one of the two out")
+        handle = ElasticUpdateCompression(net, optimizers, settings, peers, **options)
+    else:
+        group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+        handle = UpdateCompression(net, optimizers, settings, group, **options)
     if grad_scaler is not None:
         handle.watch(grad_scaler)
     return handle

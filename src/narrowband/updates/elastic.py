@@ -1,0 +1,300 @@
+"""Rounds of peers that come and go.
+
+Peers meet before each round, and agree on who takes part and whether it counts
+(:mod:`narrowband.updates.rendezvous`). A peer that dies, freezes or is late is left out, and the others go on. One that
+is new or returns gets parameters from a peer that has them, to the bit, and takes part in the same round.
+
+A round is held on copies. Until all peers have voted, updates and residuals are kept as they were; where the exchange
+broke off, they are put back, and the round is held again among the peers that are left. So nothing of an update is lost
+with a round that broke off, and none is applied twice. A peer that was left out brings its update in the round in which
+it returns.
+
+The mean is weighted by the steps that each peer has taken since it was last in a round. A peer that has just come has
+taken none.
+
+The peers' connections are the process's default group of torch.distributed, made anew whenever the peers of a round are
+not those of the round before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from narrowband.averaging.state import check_state, kept
+from narrowband.errors import DisagreementError, UnsupportedError
+from narrowband.updates.length import MeasuredLength
+from narrowband.updates.rendezvous import Meeting, Rendezvous, View
+from narrowband.updates.rounds import UpdateCompression
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from narrowband.averaging.settings import Settings
+
+__all__ = ["ElasticUpdateCompression"]
+
+log = logging.getLogger(__name__)
+
+#: What has no meaning on one peer alone, or would differ on a peer that comes later.
+_REFUSED = {"ef21": "keeps estimates that all peers have in common; use '+ef'"}
+
+
+class ElasticUpdateCompression(UpdateCompression):
+    """The handle of :func:`compress_updates` with ``peers=``.
+
+    Attributes:
+        rounds: how many rounds have been applied by the run, as far as this peer knows.
+        peers: names of those that took part in the last one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        rendezvous: Rendezvous,
+        *,
+        every: int,
+        outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer],
+        buffers: Literal["average", "keep"],
+    ) -> None:
+        method = settings.compression.feedback
+        if method is not None and method.name in _REFUSED:
+            raise UnsupportedError(f"{method.name} {_REFUSED[method.name]} where peers come and go")
+        if settings.policy is not None:
+            raise UnsupportedError("a policy decides by what it has seen, and peers that come have not; use a plan")
+        if dist.is_initialized():
+            raise UnsupportedError(
+                "peers that come and go make the default process group anew, and there is one already; leave "
+                "init_process_group out"
+            )
+        self._rules = rendezvous
+        self._linked = False
+        self.rounds = -1
+        self.peers: tuple[str, ...] = ()
+        facts = _facts(model, optimizers, settings, every=every, outer=outer, buffers=buffers)
+        self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
+
+        def begin(view: View) -> None:
+            group = self._open(view)
+            super(ElasticUpdateCompression, self).__init__(
+                model, optimizers, settings, group, every=every, outer=outer, buffers=buffers
+            )
+            self._share(view)
+
+        self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
+        self._apply(self._tensors())
+        self._anchor(parameters=False)
+
+    # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """A round now, among the peers that are there; it comes by itself after every ``every``-th step.
+
+        Raises:
+            RendezvousError: the store does not answer, or no round was held for ``patience_s``. Parameters are then
+                those of the last round, and this handle cannot be used any more.
+            DisagreementError: peers that are about to do different things, or differ.
+        """
+        self._check_between_steps("average")
+        if not self._anchored:
+            self._anchor(parameters=True)
+        tensors = self._tensors()
+        weight = float(self._steps)
+        brings = self._take_updates(tensors)
+        self._anchored, self._steps = False, 0
+        before = self._snapshot()
+        try:
+            self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
+            self._apply(tensors)
+        finally:
+            self._anchor(parameters=False)
+
+    def _hold(
+        self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True
+    ) -> None:
+        """Hold a round, again and again until one counts.
+
+        Args:
+            weight: of this peer's update.
+            link: connects the peers of a view.
+            put_back: undoes what an exchange has done.
+            brings: whether there is an update.
+        """
+        while True:
+            view = self._meeting.arrive(self.rounds, weight)
+            good = False
+            try:
+                if self._meeting.is_open(view):
+                    if view.fresh or not self._linked:
+                        link(view)
+                        self._linked = True
+                    self._send(view, brings=brings)
+                    good = True
+            except DisagreementError:
+                self._meeting.vote(view, good=False)
+                raise
+            except RuntimeError as error:  # of the wire: gloo's are
+                log.warning("round %d: the exchange broke off, and is held again: %s", view.round, error)
+            except BaseException:
+                self._meeting.vote(view, good=False)
+                raise
+            if self._meeting.vote(view, good=good):
+                self.rounds, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
+                return
+            self._unlink()
+            put_back()
+
+    def _send(self, view: View, *, brings: bool) -> None:
+        """Exchange, with every peer's weight."""
+        total = sum(entry.weight for entry in view.entries)
+        if not total:  # all have just come
+            for group in self._groups:
+                group.flat.zero_()
+            return
+        share = view.size * view.entries[view.rank].weight / total
+        for group in self._groups:
+            if not share:
+                group.flat.zero_()
+            elif share != 1.0:
+                group.flat.mul_(share)
+        self._exchange(brings=brings and share > 0)
+
+    def _snapshot(self) -> dict[str, Any]:
+        """What an exchange changes."""
+        return {
+            "flats": [group.flat.clone() for group in self._groups],
+            "feedback": {
+                name: {key: value.clone() for key, value in state.state_dict().items()}
+                for name, state in self.layers.states.items()
+            },
+            "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else None,
+            "step": self._step,
+        }
+
+    def _put_back(self, before: Mapping[str, Any]) -> None:
+        """Undo an exchange; feedback follows when peers are connected again."""
+        for group, flat in zip(self._groups, before["flats"], strict=True):
+            group.flat.copy_(flat)
+        if isinstance(self._length, MeasuredLength):
+            self._length.load_state_dict(before["length"])
+        self._step = before["step"]
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    def _open(self, view: View) -> dist.ProcessGroup:
+        """Connect the peers of a view."""
+        dist.init_process_group(
+            "gloo",
+            store=self._meeting.store_of(view),
+            rank=view.rank,
+            world_size=view.size,
+            timeout=timedelta(seconds=self._rules.exchange_s),
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def _relink(self, view: View, before: Mapping[str, Any]) -> None:
+        """Go on among the peers of a view; those that are behind get what the first has."""
+        self._unlink()
+        specs = self.layers.override_texts()
+        states = self.layers.states
+        own = {name: type(states[name]).moved(values, view.size) for name, values in before["feedback"].items()}
+        self._reconnect(self._open(view), specs, own)
+        if view.some_are_behind:
+            self._begin_with_the_first()
+            self._share(view)
+
+    def _unlink(self) -> None:
+        if "_engine" in vars(self):
+            self._disconnect()
+        self._linked = False
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # of peers that are gone
+                dist.destroy_process_group()
+
+    @torch.no_grad()
+    def _share(self, view: View) -> None:
+        """What a peer that is behind lacks beside parameters and buffers. A collective."""
+        sent: list[Any] = [None]
+        if view.rank == 0:
+            sent = [
+                {
+                    "step": self._step,
+                    "epoch": self._epoch,
+                    "paused": self._paused,
+                    "seed": self._seed,
+                    "specs": self.layers.override_texts(),
+                    "outer": None if self.outer is None else self.outer.state_dict(),
+                    "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else None,
+                }
+            ]
+        dist.broadcast_object_list(sent, src=0)
+        first = sent[0]
+        if view.behind and view.rank != 0:
+            self._step, self._epoch, self._paused, self._seed = (
+                first[key] for key in ("step", "epoch", "paused", "seed")
+            )
+            self.layers.set(first["specs"])
+            if self.outer is not None:
+                self.outer.load_state_dict(first["outer"])
+            if isinstance(self._length, MeasuredLength):
+                self._length.load_state_dict(first["length"])
+        self._check_next = True  # parameters arrived to the bit
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
+        """A peer's own state, whatever rank it had."""
+        mine = dict(check_state(state))
+        states = self.layers.states
+        moved = {
+            name: type(states[name]).moved(values, self.size) if name in states else values
+            for name, values in kept(mine).items()
+        }
+        mine |= {"rank": self._topology.everyone.rank, "world_size": self.size, "feedback": moved.pop("", {})}
+        return super()._loadable(mine | {"others": moved})
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """End it for this peer; the others go on. Statistics remain."""
+        if self._removed:
+            return
+        self._check_between_steps("remove")
+        self._meeting.leave()
+        self._removed = True
+        self._unlink()
+        self._let_go()
+
+
+def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, **options: object) -> dict[str, str]:
+    """What has to be the same on all peers."""
+    outer = options.pop("outer")
+    parameters = {
+        f"parameter {name}": f"{tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in model.named_parameters()
+    }
+    return {
+        "spec": str(settings.compression),
+        "min_numel": str(settings.min_numel),
+        "small": str(settings.small),
+        "warmup_rounds": str(settings.warmup_steps),
+        "seed": str(settings.seed),
+        "collective": str(settings.collective),
+        "optimizer": ", ".join(type(each).__name__ for each in optimizers),
+        "outer": "an optimizer" if callable(outer) else str(outer),
+        **{name: str(value) for name, value in options.items()},
+        **parameters,
+    }
