@@ -25,6 +25,7 @@ _COMMANDS = {
     "bench adapt": ("bench", "BenchAdapt"),
     "bench memory": ("bench", "BenchMemory"),
     "lab": ("lab", "Lab"),
+    "rendezvous": ("rendezvous", "Rendezvous"),
     "adapt": ("adapt", "Adapt"),
     "memory": ("memory", "Memory"),
     "codecs": ("codecs", "Codecs"),

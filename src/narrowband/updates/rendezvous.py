@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 import uuid
 from dataclasses import asdict, dataclass
@@ -65,6 +66,7 @@ class Rendezvous:
             without it. It also bounds the wait for all votes.
         begin_with: peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are there.
         patience_s: seconds after which a peer that waits for a round gives up.
+        name: what logs call this peer, and what peers are ordered by; by default drawn.
 
     Example:
         >>> handle = nb.compress_updates(
@@ -79,6 +81,7 @@ class Rendezvous:
     exchange_s: float = 120.0
     begin_with: int | None = None
     patience_s: float = 1800.0
+    name: str = ""
 
     def __post_init__(self) -> None:
         host, colon, port = self.address.rpartition(":")
@@ -93,15 +96,24 @@ class Rendezvous:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0: seconds")
 
     def connect(self) -> Any:
-        """A client of the store.
+        """A client of the store, which may come up a little later than this peer.
 
         Raises:
             RendezvousError: it does not answer.
         """
         host, _, port = self.address.rpartition(":")
+        end = time.monotonic() + min(_STORE_S, self.patience_s)
         try:
+            while True:  # torch's own client says much while it waits
+                try:
+                    socket.create_connection((host, int(port)), timeout=_STORE_S).close()
+                    break
+                except OSError:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.1)
             return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_seconds(_STORE_S))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise RendezvousError(
                 f"no store answers at {self.address}: {error}. Start it with 'narrowband rendezvous --port {port}' on "
                 "a machine that all peers reach"
@@ -164,15 +176,15 @@ class Meeting:
         rendezvous: how long to wait.
         store: shared by all peers.
         facts: what has to be the same on all peers, name → value.
-        name: what others call this peer.
 
     Raises:
         DisagreementError: the run has other facts.
         RendezvousError: the store does not answer.
     """
 
-    def __init__(self, rendezvous: Rendezvous, store: Any, facts: Mapping[str, str], name: str | None = None) -> None:
-        self.peer = name or uuid.uuid4().hex[:12]
+    def __init__(self, rendezvous: Rendezvous, store: Any, facts: Mapping[str, str]) -> None:
+        drawn = uuid.uuid4().hex[:12]  # another one each time a process starts
+        self.peer = f"{rendezvous.name}-{drawn}" if rendezvous.name else drawn
         self._rules = rendezvous
         self._store = dist.PrefixStore(f"narrowband/{rendezvous.run}", store)
         self._agree(facts)

@@ -1,0 +1,404 @@
+"""Peers that come, go, die, freeze and are late, as real processes with a real store."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import narrowband as nb
+from narrowband.updates.rendezvous import serve
+from tests.gradients.training import flat, heard, mlp, refusal, sgd, train
+from tests.ranks import RankError, run_ranks
+
+SPECS = ["none", "topk:density=0.1+ef", "qsgd:bits=2+ef", "powersgd:rank=2,min_ratio=1"]
+
+#: Long enough never to be over where nobody is missing, so that a test that waited for it would time out.
+LONG_S = 300.0
+
+
+@pytest.fixture
+def store():
+    held = serve(0, "127.0.0.1")
+    yield f"127.0.0.1:{held.port}"
+    del held
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
+
+
+def join(address, rank, spec="topk:density=0.1+ef", model=None, optimizer=adamw, *, every=2, outer=1.0, **rules):
+    """A peer: its model, optimizer and handle. In views, peers are in the order of their ranks here."""
+    model = model or mlp()
+    optimizer = optimizer(model)
+    rules = {"least": 1, "grace_s": LONG_S, "exchange_s": 20.0, "name": str(rank), **rules}
+    peers = nb.Rendezvous(address, **rules)
+    return (
+        model,
+        optimizer,
+        nb.compress_updates(model, optimizer, spec, every=every, outer=outer, min_numel=64, peers=peers),
+    )
+
+
+def left_over(fn, ranks, *args, lost=1):
+    """Results by rank of those that are left when some were killed."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, ranks, *args, group=False, grace_s=40.0)
+    assert len(caught.value.reports) == lost, caught.value
+    return caught.value.results
+
+
+# ---- nobody is missing -----------------------------------------------------------------------------------------------
+
+
+def as_peers(rank, world_size, address, specs):
+    found = []
+    for spec in specs:
+        model, optimizer, handle = join(address, rank, spec, begin_with=world_size, run=spec)
+        train(model, rank, range(7), optimizer)
+        found.append((flat(model), handle.rounds, handle.steps, handle.stats().total.steps))
+        handle.remove()
+    return found, dist.is_initialized()
+
+
+def as_replicas(rank, world_size, specs):
+    found = []
+    for spec in specs:
+        model = mlp()
+        optimizer = adamw(model)
+        handle = nb.compress_updates(model, optimizer, spec, every=2, min_numel=64)
+        train(model, rank, range(7), optimizer)
+        found.append(flat(model))
+        handle.remove()
+    return found
+
+
+def test_peers_of_which_none_is_missing_are_replicas_to_the_bit(store):
+    fixed = run_ranks(as_replicas, 3, SPECS)
+    results = run_ranks(as_peers, 3, store, SPECS, group=False)
+    for (found, left_behind), expected in zip(results, fixed, strict=True):
+        assert not left_behind
+        for (parameters, rounds, steps, exchanges), same in zip(found, expected, strict=True):
+            assert torch.equal(parameters, same)
+            assert (rounds, steps, exchanges) == (4, 1, 3)  # the first round is the beginning, in which nothing is sent
+
+
+# ---- a peer is lost --------------------------------------------------------------------------------------------------
+
+
+def dying(rank, world_size, address, spec, when):
+    """Peer 2 dies before it arrives at its third round, or in the middle of that round's exchange."""
+    model, optimizer, handle = join(address, rank, spec, begin_with=world_size, grace_s=1.0)
+    if rank == 2:
+        feed = handle.feed
+
+        def fed(*given, **options):
+            if handle.rounds == 3 and when == "in the exchange":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return feed(*given, **options)
+
+        handle.feed = fed
+    seen = []
+    with heard() as messages:
+        for step in range(12):
+            if rank == 2 and when == "before" and handle.rounds == 3 and handle.steps == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, rank, [step], optimizer)
+            if not handle.steps:
+                seen.append((handle.rounds, len(handle.peers), flat(model)))
+    residual = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+    handle.remove()
+    return seen, residual, any("the exchange broke off" in message for message in messages)
+
+
+@pytest.mark.parametrize("spec", SPECS[:2])
+def test_what_died_in_an_exchange_leaves_no_trace_of_it(store, spec):
+    """The round is held again, with the updates and residuals that were there before: the same bits as if the peer had
+    never come to it.
+    """
+    clean = left_over(dying, 3, store, spec, "before")
+    address = serve(0, "127.0.0.1")
+    torn = left_over(dying, 3, f"127.0.0.1:{address.port}", spec, "in the exchange")
+    for rank in (0, 1):
+        seen, residual, broke_off = torn[rank]
+        assert broke_off
+        assert not clean[rank][2]
+        assert [(rounds, peers) for rounds, peers, _ in seen] == [(2, 3), (3, 3), (4, 2), (5, 2), (6, 2), (7, 2)]
+        for (_, _, mine), (_, _, others), (_, _, expected) in zip(seen, torn[0][0], clean[rank][0], strict=True):
+            assert torch.equal(mine, others)
+            assert torch.equal(mine, expected)
+        assert residual.keys() == clean[rank][1].keys()
+        assert all(torch.equal(residual[name], clean[rank][1][name]) for name in residual)
+
+
+def freezing(rank, world_size, address):
+    """Peer 2 is stopped for longer than the others wait, and goes on."""
+    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=1.0, exchange_s=4.0)
+    side = nb.Rendezvous(address).connect()
+    seen = []
+    if rank == 2:
+        side.set("pid", str(os.getpid()))
+    for step in range(400):
+        if handle.rounds == 3 and rank == 0 and not side.check(["stopped"]):
+            os.kill(int(side.get("pid")), signal.SIGSTOP)
+            side.set("stopped", "1")
+        if handle.rounds == 6 and rank == 0 and not side.check(["woken"]):
+            side.set("woken", "1")
+            os.kill(int(side.get("pid")), signal.SIGCONT)
+        if side.check(["enough"]) and handle.steps == 0:
+            break
+        train(model, rank, [step], optimizer)
+        if not handle.steps:
+            seen.append((handle.rounds, len(handle.peers), flat(model)))
+            if handle.rounds > 6 and len(handle.peers) == 3:
+                side.set("enough", "1")
+        if handle.rounds >= 6:  # give it the time to wake
+            time.sleep(0.05)
+    handle.remove()
+    return seen
+
+
+def test_a_peer_that_froze_returns_and_is_equal_again(store):
+    results = run_ranks(freezing, 3, store, group=False)
+    by_round = [{rounds: parameters for rounds, _, parameters in seen} for seen in results]
+    sizes = {rounds: peers for rounds, peers, _ in results[0]}
+    assert min(sizes[rounds] for rounds in (5, 6)) == 2
+    assert max(sizes[rounds] for rounds in sizes if rounds > 6) == 3
+    for rounds in by_round[2]:
+        for other in by_round[:2]:
+            assert rounds not in other or torch.equal(other[rounds], by_round[2][rounds])
+    assert max(by_round[2]) > 6
+
+
+# ---- a peer comes ----------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """With buffers, an embedding that is frozen, and a matrix that lies otherwise."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(24, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.last = nn.Linear(40, 8)
+        self.kept = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def coming(rank, world_size, address, outer):
+    """Peer 2 comes when the others have held three rounds; its model is another."""
+    side = nb.Rendezvous(address).connect()
+    if rank == 2:
+        side.wait(["three"])
+    outer = nesterov if outer == "nesterov" else outer
+    model, optimizer, handle = join(
+        address, rank, "powersgd:rank=2,min_ratio=1", Normed(rank), outer=outer, begin_with=2, every=1
+    )
+    seen = [(handle.rounds, handle.step, len(handle.peers), everything(model))]
+    for step in range(200):
+        if side.check(["enough"]):
+            break
+        train(model, rank, [step], optimizer)
+        seen.append((handle.rounds, handle.step, len(handle.peers), everything(model)))
+        if handle.rounds == 4:
+            side.set("three", "1")
+        if rank == 2 and len(seen) == 6:
+            side.set("enough", "1")
+        time.sleep(0.02 if handle.rounds >= 4 else 0)
+    handle.remove()
+    return seen
+
+
+def everything(model):
+    return torch.cat([x.detach().flatten().float() for x in model.state_dict().values() if x.is_floating_point()])
+
+
+@pytest.mark.parametrize("outer", ["auto", "nesterov"])
+def test_a_peer_that_comes_has_all_that_the_others_have(store, outer):
+    results = run_ranks(coming, 3, store, outer, group=False)
+    newcomer = {rounds: (step, x) for rounds, step, _, x in results[2]}
+    assert len(newcomer) == 6
+    for rank in (0, 1):
+        others = {rounds: (step, x) for rounds, step, _, x in results[rank]}
+        shared = newcomer.keys() & others.keys()
+        assert len(shared) >= 4
+        for rounds in shared:
+            assert newcomer[rounds][0] == others[rounds][0]
+            assert torch.equal(newcomer[rounds][1], others[rounds][1])
+
+
+# ---- steps, lateness, ends -------------------------------------------------------------------------------------------
+
+
+def unequal(rank, world_size, address):
+    """Peers that take 1, 2 and 5 steps before a round, and what each would have come to alone."""
+    model, optimizer, handle = join(address, rank, "none", optimizer=sgd, every=100, begin_with=world_size)
+    before = flat(model)
+    train(model, rank, range((1, 2, 5)[rank]), optimizer)
+    alone = flat(model)
+    handle.average()
+    after = flat(model)
+    handle.average()  # nobody has done anything
+    return before, alone, after, flat(model)
+
+
+def test_updates_count_by_their_steps(store):
+    results = run_ranks(unequal, 3, store, group=False)
+    before = results[0][0]
+    mean = sum(steps * (alone - before) for steps, (_, alone, *_) in zip((1, 2, 5), results, strict=True)) / 8
+    for own, _, after, again in results:
+        assert torch.equal(own, before)
+        torch.testing.assert_close(after, before + mean, rtol=1e-5, atol=1e-7)
+        assert torch.equal(again, after)
+
+
+def late(rank, world_size, address):
+    """Peer 2 comes so late to its second round that the others have gone on, and then is in time."""
+    model, optimizer, handle = join(address, rank, "none", optimizer=sgd, begin_with=world_size, grace_s=0.5)
+    side = nb.Rendezvous(address).connect()
+    seen, alone = [], None
+    for step in range(8 if rank < 2 else 4):
+        if rank == 2 and step == 3:
+            side.wait(["three"])
+        if rank < 2 and step == 7:
+            side.wait(["late is here"])
+            time.sleep(0.3)
+        optimizer.zero_grad()
+        before = flat(model)
+        x = torch.full((1, 24), 0.1 * (rank + step + 1))
+        model(x).sum().backward()
+        if rank == 2 and step == 3:
+            side.set("late is here", "1")
+        with torch.no_grad():  # what the step of plain SGD will change
+            own = -0.05 * torch.cat([p.grad.double().reshape(-1) for p in model.parameters()])
+        alone = own if step % 2 == 0 else alone + own
+        optimizer.step()
+        if not handle.steps:
+            seen.append((handle.rounds, len(handle.peers), before, alone, flat(model)))
+        elif rank < 2 and handle.rounds == 4:
+            side.set("three", "1")
+    handle.remove()
+    return seen
+
+
+def test_who_is_late_is_left_out_and_brings_its_update_when_it_returns(store):
+    first, second, third = run_ranks(late, 3, store, group=False)
+    assert [(rounds, peers) for rounds, peers, *_ in first] == [(2, 3), (3, 2), (4, 2), (5, 3)]
+    assert [(rounds, peers) for rounds, peers, *_ in third] == [(2, 3), (5, 3)]
+    assert torch.equal(first[-1][-1], third[-1][-1])
+    # What the late peer did from round 2 on counts in round 5, from the parameters that the others had then.
+    mean = sum(seen[-1][3] for seen in (first, second, third)) / 3
+    torch.testing.assert_close(first[-1][-1], first[-2][-1] + mean, rtol=1e-5, atol=1e-6)
+
+
+def another(rank, world_size, address):
+    """Peer 2 has another spec."""
+    if rank == 2:
+        side = nb.Rendezvous(address).connect()
+        side.wait(["going"])
+        return refusal(lambda: join(address, rank, "sign+ef"))
+    model, optimizer, handle = join(address, rank, begin_with=2)
+    nb.Rendezvous(address).connect().set("going", "1")
+    train(model, rank, range(6), optimizer)
+    handle.remove()
+    return handle.rounds
+
+
+def test_who_would_train_something_else_is_told_and_disturbs_nobody(store):
+    *rounds, error = run_ranks(another, 3, store, group=False)
+    assert rounds == [4, 4]
+    assert error[0] == "DisagreementError"
+    assert "spec: topk:density=0.01+ef in the run" in error[1] or "spec: topk:density=0.1+ef in the run" in error[1]
+    assert "sign+ef here" in error[1]
+
+
+def without_a_store(rank, world_size, address, pid):
+    model, optimizer, handle = join(address, rank, begin_with=world_size)
+    train(model, rank, range(5), optimizer)
+    before = flat(model)
+    if rank == 0:
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
+    error = refusal(lambda: train(model, rank, [5], optimizer))
+    return error, handle.rounds, flat(model), before
+
+
+def test_a_store_that_dies_is_an_error_and_parameters_are_those_of_the_last_round(tmp_path):
+    command = [sys.executable, "-m", "narrowband.cli", "rendezvous", "--port", "0", "--host", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = re.search(r"127\.0\.0\.1:\d+", server.stdout.readline())[0]
+            results = run_ranks(without_a_store, 2, address, server.pid, group=False)
+        finally:
+            server.kill()
+    for error, rounds, after, _ in results:
+        assert error[0] == "RendezvousError"
+        assert f"the store at {address} does not answer any more" in error[1]
+        assert rounds == 3
+        assert torch.equal(after, results[0][2])  # the round's parameters, not this peer's own
+
+
+def resumed(rank, world_size, address, at):
+    whole, optimizer, handle = join(address, rank, begin_with=world_size, run="whole", outer="auto")
+    train(whole, rank, range(8), optimizer)
+    handle.remove()
+    model, optimizer, handle = join(address, rank, begin_with=world_size, run="begun", outer="auto")
+    train(model, rank, range(at), optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    handle.remove()
+    model, optimizer, handle = join(address, rank, begin_with=world_size, run="resumed", outer="auto")
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    handle.load_state_dict(saved[2])
+    train(model, rank, range(at, 8), optimizer)
+    handle.remove()
+    return torch.equal(flat(whole), flat(model))
+
+
+@pytest.mark.parametrize("at", [4, 5])
+def test_a_run_that_was_stopped_goes_on_to_the_bit(store, at):
+    assert run_ranks(resumed, 2, store, at, group=False) == [True, True]
+
+
+def refused(rank, world_size, address):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    errors = [refusal(lambda: join(address, rank))]
+    model = mlp()
+    peers = nb.Rendezvous(address)
+    errors.append(
+        refusal(lambda: nb.compress_updates(model, sgd(model), "none", peers=peers, process_group=dist.group.WORLD))
+    )
+    dist.destroy_process_group()
+    errors.append(refusal(lambda: join(address, rank, "topk:density=0.1+ef21")))
+    errors.append(refusal(lambda: join(address, rank, nb.LGreCo("topk:density=0.1+ef"))))
+    errors.append(refusal(lambda: join("127.0.0.1:1", rank, patience_s=0.3)))
+    errors.append(refusal(lambda: join(address, rank, least=2, patience_s=0.3, grace_s=0.1)))
+    return errors
+
+
+def test_what_cannot_be_is_said_at_set_up(store):
+    (errors,) = run_ranks(refused, 1, store, group=False)
+    kinds = ["UnsupportedError", "ValueError", "UnsupportedError", "UnsupportedError"] + ["RendezvousError"] * 2
+    words = ["leave init_process_group out", "leave one of the two out", "use '+ef'", "use a plan"]
+    words += ["no store answers at 127.0.0.1:1", "no round was held for 0.3 s: 1 peers are here (least=2)"]
+    assert [kind for kind, _ in errors] == kinds
+    for (_, text), word in zip(errors, words, strict=True):
+        assert word in text
