@@ -517,7 +517,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "raw_bytes_per_step": raw,
         "ratio": raw / sent if sent else None,
         "mean_ratio": every * after.ratio if after.sent_bytes else None,
-        "compressed_ratio": raw_compressed / sent_compressed if sent_compressed else None,
+        "compressed_ratio": every * raw_compressed / sent_compressed if sent_compressed else None,
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size, every),
         **_at_boundaries(boundaries, crossed, module, row, task),
