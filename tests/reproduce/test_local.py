@@ -32,7 +32,7 @@ BYTES = {
     "updates, top 1%": (77.0, 38.0),
     "gradients, sign": (30.0, 30.0),
     "updates, sign": (30.0, 30.0),
-    "updates, 2 bits": (14.2, 14.2),
+    "updates, 2 bits": (14.2, 7.1),
     "updates, top 4%, 8 bits": (52.0, 26.0),
     **{f"every {n}, top 1/64, 2 bits": (200.0 * n, 100.0 * n) for n in (15, 30)},
     **{f"every {n}, DiLoCo": (float(n), float(n)) for n in (15, 30)},
