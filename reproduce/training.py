@@ -517,7 +517,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "raw_bytes_per_step": raw,
         "ratio": raw / sent if sent else None,
         "mean_ratio": every * after.ratio if after.sent_bytes else None,
-        "compressed_ratio": raw_compressed / sent_compressed if sent_compressed else None,
+        "compressed_ratio": every * raw_compressed / sent_compressed if sent_compressed else None,
         "plans": plans,
         **_payload_ratios(model, row, spec, sent, task.world_size, every),
         **_at_boundaries(boundaries, crossed, module, row, task),
@@ -696,7 +696,7 @@ def _payload_ratios(
     else:
         chosen = spec if row.small == "fused" else row.small
         own = nb.compression(chosen).codec.payload_nbytes((small,)) if small else 0
-        sent_small = own * _times_sent(chosen, own, size)
+        sent_small = own * _times_sent(chosen, 4 * numel if row.small == "fused" else own, size)
     payload = (sent - sent_small) / _times_sent(spec, 4 * numel, size)
     return {
         "payload_ratio": every * 4 * numel / (payload + own),
@@ -710,7 +710,7 @@ def _times_sent(spec: str, nbytes: int, size: int) -> float:
     """
     chosen = nb.compression(spec)
     adds_up = chosen.feedback is not None and chosen.feedback.collective is not None  # PowerSGD's factors
-    gathered = not adds_up and choose(chosen.codec, nbytes, size).name == "all_gather"
+    gathered = not adds_up and choose(chosen.codec, nbytes, size, chosen.feedback).name == "all_gather"
     return size - 1 if gathered else 2 * (size - 1) / size
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 import narrowband as nb
-from reproduce import dgc, lgreco, mesa, model_parallel, powersgd, sparsity
+from reproduce import dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity
 from reproduce.command import Options, Recipe, chosen, main
 from reproduce.report import DENSE, PER_TASK
 from reproduce.training import _places, resolved
 from tests.reproduce.synthetic import write_all
 
-EXPERIMENTS = [module.EXPERIMENT for module in (dgc, lgreco, mesa, model_parallel, powersgd, sparsity)]
+EXPERIMENTS = [module.EXPERIMENT for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity)]
 
 
 def names(rows):

@@ -277,6 +277,16 @@ def test_payloads_that_do_not_add_up_are_sent_to_every_rank(spec, gathered):
     assert ratios == {"payload_ratio": 4.0, "matrix_ratio": 4.0}
 
 
+@pytest.mark.parametrize(("spec", "times"), [("sign+ef", 1.5), ("qsgd:bits=2", 1.5), ("qsgd:bits=2+ef", 3)])
+def test_a_payload_is_sent_as_often_as_by_the_collective_that_its_feedback_allows(spec, times):
+    """With feedback a codec that loses more than it is given is not encoded again, but gathered."""
+    model = torch.nn.Linear(1000, 1000)
+    row = replace(DENSE, min_numel=1, small="fused")
+    payload = sum(nb.compression(spec).codec.payload_nbytes(shape) for shape in ((1000, 1000), (1000,)))
+    ratios = training._payload_ratios(model, row, spec, times * payload, 4)
+    assert ratios["payload_ratio"] == pytest.approx(4_004_000 / payload)
+
+
 def test_small_parameters_count_as_dense_unless_they_are_compressed():
     model = torch.nn.Linear(1000, 1000)
     vector = nb.compression("topk:density=0.05").codec.payload_nbytes((1000,))

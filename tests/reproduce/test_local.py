@@ -1,0 +1,349 @@
+"""Updates or gradients: rows are what the page says, and claims turn with losses and bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+import narrowband as nb
+from narrowband.report.record import provenance
+from reproduce import local
+from reproduce.command import Options, chosen, main, page
+from reproduce.report import DENSE, groups, table
+from reproduce.settings import settings
+from reproduce.tasks import load
+from reproduce.training import Row, train
+from tests.ranks import run_ranks
+from tests.reproduce.synthetic import write_all
+
+EXPERIMENT = local.EXPERIMENT
+ROWS = {recipe.row.name: recipe.row for recipe in EXPERIMENT.recipes if recipe.row.task == "shakespeare"}
+NUMEL = 830_000
+
+#: Payload ratios, and how many times less is sent.
+BYTES = {
+    "gradients, top 1%": (78.0, 39.0),
+    "updates, top 1%": (77.0, 38.0),
+    "gradients, sign": (30.0, 30.0),
+    "updates, sign": (30.0, 30.0),
+    "updates, 2 bits": (14.2, 7.1),
+    "updates, top 4%, 8 bits": (52.0, 26.0),
+    **{f"every {n}, top 1/64, 2 bits": (200.0 * n, 100.0 * n) for n in (15, 30)},
+    **{f"every {n}, DiLoCo": (float(n), float(n)) for n in (15, 30)},
+}
+
+
+def row(name, loss, seed=0, *, ratios=None, task="shakespeare", **more):
+    payload, ratio = ratios or BYTES.get(name, (1.0, 1.0))
+    return {
+        "task": task, "name": name, "spec": ROWS[name].spec, "seed": seed, "metric": "held-out perplexity",
+        "higher_is_better": False, "epochs": ROWS[name].epochs, "nodes": 4, "parameters": NUMEL,
+        "score": None if loss is None else math.exp(loss), "sent_bytes_per_step": 6.0 * NUMEL / ratio, "ratio": ratio,
+        "mean_ratio": ratio, "payload_ratio": payload, "matrix_ratio": payload, "step_s": 0.1,
+        "commit": "0123456789abcdef", **more,
+    }  # fmt: skip
+
+
+#: Losses with which all claims hold.
+LOSSES = {
+    "dense": 1.500,
+    "updates": 1.490,
+    "updates, length 1": 1.540,
+    "updates, 2 bits": 1.495,
+    "updates, sign": 1.505,
+    "updates, top 1%": 1.530,
+    "updates, top 4%, 8 bits": 1.520,
+    "gradients, 4 bits": 1.520,
+    "gradients, sign": 1.800,
+    "gradients, top 1%": 1.700,
+    **{
+        f"every {n}, {name}": loss
+        for n in (15, 30)
+        for name, loss in (("DiLoCo", 1.52), ("SparseLoCo", 1.56), ("top 1/64, 2 bits", 1.52), ("mean", 1.55))
+    },
+    "Muon, dense": 1.450,
+    "Muon, updates, 2 bits": 1.4645,
+    **{f"{base}, rate {rate:g}": 1.5 + abs(math.log(rate / best)) / 100
+       for base, best in (("dense", 2e-3), ("updates", 2e-3), ("every 15, DiLoCo", 4e-3))
+       for rate in (1e-3, 2e-3, 4e-3)},
+}  # fmt: skip
+
+
+def made_up(*, without=(), ratios=None, apart=0.001, task="shakespeare", **losses):
+    """One seed of every row, and three of the dense one, which are ``apart``."""
+    ratios = ratios or {}
+    told = {name: loss for name, loss in (LOSSES | losses).items() if name not in without}
+    rows = [
+        row(name, loss, 1000 if ", rate " in name else 0, ratios=ratios.get(name), task=task)
+        for name, loss in told.items()
+    ]
+    return rows + [row(DENSE, told[DENSE] + sign * apart, 1 + (sign < 0), task=task) for sign in (1, -1)]
+
+
+def of(rows, text, task="shakespeare"):
+    (claim,) = [
+        claim for claim in EXPERIMENT.claims(groups(rows)) if text in claim.text and claim.text.startswith(f"{task}: ")
+    ]
+    return claim
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_one_name_each_and_specs_that_exist():
+    rows = chosen(EXPERIMENT, Options(long=True))
+    names = [(row.task, row.name, row.seed, row.epochs) for row in rows]
+    assert len(set(names)) == len(names)
+    for own in rows:
+        nb.compression(own.spec)
+    assert {own.name for own in rows if own.task == "gpt"} < set(ROWS)
+    assert all(own.epochs == {"shakespeare": 7, "gpt": 3}[own.task] for own in rows)
+
+
+def test_the_most_telling_rows_come_first_and_others_on_request():
+    rows = chosen(EXPERIMENT, Options())
+    assert len(rows) <= 18, "an hour and a half of rows of five minutes"
+    assert [own.name for own in rows[:6]] == [
+        "dense", "updates", "updates, 2 bits", "updates, top 1%", "gradients, top 1%", "gradients, 4 bits",
+    ]  # fmt: skip
+    assert all(own.updates == 15 for own in rows[6:9])
+    assert {own.task for own in rows} == {"shakespeare"}
+    assert [own.seed for own in rows if own.name == DENSE] == [0, 1, 2]
+    assert all(own.seed == 0 for own in rows if own.name != DENSE)
+    names = {own.name for own in rows}
+    tested = EXPERIMENT.claims(groups([own for own in made_up() if own["name"] in names]))
+    assert all(claim.verdict() == ("not tested" if "learning rate" in claim.text else "held") for claim in tested)
+
+
+def test_rows_are_adamws_but_for_those_of_other_optimizers():
+    for own in chosen(EXPERIMENT, Options(long=True)):
+        assert own.min_numel == 1024
+        assert (own.clip, own.schedule) == (1.0, "cosine")
+        if own.name.startswith(("Muon", "SGD")):
+            continue
+        assert (own.optimizer, own.momentum, own.beta2, own.weight_decay) == ("adamw", 0.9, 0.95, 0.1)
+        if ", rate " not in own.name:
+            kind = {0: "gradients", 1: "updates"}.get(own.updates, "rounds")
+            assert own.lr == local._RATE[kind]
+    assert (ROWS["SGD, dense"].updates, ROWS["SGD, updates, 2 bits"].updates) == (0, 1)
+    assert ROWS["SGD, updates, 2 bits"].outer == "1"
+    assert ROWS["Muon, updates, 2 bits"].outer == "auto"
+
+
+@pytest.mark.parametrize("every", [15, 30])
+def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
+    diloco, sparseloco, own = (ROWS[f"every {every}, {n}"] for n in ("DiLoCo", "SparseLoCo", "top 1/64, 2 bits"))
+    assert (diloco.spec, diloco.outer) == ("none", "nesterov")
+    assert (sparseloco.outer, own.outer) == ("1", "auto")
+    assert {each.updates for each in (diloco, sparseloco, own)} == {every}
+    theirs, ours = (nb.compression(each.spec) for each in (sparseloco, own))
+    assert (theirs.codec.tile, theirs.codec.density) == ("64x64", 64 / 64**2)
+    assert theirs.feedback.decay == 0.95
+    assert theirs.codec.payload_nbytes((256, 128)) == ours.codec.payload_nbytes((256, 128))
+
+
+def test_learning_rates_are_chosen_without_compression_by_a_seed_of_their_own():
+    sweep = [own for own in chosen(EXPERIMENT, Options(long=True)) if ", rate " in own.name]
+    assert len(sweep) == 9
+    for own in sweep:
+        assert (own.spec, own.seed) == ("none", 1000)
+        base, _, rate = own.name.partition(", rate ")
+        assert own == replace(ROWS[base], name=own.name, lr=float(rate), seed=1000)
+
+
+def test_updates_and_the_momentum_of_gradients_do_not_go_together():
+    with pytest.raises(ValueError, match=r"updates=1 is steps .* leave out .* dgc"):
+        replace(ROWS["updates"], optimizer="dgc")
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+CLAIMS = 1 + 1 + 2 + 2 + 1
+CHEAP, TOP = "fewer bytes on the wire: the loss of the best", "updates, top 1% in every step"
+BETTER_TOP, BETTER_SIGN = "updates, top 1% than gradients", "updates, sign than gradients"
+FIFTEEN, THIRTY, LENGTH = "every 15, top 1/64", "every 30, top 1/64", "the measured length helps"
+
+
+def test_every_claim_can_hold():
+    claims = EXPERIMENT.claims(groups(made_up()))
+    assert [claim.verdict() for claim in claims] == ["held"] * (CLAIMS + 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "losses"),
+    [
+        (CHEAP, {"updates, sign": 1.54, "updates, top 4%, 8 bits": 1.54}),
+        (TOP, {"updates, top 1%": 1.56}),
+        (BETTER_TOP, {"gradients, top 1%": 1.52}),
+        (BETTER_SIGN, {"gradients, sign": 1.45}),
+        (FIFTEEN, {"every 15, DiLoCo": 1.50}),
+        (THIRTY, {"every 30, top 1/64, 2 bits": 1.55}),
+        (LENGTH, {"updates": 1.55}),
+        ("learning rate of rounds, 0.004", {"every 15, DiLoCo, rate 0.002": 1.4}),
+    ],
+)
+def test_a_claim_does_not_hold_where_losses_say_otherwise(text, losses):
+    assert of(made_up(**losses), text).verdict() == "not held"
+    others = [claim for claim in EXPERIMENT.claims(groups(made_up(**losses))) if text not in claim.text]
+    assert all(claim.held for claim in others)
+
+
+def test_a_row_that_diverged_is_worse():
+    rows = made_up(**{"updates, top 1%": None})
+    assert of(rows, TOP).held is of(rows, BETTER_TOP).held is False
+    assert "updates, top 1% diverged" in of(rows, TOP).figures
+    assert of(made_up(**{"every 15, DiLoCo": None}), FIFTEEN).held
+    assert "0.001: diverged" in of(made_up(**{"dense, rate 0.001": None}), "learning rate of gradients").figures
+
+
+@pytest.mark.parametrize("text", [CHEAP, TOP, BETTER_TOP, FIFTEEN, THIRTY, LENGTH])
+def test_noise_leaves_a_claim_open(text):
+    assert of(made_up(apart=0.2), text).verdict() == "not resolved"
+
+
+def test_fewer_bytes_are_part_of_a_claim():
+    assert of(made_up(ratios={"updates, top 1%": (69.0, 38.0)}), TOP).verdict() == "not held"
+    fewer = of(made_up(ratios={"every 15, top 1/64, 2 bits": (1900.0, 950.0)}), FIFTEEN)
+    assert fewer.verdict() == "not held"
+    assert "payloads 1,900 times smaller than the gradients, 950 times fewer bytes on the wire" in fewer.figures
+    assert "losses in nats per byte" in fewer.figures
+
+
+def test_the_best_of_the_rows_that_send_so_little_is_taken_and_named():
+    assert "updates, sign 1.50, dense 1.50: +0.33 %" in of(made_up(), CHEAP).figures, "2 bits are better and send more"
+    other = of(made_up(**{"updates, sign": 1.6, "updates, top 4%, 8 bits": 1.506}), CHEAP)
+    assert other.held
+    assert other.figures.startswith("updates, top 4%, 8 bits 1.51")
+    cheap = of(made_up(ratios={"updates, 2 bits": (25.0, 25.0)}), CHEAP)
+    assert cheap.figures.startswith("updates, 2 bits")
+    few = dict.fromkeys(("updates, sign", "updates, top 1%", "updates, top 4%, 8 bits"), (24.0, 24.0))
+    none = of(made_up(ratios=few), CHEAP)
+    assert none.verdict() == "not tested"
+    assert none.figures.startswith("no row sends so little: updates, sign: payloads 24 times smaller")
+
+
+def test_losses_at_other_bytes_are_not_compared():
+    claim = of(made_up(ratios={"updates, sign": (25.0, 25.0)}), BETTER_SIGN)
+    assert claim.verdict() == "not tested"
+    assert "updates, sign sent 1.20 times what gradients, sign did" in claim.figures
+
+
+def test_claims_without_their_rows_are_not_tested():
+    claims = EXPERIMENT.claims(groups([row(DENSE, 1.5)]))
+    assert len(claims) == CLAIMS + 3
+    assert {claim.verdict() for claim in claims} == {"not tested"}
+    assert of(made_up(without=("updates, length 1",)), LENGTH).figures.startswith("needs the row updates, length 1")
+    assert of([row("updates, sign", 1.5)], CHEAP).figures == "needs the row dense of task shakespeare"
+
+
+def test_another_text_has_claims_of_its_own():
+    rows = made_up() + made_up(task="gpt", **{"updates, top 1%": 1.6})
+    assert of(rows, TOP).held
+    assert of(rows, TOP, "gpt").held is False
+    assert len(EXPERIMENT.claims(groups(rows))) == 2 * CLAIMS + 3
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_in_a_table_with_its_distance_from_its_own_dense_row(tmp_path):
+    path = tmp_path / "local.md"
+    rows = made_up() + made_up(task="gpt", without=("Muon, dense", "Muon, updates, 2 bits"))
+    tables = dict(EXPERIMENT.layout.tables(groups(rows)))
+    assert list(tables)[:5] == [f"shakespeare, {part}" for part in local._PARTS]
+    assert set(tables) <= set(EXPERIMENT.titles)
+    assert {line.name for key, own in tables.items() if key.startswith("shakespeare") for line in own} == set(LOSSES)
+    assert all(tables[f"shakespeare, {part}"][0].name == DENSE for part in ("gradients", "updates", "rounds"))
+    lines = {line.name: line.loss for line in tables["shakespeare, optimizers"]}
+    assert lines == {"Muon, dense": "–", "Muon, updates, 2 bits": lines["Muon, updates, 2 bits"]}
+    assert lines["Muon, updates, 2 bits"].startswith("+1.00 % ± ")
+    assert {line.loss for line in tables["shakespeare, rates"]} == {"–"}
+
+    page(EXPERIMENT, rows, provenance(0, ["python"]), path)
+    text = path.read_text()
+    assert re.search(r"\| every 15, top 1/64, 2 bits \| 4\.57 \| \+1\.33 % ± 0\.41 % \| 3\.32 kB \| 1,500 \|", text)
+    assert "### tiny shakespeare as bytes, GPT: updates are averaged after every step" in text
+    assert "**What held.** 17 of 17 claims held" in text
+    assert (tmp_path / "pictures/local/opening-light.svg").exists()
+
+
+def test_tables_fit_a_terminal():
+    console = Console(width=90, record=True)
+    for drawn in table(groups(made_up()), EXPERIMENT.titles, EXPERIMENT.layout):
+        console.print(drawn)
+    assert "…" not in console.export_text()
+
+
+def test_a_page_names_what_is_averaged_and_how():
+    own = settings(
+        {"updates": 15, "outer": "nesterov", "clip": 1.0, "optimizer": "adamw", "momentum": 0.9, "nesterov": False}
+        | {"beta2": 0.95}
+    )
+    assert own["averaged"] == (
+        "updates, after every 15 steps, with an outer SGD, learning rate 0.7, Nesterov's momentum 0.9"
+    )
+    assert own["clipping of each rank's gradients"] == "at norm 1"
+    assert "clipping of averaged gradients" not in own
+    assert own["optimizer"] == "AdamW, β₁ 0.9, β₂ 0.95"
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    there = tmp_path_factory.mktemp("data")
+    write_all(there, images=16)
+    return there
+
+
+def trained(rank, world_size, row, folder):
+    """What the row came to, and its parameters at the end."""
+    task = load(
+        row.task, batch=row.batch, seed=row.seed, rank=rank, world_size=world_size, directory=folder, limit=row.limit
+    )
+    made, model = [], task.model
+    task.model = lambda: made.append(model()) or made[-1]
+    result = train(row, task, lambda **_: None)
+    return result, torch.cat([p.detach().flatten() for p in made[0].parameters()])
+
+
+def test_updates_after_every_second_step_send_half_and_make_ranks_equal(folder):
+    short = Row(
+        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=8, clip=1.0, limit=64 * 49 + 64,
+        min_numel=1024,
+    )  # fmt: skip
+    results = {}
+    for every, outer in ((0, "1"), (2, "auto")):
+        (first, here), (second, there) = run_ranks(trained, 2, replace(short, updates=every, outer=outer), folder)
+        assert first["steps"] == 6
+        assert first["score"] == second["score"] < 256
+        assert torch.equal(here, there)
+        results[every] = first
+    assert results[0]["ratio"] == pytest.approx(1.0, rel=1e-4)
+    for ratio in ("ratio", "mean_ratio", "compressed_ratio", "payload_ratio"):
+        # The length is measured in all of the first rounds, by a few kilobytes.
+        assert results[2][ratio] / results[0][ratio] == pytest.approx(2.0, rel=0.01)
+    assert results[2]["raw_bytes_per_step"] == pytest.approx(results[0]["raw_bytes_per_step"])
+    assert results[2]["curve"] != results[0]["curve"]
+
+
+def test_a_whole_quick_run(folder, tmp_path, capsys):
+    arguments = ["--quick", "--rows", DENSE, "updates, 2 bits", "--tasks", "shakespeare", "--nodes", "2"]
+    arguments += ["--data-dir", str(folder), "--output", str(tmp_path / "out"), "--markdown", str(tmp_path / "page.md")]
+    assert main(EXPERIMENT, arguments) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    dense, two_bits = summary["groups"]
+    assert (dense["name"], two_bits["name"]) == (DENSE, "updates, 2 bits")
+    assert dense["ratio"] == pytest.approx(1.0, rel=1e-4)
+    assert 13 < two_bits["ratio"] < 15
+    assert 13 < two_bits["payload_ratio"] < 15
+    text = (tmp_path / "page.md").read_text()
+    assert "averaged: updates, in every step, with an outer length that is measured" in text
+    assert "shakespeare updates, 2 bits, seed 0" in capsys.readouterr().out
