@@ -24,7 +24,7 @@ import json
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,7 @@ class View:
         entries: the peers, current ones first. Their order is their rank.
         rank: of this peer.
         fresh: whether these are not the peers of the turn before, or that broke off: they need new connections.
+        beginning: whether nothing was committed before: all begin with the parameters of the first.
     """
 
     turn: int
@@ -152,6 +153,7 @@ class View:
     entries: tuple[Entry, ...]
     rank: int
     fresh: bool
+    beginning: bool
 
     @property
     def size(self) -> int:
@@ -226,17 +228,21 @@ class Meeting:
         for now in self._looks(f"{turn}/view"):
             here = self._records(turn)
             round_number = self._current_round(turn - 1, now - began)
-            if round_number is not None and (before is None or own.round == round_number):
+            beginning = before is None or (before.beginning and self._outcome(turn - 1) == "abort")
+            if round_number is not None and (beginning or own.round == round_number):
                 enough = len(here) >= self._rules.least
-                if before is None:  # all begin alike, or from checkpoints
+                if beginning:  # alike, or from checkpoints
                     round_number = max(0, *(entry.round for entry in here.values()))
+                if before is None:
                     complete = self._rules.begin_with is not None and len(here) >= self._rules.begin_with
                 else:
                     missing = expected - {entry.peer for entry in here.values()}
                     complete = all(self._store.check([f"left/{peer}"]) for peer in missing)
                 if enough and (complete or now - began >= self._rules.grace_s):
                     entries = sorted(here.values(), key=lambda entry: (entry.round != round_number, entry.peer))
-                    said = json.dumps({"round": round_number, "entries": [asdict(entry) for entry in entries]})
+                    said = json.dumps(
+                        {"round": round_number, "beginning": beginning, "entries": [asdict(entry) for entry in entries]}
+                    )
                     self._store.compare_set(f"{turn}/view", "", said)
             if now > end:
                 raise RendezvousError(
@@ -264,14 +270,15 @@ class Meeting:
         before = self._decided(turn - 1)
         same = before is not None and [e.peer for e in before.entries] == [e.peer for e in view.entries]
         fresh = not same or self._outcome(turn - 1) != "commit"
-        return View(turn, view.round, view.entries, ranks[0], fresh)
+        return replace(view, rank=ranks[0], fresh=fresh)
 
     def _decided(self, turn: int) -> View | None:
         """What was decided for a turn, whoever is in it."""
         if turn < 1 or not self._store.check([f"{turn}/view"]):
             return None
         said = json.loads(self._store.get(f"{turn}/view"))
-        return View(turn, said["round"], tuple(Entry(**entry) for entry in said["entries"]), 0, fresh=True)
+        entries = tuple(Entry(**entry) for entry in said["entries"])
+        return View(turn, said["round"], entries, rank=0, fresh=True, beginning=said["beginning"])
 
     def _records(self, turn: int) -> dict[int, Entry]:
         """Who has arrived at a turn, by slot."""
