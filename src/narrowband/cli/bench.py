@@ -1,4 +1,6 @@
-"""``narrowband bench kernels``, ``bench ddp``, ``bench pipeline``, ``bench adapt`` and ``bench memory``."""
+"""``narrowband bench kernels``, ``bench ddp``, ``bench pipeline``, ``bench peers``, ``bench adapt`` and
+``bench memory``.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, kernels, memory, pipeline
+from narrowband.bench import adapt, ddp, kernels, memory, peers, pipeline
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPipeline"]
+__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline"]
 
 
 @dataclass(frozen=True)
@@ -202,3 +204,43 @@ def _record(console: Console, path: Path | None, config: dict[str, Any], rows: l
 
     write_json(path, provenance(config["seed"]) | {"config": config, "rows": rows})
     console.print(f"written to {path}", style="dim", markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class BenchPeers:
+    """Hold rounds of peers of which one is killed and replaced and another frozen: how much training goes on?
+
+    The same run is measured undisturbed first. Goodput is the optimizer steps that the run takes in per second.
+
+    Examples:
+      narrowband bench peers --json peers.json
+      narrowband bench peers --peers 6 --spec qsgd:bits=2+ef
+      narrowband bench peers --rounds 1000 --every 2 --step-s 0 --freeze-s 10
+    """
+
+    config: Annotated[peers.Config, tyro.conf.arg(name="")] = field(default_factory=peers.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import peers_table
+
+        check_output(self.json)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("peers meet", total=None)
+
+            def show(event: dict[str, Any]) -> None:
+                progress.update(task, completed=event["round"], total=event["of"], description=event["name"])
+
+            rows = peers.run(self.config, show)
+        console.print(peers_table(rows))
+        torn, equal = rows[-1], all(row["equal"] for row in rows)
+        console.print(
+            f"Goodput while disturbed: {torn['share']:.0%} of the undisturbed run's, and {torn['share_present']:.0%} "
+            f"of what those present could do. After every round peers were {'' if equal else 'NOT '}equal to the bit.",
+            highlight=False,
+        )
+        _record(console, self.json, asdict(self.config), rows)
+        return DONE if equal else FAILED

@@ -22,6 +22,7 @@ _COMMANDS = {
     "bench kernels": ("bench", "BenchKernels"),
     "bench ddp": ("bench", "BenchDDP"),
     "bench pipeline": ("bench", "BenchPipeline"),
+    "bench peers": ("bench", "BenchPeers"),
     "bench adapt": ("bench", "BenchAdapt"),
     "bench memory": ("bench", "BenchMemory"),
     "lab": ("lab", "Lab"),

@@ -26,6 +26,7 @@ __all__ = [
     "kernels_table",
     "lab_table",
     "memory_table",
+    "peers_table",
     "pipeline_table",
     "plan_table",
     "saved_table",
@@ -96,6 +97,25 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
             "\n".join(format_or_dash(format_bytes, row[f"{way}_nbytes"]) for way in ("forward", "backward")),
             "\n".join(_error(row.get(f"{way}_relative_error")) for way in ("forward", "backward")),
             format_or_dash("{:.0%}".format, row["share_of_allowed"]),
+        )
+    return table
+
+
+def peers_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench peers``."""
+    table = _table(
+        f"{rows[0]['rounds']} rounds of peers, one of which is killed and replaced, and another frozen",
+        *("run", "seconds", "steps", "steps/s", "longest\nround", "absent", "equal"),
+    )
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['seconds']:.1f}",
+            f"{row['steps']:,}",
+            f"{row['goodput']:.1f}",
+            format_seconds(row["slowest_s"]),
+            format_seconds(row["absent_s"]),
+            "yes" if row["equal"] else "NO",
         )
     return table
 

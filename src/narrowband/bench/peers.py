@@ -1,0 +1,261 @@
+"""How much training goes on while peers die, freeze and come back: rounds of real processes, disturbed by script.
+
+Peers are processes on this machine. A step's computing is a wait of fixed length, as if each had a machine for itself,
+so that what is measured is what the disturbances cost, and not how processes share cores. Everything else is real: a
+model, its optimizer, exchanges, the store.
+
+The same run is measured twice, undisturbed and disturbed, and compared by *goodput*: optimizer steps that the run has
+taken in, of all peers together, per second. A peer that is dead takes no steps, which no protocol can help; goodput of
+those *present* leaves out the peer's share of the time in which it was dead or frozen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from narrowband.updates import ElasticUpdateCompression, Rendezvous, compress_updates
+from narrowband.updates.rendezvous import serve
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
+
+__all__ = ["Config", "run"]
+
+#: Of the model: a matrix in, one out.
+_WIDTH, _HIDDEN = 256, 1024
+
+#: A peer that says nothing for so long has hung.
+_SILENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to do.
+
+    Attributes:
+        peers: Processes at the beginning.
+        rounds: Of the run.
+        every: Steps of a round.
+        step_s: Seconds of computing in a step.
+        spec: What updates are compressed with.
+        kill: Round in which one peer is killed; 0: none is.
+        rejoin: Round in which a new process takes its place.
+        freeze: Round in which another peer is stopped; 0: none is.
+        freeze_s: Seconds for which it is.
+        grace_s: Seconds that a round waits for peers of the round before.
+        exchange_s: Seconds after which an exchange breaks off.
+        seed: Of data and parameters.
+    """
+
+    peers: int = 4
+    rounds: int = 200
+    every: int = 20
+    step_s: float = 0.1
+    spec: str = "topk:density=0.01+ef"
+    kill: int = 40
+    rejoin: int = 60
+    freeze: int = 80
+    freeze_s: float = 60.0
+    grace_s: float = 1.0
+    exchange_s: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.peers < 2 or self.rounds < 2 or self.every < 1:
+            raise ValueError(f"peers={self.peers} and rounds={self.rounds} must be at least 2, every={self.every} 1")
+        if self.freeze and self.peers < 3:
+            raise ValueError(f"peers={self.peers}: one is killed, another frozen, and one has to be left; give 3")
+        for name in ("step_s", "freeze_s", "grace_s", "exchange_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.kill and not 1 < self.kill < self.rejoin < self.rounds:
+            raise ValueError(f"kill={self.kill}, rejoin={self.rejoin} and rounds={self.rounds} have to follow in order")
+        if self.freeze and not 1 < self.freeze < self.rounds:
+            raise ValueError(f"freeze={self.freeze} is no round of {self.rounds}")
+
+
+def run(config: Config, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
+    """The undisturbed run, and then the disturbed one: a row each.
+
+    A row has ``name``, ``rounds``, ``steps`` (of all peers, as far as rounds took them in), ``seconds``, ``goodput``
+    (steps per second), ``absent_s`` (seconds of peers that were dead or frozen, added up), ``slowest_s`` (the longest
+    time from one round to the next, on a peer that was there), ``equal`` (whether all peers had the same bits after
+    every round) and ``back`` (how many rounds the killed and the frozen peer took part in after they returned). The
+    second has ``share``, its goodput over the first one's, and ``share_present``, the same of those present.
+
+    Args:
+        config: what to do.
+        on_event: called with ``{"name": …, "round": …, "of": …}`` as rounds go by.
+
+    Raises:
+        RuntimeError: a peer failed, or all hung.
+    """
+    rows = []
+    for name, disturbed in (("undisturbed", False), ("disturbed", True)):
+        held = _Run(config, disturbed, lambda event, name=name: on_event({"name": name, **event}))  # type: ignore[misc]
+        rows.append({"name": name, **held.result()})
+    plain, torn = rows
+    torn["share"] = torn["goodput"] / plain["goodput"]
+    present = 1.0 - torn["absent_s"] / (config.peers * torn["seconds"])
+    torn["share_present"] = torn["share"] / present
+    return rows
+
+
+class _Run:
+    """One run: starts peers, disturbs them, and listens."""
+
+    def __init__(self, config: Config, disturbed: bool, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._config, self._disturbed, self._on_event = config, disturbed, on_event
+        self._context = multiprocessing.get_context("forkserver")
+        self._store = serve(0, "127.0.0.1")
+        self._peers: dict[str, tuple[ForkServerProcess, Connection]] = {}
+        self._digests: dict[int, set[str]] = {}
+        self._taken: dict[int, int] = {}  # round → steps of those that took part
+        self._first: dict[int, float] = {}  # round → when the first peer had it
+        self._took_part: dict[str, list[int]] = {}
+        self._absent_s = 0.0
+
+    def result(self) -> dict[str, Any]:
+        config = self._config
+        try:
+            for number in range(config.peers):
+                self._start(str(number))
+            self._listen()
+        finally:
+            for process, pipe in self._peers.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, signal.SIGCONT)
+                process.kill()
+                process.join()
+                pipe.close()
+        times = [self._first[number] for number in sorted(self._first)]
+        seconds = times[-1] - times[0]
+        steps = sum(steps for number, steps in self._taken.items() if number > 1)
+        return {
+            "rounds": max(self._first),
+            "steps": steps,
+            "seconds": seconds,
+            "goodput": steps / seconds,
+            "absent_s": self._absent_s,
+            "slowest_s": max(b - a for a, b in itertools.pairwise(times)),
+            "equal": all(len(digests) == 1 for digests in self._digests.values()),
+            "back": {name: len(rounds) for name, rounds in self._took_part.items() if name in ("again", "1")},
+        }
+
+    def _start(self, name: str) -> None:
+        ours, theirs = self._context.Pipe()
+        told = asdict(self._config) | {"address": f"127.0.0.1:{self._store.port}", "name": name}
+        process = self._context.Process(target=_peer, args=(told, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._peers[name] = process, ours
+
+    def _listen(self) -> None:
+        """Until all peers are done."""
+        config, waiting = self._config, dict(self._peers)
+        killed_at = frozen_at = None
+        plan = {"kill": config.kill, "rejoin": config.rejoin, "freeze": config.freeze} if self._disturbed else {}
+        while waiting:
+            ready = connection.wait([pipe for _, pipe in waiting.values()], timeout=0.2)
+            now = time.monotonic()
+            if self._first and now - max(self._first.values()) > _SILENCE_S:
+                raise RuntimeError(f"no round was held for {_SILENCE_S:g} s: the run hangs at {max(self._first)}")
+            for name, (_, pipe) in list(waiting.items()):
+                if pipe not in ready:
+                    continue
+                try:
+                    event = pipe.recv()
+                except EOFError:
+                    del waiting[name]
+                    if killed_at is None or name != "0":
+                        raise RuntimeError(f"peer {name} ended early") from None
+                    continue
+                if event is None:
+                    del waiting[name]
+                else:
+                    self._note(name, event)
+            latest = max(self._first, default=0)
+            if plan.get("kill") and latest >= plan["kill"]:
+                del plan["kill"]
+                killed_at = now
+                self._peers["0"][0].kill()
+            if "kill" not in plan and plan.get("rejoin") and latest >= plan["rejoin"]:
+                del plan["rejoin"]
+                self._absent_s += now - (killed_at or now)
+                self._start("again")
+                waiting["again"] = self._peers["again"]
+            if plan.get("freeze") and latest >= plan["freeze"]:
+                del plan["freeze"]
+                frozen_at = now
+                os.kill(self._peers["1"][0].pid or 0, signal.SIGSTOP)
+            if frozen_at is not None and now - frozen_at > config.freeze_s:
+                os.kill(self._peers["1"][0].pid or 0, signal.SIGCONT)
+                self._absent_s += now - frozen_at
+                frozen_at = None
+                self._took_part["1"] = []
+
+    def _note(self, name: str, event: dict[str, Any]) -> None:
+        """A peer has applied a round."""
+        number = event["round"]
+        if number not in self._first:
+            self._first[number] = time.monotonic()
+            self._on_event({"round": number, "of": self._config.rounds})
+        self._digests.setdefault(number, set()).add(event["digest"])
+        self._taken[number] = self._taken.get(number, 0) + event["steps"]
+        self._took_part.setdefault(name, []).append(number)
+
+
+def _peer(told: dict[str, Any], pipe: Connection) -> None:
+    """One peer, from its beginning to the last round."""
+    torch.set_num_threads(1)
+    torch.manual_seed(told["seed"])
+    model = nn.Sequential(nn.Linear(_WIDTH, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(told["name"].encode()).digest()[:4], "big"))
+    peers = Rendezvous(
+        told["address"],
+        least=1,
+        grace_s=told["grace_s"],
+        exchange_s=told["exchange_s"],
+        begin_with=told["peers"],
+        name=told["name"],
+    )
+    handle = compress_updates(model, optimizer, told["spec"], every=told["every"], outer="auto", peers=peers)
+    assert isinstance(handle, ElasticUpdateCompression)
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send({"round": handle.rounds, "digest": _digest(model), "steps": 0})
+        steps = 0
+        while handle.rounds < told["rounds"]:
+            x = torch.randn(8, _WIDTH, generator=generator)
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(model(x), x.roll(1, 1)))
+            time.sleep(told["step_s"])
+            before = handle.rounds
+            optimizer.step()
+            steps += 1
+            if handle.rounds != before:
+                pipe.send({"round": handle.rounds, "digest": _digest(model), "steps": steps})
+                steps = 0
+        pipe.send(None)
+        handle.remove()
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
