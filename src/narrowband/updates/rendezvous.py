@@ -69,9 +69,9 @@ class Rendezvous:
         name: what logs call this peer, and what peers are ordered by; by default drawn.
 
     Example:
-        >>> handle = nb.compress_updates(
-        ...     model, optimizer, "qsgd:bits=2+ef", every=50, peers=nb.Rendezvous("10.0.0.1:29400")
-        ... )
+        >>> peers = nb.Rendezvous("10.0.0.1:29400", least=3, grace_s=60)
+        >>> peers.least
+        3
     """
 
     address: str
