@@ -270,6 +270,28 @@ def test_updates_count_by_their_steps(store):
         assert torch.equal(again, after)
 
 
+def by_time(rank, world_size, address):
+    """Rounds of half a second; peer 1 is four times as fast."""
+    model, optimizer, handle = join(address, rank, "none", optimizer=sgd, every="0.5s", begin_with=world_size)
+    steps, seen = 0, []
+    while handle.rounds < 4:
+        rounds = handle.rounds
+        train(model, rank, [steps], optimizer)
+        steps += 1
+        if handle.rounds != rounds:
+            seen.append((handle.rounds, steps, flat(model)))
+        time.sleep(0.01 if rank else 0.04)
+    handle.remove()
+    return seen
+
+
+def test_rounds_by_time_take_what_each_peer_has_done(store):
+    slow, fast = run_ranks(by_time, 2, store, group=False)
+    assert [rounds for rounds, *_ in slow] == [rounds for rounds, *_ in fast] == [2, 3, 4]
+    assert all(torch.equal(mine, its) for (*_, mine), (*_, its) in zip(slow, fast, strict=True))
+    assert fast[-1][1] > slow[-1][1] > 3
+
+
 def late(rank, world_size, address):
     """Peer 2 comes so late to its second round that the others have gone on, and then is in time."""
     model, optimizer, handle = join(address, rank, "none", optimizer=sgd, begin_with=world_size, grace_s=0.5)
@@ -389,6 +411,7 @@ def refused(rank, world_size, address):
     dist.destroy_process_group()
     errors.append(refusal(lambda: join(address, rank, "topk:density=0.1+ef21")))
     errors.append(refusal(lambda: join(address, rank, nb.LGreCo("topk:density=0.1+ef"))))
+    errors.append(refusal(lambda: join(address, rank, every="soon")))
     errors.append(refusal(lambda: join("127.0.0.1:1", rank, patience_s=0.3)))
     errors.append(refusal(lambda: join(address, rank, least=2, patience_s=0.3, grace_s=0.1)))
     return errors
@@ -396,8 +419,15 @@ def refused(rank, world_size, address):
 
 def test_what_cannot_be_is_said_at_set_up(store):
     (errors,) = run_ranks(refused, 1, store, group=False)
-    kinds = ["UnsupportedError", "ValueError", "UnsupportedError", "UnsupportedError"] + ["RendezvousError"] * 2
-    words = ["leave init_process_group out", "leave one of the two out", "use '+ef'", "use a plan"]
+    kinds = ["UnsupportedError", "ValueError", "UnsupportedError", "UnsupportedError", "ValueError"]
+    kinds += ["RendezvousError"] * 2
+    words = [
+        "leave init_process_group out",
+        "leave one of the two out",
+        "use '+ef'",
+        "use a plan",
+        "every='soon' is no time",
+    ]
     words += ["no store answers at 127.0.0.1:1", "no round was held for 0.3 s: 1 peers are here (least=2)"]
     assert [kind for kind, _ in errors] == kinds
     for (_, text), word in zip(errors, words, strict=True):

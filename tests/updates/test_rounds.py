@@ -513,6 +513,7 @@ def refused(rank, world_size):
         asked([model], optimizer, "none"),
         asked(model, "adamw", "none"),
         asked(model, optimizer, "none", every=0),
+        asked(model, optimizer, "none", every="20min"),
         asked(model, optimizer, "none", outer=-1.0),
         asked(model, optimizer, "none", outer="far"),
         asked(model, optimizer, "none", buffers="drop"),
@@ -527,10 +528,20 @@ def refused(rank, world_size):
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
-        "TypeError", "TypeError", *["ValueError"] * 4, "UnsupportedError", "UnsupportedError",
+        "TypeError", "TypeError", *["ValueError"] * 5, "UnsupportedError", "UnsupportedError",
         "ValueError", "ValueError", "ValueError",
     ]  # fmt: skip
-    words = ["takes a module", "optimizers", "every=0", "outer=-1.0", "outer='far'", "'drop'", "momentum", "aq-sgd"]
+    words = [
+        "takes a module",
+        "optimizers",
+        "every=0",
+        "which rounds with peers",
+        "outer=-1.0",
+        "outer='far'",
+        "'drop'",
+        "momentum",
+        "aq-sgd",
+    ]
     words += ["pass all optimizers", "nothing to average", "nonsense"]
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text

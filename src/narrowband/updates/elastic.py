@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +45,9 @@ __all__ = ["ElasticUpdateCompression"]
 
 log = logging.getLogger(__name__)
 
+#: Steps of a round that ends by time.
+_MANY = 1 << 40
+
 #: What has no meaning on one peer alone, or would differ on a peer that comes later.
 _REFUSED = {"ef21": "keeps estimates that all peers have in common; use '+ef'"}
 
@@ -63,10 +67,13 @@ class ElasticUpdateCompression(UpdateCompression):
         settings: Settings,
         rendezvous: Rendezvous,
         *,
-        every: int,
+        every: int | float,
         outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer],
         buffers: Literal["average", "keep"],
     ) -> None:
+        # Steps, or seconds as a float.
+        self._period_s = every if isinstance(every, float) else None
+        steps = every if isinstance(every, int) else _MANY
         method = settings.compression.feedback
         if method is not None and method.name in _REFUSED:
             raise UnsupportedError(f"{method.name} {_REFUSED[method.name]} where peers come and go")
@@ -87,13 +94,14 @@ class ElasticUpdateCompression(UpdateCompression):
         def begin(view: View) -> None:
             group = self._open(view)
             super(ElasticUpdateCompression, self).__init__(
-                model, optimizers, settings, group, every=every, outer=outer, buffers=buffers
+                model, optimizers, settings, group, every=steps, outer=outer, buffers=buffers
             )
             self._share(view)
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
         self._apply(self._tensors())
         self._anchor(parameters=False)
+        self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
@@ -119,6 +127,12 @@ class ElasticUpdateCompression(UpdateCompression):
             self._apply(tensors)
         finally:
             self._anchor(parameters=False)
+            self._held_at = time.monotonic()
+
+    def _is_due(self) -> bool:
+        if self._period_s is None:
+            return super()._is_due()
+        return time.monotonic() - self._held_at >= self._period_s
 
     def _hold(
         self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True

@@ -223,8 +223,12 @@ class UpdateCompression(Handle):
     def _after_step(self) -> None:
         self._stepped = True
         self._steps += 1
-        if self._steps >= self.every:
+        if self._is_due():
             self.average()
+
+    def _is_due(self) -> bool:
+        """Whether it is time for a round."""
+        return self._steps >= self.every
 
     @torch.no_grad()
     def _anchor(self, *, parameters: bool) -> None:

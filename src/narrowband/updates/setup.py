@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
@@ -32,7 +33,7 @@ def compress_updates(
     optimizer: Optimizer | Sequence[Optimizer],
     spec: str | Codec | Compression | Method | Plan | Policy,
     *,
-    every: int = 1,
+    every: int | str = 1,
     outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
     buffers: Literal["average", "keep"] = "average",
     min_numel: int = 1024,
@@ -57,7 +58,8 @@ def compress_updates(
             ``process_group`` for the ranks that hold the same part of each replica.
         optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
-        every: optimizer steps from one round to the next.
+        every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
+            ``min`` or ``h``), so that fast and slow peers come to it together, each with the steps it has taken.
         outer: how far the parameters go along the mean of the updates; ``"auto"``, for Adam and its kin: as far as one
             optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); or a function that
             makes an optimizer for them, which gets −mean as their gradients. DiLoCo's is
@@ -104,7 +106,10 @@ def compress_updates(
             raise ValueError(
                 f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
             )
-    if every < 1:
+    steps_or_seconds = _seconds(every) if isinstance(every, str) else every
+    if isinstance(steps_or_seconds, float) and peers is None:
+        raise ValueError(f"every={every!r} is a time, which rounds with peers=... go by; give a number of steps")
+    if isinstance(steps_or_seconds, int) and steps_or_seconds < 1:
         raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
     if buffers not in ("average", "keep"):
         raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
@@ -129,7 +134,7 @@ def compress_updates(
         )
     net = model.module if isinstance(model, DistributedDataParallel) else model
     _check_parameters(net, optimizers)
-    options: Any = {"every": every, "outer": outer, "buffers": buffers}
+    options: Any = {"every": steps_or_seconds, "outer": outer, "buffers": buffers}
     handle: UpdateCompression
     if peers is not None:
         if process_group is not None:
@@ -141,6 +146,18 @@ def compress_updates(
     if grad_scaler is not None:
         handle.watch(grad_scaler)
     return handle
+
+
+def _seconds(text: str) -> float:
+    """Seconds that a time says.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h)", text.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"every={text!r} is no time; write a number and s, min or h, such as 20min")
+    return float(found[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
 def _is_number(x: object) -> TypeGuard[float]:
