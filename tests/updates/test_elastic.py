@@ -245,6 +245,51 @@ def test_a_peer_that_comes_has_all_that_the_others_have(store, outer):
             assert torch.equal(newcomer[rounds][1], others[rounds][1])
 
 
+def corrupted(rank, world_size, address):
+    """On peer 2, which comes later, the first transfer of parameters has one bit wrong."""
+    side = nb.Rendezvous(address).connect()
+    if rank == 2:
+        side.wait(["going"])
+        begin, transfers = nb.UpdateCompression._begin_with_the_first, []
+
+        def begun(self):
+            begin(self)
+            transfers.append(1)
+            if len(transfers) == 1:
+                with torch.no_grad():
+                    self._model[0].weight.view(torch.int32)[3, 3] ^= 1
+
+        nb.UpdateCompression._begin_with_the_first = begun
+    with heard() as messages:
+        model, optimizer, handle = join(address, rank, begin_with=2, exchange_s=4.0)
+        seen = {}
+        for step in range(300):
+            if side.check(["enough"]):
+                break
+            train(model, rank, [step], optimizer)
+            if not handle.steps:
+                seen[handle.rounds] = flat(model)
+            side.set("going", "1")
+            if rank == 2 and len(seen) > 2:
+                side.set("enough", "1")
+            time.sleep(0.01)
+    handle.remove()
+    if rank == 2:
+        nb.UpdateCompression._begin_with_the_first = begin
+        return seen, len(transfers), any("not those that were sent" in message for message in messages)
+    return seen, 0, any("broke off" in message for message in messages)
+
+
+def test_parameters_that_arrive_wrong_are_asked_for_again(store):
+    (first, _, broke_off), _, (third, transfers, said) = run_ranks(corrupted, 3, store, group=False)
+    assert transfers == 2
+    assert said
+    assert broke_off
+    shared = first.keys() & third.keys()
+    assert len(shared) >= 2
+    assert all(torch.equal(first[rounds], third[rounds]) for rounds in shared)
+
+
 # ---- steps, lateness, ends -------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ not those of the round before.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from datetime import timedelta
@@ -27,10 +28,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from narrowband.averaging.flat import real
 from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.length import MeasuredLength
-from narrowband.updates.rendezvous import Meeting, Rendezvous, View
+from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import UpdateCompression
 
 if TYPE_CHECKING:
@@ -145,7 +147,10 @@ class ElasticUpdateCompression(UpdateCompression):
             put_back: undoes what an exchange has done.
             brings: whether there is an update.
         """
+        end = time.monotonic() + self._rules.patience_s
         while True:
+            if time.monotonic() > end:
+                raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
             view = self._meeting.arrive(self.rounds, weight)
             good = False
             try:
@@ -252,10 +257,13 @@ class ElasticUpdateCompression(UpdateCompression):
                     "specs": self.layers.override_texts(),
                     "outer": None if self.outer is None else self.outer.state_dict(),
                     "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else None,
+                    "digest": self._digest(),
                 }
             ]
         dist.broadcast_object_list(sent, src=0)
         first = sent[0]
+        if self._digest() != first["digest"]:
+            raise RuntimeError("the parameters that arrived are not those that were sent; they are asked for again")
         if view.behind and view.rank != 0:
             self._step, self._epoch, self._paused, self._seed = (
                 first[key] for key in ("step", "epoch", "paused", "seed")
@@ -265,7 +273,15 @@ class ElasticUpdateCompression(UpdateCompression):
                 self.outer.load_state_dict(first["outer"])
             if isinstance(self._length, MeasuredLength):
                 self._length.load_state_dict(first["length"])
-        self._check_next = True  # parameters arrived to the bit
+        self._check_next = True
+
+    def _digest(self) -> str:
+        """Of all parameters and buffers."""
+        digest = hashlib.sha256()
+        for x in (*self._model.parameters(), *self._model.buffers()):
+            array: Any = real(x.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy()
+            digest.update(array)
+        return digest.hexdigest()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
