@@ -70,8 +70,9 @@ LOSSES = {
     "Muon, dense": 1.450,
     "Muon, updates, 2 bits": 1.4645,
     **{f"{base}, rate {rate:g}": 1.5 + abs(math.log(rate / best)) / 100
-       for base, best in (("dense", 2e-3), ("updates", 2e-3), ("every 15, DiLoCo", 4e-3))
-       for rate in (1e-3, 2e-3, 4e-3)},
+       for kind, base in (("gradients", "dense"), ("updates", "updates"), ("rounds", "every 15, DiLoCo"))
+       for best in (local._RATE[kind],)
+       for rate in local._RATES[kind]},
 }  # fmt: skip
 
 
@@ -199,7 +200,8 @@ def test_a_row_that_diverged_is_worse():
     assert of(rows, TOP).held is of(rows, BETTER_TOP).held is False
     assert "updates, top 1% diverged" in of(rows, TOP).figures
     assert of(made_up(**{"every 15, DiLoCo": None}), FIFTEEN).held
-    assert "0.001: diverged" in of(made_up(**{"dense, rate 0.001": None}), "learning rate of gradients").figures
+    least = f"{local._RATES['gradients'][0]:g}"
+    assert f"{least}: diverged" in of(made_up(**{f"dense, rate {least}": None}), "learning rate of gradients").figures
 
 
 @pytest.mark.parametrize("text", [CHEAP, TOP, BETTER_TOP, FIFTEEN, THIRTY, LENGTH])
