@@ -87,7 +87,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 "init_process_group out"
             )
         self._rules = rendezvous
-        self._linked = False
+        self._linked = self._warned = False
         self.rounds = -1
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, every=every, outer=outer, buffers=buffers)
@@ -187,7 +187,15 @@ class ElasticUpdateCompression(UpdateCompression):
                 group.flat.zero_()
             elif share != 1.0:
                 group.flat.mul_(share)
+        began = time.monotonic()
         self._exchange(brings=brings and share > 0)
+        if (took := time.monotonic() - began) > 0.5 * self._rules.exchange_s and not self._warned:
+            self._warned = True
+            log.warning(
+                "an exchange took %.0f s, and breaks off after exchange_s=%g; give more, or send less",
+                took,
+                self._rules.exchange_s,
+            )
 
     def _snapshot(self) -> dict[str, Any]:
         """What an exchange changes."""

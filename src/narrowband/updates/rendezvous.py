@@ -62,8 +62,9 @@ class Rendezvous:
         run: a name for the run, so that one store serves several.
         least: peers without which no round is held: fewer wait for more.
         grace_s: seconds that a round waits for peers of the round before. Who is later is left out of it.
-        exchange_s: seconds after which an exchange with a peer that does not answer breaks off, and is held again
-            without it. It also bounds the wait for all votes.
+        exchange_s: seconds after which an exchange breaks off, as with a peer that does not answer, and is held again
+            without that. It has to be well above what an exchange takes, for which see ``stats().last.exchange_s``. It
+            also bounds the wait for all votes.
         begin_with: peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are there.
         patience_s: seconds after which a peer that waits for a round gives up.
         name: what logs call this peer, and what peers are ordered by; by default drawn.
@@ -78,7 +79,7 @@ class Rendezvous:
     run: str = "run"
     least: int = 2
     grace_s: float = 30.0
-    exchange_s: float = 120.0
+    exchange_s: float = 300.0
     begin_with: int | None = None
     patience_s: float = 1800.0
     name: str = ""
