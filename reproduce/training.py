@@ -76,6 +76,9 @@ MUON_ADAMW_LR = 3e-3
 _CURVE_POINTS = 10
 _TELL_EVERY = 10
 
+#: A row of no more steps tells of each how long it took.
+_FEW_STEPS = 200
+
 #: What a task reads.
 _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
@@ -413,7 +416,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
       than the gradient payloads are, layer → spec];
     * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
     * ``step_s``: the median step of the last epoch on rank 0, and ``samples_per_s``, by it and of all ranks;
-      ``wall_s``: all of training, with evaluation.
+      ``step_seconds``: of each step, of a row that has few; ``wall_s``: all of training, with evaluation.
 
     With boundaries, the spec is what they compress with, bytes are what crosses them, both ways, and there are also
 
@@ -523,6 +526,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         **_at_boundaries(boundaries, crossed, module, row, task),
         **({} if activations is None else activations.report(task)),
         "step_s": statistics.median(taken),
+        **({"step_seconds": list(taken)} if total <= _FEW_STEPS else {}),
         "samples_per_s": row.batch / statistics.median(taken),
         "decide_s": after.decide_s,
         "wall_s": time.perf_counter() - begin,

@@ -1,0 +1,350 @@
+"""Seconds until a loss is reached, behind slow links: gradients, compressed gradients, updates, and rounds of updates.
+
+A method that sends less may need more steps. What counts is the product: steps until the loss is reached, times the
+seconds of a step. The two are measured apart, as what ranks compute does not depend on how fast they send it:
+
+* *steps* come from the record of ``reproduce.local``: the model's held-out loss after every epoch, on the way to the
+  loss that DDP without compression ends with, plus one per cent. Between two epochs the loss is interpolated;
+* *seconds* come from the same training, some steps of it, behind emulated links: four ranks on this machine, each with
+  a link of its own. What a step takes that sends nothing says how much of the time is computing.
+
+Run ``python -m reproduce.local_times`` (half an hour on two idle cores; needs what ``narrowband lab`` needs: Linux and
+root), ``--rates none --quick`` (seconds, anywhere), ``--help``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowband.report.record import provenance, write_json
+from narrowband.units import format_bytes, format_seconds
+from reproduce import local
+from reproduce.command import command_line, progress
+from reproduce.pictures import Bar, Panel, embedded, write
+from reproduce.report import DENSE, NOTHING, pictures_of, source
+from reproduce.training import Row, run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["METHODS", "Line", "Options", "lines", "main", "page", "steps_to"]
+
+_MODULE = "local_times"
+_TASK = "shakespeare"
+
+#: What is timed → the row of ``reproduce.local`` whose steps count for it.
+METHODS: dict[str, str] = {
+    "gradients, 32 bits": DENSE,
+    "gradients, 16 bits": DENSE,
+    "gradients, 4 bits": "gradients, 4 bits",
+    "updates, sign": "updates, sign",
+    "updates, top 1%": "updates, top 1%",
+    "every 15, DiLoCo": "every 15, DiLoCo",
+    "every 15, top 1/64, 2 bits": "every 15, top 1/64, 2 bits",
+    "every 30, top 1/64, 2 bits": "every 30, top 1/64, 2 bits",
+}
+_SIXTEEN = "gradients, 16 bits"
+
+#: The row that sends nothing until it ends.
+COMPUTING = "computing alone"
+
+#: Steps that are not timed, and that are: both hold whole rounds.
+_FIRST, _STEPS = 30, 60
+
+#: The loss that counts as reached: that of the dense row, and this much more.
+_MORE = 0.01
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time steps behind emulated links, and say how long each method takes to a loss.
+
+    Needs an otherwise idle machine, and the record of reproduce.local. Rows that are finished are kept: after Ctrl-C,
+    the same command goes on from there.
+    """
+
+    rates: tuple[str, ...] = ("20mbit", "100mbit", "500mbit")
+    """Of every link in both directions; none: ranks on loopback, unshaped."""
+    nodes: int = 4
+    """Ranks on this machine."""
+    data_dir: Path | None = None
+    """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
+    output: Path | None = None
+    """Directory of the results; reproduce/results/local_times when left out."""
+    losses: Path | None = None
+    """The record of reproduce.local; the one in this repository when left out."""
+    resume: bool = True
+    """Take rows that an earlier run finished."""
+    quick: bool = False
+    """A few steps of two rows: to see in seconds that everything works."""
+    markdown: Path | None = None
+    """Also write the page for the documentation to this file."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method at one rate.
+
+    Attributes:
+        rate: of every link.
+        method: as in :data:`METHODS`, or :data:`COMPUTING`.
+        step_s: mean seconds of a step, rounds included.
+        computing: a step that sends nothing, as a share of this one.
+        sent_bytes: of a rank, per step.
+        steps: until the loss is reached; None where it is not, or the record lacks the row.
+        seconds: the product; None as above.
+    """
+
+    rate: str
+    method: str
+    step_s: float
+    computing: float
+    sent_bytes: float
+    steps: float | None
+    seconds: float | None
+
+
+def timed(quick: bool = False) -> list[Row]:
+    """The rows that are timed: those of ``reproduce.local`` over a short text, and one that sends nothing."""
+    there = {r.row.name: r.row for r in local.EXPERIMENT.recipes if r.row.task == _TASK}
+    dense = there[DENSE]
+    steps = 4 if quick else _FIRST + _STEPS
+    # So many windows of 64 bytes, a batch of which is a step; the offset of an epoch takes up to one more.
+    limit = 64 * (steps * dense.batch + 1) + 64
+    rows = [replace(there[DENSE if name == _SIXTEEN else of], name=name) for name, of in METHODS.items()]
+    rows = [replace(row, spec="fp16") if row.name == _SIXTEEN else row for row in rows]
+    rows.append(replace(there["every 15, DiLoCo"], name=COMPUTING, updates=10**6, outer="1"))
+    rows = [replace(row, epochs=1, limit=limit) for row in rows]
+    return [rows[0], rows[-1]] if quick else rows
+
+
+def steps_to(target: float, scores: Sequence[float | None], steps: int) -> float | None:
+    """Steps until the loss is at most ``target``, or None.
+
+    Args:
+        target: in nats.
+        scores: perplexities after each epoch; None where it is not finite.
+        steps: of all epochs together.
+
+    Example:
+        >>> steps_to(2.0, [math.exp(3.0), math.exp(1.0)], 200)
+        150.0
+    """
+    each = steps / len(scores)
+    before = None
+    for at, score in enumerate(scores):
+        loss = math.inf if score is None else math.log(score)
+        if loss <= target:
+            if before is None or math.isinf(before):
+                return each * (at + 1)
+            return each * (at + (before - target) / (before - loss))
+        before = loss
+    return None
+
+
+def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """What rows come to together.
+
+    Args:
+        rows: rate → what :func:`reproduce.training.run` returned of :func:`timed`.
+        losses: the rows of ``reproduce.local``'s record.
+    """
+    known: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for row in losses:
+        if row["task"] == _TASK:
+            known.setdefault((row["name"], row["seed"]), row)
+    dense = known.get((DENSE, 0))
+    target = None if dense is None or dense["score"] is None else (1 + _MORE) * math.log(dense["score"])
+    found = []
+    for rate, own in rows.items():
+        alone = next(_mean_step(row) for row in own if row["name"] == COMPUTING)
+        for row in own:
+            told = known.get((METHODS.get(row["name"], ""), 0))
+            steps = None if told is None or target is None else steps_to(target, told["scores"], told["steps"])
+            step_s = _mean_step(row)
+            found.append(
+                Line(
+                    rate=rate,
+                    method=row["name"],
+                    step_s=step_s,
+                    computing=alone / step_s,
+                    sent_bytes=row["sent_bytes_per_step"],
+                    steps=steps,
+                    seconds=None if steps is None else steps * step_s,
+                )
+            )
+    return found
+
+
+def _mean_step(row: Mapping[str, Any]) -> float:
+    taken = row["step_seconds"]
+    timed_steps = taken[_FIRST:] if len(taken) > _FIRST else taken
+    return float(sum(timed_steps) / len(timed_steps))
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+_HEADINGS = ("method", "step", "computing", "sent", "steps", "time", "× faster")
+
+
+def _cells(line: Line, first: Line) -> tuple[str, ...]:
+    faster = NOTHING
+    if line.seconds is not None and first.seconds is not None:
+        faster = f"{first.seconds / line.seconds:.1f}"
+    unreached = NOTHING if line.method == COMPUTING else "not reached"
+    return (
+        line.method,
+        format_seconds(line.step_s),
+        f"{min(1.0, line.computing):.0%}",
+        format_bytes(line.sent_bytes) if line.method != COMPUTING else NOTHING,
+        unreached if line.steps is None else f"{line.steps:,.0f}",
+        unreached if line.seconds is None else format_seconds(line.seconds),
+        faster,
+    )
+
+
+def _by_rate(found: Sequence[Line]) -> dict[str, list[Line]]:
+    return {rate: [line for line in found if line.rate == rate] for rate in dict.fromkeys(line.rate for line in found)}
+
+
+def _panels(found: Sequence[Line]) -> list[Panel]:
+    return [
+        Panel(
+            f"Links of {rate}",
+            "time to the loss; lower is better",
+            [
+                Bar(
+                    line.method,
+                    line.seconds,
+                    "not reached" if line.seconds is None else format_seconds(line.seconds),
+                    line.method.startswith(("updates", "every")),
+                )
+                for line in own
+                if line.method != COMPUTING
+            ],
+        )
+        for rate, own in _by_rate(found).items()
+    ]
+
+
+def page(record: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a record.
+
+    Args:
+        record: what is in ``summary.json``.
+        path: of the page.
+    """
+    found = lines(record["rows"], record["losses"])
+    panels = _panels(found)
+    write(panels, pictures_of(path) / "opening")
+    best = []
+    for rate, own in _by_rate(found).items():
+        reached = [line for line in own if line.seconds is not None]
+        if reached:
+            first, least = own[0], min(reached, key=lambda line: line.seconds or math.inf)
+            best.append(f"at {rate} {least.method} in {format_seconds(least.seconds or 0.0)}")
+            if first.seconds is not None:
+                best[-1] += f", {first.seconds / (least.seconds or 1.0):.1f} times as fast as DDP in 32 bits"
+    out = ["# Time to a loss", ""]
+    out += [
+        (
+            "**What was asked.** Which way to average is first at the loss that DDP without compression ends with, "
+            f"plus {_MORE:.0%}, behind links of which speed?"
+        ),
+        "",
+        (
+            "**What was run.** A small GPT on bytes of tiny shakespeare, four ranks on one machine, AdamW. Steps until "
+            "the loss are those of [another page](local.md), one seed, interpolated between epochs. Seconds of a step "
+            f"are means over {_STEPS} steps behind emulated links, with the rounds that fall into them."
+        ),
+        "",
+        f"**What held.** First was {'; '.join(best) if best else 'none: no row reached the loss'}.",
+        "",
+        embedded(panels, f"pictures/{path.stem}/opening"),
+        "",
+    ]
+    for rate, own in _by_rate(found).items():
+        out += [f"## Links of {rate}", "", f"| {' | '.join(_HEADINGS)} |", "| --- |" + " ---: |" * (len(_HEADINGS) - 1)]
+        out += [f"| {' | '.join(_cells(line, own[0]))} |" for line in own] + [""]
+    out += [
+        (
+            "Step: the mean, with rounds. Computing: a step that sends nothing, as a share of it. Sent: per step and "
+            "rank. Steps and time: until the loss is reached. × faster: than DDP in 32 bits. 16 bits are "
+            "given the steps of 32. Ranks share two cores, so that they compute more slowly than machines of their own "
+            "would; on these, sending is a larger share of a step."
+        ),
+        "",
+        source(dict(record), record["commits"]),
+    ]
+    path.write_text("\n".join(out) + "\n", encoding="utf-8")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
+    return command_line(
+        _MODULE, Options, _run, argv, stopped="Rows that were finished are kept: the same command goes on from there."
+    )
+
+
+def _run(options: Options, command: list[str], console: Console) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    results = Path(__file__).parent / "results"
+    output, told = options.output or results / _MODULE, options.losses or results / "local" / "summary.json"
+    if not options.rates:
+        raise ValueError("give at least one rate, such as --rates 100mbit")
+    if not told.exists() and not options.quick:
+        raise FileNotFoundError(f"{told} is not there: run python -m reproduce.local first, or name its record")
+    keys = ("task", "name", "seed", "score", "scores", "steps", "commit")
+    losses = json.loads(told.read_text())["rows"] if told.exists() else []
+    losses = [{key: row[key] for key in keys} for row in losses if row["task"] == _TASK]
+    rows, record = timed(options.quick), provenance(0, command)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for rate in options.rates:
+        with progress(console) as bars:
+            bar = bars.add_task(rate, total=len(rows), said="starting ranks")
+
+            def note(event: dict[str, Any], bars: Any = bars, bar: Any = bar) -> None:
+                if event["event"] == "step":
+                    bars.update(bar, said=f"{rows[event['row']].name}: step {event['step']} of {event['of']}")
+                elif event["event"] == "row":
+                    bars.update(bar, advance=1)
+
+            found[rate] = run(
+                rows,
+                output / rate,
+                nodes=options.nodes,
+                rate=None if rate == "none" else rate,
+                data_dir=options.data_dir,
+                resume=options.resume,
+                on_event=note,
+            )
+    made = lines(found, losses)
+    for rate, own in _by_rate(made).items():
+        drawn = Table(title=f"Links of {rate}", title_justify="left", box=SIMPLE_HEAD)
+        for at, heading in enumerate(_HEADINGS):
+            drawn.add_column(heading, justify="right" if at else "left")
+        for line in own:
+            drawn.add_row(*_cells(line, own[0]))
+        console.print(drawn)
+    commits = sorted({str(row["commit"]) for own in found.values() for row in own} | {str(r["commit"]) for r in losses})
+    record |= {"commits": commits, "rows": found, "losses": losses, "lines": [asdict(line) for line in made]}
+    written = output / "summary.json"
+    write_json(written, record)
+    if options.markdown is not None:
+        page(record, options.markdown)
+    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Seconds to a loss: what they are computed from, and a whole quick run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from reproduce import local, local_times
+from reproduce.local_times import COMPUTING, METHODS, Line, lines, main, page, steps_to, timed
+from reproduce.report import DENSE
+from tests.reproduce.synthetic import write_all
+
+
+def perplexities(*losses):
+    return [None if loss is None else math.exp(loss) for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((3.0, 1.0), 150.0),  # half-way through the second epoch
+        ((2.0, 1.5), 100.0),
+        ((1.0, 0.5), 100.0),  # somewhere in the first epoch: its end is what is known
+        ((3.0, 2.5), None),
+        ((None, 1.0), 200.0),
+        ((3.0, 2.1, 1.9, 2.5), 125.0),  # 200 steps in four epochs: half-way through the third
+    ],
+)
+def test_steps_are_interpolated_between_epochs(losses, expected):
+    assert steps_to(2.0, perplexities(*losses), 200) == (None if expected is None else pytest.approx(expected))
+
+
+def test_what_is_timed_is_what_losses_are_of():
+    rows = {row.name: row for row in timed()}
+    assert rows.keys() == {*METHODS, COMPUTING}
+    there = {r.row.name: r.row for r in local.EXPERIMENT.recipes if r.row.task == "shakespeare"}
+    for name, of in METHODS.items():
+        own, told = rows[name], there[of]
+        assert (own.updates, own.outer, own.lr, own.small) == (told.updates, told.outer, told.lr, told.small)
+        assert own.spec == ("fp16" if name == "gradients, 16 bits" else told.spec)
+    assert rows[COMPUTING].updates > 10**5
+    assert len({row.limit for row in rows.values()}) == 1
+    assert local_times._FIRST % 30 == local_times._STEPS % 30 == 0  # whole rounds
+
+
+def recorded():
+    """Rows of a rate, and losses, made up."""
+    taken = {COMPUTING: 0.1, DENSE: 1.0}
+    rows = [
+        {
+            "name": name,
+            "step_seconds": [9.0] * local_times._FIRST + [taken.get(name, 0.2)] * local_times._STEPS,
+            "sent_bytes_per_step": 1000.0,
+            "commit": "a" * 40,
+        }
+        for name in (*METHODS, COMPUTING)
+    ]
+    rows[0]["step_seconds"] = [9.0] * local_times._FIRST + [1.0] * local_times._STEPS
+    losses = [
+        {"task": "shakespeare", "name": name, "seed": 0, "scores": perplexities(3.0, loss), "steps": 200,
+         "score": math.exp(loss), "commit": "a" * 40}
+        for name, loss in ((DENSE, 2.0), ("updates, sign", 2.01), ("updates, top 1%", 2.5))
+    ]  # fmt: skip
+    return {"20mbit": rows}, losses
+
+
+def test_time_is_steps_times_seconds():
+    found = {line.method: line for line in lines(*recorded())}
+    first, sixteen, sign, top = (
+        found[name] for name in ("gradients, 32 bits", "gradients, 16 bits", "updates, sign", "updates, top 1%")
+    )
+    target = 1.01 * 2.0
+    assert first.step_s == pytest.approx(1.0)
+    assert first.computing == pytest.approx(0.1)
+    assert first.steps == pytest.approx(100 * (1 + (3.0 - target) / 1.0))
+    assert first.seconds == pytest.approx(first.steps)
+    assert sixteen.steps == first.steps
+    assert sixteen.seconds == pytest.approx(0.2 * first.steps)
+    assert sign.steps == pytest.approx(100 * (1 + (3.0 - target) / 0.99))
+    assert top.steps is top.seconds is None  # its loss is too high
+    assert found["every 15, DiLoCo"].seconds is None  # the record lacks the row
+    assert found[COMPUTING].computing == pytest.approx(1.0)
+
+
+def test_the_page_says_who_is_first(tmp_path):
+    rows, losses = recorded()
+    record = {
+        "rows": rows, "losses": losses, "commits": ["a" * 40], "command": "python -m reproduce.local_times",
+        "machine": {"cores": 2, "cpu": "some"}, "versions": {"torch": "2"},
+    }  # fmt: skip
+    page(record, tmp_path / "local_times.md")
+    text = (tmp_path / "local_times.md").read_text()
+    first = next(line for line in lines(rows, losses) if line.method == "gradients, 32 bits")
+    assert isinstance(first, Line)
+    assert "at 20mbit gradients, 16 bits in" in text
+    assert "5.0 times as fast as DDP in 32 bits" in text
+    assert "| updates, top 1% | 200 ms | 50% | 1 kB | not reached | not reached | – |" in text
+    assert (tmp_path / "pictures/local_times/opening-dark.svg").exists()
+
+
+def test_a_whole_quick_run(tmp_path, capsys):
+    write_all(tmp_path / "data")
+    options = ["--rates", "none", "--quick", "--nodes", "2", "--data-dir", str(tmp_path / "data")]
+    command = [*options, "--output", str(tmp_path / "out"), "--losses", str(tmp_path / "none.json")]
+    assert main(command) == 0
+    assert "Links of none" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out/summary.json").read_text())
+    assert [row["name"] for row in written["rows"]["none"]] == ["gradients, 32 bits", COMPUTING]
+    assert all(len(row["step_seconds"]) >= 4 for row in written["rows"]["none"])
+    assert main([*command[:1], "none", "--losses", str(tmp_path / "none.json")]) == 2  # no record of losses
