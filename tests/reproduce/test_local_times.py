@@ -108,5 +108,5 @@ def test_a_whole_quick_run(tmp_path, capsys):
     assert "Links of none" in capsys.readouterr().out
     written = json.loads((tmp_path / "out/summary.json").read_text())
     assert [row["name"] for row in written["rows"]["none"]] == ["gradients, 32 bits", COMPUTING]
-    assert all(len(row["step_seconds"]) >= 4 for row in written["rows"]["none"])
+    assert all(row["step_seconds"] for row in written["rows"]["none"])
     assert main([*command[:1], "none", "--losses", str(tmp_path / "none.json")]) == 2  # no record of losses
