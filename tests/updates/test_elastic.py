@@ -477,3 +477,20 @@ def test_what_cannot_be_is_said_at_set_up(store):
     assert [kind for kind, _ in errors] == kinds
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text
+
+
+def alone(rank, world_size, address):
+    model, optimizer, handle = join(address, rank, "sign+ef", begin_with=1, outer="auto")
+    plain = mlp()
+    plain_optimizer = adamw(plain)
+    train(model, 0, range(4), optimizer)
+    train(plain, 0, range(4), plain_optimizer)
+    apart = float((flat(model) - flat(plain)).abs().max())
+    handle.remove()
+    return handle.rounds, len(handle.peers), apart, handle.stats().total.sent_bytes
+
+
+def test_who_is_left_alone_trains_on(store):
+    ((rounds, peers, apart, sent),) = run_ranks(alone, 1, store, group=False)
+    assert (rounds, peers, sent) == (3, 1, 0)
+    assert apart < 0.03  # signs, on their way to the update
