@@ -72,7 +72,7 @@ LOSSES = {
     **{f"{base}, rate {rate:g}": 1.5 + abs(math.log(rate / best)) / 100
        for kind, base in (("gradients", "dense"), ("updates", "updates"), ("rounds", "every 15, DiLoCo"))
        for best in (local._RATE[kind],)
-       for rate in local._RATES[kind]},
+       for rate in local._RATES},
 }  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_a_row_that_diverged_is_worse():
     assert of(rows, TOP).held is of(rows, BETTER_TOP).held is False
     assert "updates, top 1% diverged" in of(rows, TOP).figures
     assert of(made_up(**{"every 15, DiLoCo": None}), FIFTEEN).held
-    least = f"{local._RATES['gradients'][0]:g}"
+    least = f"{local._RATES[0]:g}"
     assert f"{least}: diverged" in of(made_up(**{f"dense, rate {least}": None}), "learning rate of gradients").figures
 
 
