@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband.adapt import lgreco
+from tests.thorough import examples
 
 NUMBERS = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 2.0, 1e-9, math.inf])
 
@@ -32,7 +33,7 @@ def best(sizes, errors, budget):
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     problem=problems(), share=st.floats(0, 1.5), discretization=st.sampled_from([1, 10, 1000]), known=st.integers(0, 3)
 )

@@ -30,11 +30,12 @@ from tests.kernels.backends.common import (
     some_rows,
     written,
 )
+from tests.thorough import examples
 
 
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, out_dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), ranges=st.sampled_from(["extremes", "narrow", "any-bits"]), seed=seeds)  # fmt: skip
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_rows_of_activations(
     rows: kernels.Rows, kind: str, dtype: Any, out_dtype: Any, bits: int, stochastic: bool, ranges: str, seed: int
 ) -> None:
@@ -68,7 +69,7 @@ def test_rows_of_activations(
     decay=st.sampled_from([0.0, 0.5, 0.9]),
     seed=seeds,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_learning_ranges(groups: int, kinds: tuple[str, str], decay: float, seed: int) -> None:
     low, *others = (make(kind, 2 * groups, seed % 2**32).view(2, groups) for kind in kinds)
     low, high = torch.minimum(*low), torch.maximum(*low)
@@ -101,7 +102,7 @@ def test_how_far_an_end_has_moved() -> None:
 
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_rows_in_one_pass_and_with_gaps_between_lines(
     rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, gap: int | None, any_bits: bool, seed: int
 ) -> None:
@@ -149,7 +150,7 @@ def test_decoding_rows_of_any_bytes(rows: kernels.Rows, dtype: Any, bits: int, s
 @given(n=st.one_of(st.integers(0, 300), st.sampled_from(SIZES)), kind=st.sampled_from(KINDS), dtype=dtypes,
        out_dtype=dtypes, factor=st.sampled_from([1.0, 1 / 0.9, -3.0, 1e38]),
        seed=st.integers(0, 2**32 - 1))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_masks(n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, seed: int) -> None:
     x, y = (make_as(dtype, k, n, seed) for k in (kind, "any-bits"))
     y = torch.nn.functional.pad(y, (1, 0))[1:]
@@ -173,7 +174,7 @@ def test_masks(n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, see
 
 @given(data=st.data(), last=st.booleans(), ceil_mode=st.booleans(), samples=st.sampled_from([None, 0, 1, 2]),
        channels=st.sampled_from([1, 3, 17]))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_places_of_maxima(data: Any, last: bool, ceil_mode: bool, samples: int | None, channels: int) -> None:
     """The positions of PyTorch's max pooling, of one sample or several, in planes or with channels last."""
     kernel = data.draw(st.tuples(st.integers(1, 16), st.integers(1, 16)) | st.sampled_from([(256, 1), (1, 256)]))

@@ -26,6 +26,7 @@ from tests.kernels.backends.common import (
     seeds,
     threads,
 )
+from tests.thorough import examples
 
 
 @given(x=inputs, seed=seeds, decay=st.sampled_from([1.0, 0.95, 1e-30]))
@@ -113,7 +114,7 @@ def test_a_sample_that_misleads_costs_a_second_look_and_no_more(monkeypatch):
 
 
 @given(x=inputs, share=st.floats(0, 1), decay=st.sampled_from([1.0, 0.9]), sampled=st.booleans(), seed=seeds)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_compensate_select_topk(x: Tensor, share: float, decay: float, sampled: bool, seed: int) -> None:
     n = x.numel()
     k = min(n, max(1, round(share * n)))

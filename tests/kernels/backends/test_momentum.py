@@ -23,6 +23,7 @@ from tests.kernels.backends.common import (
     seeds,
     threads,
 )
+from tests.thorough import examples
 
 
 @given(
@@ -30,7 +31,7 @@ from tests.kernels.backends.common import (
     masking=st.booleans(), scale=st.sampled_from([1.0, 0.0, 0.1, 3e-30]),
     threshold=st.sampled_from([0.0, 1e-30, 0.5, 2.0, 1e30]), sampled=st.booleans(), seed=seeds,
 )  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_momentum_topk_and_forget(
     x: Tensor,
     share: float,

@@ -31,6 +31,7 @@ from tests.kernels.backends.common import (
     quantizers,
     seeds,
 )
+from tests.thorough import examples
 
 
 @given(x=inputs, group=groups)
@@ -40,7 +41,7 @@ def test_group_minmax(x: Tensor, group: int) -> None:
 
 
 @given(x=inputs, group=groups, quantizer=quantizers, stochastic=st.booleans(), seed=seeds)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_quantize_groups(x: Tensor, group: int, quantizer: tuple[str, int], stochastic: bool, seed: int) -> None:
     scale, bits = quantizer
     assert_same_payload(x, bits, group, scale, stochastic=stochastic, seed=seed)
@@ -48,7 +49,7 @@ def test_quantize_groups(x: Tensor, group: int, quantizer: tuple[str, int], stoc
 
 @given(n=st.sampled_from(SIZES), group=groups, quantizer=quantizers, seed=seeds,
        weight=st.sampled_from([1.0, 0.25, -1 / 3]), accumulate=st.booleans(), wild=st.booleans())  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_dequantize_groups_of_any_bytes(
     n: int, group: int, quantizer: tuple[str, int], seed: int, weight: float, accumulate: bool, wild: bool
 ) -> None:

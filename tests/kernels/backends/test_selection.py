@@ -24,10 +24,11 @@ from tests.kernels.backends.common import (
     make,
     seeds,
 )
+from tests.thorough import examples
 
 
 @given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
     if x.numel():
         on_all("select_topk", x, max(1, round(share * x.numel())), sampled=sampled, seed=seed)

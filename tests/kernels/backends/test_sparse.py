@@ -26,10 +26,11 @@ from tests.kernels.backends.common import (
     make,
     seeds,
 )
+from tests.thorough import examples
 
 
 @given(indices=st.lists(st.integers(-3, 12), max_size=12), tidy=st.booleans(), n=st.integers(1, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_check_indices(indices: list[int], tidy: bool, n: int) -> None:
     if tidy:
         indices = sorted(max(i, 0) for i in indices)
@@ -115,7 +116,7 @@ def test_elias_fano_of_nothing(n: int) -> None:
 
 
 @given(n=st.sampled_from([1, 5, 8, 9, 127, 1000, 10**6, 2**31 - 1]), k=st.integers(1, 300), seed=seeds)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_elias_fano_decoding_of_any_bytes(n: int, k: int, seed: int) -> None:
     """Both refuse, or both give the same valid indices."""
     rng = np.random.default_rng(seed)

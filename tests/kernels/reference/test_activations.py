@@ -26,6 +26,7 @@ from tests.kernels.reference.naive import (
     naive_value,
     seeds,
 )
+from tests.thorough import examples
 
 
 def cut_rows(rows: kernels.Rows) -> list[tuple[int, int, int]]:
@@ -139,7 +140,7 @@ def test_rounding_to_nearest_is_equations_3_to_5_of_mesa(bits: int, share: float
 
 @given(rows=some_rows, kind=st.sampled_from(KINDS[:-1]), bits=st.sampled_from([2, 4, 8]), stochastic=st.booleans(),
        seed=seeds)  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_rows_err_by_less_than_a_step_and_stay_in_their_range(
     rows: kernels.Rows, kind: str, bits: int, stochastic: bool, seed: int
 ) -> None:
@@ -207,7 +208,7 @@ def test_a_broken_range_decodes_to_nan_and_no_other_does(bad: float) -> None:
 
 @given(n=st.integers(0, 200), kind=st.sampled_from(KINDS), half=st.booleans(), seed=st.integers(0, 2**32 - 1),
        factor=st.sampled_from([1.0, 1 / 0.9, -2.0]))  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_masks_say_what_is_not_at_or_below_zero_and_apply_exactly(
     n: int, kind: str, half: bool, seed: int, factor: float
 ) -> None:
@@ -235,7 +236,7 @@ last_nans = st.sampled_from([0x7FFF8000, 0x7FFFFFFF, 0xFFFF8000, 0xFFFFFFFF])
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @given(bits=st.lists(st.one_of(st.integers(0, 2**32 - 1), largest_bfloat16, last_nans), min_size=1, max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_bfloat16_is_rounded_to_nearest_even(bits: list[int]) -> None:
     x = torch.from_numpy(np.resize(np.array(bits, np.uint32), 333).view(f32))  # each in vectors and behind them
     expected = np.array([naive_bfloat16(v) for v in x.numpy()])
@@ -249,7 +250,7 @@ def test_bfloat16_is_rounded_to_nearest_even(bits: list[int]) -> None:
        spare=st.integers(1, 40), kernel=st.sampled_from([(1, 1), (3, 3), (2, 5), (16, 16), (256, 1), (1, 256)]),
        stride=st.tuples(st.integers(1, 5), st.integers(1, 5)), padding=st.tuples(st.integers(0, 9), st.integers(0, 9)),
        seed=st.integers(0, 2**32 - 1))  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_places_are_where_in_the_window_a_position_is(
     outer: int, rows: int, columns: int, inner: int, spare: int, kernel: tuple[int, int], stride: tuple[int, int],
     padding: tuple[int, int], seed: int,
