@@ -8,7 +8,7 @@ import pytest
 
 from narrowband.bench.demo import BASELINES, Config, run
 
-CONFIG = Config(codecs=("topk:density=0.05+ef",), nodes=2, steps=12, model="gpt-tiny")
+CONFIG = Config(codecs=("topk:density=0.05+ef", "updates topk:density=0.05+ef"), nodes=2, steps=12, model="gpt-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def finished(tmp_path_factory):
 
 def test_rows_are_the_baselines_then_the_codecs(finished):
     _, summary, _ = finished
-    assert [row["codec"] for row in summary["rows"]] == [*BASELINES, "topk:density=0.05+ef"]
+    assert [row["codec"] for row in summary["rows"]] == [*BASELINES, *CONFIG.codecs]
     for row in summary["rows"]:
         assert {"sent_bytes_per_step", "times_less_traffic", "step_s", "heldout_loss"} <= row.keys()
         assert row["curve"][-1] == [CONFIG.steps, row["heldout_loss"]]
@@ -30,10 +30,11 @@ def test_rows_are_the_baselines_then_the_codecs(finished):
 
 def test_training_learns_and_traffic_is_counted(finished):
     _, summary, _ = finished
-    dense, half, sparse = summary["rows"]
+    dense, half, sparse, updates = summary["rows"]
     assert dense["times_less_traffic"] == 1.0
     assert half["times_less_traffic"] == pytest.approx(2.0, rel=0.05)
     assert sparse["times_less_traffic"] > 5
+    assert updates["times_less_traffic"] > 5
     for row in summary["rows"]:
         assert row["heldout_loss"] < row["curve"][0][1]
     assert half["heldout_loss"] == pytest.approx(dense["heldout_loss"], rel=0.01)
@@ -41,10 +42,11 @@ def test_training_learns_and_traffic_is_counted(finished):
 
 def test_bytes_have_their_relative_error_beside_them(finished):
     _, summary, _ = finished
-    dense, half, sparse = (row["relative_error"] for row in summary["rows"])
+    dense, half, sparse, updates = (row["relative_error"] for row in summary["rows"])
     assert dense is None
     assert 0 < half < 1e-5
     assert 0.1 < sparse < 1
+    assert 0.1 < updates < 1
 
 
 def test_a_torn_row_is_not_resumed_but_named(finished, tmp_path):
@@ -82,7 +84,7 @@ def test_resuming_takes_what_is_finished_and_trains_what_is_not(finished):
 def test_a_run_that_diverges_is_a_row_too_and_other_configurations_share_none(finished):
     directory, _, _ = finished
     summary = run(replace(CONFIG, learning_rate=1e30), directory, resume=True)
-    assert [row["heldout_loss"] for row in summary["rows"]] == [None] * 3
+    assert [row["heldout_loss"] for row in summary["rows"]] == [None] * 4
     assert "lower learning rate" in summary["verdict"]
     json.dumps(summary, allow_nan=False)
 
