@@ -160,7 +160,9 @@ class ElasticUpdateCompression(UpdateCompression):
                         self._linked = True
                     self._send(view, brings=brings)
                     good = True
-            except DisagreementError:
+            except RendezvousError:
+                raise
+            except (DisagreementError, UnsupportedError):
                 self._meeting.vote(view, good=False)
                 raise
             except RuntimeError as error:  # of the wire: gloo's are
