@@ -1,9 +1,9 @@
-"""The demo: one model trained on real text, once per codec, from one seed.
+"""The demo: one model trained on real text by AdamW, once per codec, from one seed.
 
 Every row starts from the same parameters, sees the same batches in the same order and takes the same number of steps;
-what differs is what the ranks send each other. Rows run one after the other in one set of rank processes, and each is
-written to ``rows/`` as soon as it is done, under a name that holds everything it depends on: ``resume`` takes it from
-there.
+what differs is what the ranks send each other: gradients, or the updates that their optimizers make of them. Rows run
+one after the other in one set of rank processes, and each is written to ``rows/`` as soon as it is done, under a name
+that holds everything it depends on: ``resume`` takes it from there.
 
 ``run`` starts the ranks; this module run as ``python -m`` is one rank.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband
@@ -46,10 +46,12 @@ BASELINES = ("none", "fp16")
 _WARM_UP = 0.3
 _LAST_RATE = 0.1
 
-#: Adam without a first moment. With error feedback a gradient arrives late and in one piece; momentum would stretch it
-#: further, over steps in which the model has moved on.
-_BETAS = (0.0, 0.999)
-_CLIP = 0.5
+_BETAS = (0.9, 0.95)
+_DECAY = 0.1
+_CLIP = 1.0
+
+#: What a row's name begins with where ranks send updates, see :func:`narrowband.compress_updates`.
+_UPDATES = "updates "
 
 #: Windows of held-out text per rank: few while training, to draw a curve, more at the end.
 _CURVE_WINDOWS = 16
@@ -69,19 +71,25 @@ class Config:
     """What the demo trains.
 
     Attributes:
-        codecs: Spec strings; the baselines none and fp16 are always there.
+        codecs: Specs of what gradients are compressed with, or updates: "updates sign+ef". The baselines none and fp16
+            are always there.
         nodes: Number of ranks on this machine.
         steps: Optimizer steps per row. With more of them, losses fall further and closer together.
         model: Which GPT: gpt-demo or gpt-tiny (3.3 and 0.13 million parameters). It reads bytes.
-        learning_rate: Of Adam, at its peak.
+        learning_rate: Of AdamW, at its peak.
         seed: Of parameters, data and codecs.
     """
 
-    codecs: tuple[str, ...] = ("topk:density=0.04,values=int8+ef", "qsgd:bits=4", "sign+ef")
+    codecs: tuple[str, ...] = (
+        "qsgd:bits=4",
+        "topk:density=0.01+ef",
+        "updates topk:density=0.01+ef",
+        "updates sign+ef",
+    )
     nodes: int = 4
     steps: int = 170
     model: str = "gpt-demo"
-    learning_rate: float = 4e-4
+    learning_rate: float = 1e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +103,7 @@ class Config:
             raise ValueError(f"learning_rate={self.learning_rate} must be a number above 0")
         check_seed(self.seed)
         for spec in self.codecs:
-            compression(spec)
+            compression(spec.removeprefix(_UPDATES))
 
     def specs(self) -> tuple[str, ...]:
         """All rows: the baselines, then the codecs that are not among them."""
@@ -190,11 +198,15 @@ def _summary(config: Config, text: Text, rows: list[dict[str, Any]]) -> dict[str
 class _Trainer:
     """A model on this rank, its data, and one step after the other."""
 
-    def __init__(self, config: Config, text: Text, rank: int) -> None:
+    def __init__(self, config: Config, text: Text, rank: int, *, averages: bool = True) -> None:
         torch.manual_seed(config.seed)
         self.shape = MODELS[config.model]
-        self.model = DDP(GPT(self.shape), gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, betas=_BETAS, fused=True)
+        self.module = GPT(self.shape)
+        self.ddp = DDP(self.module, gradient_as_bucket_view=True) if averages else None
+        self.model: nn.Module = self.ddp or self.module
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=config.learning_rate, betas=_BETAS, weight_decay=_DECAY, fused=True
+        )
         warm_up = max(1, round(_WARM_UP * config.steps))
 
         def rate(step: int) -> float:
@@ -227,7 +239,7 @@ class _Trainer:
         for start in range(0, windows, _CURVE_WINDOWS):
             batch = min(_CURVE_WINDOWS, windows - start)
             x_BL, y_BL = batch_of(self._text.heldout, batch, self.shape.sequence, generator)
-            losses.append(self._loss(self.model.module(x_BL), y_BL))
+            losses.append(self._loss(self.module(x_BL), y_BL))
         mean = torch.stack(losses).mean()
         dist.all_reduce(mean)
         return mean.item() / dist.get_world_size()
@@ -240,7 +252,8 @@ class _Trainer:
 def _compute_seconds(config: Config, text: Text, rank: int) -> float:
     """Seconds of a step that sends nothing, at its slowest rank."""
     trainer = _Trainer(config, text, rank)
-    skip_communication(trainer.model)
+    assert trainer.ddp is not None
+    skip_communication(trainer.ddp)
     taken = []
     for _ in range(_UNTIMED_STEPS + _COMPUTE_STEPS):
         dist.barrier()
@@ -253,8 +266,17 @@ def _compute_seconds(config: Config, text: Text, rank: int) -> float:
 
 
 def _train_row(config: Config, spec: str, text: Text, process: RankProcess) -> dict[str, Any]:
-    trainer = _Trainer(config, text, process.rank)
-    handle = narrowband.compress_gradients(trainer.model, spec, seed=config.seed)
+    updates = spec.startswith(_UPDATES)
+    trainer = _Trainer(config, text, process.rank, averages=not updates)
+    handle: narrowband.GradientCompression | narrowband.UpdateCompression
+    if updates:
+        own = spec.removeprefix(_UPDATES)
+        handle = narrowband.compress_updates(
+            trainer.module, trainer.optimizer, own, outer="auto", small="fused", seed=config.seed
+        )
+    else:
+        assert trainer.ddp is not None
+        handle = narrowband.compress_gradients(trainer.ddp, spec, seed=config.seed)
     every = max(1, config.steps // _CURVE_POINTS)
     taken: list[float] = []
     curve: list[tuple[int, float | None]] = []
