@@ -240,12 +240,14 @@ class Meeting:
                     missing = expected - {entry.peer for entry in here.values()}
                     complete = all(self._store.check([f"left/{peer}"]) for peer in missing)
                 if enough and (complete or now - began >= self._rules.grace_s):
-                    entries = sorted(here.values(), key=lambda entry: (entry.round != round_number, entry.peer))
+                    there = (entry for entry in here.values() if not self._store.check([f"left/{entry.peer}"]))
+                    entries = sorted(there, key=lambda entry: (entry.round != round_number, entry.peer))
                     said = json.dumps(
                         {"round": round_number, "beginning": beginning, "entries": [asdict(entry) for entry in entries]}
                     )
                     self._store.compare_set(f"{turn}/view", "", said)
             if now > end:
+                self.leave()
                 raise RendezvousError(
                     f"no round was held for {self._rules.patience_s:g} s: {len(here)} peers are here "
                     f"(least={self._rules.least}), and none of them may have the parameters of the last round"
