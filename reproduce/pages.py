@@ -23,6 +23,7 @@ from reproduce import (
     fidelity,
     lgreco,
     lgreco_times_page,
+    local,
     mesa,
     mesa_memory,
     model_parallel,
@@ -51,7 +52,7 @@ def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path:
 PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     **{
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
-        for module in (dgc, lgreco, mesa, model_parallel, powersgd)
+        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd)
     },
     "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,
