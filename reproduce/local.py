@@ -392,17 +392,24 @@ _LABELS = {
 
 def _found(found: Sequence[Group]) -> str:
     every = _ROUNDS[0]
-    dense, top, gradients, diloco, sparseloco, ours = (
-        needed(found, _TASK, name)
-        for name in (DENSE, _TOP, _GRADIENT_TOP, *(each.format(every) for each in (_DILOCO, _SPARSELOCO, _OURS)))
-    )
-    return (
+    dense, top, gradients = (needed(found, _TASK, name) for name in (DENSE, _TOP, _GRADIENT_TOP))
+    said = (
         f"with the top 1 % the loss differs from that without compression by {_loss(top, dense).figure()} where "
         f"updates are sent (payloads {_payload(top):,.0f} times smaller) and by {_loss(gradients, dense).figure()} "
-        f"where gradients are, and with a round after every {every} steps by {_loss(diloco, dense).figure()} with "
-        f"DiLoCo, {_loss(sparseloco, dense).figure()} with SparseLoCo and {_loss(ours, dense).figure()} with this "
-        f"library's measured length at SparseLoCo's bytes (payloads {_payload(ours):,.0f} times smaller)."
+        "where gradients are"
     )
+    rounds = []
+    for name, called in (
+        (_DILOCO, "DiLoCo"),
+        (_SPARSELOCO, "SparseLoCo"),
+        (_OURS, "a 64th in 2 bits and this library's measured length"),
+    ):
+        own = named(found, _TASK, name.format(every))
+        if own is not None:
+            rounds.append(
+                f"by {_loss(own, dense).figure()} with {called} (payloads {_payload(own):,.0f} times smaller)"
+            )
+    return f"{said}, and with a round after every {every} steps {', '.join(rounds)}." if rounds else f"{said}."
 
 
 def _panels(found: Sequence[Group]) -> list[Panel]:

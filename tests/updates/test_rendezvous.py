@@ -30,7 +30,7 @@ class Peer(threading.Thread):
     def __init__(self, name, store, board, stop, seed, faults):
         super().__init__(daemon=True)
         self.board, self.stop, self.dice, self.faults = board, stop, random.Random(f"{name} {seed}"), faults
-        self.meeting = Meeting(rules(name=name, patience_s=20.0, begin_with=2), store, {"spec": "none"})
+        self.meeting = Meeting(rules(name=name, patience_s=5.0, begin_with=2), store, {"spec": "none"})
         self.parameters, self.round, self.error = f"{name}'s own", -1, None
         self.applied = []  # (turn, round, parameters)
 
