@@ -494,3 +494,106 @@ def test_who_is_left_alone_trains_on(store):
     ((rounds, peers, apart, sent),) = run_ranks(alone, 1, store, group=False)
     assert (rounds, peers, sent) == (3, 1, 0)
     assert apart < 0.03  # signs, on their way to the update
+
+
+def breaking_twice(rank, world_size, address):
+    """On peer 1 the first exchange breaks off before anything is sent, and then a connection when it is half made."""
+    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=4.0)
+    handle.set_layers({"5.weight": "topk:density=0.5+ef"})
+    exchange, connect, broken = handle._exchange, handle._connect, []
+
+    def exchanged(**options):
+        if not broken:
+            broken.append("exchange")
+            raise RuntimeError("the wire broke")
+        exchange(**options)
+
+    def connected(group):
+        connect(group)
+        if len(broken) == 1:
+            broken.append("connection")
+            raise RuntimeError("the wire broke again")
+
+    if rank == 1:
+        handle._exchange, handle._connect = exchanged, connected
+    train(model, rank, range(4), optimizer)
+    specs = handle.layers.override_texts()
+    handle.remove()
+    return flat(model), handle.rounds, specs, broken
+
+
+def test_what_breaks_half_way_is_held_again_with_all_that_was_set(store):
+    (mine, rounds, specs, _), (its, others, theirs, broken) = run_ranks(breaking_twice, 2, store, group=False)
+    assert broken == ["exchange", "connection"]
+    assert rounds == others == 3
+    assert torch.equal(mine, its)
+    assert specs == theirs == {"5.weight": "topk:density=0.5+ef"}
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def late_with_buffers(rank, world_size, address):
+    """Peer 2 counts down in a buffer, and misses a round in between; the others count up."""
+    model = Counting()
+    model, optimizer, handle = join(
+        address, rank, "none", model, sgd, every=1, begin_with=world_size, grace_s=0.5, run="buffers"
+    )
+    side = nb.Rendezvous(address).connect()
+    seen = []
+    for step in range(3 if rank < 2 else 2):
+        if rank == 2 and step == 1:
+            side.wait(["two"])
+        if rank < 2 and step == 2:
+            side.wait(["here"])
+            time.sleep(0.3)
+        model.seen += 1.0 if rank < 2 else -90.0
+        model.weight.grad = torch.ones(4)
+        if rank == 2 and step == 1:
+            side.set("here", "1")
+        optimizer.step()
+        seen.append((handle.rounds, len(handle.peers), float(model.seen)))
+        if rank < 2 and step == 1:
+            side.set("two", "1")
+    handle.remove()
+    return seen
+
+
+def test_buffers_of_who_is_late_say_nothing_of_where_they_are_now(store):
+    first, second, third = run_ranks(late_with_buffers, 3, store, group=False)
+    one = (1.0 + 1.0 - 90.0) / 3
+    two, three = one + 1.0, one + 1.0 + 2.0 / 3
+    assert [(rounds, peers) for rounds, peers, _ in first] == [(2, 3), (3, 2), (4, 3)]
+    assert [count for *_, count in first] == pytest.approx([one, two, three])
+    assert first == second
+    assert third[-1] == first[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("message_nbytes", {"message_nbytes": 0}),
+        ("outer", {"outer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)}),
+        ("buffer extra", {}),
+    ],
+)
+def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, options):
+    from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+    from narrowband.updates.elastic import _facts
+
+    def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES):
+        settings = Settings.of(
+            "none", min_numel=64, warmup_steps=0, seed=0, collective="auto", small="uncompressed",
+            message_nbytes=message_nbytes, early_nbytes=EARLY_NBYTES, grad_scaler=None, connected=False,
+        )  # fmt: skip
+        return _facts(model, [sgd(model)], settings, every=2, outer=outer, buffers="average")
+
+    other = mlp()
+    if not options:
+        other.register_buffer("extra", torch.zeros(3))
+    mine, its = facts(mlp()), facts(other, **options)
+    assert {key for key in {**mine, **its} if mine.get(key) != its.get(key)} == {name}

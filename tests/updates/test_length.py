@@ -79,10 +79,23 @@ def test_the_sample_is_of_parameters_alone_and_as_large_as_it_says():
     length = MeasuredLength([[(10, 90), (200, 810)], [], [(0, 100)]], 0, torch.device("cpu"))
     flats = [torch.full((1010,), torch.nan), torch.full((7,), torch.nan), torch.ones(100)]
     flats[0][10:100] = flats[0][200:1010] = 2.0
-    sample = length.sample(flats, brings=True)
+    sample = length.sample(flats, share=1.0)
     assert 4 * sample.numel() == length.nbytes
     assert SAMPLE <= sample.numel() - 2 <= SAMPLE + 3
     values, counts = sample[:-2].unique(return_counts=True)
     assert values.tolist() == [1.0, 2.0]
     assert counts[1] / counts.sum() == pytest.approx(0.9, abs=0.01)
     assert sample[-2] == sample[:-2].square().sum()
+
+
+def test_replicas_that_count_differently_are_no_noise():
+    """Three replicas go the same way, one four times as far as the others: nothing cancels in their mean."""
+    length = MeasuredLength([[(0, 1000)]], 0, torch.device("cpu"))
+    way, steps = torch.randn(1000, generator=torch.Generator().manual_seed(0)), (1.0, 1.0, 4.0)
+    shares = [3 * count / sum(steps) for count in steps]
+    parts = [length.sample([share * way], share=share) for share in shares]  # as long, once per step
+    assert float(sum(part[-2] for part in parts) / 3) == pytest.approx(
+        float((parts[0][:-2] / shares[0]).square().sum())
+    )
+    assert [float(part[-1]) for part in parts] == [1.0] * 3
+    assert float(length.sample([way], share=0.0)[-1]) == 0.0

@@ -148,7 +148,6 @@ def test_one_bad_vote_is_enough_and_the_round_is_held_again_with_new_connections
     assert together(lambda: a.vote(views[0], good=True), lambda: b.vote(views[1], good=False)) == [False, False]
     again = together(lambda: a.arrive(1, 1.0), lambda: b.arrive(1, 1.0))
     assert [(view.turn, view.round, view.fresh) for view in again] == [(3, 1, True)] * 2
-    assert a.store_of(again[0]) is not None
 
 
 def test_a_beginning_that_breaks_off_is_begun_again():

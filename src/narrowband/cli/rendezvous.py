@@ -19,8 +19,9 @@ __all__ = ["Rendezvous"]
 class Rendezvous:
     """Serve the store where peers meet that come and go: nb.compress_updates(…, peers=nb.Rendezvous("host:port")).
 
-    It holds a few kilobytes and no parameters. Run it where it stays up, on a machine that all peers reach; it has to
-    outlive any of them. Anyone who reaches the port can take part, so keep it in your own network. Stop it with Ctrl-C.
+    It holds about a kilobyte per round, and no parameters. Run it where it stays up, on a machine that all peers reach;
+    it has to outlive any of them. Anyone who reaches the port can take part, so keep it in your own network. Stop it
+    with Ctrl-C.
     """
 
     port: int = 29400

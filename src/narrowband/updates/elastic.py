@@ -27,18 +27,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from narrowband.averaging.flat import real
+from narrowband.averaging.flat import parts_of, real
 from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.length import MeasuredLength
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
-from narrowband.updates.rounds import UpdateCompression
+from narrowband.updates.rounds import UpdateCompression, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from narrowband.averaging.settings import Settings
@@ -158,6 +159,7 @@ class ElasticUpdateCompression(UpdateCompression):
                     if view.fresh or not self._linked:
                         link(view)
                         self._linked = True
+                        self._check_next = True  # on all peers of a fresh view, whatever they did in the one before
                     self._send(view, brings=brings)
                     good = True
             except RendezvousError:
@@ -184,13 +186,15 @@ class ElasticUpdateCompression(UpdateCompression):
                 group.flat.zero_()
             return
         share = view.size * view.entries[view.rank].weight / total
+        if view.behind:
+            self._drop_buffers()
         for group in self._groups:
             if not share:
                 group.flat.zero_()
             elif share != 1.0:
                 group.flat.mul_(share)
         began = time.monotonic()
-        self._exchange(brings=brings and share > 0)
+        self._exchange(share=share if brings else 0.0)
         if (took := time.monotonic() - began) > 0.5 * self._rules.exchange_s and not self._warned:
             self._warned = True
             log.warning(
@@ -198,6 +202,17 @@ class ElasticUpdateCompression(UpdateCompression):
                 took,
                 self._rules.exchange_s,
             )
+
+    def _drop_buffers(self) -> None:
+        """What buffers have changed by since an earlier round says nothing of where they are now: a variance that fell
+        there and then would fall once more.
+        """
+        tensors = self._tensors()
+        for group in self._groups:
+            own = [tensors[name] for name in group.names]
+            for x, part in zip(own, parts_of(group.flat, own), strict=True):
+                if not x.requires_grad:
+                    part.zero_()
 
     def _snapshot(self) -> dict[str, Any]:
         """What an exchange changes."""
@@ -207,6 +222,8 @@ class ElasticUpdateCompression(UpdateCompression):
                 name: {key: value.clone() for key, value in state.state_dict().items()}
                 for name, state in self.layers.states.items()
             },
+            "kinds": {name: type(state) for name, state in self.layers.states.items()},
+            "specs": self.layers.override_texts(),
             "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else None,
             "step": self._step,
         }
@@ -237,10 +254,8 @@ class ElasticUpdateCompression(UpdateCompression):
     def _relink(self, view: View, before: Mapping[str, Any]) -> None:
         """Go on among the peers of a view; those that are behind get what the first has."""
         self._unlink()
-        specs = self.layers.override_texts()
-        states = self.layers.states
-        own = {name: type(states[name]).moved(values, view.size) for name, values in before["feedback"].items()}
-        self._reconnect(self._open(view), specs, own)
+        own = {name: before["kinds"][name].moved(values, view.size) for name, values in before["feedback"].items()}
+        self._reconnect(self._open(view), before["specs"], own)
         if view.some_are_behind:
             self._begin_with_the_first()
             self._share(view)
@@ -283,7 +298,6 @@ class ElasticUpdateCompression(UpdateCompression):
                 self.outer.load_state_dict(first["outer"])
             if isinstance(self._length, MeasuredLength):
                 self._length.load_state_dict(first["length"])
-        self._check_next = True
 
     def _digest(self) -> str:
         """Of all parameters and buffers."""
@@ -321,11 +335,14 @@ class ElasticUpdateCompression(UpdateCompression):
 
 def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, **options: object) -> dict[str, str]:
     """What has to be the same on all peers."""
-    outer = options.pop("outer")
+    outer: Any = options.pop("outer")
+    if callable(outer):
+        made = outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
+        outer = said_of(made)
     parameters = {
         f"parameter {name}": f"{tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in model.named_parameters()
-    }
+    } | {f"buffer {name}": f"{tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()}
     return {
         "spec": str(settings.compression),
         "min_numel": str(settings.min_numel),
@@ -333,8 +350,11 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "warmup_rounds": str(settings.warmup_steps),
         "seed": str(settings.seed),
         "collective": str(settings.collective),
+        "message_nbytes": str(settings.message_nbytes),
+        "early_nbytes": str(settings.early_nbytes),
+        "plan": repr(settings.plan),
         "optimizer": ", ".join(type(each).__name__ for each in optimizers),
-        "outer": "an optimizer" if callable(outer) else str(outer),
+        "outer": str(outer),
         **{name: str(value) for name, value in options.items()},
         **parameters,
     }

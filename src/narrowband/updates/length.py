@@ -80,15 +80,17 @@ class MeasuredLength:
         """Bytes that are added up over replicas when it is measured."""
         return 4 * (sum(at.numel() for at in self._at) + 2)
 
-    def sample(self, updates: Sequence[Tensor], *, brings: bool) -> Tensor:
+    def sample(self, updates: Sequence[Tensor], *, share: float) -> Tensor:
         """This replica's part: the elements of its sample, their sum of squares, and whether it brings an update.
 
         Args:
             updates: the flat tensors.
-            brings: False of a replica whose update was not finite.
+            share: what they were scaled by where replicas count differently, on average 1; 0 of a replica that brings
+                none. A square counts by the share, as an element does.
         """
         there = torch.cat([x.index_select(0, at).float() for x, at in zip(updates, self._at, strict=True)])
-        return torch.cat([there, there.square().sum()[None], there.new_full((1,), float(brings))])
+        squares = there.square().sum()[None] / (share or 1.0)
+        return torch.cat([there, squares, there.new_full((1,), float(share > 0))])
 
     def take(self, part: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
         """Add the parts of all replicas up, and measure. A collective; all replicas come to the same length."""

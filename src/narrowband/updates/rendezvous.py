@@ -33,7 +33,7 @@ from torch import distributed
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
 
@@ -66,7 +66,7 @@ class Rendezvous:
             without that. It has to be well above what an exchange takes, for which see ``stats().last.exchange_s``. It
             also bounds the wait for all votes.
         begin_with: peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are there.
-        patience_s: seconds after which a peer that waits for a round gives up.
+        patience_s: seconds after which a peer that waits for a round gives up; longer than the others train in between.
         name: what logs call this peer, and what peers are ordered by; by default drawn.
 
     Example:
@@ -81,7 +81,7 @@ class Rendezvous:
     grace_s: float = 30.0
     exchange_s: float = 300.0
     begin_with: int | None = None
-    patience_s: float = 1800.0
+    patience_s: float = 14400.0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -375,17 +375,22 @@ class Meeting:
             ) from error
 
 
-def serve(port: int, host: str = "0.0.0.0", ready: Callable[[int], None] = lambda _: None) -> Any:
+def serve(port: int, host: str = "0.0.0.0") -> Any:
     """Serve a store; it ends with what returns.
 
     Args:
         port: 0 for any that is free.
-        host: of the interface to listen at.
-        ready: gets the port.
+        host: of the interface to listen at, and at no other.
     """
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_seconds(_STORE_S))
-    ready(store.port)
-    return store
+    with socket.create_server((host, port)) as listening:  # by itself the store would listen at all interfaces
+        return dist.TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_seconds(_STORE_S),
+            master_listen_fd=listening.detach(),
+        )
 
 
 def _seconds(number: float) -> timedelta:

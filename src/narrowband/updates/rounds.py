@@ -45,7 +45,7 @@ from narrowband.updates.length import MeasuredLength
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
 
-__all__ = ["UpdateCompression", "taken"]
+__all__ = ["UpdateCompression", "said_of", "taken"]
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class UpdateCompression(Handle):
     def _set_up_facts(self, call: str) -> Facts:
         outer = "auto" if self._measures else repr(self._length)
         if self.outer is not None:
-            outer = f"{type(self.outer).__name__} {sorted((k, repr(v)) for k, v in self.outer.defaults.items())}"
+            outer = said_of(self.outer)
         own = {"every": str(self.every), "outer": outer, "buffers": self._buffers, "optimizer": self._stepped_by}
         return {**super()._set_up_facts(call), **own}
 
@@ -265,19 +265,19 @@ class UpdateCompression(Handle):
         brings = self._take_updates(tensors)
         self._anchored, self._steps = False, 0
         try:
-            self._exchange(brings=brings)
+            self._exchange(share=float(brings))
             self._apply(tensors)
         finally:
             self._anchor(parameters=False)
 
-    def _exchange(self, *, brings: bool) -> None:
+    def _exchange(self, *, share: float) -> None:
         """From updates to their means, in the same memory.
 
         Args:
-            brings: whether this replica has an update.
+            share: what this replica's update was scaled by; 0 where it brings none.
         """
         length = self._length if isinstance(self._length, MeasuredLength) and self._length.is_due(self.step) else None
-        sample = None if length is None else length.sample([group.flat for group in self._groups], brings=brings)
+        sample = None if length is None else length.sample([group.flat for group in self._groups], share=share)
         futures = []
         for at, group in enumerate(self._groups):
             futures.append(self.feed(group.flat, group.names, last=at == len(self._groups) - 1))
@@ -462,6 +462,11 @@ class UpdateCompression(Handle):
                 there = own["anchor"].get(name)
                 if there is None or there.shape != real(x).shape:
                     raise ValueError(f"the state's parameters of the last round do not fit the model: {name}")
+
+
+def said_of(optimizer: Optimizer) -> str:
+    """Its kind and settings, for ranks to compare."""
+    return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
 
 
 def _sizes(state: object) -> list[int] | None:
