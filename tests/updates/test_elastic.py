@@ -502,11 +502,11 @@ def breaking_twice(rank, world_size, address):
     handle.set_layers({"5.weight": "topk:density=0.5+ef"})
     exchange, connect, broken = handle._exchange, handle._connect, []
 
-    def exchanged(**options):
+    def exchanged(fragments, **options):
         if not broken:
             broken.append("exchange")
             raise RuntimeError("the wire broke")
-        exchange(**options)
+        exchange(fragments, **options)
 
     def connected(group):
         connect(group)
@@ -584,13 +584,14 @@ def test_buffers_of_who_is_late_say_nothing_of_where_they_are_now(store):
 def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, options):
     from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
     from narrowband.updates.elastic import _facts
+    from narrowband.updates.rounds import Rounds
 
     def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES):
         settings = Settings.of(
             "none", min_numel=64, warmup_steps=0, seed=0, collective="auto", small="uncompressed",
             message_nbytes=message_nbytes, early_nbytes=EARLY_NBYTES, grad_scaler=None, connected=False,
         )  # fmt: skip
-        return _facts(model, [sgd(model)], settings, every=2, outer=outer, buffers="average")
+        return _facts(model, [sgd(model)], settings, Rounds(2, outer))
 
     other = mlp()
     if not options:

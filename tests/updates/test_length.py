@@ -71,7 +71,8 @@ def test_a_round_that_lacks_a_part_is_not_measured():
 
 
 def test_it_is_measured_at_first_and_then_now_and_then():
-    due = [step for step in range(50) if MeasuredLength.is_due(step)]
+    length = MeasuredLength([[(0, 1000)]], 0, torch.device("cpu"))
+    due = [step for step in range(50) if length.begins()]
     assert due == [*range(FIRST), *range(FIRST, 50, EVERY)]
 
 

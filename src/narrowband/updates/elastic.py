@@ -22,19 +22,19 @@ import contextlib
 import hashlib
 import logging
 import time
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowband.averaging.flat import parts_of, real
+from narrowband.averaging.flat import real
 from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
-from narrowband.updates.length import MeasuredLength
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
-from narrowband.updates.rounds import UpdateCompression, said_of
+from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from narrowband.averaging.settings import Settings
+    from narrowband.updates.fragments import Fragment
 
 __all__ = ["ElasticUpdateCompression"]
 
@@ -69,19 +70,23 @@ class ElasticUpdateCompression(UpdateCompression):
         optimizers: Sequence[Optimizer],
         settings: Settings,
         rendezvous: Rendezvous,
-        *,
-        every: int | float,
-        outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer],
-        buffers: Literal["average", "keep"],
+        rounds: Rounds,
     ) -> None:
         # Steps, or seconds as a float.
-        self._period_s = every if isinstance(every, float) else None
-        steps = every if isinstance(every, int) else _MANY
+        self._period_s = rounds.every if isinstance(rounds.every, float) else None
+        steps = rounds.every if isinstance(rounds.every, int) else _MANY
         method = settings.compression.feedback
         if method is not None and method.name in _REFUSED:
             raise UnsupportedError(f"{method.name} {_REFUSED[method.name]} where peers come and go")
         if settings.policy is not None:
             raise UnsupportedError("a policy decides by what it has seen, and peers that come have not; use a plan")
+        if rounds.fragments > 1 or rounds.overlap or rounds.offload:
+            raise UnsupportedError(
+                "peers that come and go average the whole model, and wait for it; leave fragments, overlap and offload "
+                "out"
+            )
+        if any(hasattr(p, "to_local") for p in model.parameters()):
+            raise UnsupportedError("a peer that comes and goes is one process, and this model is sharded among several")
         if dist.is_initialized():
             raise UnsupportedError(
                 "peers that come and go make the default process group anew, and there is one already; leave "
@@ -91,19 +96,20 @@ class ElasticUpdateCompression(UpdateCompression):
         self._linked = self._warned = False
         self.rounds = -1
         self.peers: tuple[str, ...] = ()
-        facts = _facts(model, optimizers, settings, every=every, outer=outer, buffers=buffers)
+        facts = _facts(model, optimizers, settings, rounds)
         self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
 
         def begin(view: View) -> None:
             group = self._open(view)
             super(ElasticUpdateCompression, self).__init__(
-                model, optimizers, settings, group, every=steps, outer=outer, buffers=buffers
+                model, optimizers, settings, group, replace(rounds, every=steps)
             )
             self._share(view)
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
-        self._apply(self._tensors())
-        self._anchor(parameters=False)
+        tensors = self._tensors()
+        self._apply(self._fragments, tensors)
+        self._whole.keep(tensors, parameters=False)
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
@@ -118,24 +124,28 @@ class ElasticUpdateCompression(UpdateCompression):
             DisagreementError: peers that are about to do different things, or differ.
         """
         self._check_between_steps("average")
-        if not self._anchored:
-            self._anchor(parameters=True)
+        self._before_step()
         tensors = self._tensors()
         weight = float(self._steps)
-        brings = self._take_updates(tensors)
-        self._anchored, self._steps = False, 0
+        brings = self._take_updates(self._fragments, tensors)
+        self._steps = 0
         before = self._snapshot()
         try:
             self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
-            self._apply(tensors)
+            self._apply(self._fragments, tensors)
         finally:
-            self._anchor(parameters=False)
+            self._whole.keep(tensors, parameters=False)
             self._held_at = time.monotonic()
 
-    def _is_due(self) -> bool:
+    @property
+    def _whole(self) -> Fragment:
+        """The model: there are no others here."""
+        return self._fragments[0]
+
+    def _due(self) -> int | None:
         if self._period_s is None:
-            return super()._is_due()
-        return time.monotonic() - self._held_at >= self._period_s
+            return super()._due()
+        return 0 if time.monotonic() - self._held_at >= self._period_s else None
 
     def _hold(
         self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True
@@ -160,7 +170,7 @@ class ElasticUpdateCompression(UpdateCompression):
                         link(view)
                         self._linked = True
                         self._check_next = True  # on all peers of a fresh view, whatever they did in the one before
-                    self._send(view, brings=brings)
+                    self._meet(view, brings=brings)
                     good = True
             except RendezvousError:
                 raise
@@ -178,23 +188,22 @@ class ElasticUpdateCompression(UpdateCompression):
             self._unlink()
             put_back()
 
-    def _send(self, view: View, *, brings: bool) -> None:
+    def _meet(self, view: View, *, brings: bool) -> None:
         """Exchange, with every peer's weight."""
         total = sum(entry.weight for entry in view.entries)
         if not total:  # all have just come
-            for group in self._groups:
-                group.flat.zero_()
+            self._whole.bring_nothing()
             return
         share = view.size * view.entries[view.rank].weight / total
         if view.behind:
             self._drop_buffers()
-        for group in self._groups:
-            if not share:
-                group.flat.zero_()
-            elif share != 1.0:
-                group.flat.mul_(share)
+        if not share:
+            self._whole.bring_nothing()
+        elif share != 1.0:
+            for update in self._whole.updates:
+                update.mul_(share)
         began = time.monotonic()
-        self._exchange(share=share if brings else 0.0)
+        self._exchange(self._fragments, share=share if brings else 0.0)
         if (took := time.monotonic() - began) > 0.5 * self._rules.exchange_s and not self._warned:
             self._warned = True
             log.warning(
@@ -208,32 +217,30 @@ class ElasticUpdateCompression(UpdateCompression):
         there and then would fall once more.
         """
         tensors = self._tensors()
-        for group in self._groups:
-            own = [tensors[name] for name in group.names]
-            for x, part in zip(own, parts_of(group.flat, own), strict=True):
-                if not x.requires_grad:
+        for group in self._whole.groups:
+            for name, _, part in group.parts(group.update, tensors):
+                if name in self._buffer_names:
                     part.zero_()
 
     def _snapshot(self) -> dict[str, Any]:
         """What an exchange changes."""
         return {
-            "flats": [group.flat.clone() for group in self._groups],
+            "updates": [update.clone() for update in self._whole.updates],
             "feedback": {
                 name: {key: value.clone() for key, value in state.state_dict().items()}
                 for name, state in self.layers.states.items()
             },
             "kinds": {name: type(state) for name, state in self.layers.states.items()},
             "specs": self.layers.override_texts(),
-            "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else None,
+            "length": self._measured(),
             "step": self._step,
         }
 
     def _put_back(self, before: Mapping[str, Any]) -> None:
         """Undo an exchange; feedback follows when peers are connected again."""
-        for group, flat in zip(self._groups, before["flats"], strict=True):
-            group.flat.copy_(flat)
-        if isinstance(self._length, MeasuredLength):
-            self._length.load_state_dict(before["length"])
+        for update, copy in zip(self._whole.updates, before["updates"], strict=True):
+            update.copy_(copy)
+        self._load_measured(before["length"])
         self._step = before["step"]
 
     # ---- connections -------------------------------------------------------------------------------------------------
@@ -281,7 +288,7 @@ class ElasticUpdateCompression(UpdateCompression):
                     "seed": self._seed,
                     "specs": self.layers.override_texts(),
                     "outer": None if self.outer is None else self.outer.state_dict(),
-                    "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else None,
+                    "length": self._measured(),
                     "digest": self._digest(),
                 }
             ]
@@ -296,8 +303,7 @@ class ElasticUpdateCompression(UpdateCompression):
             self.layers.set(first["specs"])
             if self.outer is not None:
                 self.outer.load_state_dict(first["outer"])
-            if isinstance(self._length, MeasuredLength):
-                self._length.load_state_dict(first["length"])
+            self._load_measured(first["length"])
 
     def _digest(self) -> str:
         """Of all parameters and buffers."""
@@ -333,9 +339,9 @@ class ElasticUpdateCompression(UpdateCompression):
         self._let_go()
 
 
-def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, **options: object) -> dict[str, str]:
+def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, rounds: Rounds) -> dict[str, str]:
     """What has to be the same on all peers."""
-    outer: Any = options.pop("outer")
+    outer: Any = rounds.outer
     if callable(outer):
         made = outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
         outer = said_of(made)
@@ -355,6 +361,7 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "plan": repr(settings.plan),
         "optimizer": ", ".join(type(each).__name__ for each in optimizers),
         "outer": str(outer),
-        **{name: str(value) for name, value in options.items()},
+        "every": str(rounds.every),
+        "buffers": rounds.buffers,
         **parameters,
     }

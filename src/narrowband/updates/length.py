@@ -51,6 +51,7 @@ class MeasuredLength:
 
     Attributes:
         value: the length for the next round; 1 before the first.
+        rounds: how many have begun.
     """
 
     def __init__(self, parts: Sequence[Sequence[tuple[int, int]]], seed: int, device: torch.device) -> None:
@@ -69,11 +70,13 @@ class MeasuredLength:
         self._own = 0.0
         self._mean = 0.0
         self.value = 1.0
+        self.rounds = 0
 
-    @staticmethod
-    def is_due(step: int) -> bool:
-        """Whether it is measured in this round."""
-        return step < FIRST or step % EVERY == 0
+    def begins(self) -> bool:
+        """A round begins: whether it is measured in this one."""
+        due = self.rounds < FIRST or self.rounds % EVERY == 0
+        self.rounds += 1
+        return due
 
     @property
     def nbytes(self) -> int:
@@ -105,8 +108,9 @@ class MeasuredLength:
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs to go on with the same lengths."""
-        return {"own": self._own, "mean": self._mean, "value": self.value}
+        return {"own": self._own, "mean": self._mean, "value": self.value, "rounds": self.rounds}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         self._own, self._mean, self.value = state["own"], state["mean"], state["value"]
+        self.rounds = int(state["rounds"])

@@ -9,23 +9,19 @@ round is (Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1; an updat
 Adam divides by the second moment of the gradients that it sees. Here these are its own, whole and on time; behind a
 compressed mean of gradients they would be sparse and late.
 
-A replica keeps one copy of its parameters. Until the round it holds θ; in the round the copy and the parameters change
-places, so that the parameters are θ again and the copy is the update, whose mean is then added. So an exchange that
-breaks off leaves θ behind, on all replicas the same.
-
-Buffers go the same way. They are copied right after a round, since forward passes change them before the first step;
-whatever the copy is, as long as all replicas have the same, copy + mean of (buffer − copy) is the mean of the buffers.
+The model may be divided into fragments, which have their rounds in turn, and a replica may train on while a fragment is
+on its way (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). How a fragment keeps θ and applies a mean, says
+:mod:`narrowband.updates.fragments`; this module says when.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -33,19 +29,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowband import kernels
-from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, parts_of, real
+from narrowband.averaging.flat import empty_like, groups_of, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.kernels.compiling import announced
+from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, local, split
 from narrowband.updates.length import MeasuredLength
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
 
-__all__ = ["UpdateCompression", "said_of", "taken"]
+__all__ = ["Rounds", "UpdateCompression", "said_of", "taken"]
 
 log = logging.getLogger(__name__)
 
@@ -56,24 +52,41 @@ taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 CHECK_EVERY = 50
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Tensors of one dtype that travel together.
+@dataclass(frozen=True)
+class Rounds:
+    """When rounds are, and what they do; see :func:`compress_updates`."""
+
+    every: int | float
+    outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0
+    buffers: Literal["average", "keep"] = "average"
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float = 0.5
+    offload: bool = False
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A fragment on its way, while the replica trains on.
 
     Attributes:
-        names: of them.
-        flat: end to end, the parameters of the last round; and in a round their updates, and then the means of these.
+        at: which.
+        futures: of its groups.
+        sample: what its length will be measured by.
+        steps: that this replica has taken since.
     """
 
-    names: list[str]
-    flat: Tensor
+    at: int
+    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
+    sample: Tensor | None = None
+    steps: int = 0
 
 
 class UpdateCompression(Handle):
     """The handle of :func:`compress_updates`. ``repr(handle)`` says what it does and what it has saved.
 
-    Its ``step`` and its statistics count rounds; ``stats().total.ratio`` is against an all-reduce in each round, and
-    training sends ``every`` times less again.
+    Its ``step`` and its statistics count rounds; of several fragments each has its own. ``stats().total.ratio`` is
+    against an all-reduce in each round, and training sends ``every`` times less again.
 
     Attributes:
         every: optimizer steps from one round to the next.
@@ -87,45 +100,43 @@ class UpdateCompression(Handle):
         optimizers: Sequence[Optimizer],
         settings: Settings,
         group: dist.ProcessGroup,
-        *,
-        every: int,
-        outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer],
-        buffers: Literal["average", "keep"],
+        rounds: Rounds,
     ) -> None:
-        self.every, self._buffers = every, buffers
+        self.every = cast("int", rounds.every)
+        self._rounds = rounds
         self._model, self._optimizers = model, [weakref.ref(each) for each in optimizers]
         self._stepped_by = ", ".join(type(each).__name__ for each in optimizers)
         self._steps = 0
         self._skipped = 0
         self._check_next = False
-        self._anchored = False
-        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        moved: list[tuple[str, Tensor]] = [*parameters]
-        if buffers == "average":
-            # The core averages what requires gradients: these are stand-ins in the same memory.
+        self._under_way: _UnderWay | None = None
+        self._in_round: tuple[Sequence[Fragment], bool] = ((), True)
+        # The core averages what requires gradients: these are stand-ins in the same memory.
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        moved = [(name, local(p).requires_grad_()) for name, p in trained]
+        if rounds.buffers == "average":
             floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
-            moved += [(name, b.detach().requires_grad_()) for name, b in floating]
-        self._measures = outer == "auto"
-        self._length: float | MeasuredLength = outer if isinstance(outer, (int, float)) else 1.0
+            moved += [(name, local(b).requires_grad_()) for name, b in floating]
+        self._buffer_names = frozenset(name for name, _ in moved[len(trained) :])
+        self._meshes = list({p.device_mesh: None for _, p in trained if hasattr(p, "device_mesh")})
         self.outer: Optimizer | None = None
-        self._outer_parameters: dict[str, nn.Parameter] = {}
-        if callable(outer):
-            self._outer_parameters = {name: nn.Parameter(p.detach()) for name, p in parameters}
-            self.outer = outer(list(self._outer_parameters.values()))
-        small = [*norms_of(model), *(x for _, x in moved[len(parameters) :])]
+        outer_parameters: dict[str, nn.Parameter] = {}
+        if callable(rounds.outer):
+            outer_parameters = {name: nn.Parameter(x.detach()) for name, x in moved[: len(trained)]}
+            self.outer = rounds.outer(list(outer_parameters.values()))
+        self._outer_step = OuterStep(self.outer, outer_parameters)
+        norms = {id(p) for p in norms_of(model)}
+        small = [x for (_, p), (_, x) in zip(trained, moved, strict=False) if id(p) in norms]
+        small += [x for _, x in moved[len(trained) :]]
         super().__init__(moved, small, settings, group, set_up="compress_updates", step="round")
         with announced("updates", say=self._topology.everyone.rank == 0):
-            _take_difference(*(torch.zeros(1, device=parameters[0][1].device) for _ in range(2)))
+            compile_loops(self.device)
 
         tensors = self._tensors()
-        named = {id(x): name for name, x in tensors.items()}
-        self._groups = [
-            _Group([named[id(x)] for x in together], empty_like(together)) for together in groups_of(tensors.values())
-        ]
-        if self._measures:
-            self._length = MeasuredLength(self._parameter_parts(tensors), settings.seed, self.device)
+        self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._split(tensors))]
         self._begin_with_the_first()
-        self._anchor(parameters=False)
+        for fragment in self._fragments:
+            fragment.keep(tensors, parameters=False)
         self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
         self._stepped = False
@@ -135,26 +146,41 @@ class UpdateCompression(Handle):
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def _set_up_facts(self, call: str) -> Facts:
-        outer = "auto" if self._measures else repr(self._length)
-        if self.outer is not None:
-            outer = said_of(self.outer)
-        own = {"every": str(self.every), "outer": outer, "buffers": self._buffers, "optimizer": self._stepped_by}
-        return {**super()._set_up_facts(call), **own}
+        rounds = self._rounds
+        outer = said_of(self.outer) if self.outer is not None else repr(rounds.outer)
+        return {
+            **super()._set_up_facts(call),
+            "every": str(self.every),
+            "outer": outer,
+            "buffers": rounds.buffers,
+            "fragments": str(rounds.fragments),
+            "overlap": str(rounds.overlap),
+            "alpha": str(rounds.alpha),
+            "optimizer": self._stepped_by,
+        }
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What is averaged, by name: parameters and buffers as they are now."""
+        """What is averaged, by name: parameters and buffers as they are now, detached."""
         here = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        return {name: here[name] for name in self.layers.parameters.by_name}
+        return {name: local(here[name]) for name in self.layers.parameters.by_name}
 
-    def _parameter_parts(self, tensors: Mapping[str, Tensor]) -> list[list[tuple[int, int]]]:
-        """Where parameters lie in each group: (first element, number of elements)."""
-        found = []
-        for group in self._groups:
-            numels = [real(tensors[name]).numel() for name in group.names]
-            begins = itertools.accumulate(numels, initial=0)
-            places = zip(group.names, begins, numels, strict=False)  # behind the last one begins nothing
-            found.append([(begin, numel) for name, begin, numel in places if tensors[name].requires_grad])
-        return found
+    def _split(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+        """The names of each fragment. What is no layer travels with the first: it is one message, however little."""
+        by_name = self.layers.parameters.by_name
+        layers = {name: tensors[name].numel() for name, parameter in by_name.items() if parameter.compressed}
+        small = sum(x.numel() for name, x in tensors.items() if name not in layers)
+        own = [set(names) for names in split(layers, small, self._rounds.fragments)]
+        own[0].update(name for name in tensors if name not in layers)
+        return [[name for name in tensors if name in names] for names in own]
+
+    def _fragment(self, names: Sequence[str], tensors: Mapping[str, Tensor], at: int) -> Fragment:
+        own = {name: tensors[name] for name in names}
+        fixed = self._rounds.outer if isinstance(self._rounds.outer, (int, float)) else 1.0
+        away = self._rounds.offload and self.device.type != "cpu"
+        fragment = Fragment(own, self._buffer_names, length=fixed, offload=away)
+        if self._rounds.outer == "auto":
+            fragment.length = MeasuredLength(fragment.parameter_parts(own), self._settings.seed + at, self.device)
+        return fragment
 
     @torch.no_grad()
     def _begin_with_the_first(self) -> None:
@@ -165,20 +191,20 @@ class UpdateCompression(Handle):
         first = dist.get_global_rank(cast("dist.ProcessGroup", group), 0)
         everything: dict[int, Tensor] = {}
         for x in (*self._model.parameters(), *self._model.buffers()):
-            everything.setdefault(id(x), x)
+            everything.setdefault(id(x), local(x))
         for together in groups_of(everything.values()):
             flat = empty_like(together)
             for x, part in zip(together, parts_of(flat, together), strict=True):
-                part.copy_(real(x.detach()))
+                part.copy_(real(x))
             dist.broadcast(flat, first, group=group)
             for x, part in zip(together, parts_of(flat, together), strict=True):
-                real(x.detach()).copy_(part)
+                real(x).copy_(part)
 
-    # ---- rounds ------------------------------------------------------------------------------------------------------
+    # ---- when --------------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since the last round."""
+        """Optimizer steps since the last round; of several fragments, since that of the last fragment."""
         return self._steps
 
     @property
@@ -188,13 +214,19 @@ class UpdateCompression(Handle):
 
     @property
     def length(self) -> float:
-        """How far the parameters go along the mean of the updates; 1 where an outer optimizer goes."""
-        return self._length.value if isinstance(self._length, MeasuredLength) else self._length
+        """How far the parameters go along the mean of the updates; of several fragments, on average. 1 where an outer
+        optimizer goes.
+        """
+        lengths = [x.value if isinstance(x, MeasuredLength) else x for x in (each.length for each in self._fragments)]
+        return sum(lengths) / len(lengths)
 
+    @torch.no_grad()
     def _before_step(self) -> None:
-        """Parameters are copied as late as can be, since a state may be loaded into the model until then."""
-        if not self._anchored:
-            self._anchor(parameters=True)
+        if not all(fragment.anchored for fragment in self._fragments):
+            tensors = self._tensors()
+            for fragment in self._fragments:
+                if not fragment.anchored:
+                    fragment.keep(tensors, parameters=True)
 
     def watch(self, grad_scaler: torch.amp.GradScaler) -> None:
         """Count the steps that it skips, too; see ``grad_scaler`` of :func:`compress_updates`.
@@ -223,29 +255,42 @@ class UpdateCompression(Handle):
     def _after_step(self) -> None:
         self._stepped = True
         self._steps += 1
-        if self._is_due():
+        if self._under_way is not None:
+            self._under_way.steps += 1
+            if self._under_way.steps == self._rounds.overlap:
+                self._land()
+        due = self._due()
+        if due is not None:
+            self._begin_round(due)
+
+    def _due(self) -> int | None:
+        """Which fragment has a round now. They come at equal distances, the last one after every ``every``-th step."""
+        count = len(self._fragments)
+        for at in range(count):
+            if self._steps == (at + 1) * self.every // count:
+                return at
+        return None
+
+    def _begin_round(self, at: int) -> None:
+        if len(self._fragments) == 1 and not self._rounds.overlap:
             self.average()
+            return
+        self._check_between_steps("step")
+        if at == len(self._fragments) - 1:
+            self._steps = 0
+        if self._rounds.overlap:
+            self._depart(at)
+        else:
+            self._hold_round([self._fragments[at]])
 
-    def _is_due(self) -> bool:
-        """Whether it is time for a round."""
-        return self._steps >= self.every
-
-    @torch.no_grad()
-    def _anchor(self, *, parameters: bool) -> None:
-        """Keep a copy of what all replicas have: of parameters, or of buffers."""
-        tensors = self._tensors()
-        for group in self._groups:
-            own = [tensors[name] for name in group.names]
-            for x, part in zip(own, parts_of(group.flat, own), strict=True):
-                if x.requires_grad == parameters:
-                    part.copy_(real(x.detach()))
-        self._anchored |= parameters
+    # ---- rounds in which the replica waits ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def average(self) -> None:
-        """A round now, and wait for it: replicas are equal afterwards. Call on all ranks, between steps.
+        """A round of the whole model now, and wait for it: replicas are equal afterwards. Call on all ranks, between
+        steps.
 
-        It comes by itself after every ``every``-th step; call it after the last one where that leaves steps over, and
+        Without fragments and overlap it comes by itself after every ``every``-th step. Call it after the last step, and
         before a replica is saved or judged.
 
         A replica whose update is not finite says so in the log, brings nothing in this round, and has the others' mean
@@ -254,58 +299,49 @@ class UpdateCompression(Handle):
         Raises:
             DisagreementError: ranks that are about to do different things, or replicas that differ.
             RuntimeError: the exchange broke off, or had done so at an earlier round. Parameters are then as after the
-                last round.
+                last round; of several fragments, those that were under way.
         """
         self._check_between_steps("average")
-        if self._engine.error is not None:
-            raise RuntimeError(f"average: the exchange stopped at an earlier round: {self._engine.error}")
-        if not self._anchored:
-            self._anchor(parameters=True)
+        if self._under_way is not None:
+            self._land()
+        self._before_step()
+        self._steps = 0
+        self._hold_round(self._fragments)
+
+    @torch.no_grad()
+    def _hold_round(self, fragments: Sequence[Fragment]) -> None:
         tensors = self._tensors()
-        brings = self._take_updates(tensors)
-        self._anchored, self._steps = False, 0
+        brings = self._take_updates(fragments, tensors)
         try:
-            self._exchange(share=float(brings))
-            self._apply(tensors)
+            self._exchange(fragments, share=float(brings))
+            self._apply(fragments, tensors)
         finally:
-            self._anchor(parameters=False)
+            for fragment in fragments:
+                fragment.end()
+                fragment.keep(tensors, parameters=False)
 
-    def _exchange(self, *, share: float) -> None:
-        """From updates to their means, in the same memory.
-
-        Args:
-            share: what this replica's update was scaled by; 0 where it brings none.
-        """
-        length = self._length if isinstance(self._length, MeasuredLength) and self._length.is_due(self.step) else None
-        sample = None if length is None else length.sample([group.flat for group in self._groups], share=share)
-        futures = []
-        for at, group in enumerate(self._groups):
-            futures.append(self.feed(group.flat, group.names, last=at == len(self._groups) - 1))
-        for future in futures:
-            future.wait()
-        if length is not None and sample is not None:  # all ranks are in the same round, and nothing is on its way
-            length.take(sample, self.process_group, self.size)
-            self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
-
-    def _apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go along the means, if they are finite."""
-        if all(_all_finite(group.flat) for group in self._groups):
-            self._go_along(tensors)
-        else:
-            log.warning("round %d: the mean is not finite; parameters stay as they were", self.step - 1)
-
-    def _take_updates(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Parameters and copies change places: the parameters are those of the last round, the copies the updates.
+    def _take_updates(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> bool:
+        """Tensors are those of the last round again, and there are updates.
 
         Returns:
             Whether these are finite; otherwise they are zeros now.
         """
-        finite = True
-        for group in self._groups:
-            own = [tensors[name] for name in group.names]
-            for x, part in zip(own, parts_of(group.flat, own), strict=True):
-                finite &= _take_difference(real(x.detach()), part)
-        if finite:
+        return self._are_brought(fragments, tensors, finite=[fragment.take(tensors) for fragment in fragments])
+
+    def _are_brought(
+        self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], *, finite: Sequence[bool]
+    ) -> bool:
+        """Whether this replica brings its updates, which have to be finite on all of its ranks. Otherwise they are
+        zeros now, and the whole replica goes back to what all have in common.
+        """
+        good = all(finite)
+        if self._meshes:
+            flag = torch.tensor(float(good), device=self.device)
+            for mesh in self._meshes:
+                for dim in range(mesh.ndim):
+                    dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+            good = bool(flag)
+        if good:
             return True
         self._skipped += 1
         log.warning(
@@ -314,38 +350,113 @@ class UpdateCompression(Handle):
             self.step,
             self._topology.everyone.rank,
         )
-        for group in self._groups:
-            group.flat.zero_()
+        for fragment in fragments:
+            fragment.bring_nothing()
+        for fragment in self._fragments:
+            if fragment.anchored:  # otherwise its tensors are what all have in common already
+                fragment.go_back(tensors)
         return False
 
-    def _go_along(self, tensors: Mapping[str, Tensor]) -> None:
-        """From the parameters of the last round along the mean of the updates."""
-        along = self.length
-        for group in self._groups:
-            own = [tensors[name] for name in group.names]
-            for name, x, mean in zip(group.names, own, parts_of(group.flat, own), strict=True):
-                outer = self._outer_parameters.get(name)
-                if outer is not None:
-                    gradient = mean.neg_()
-                    outer.data = x.detach()  # which the model may have moved elsewhere
-                    outer.grad = torch.view_as_complex(gradient) if x.is_complex() else gradient
-                else:
-                    real(x.detach()).add_(mean, alpha=along if x.requires_grad else 1.0)
-        if self.outer is not None:
-            self.outer.step()
-            for outer in self._outer_parameters.values():
-                outer.grad = None
+    def _exchange(self, fragments: Sequence[Fragment], *, share: float) -> None:
+        """From updates to their means, in the same memory.
+
+        Args:
+            fragments: these, as one step of the core.
+            share: what this replica's update was scaled by; 0 where it brings none.
+        """
+        samples = [self._sample(fragment, share) for fragment in fragments]
+        for future in self._send(fragments, waiting=True):
+            future.wait()
+        for fragment, sample in zip(fragments, samples, strict=True):
+            self._measure(fragment, sample)
+
+    def _send(self, fragments: Sequence[Fragment], *, waiting: bool) -> list[torch.futures.Future[Tensor]]:
+        self._in_round = fragments, waiting
+        groups = [group for fragment in fragments for group in fragment.groups]
+        return [self.feed(group.update, group.names, last=group is groups[-1]) for group in groups]
+
+    @staticmethod
+    def _sample(fragment: Fragment, share: float) -> Tensor | None:
+        """What the length of a fragment's update is measured by, if it is in this round."""
+        length = fragment.length
+        if isinstance(length, MeasuredLength) and length.begins():
+            return length.sample(fragment.updates, share=share)
+        return None
+
+    def _measure(self, fragment: Fragment, sample: Tensor | None) -> None:
+        """All ranks are in the same round, and nothing is on its way."""
+        if sample is not None:
+            length = cast("MeasuredLength", fragment.length)
+            length.take(sample, self.process_group, self.size)
+            self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
+
+    def _apply(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
+        """Go along the means, if they are finite."""
+        if self._are_finite(fragments):
+            for fragment in fragments:
+                fragment.go_along(tensors, self._outer_step)
+
+    def _are_finite(self, fragments: Sequence[Fragment]) -> bool:
+        if all(fragment.is_finite() for fragment in fragments):
+            return True
+        log.warning("round %d: the mean is not finite; parameters stay as they were", self.step - 1)
+        return False
 
     def _step_facts(self) -> Facts:
         """Replicas that differ would train different models and never know."""
-        if not self._check_next and self.step % max(1, CHECK_EVERY // self.every):
+        turn = self.step // len(self._fragments)
+        if not self._check_next and turn % max(1, CHECK_EVERY // self.every):
             return {}
         self._check_next = False
-        parameters = (x for x in self._tensors().values() if x.requires_grad)  # forward passes change buffers
-        flat = (real(x.detach()).contiguous().view(-1) for x in parameters)
-        sums = [x.view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64) for x in flat]
-        digest = hashlib.sha256(repr(torch.stack(sums).tolist()).encode())
+        tensors = self._tensors()
+        fragments, waiting = self._in_round
+        sums = []
+        for fragment in fragments:
+            for x in fragment.in_common(tensors, waiting=waiting):
+                flat = x.contiguous().view(-1)
+                sums.append(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
+        digest = hashlib.sha256(repr(torch.stack(sums).tolist() if sums else []).encode())
         return {"parameters of the last round": digest.hexdigest()[:16]}
+
+    # ---- rounds in which the replica trains on -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _depart(self, at: int) -> None:
+        """A fragment's updates are on their way."""
+        fragment, tensors = self._fragments[at], self._tensors()
+        brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
+        sample = self._sample(fragment, float(brings))
+        self._under_way = _UnderWay(at, self._send([fragment], waiting=False), sample)
+
+    def _wait(self) -> None:
+        """Until the fragment that is under way has its means, which are applied later."""
+        if self._under_way is not None:
+            futures, self._under_way.futures = self._under_way.futures, []
+            try:
+                for future in futures:
+                    future.wait()
+            except BaseException:
+                self._under_way = None  # never to be applied
+                raise
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """The fragment that is under way is applied."""
+        self._wait()
+        under_way, self._under_way = self._under_way, None
+        assert under_way is not None
+        fragment = self._fragments[under_way.at]
+        self._measure(fragment, under_way.sample)
+        good = self._are_finite([fragment])
+        fragment.mix(self._tensors(), self._outer_step, along=good, alpha=self._rounds.alpha)
+
+    def _check_between_steps(self, what: str) -> None:
+        """A fragment that is under way is no obstacle: what it needs has been sent when its means are there."""
+        if not self._removed:
+            self._wait()
+        super()._check_between_steps(what)
+        if self._engine.error is not None and what in ("average", "step"):
+            raise RuntimeError(f"{what}: the exchange stopped at an earlier round: {self._engine.error}")
 
     # ---- ends and checkpoints ----------------------------------------------------------------------------------------
 
@@ -357,6 +468,11 @@ class UpdateCompression(Handle):
         Raises:
             DisagreementError: some rank does something else.
         """
+        if self._under_way is not None:
+            try:
+                self._land()
+            except (RuntimeError, ValueError) as error:
+                log.warning("remove: what was under way did not arrive: %s", error)
         super().remove()
         self._let_go()
 
@@ -366,30 +482,49 @@ class UpdateCompression(Handle):
             hook.remove()
         self._scaler = None
         taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
-        self._groups.clear()
+        self._fragments.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on to the bit, but for model and optimizer. Every rank has its own.
 
-        Between rounds it holds the parameters of the last round, too; save after a round to keep it small, and where
-        the number of replicas may change.
+        Right after :meth:`average` it is small, and another number of replicas can load it. Otherwise it holds the
+        parameters of the last round, too, and the means of a fragment that is under way.
         """
-        anchor: dict[str, Tensor] = {}
-        if self._steps:
-            tensors = self._tensors()
-            for group in self._groups:
-                parts = parts_of(group.flat, [tensors[name] for name in group.names])
-                anchor |= {name: part.clone() for name, part in zip(group.names, parts, strict=True)}
-        return super().state_dict() | {
+        state = super().state_dict()
+        tensors = self._tensors()
+        anchors: dict[str, Tensor] = {}
+        for fragment in self._fragments:
+            if fragment.anchored:
+                anchors |= fragment.copies(tensors)
+        sent = self._under_way
+        return state | {
             "updates": {
                 "every": self.every,
+                "fragments": len(self._fragments),
                 "steps": self._steps,
-                "anchor": anchor,
+                "anchor": anchors,
+                "under way": None
+                if sent is None
+                else {
+                    "at": sent.at,
+                    "sample": sent.sample,
+                    "steps": sent.steps,
+                    "means": self._fragments[sent.at].copies(tensors, of_updates=True),
+                },
                 "outer": None if self.outer is None else self.outer.state_dict(),
-                "length": self._length.state_dict() if isinstance(self._length, MeasuredLength) else self._length,
+                "length": self._measured(),
                 "skipped": self._skipped,
             }
         }
+
+    def _measured(self) -> list[dict[str, float]]:
+        """The states of lengths that are measured."""
+        return [each.length.state_dict() for each in self._fragments if isinstance(each.length, MeasuredLength)]
+
+    def _load_measured(self, states: Sequence[Mapping[str, float]]) -> None:
+        lengths = [each.length for each in self._fragments if isinstance(each.length, MeasuredLength)]
+        for length, state in zip(lengths, states, strict=True):
+            length.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where :meth:`state_dict` was taken. Call on all ranks, with the model's and the optimizer's states.
@@ -407,19 +542,22 @@ class UpdateCompression(Handle):
         else:
             by_rank = {each["rank"]: each["updates"] for each in state}
             mine = by_rank[self._topology.everyone.rank if len(by_rank) == self.size else 0]
-        self._steps, self._skipped, self._anchored = mine["steps"], mine["skipped"], bool(mine["anchor"])
+        self._steps, self._skipped = mine["steps"], mine["skipped"]
         if self.outer is not None:
             self.outer.load_state_dict(mine["outer"])
-        if isinstance(self._length, MeasuredLength):
-            self._length.load_state_dict(mine["length"])
-        if not self._anchored:
-            self._anchor(parameters=False)
-            return
+        self._load_measured(mine["length"])
+        sent = mine["under way"]
+        self._under_way = None
+        if sent is not None:
+            sample = None if sent["sample"] is None else sent["sample"].to(self.device)
+            self._under_way = _UnderWay(sent["at"], sample=sample, steps=sent["steps"])
         tensors = self._tensors()
-        for group in self._groups:
-            own = [tensors[name] for name in group.names]
-            for name, part in zip(group.names, parts_of(group.flat, own), strict=True):
-                part.copy_(mine["anchor"][name])
+        for at, fragment in enumerate(self._fragments):
+            if fragment.names[0] in mine["anchor"]:
+                fragment.load(tensors, mine["anchor"], sent["means"] if sent is not None and sent["at"] == at else None)
+            else:
+                fragment.anchored = False
+                fragment.keep(tensors, parameters=False)
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         found = super()._loadable(state)
@@ -432,36 +570,54 @@ class UpdateCompression(Handle):
         found = super()._loadable_of_all(states)
         for state in states:
             self._check_updates(state)
-            if len(states) != self.size and state["updates"]["steps"]:
+            if len(states) != self.size and state["updates"]["anchor"]:
                 raise ValueError(
-                    f"the states were saved {state['updates']['steps']} steps after a round, where each replica has "
-                    "parameters of its own; another number of replicas can go on from a moment right after a round"
+                    "the states were saved between rounds, where each replica has parameters of its own; another "
+                    "number of replicas can go on from a moment right after average()"
                 )
         return found
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         own = state.get("updates")
-        keys = {"every", "steps", "anchor", "outer", "length", "skipped"}
+        keys = {"every", "fragments", "steps", "anchor", "under way", "outer", "length", "skipped"}
         if not isinstance(own, Mapping) or not keys <= own.keys():
             raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
-        if own["every"] != self.every:
-            raise ValueError(f"the state was saved with every={own['every']}, and here it is {self.every}")
+        here = {"every": self.every, "fragments": len(self._fragments)}
+        for name, value in here.items():
+            if own[name] != value:
+                raise ValueError(f"the state was saved with {name}={own[name]}, and here it is {value}")
         if (own["outer"] is None) != (self.outer is None):
             raise ValueError("the state is of another outer step: one of the two is an optimizer")
         if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
             raise ValueError("the state is of an outer optimizer with other parameter groups")
-        if isinstance(self._length, MeasuredLength) != isinstance(own["length"], Mapping):
+        if not isinstance(own["length"], Sequence) or len(own["length"]) != len(self._measured()):
             raise ValueError("the state is of another outer step: one of the two is outer='auto'")
         if not 0 <= own["steps"] < max(2, self.every):
             raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
-        if bool(own["steps"]) != bool(own["anchor"]):
-            raise ValueError("the state lacks the parameters of the last round, or has some where it needs none")
-        if own["anchor"]:
-            tensors = self._tensors()
-            for name, x in tensors.items():
-                there = own["anchor"].get(name)
-                if there is None or there.shape != real(x).shape:
-                    raise ValueError(f"the state's parameters of the last round do not fit the model: {name}")
+        self._check_saved("parameters of the last round", own["anchor"], self._tensors())
+        anchored = [fragment.names[0] in own["anchor"] for fragment in self._fragments]
+        if own["steps"] and not all(anchored):
+            raise ValueError("the state lacks the parameters of the last round")
+        sent = own["under way"]
+        if sent is None:
+            return
+        if not self._rounds.overlap:
+            raise ValueError("the state has a fragment that is under way, and here overlap=0")
+        if not (0 <= sent["at"] < len(anchored) and anchored[sent["at"]] and sent["steps"] < self._rounds.overlap):
+            raise ValueError("the state has a fragment that is under way, which cannot be")
+        self._check_saved("means", sent["means"], self._fragments[sent["at"]].names)
+
+    def _check_saved(self, what: str, saved: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Saved tensors fit the model; those of a fragment are all there or none."""
+        tensors, wanted = self._tensors(), set(names)
+        for fragment in self._fragments:
+            there = [name for name in fragment.names if name in wanted]
+            if not any(name in saved for name in there):
+                continue
+            for name in there:
+                x = saved.get(name)
+                if x is None or x.shape != real(tensors[name]).shape:
+                    raise ValueError(f"the state's {what} do not fit the model: {name}")
 
 
 def said_of(optimizer: Optimizer) -> str:
@@ -475,21 +631,6 @@ def _sizes(state: object) -> list[int] | None:
         return [len(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
     except (KeyError, TypeError):
         return None
-
-
-def _take_difference(x: Tensor, base: Tensor) -> bool:
-    """``(x, base) ← (base, x − base)``; whether all of the difference is finite."""
-    flat, other = in_memory_order(x), in_memory_order(base)
-    if x.dtype == torch.float32 and flat is not None and other is not None and x.stride() == base.stride():
-        return kernels.take_difference(flat, other)
-    difference = x - base
-    x.copy_(base)
-    base.copy_(difference)
-    return bool(difference.isfinite().all())
-
-
-def _all_finite(x: Tensor) -> bool:
-    return kernels.all_finite(x) if x.dtype == torch.float32 else bool(x.isfinite().all())
 
 
 #: Of as many bytes.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.updates.elastic import ElasticUpdateCompression
-from narrowband.updates.rounds import UpdateCompression, taken
+from narrowband.updates.rounds import Rounds, UpdateCompression, taken
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -36,6 +36,10 @@ def compress_updates(
     every: int | str = 1,
     outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
     buffers: Literal["average", "keep"] = "average",
+    fragments: int = 1,
+    overlap: int = 0,
+    alpha: float = 0.5,
+    offload: bool = False,
     min_numel: int = 1024,
     warmup_rounds: int = 0,
     process_group: dist.ProcessGroup | None = None,
@@ -54,8 +58,8 @@ def compress_updates(
     parameters of the first.
 
     Args:
-        model: a plain module; or one that DistributedDataParallel wraps among the ranks of one replica, with
-            ``process_group`` for the ranks that hold the same part of each replica.
+        model: a plain module; or one that the ranks of a replica train together, in DistributedDataParallel or sharded
+            by ``fully_shard`` (FSDP2), with ``process_group`` for the ranks that hold the same part of each replica.
         optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
         every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
@@ -66,8 +70,15 @@ def compress_updates(
             ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
         buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
             replica has them. Buffers of whole numbers stay as they are.
+        fragments: parts of the model that have their rounds in turn, at equal distances, each after ``every`` steps
+            (Streaming DiLoCo). A round then sends, and needs memory for, a part of the model.
+        overlap: steps that a replica takes while a fragment is on its way, up to ``every // fragments``; 0: it waits.
+        alpha: how much of a replica's own parameters is left when a mean arrives ``overlap`` steps late: they become
+            alpha · own + (1 − alpha) · common. With 1 replicas never meet; the paper's is 0.5.
+        offload: keep the copy of the parameters in the memory of the CPU when the model is on a GPU.
         warmup_rounds: rounds at the beginning that are not compressed.
-        process_group: the replicas; by default all ranks are one each.
+        process_group: the replicas; by default all ranks are one each. Where several ranks train one replica, those
+            that hold the same part of each: of a mesh of replicas × shards, ``mesh["replicas"].get_group()``.
         grad_scaler: the scaler that may skip the optimizer's step, as replicas do at different times. A step that was
             skipped counts then, when ``grad_scaler.update()`` is called, so that all come to the round together. For
             optimizers that skip by themselves (``fused=True``) nothing changes.
@@ -84,7 +95,7 @@ def compress_updates(
         TypeError: something else than a module, or than optimizers.
         ValueError: a number that cannot be, a spec that does not exist, a parameter that no optimizer steps, or an
             optimizer that has a handle already.
-        UnsupportedError: sharded parameters, no process group, or a combination that cannot work.
+        UnsupportedError: no process group, one with ranks of the same replica, or a combination that cannot work.
         DisagreementError: ranks that gave different models or arguments.
 
     Example:
@@ -115,10 +126,12 @@ def compress_updates(
         raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
     if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
         raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
+    rounds = Rounds(steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload)
+    _check_streaming(rounds)
     settings = Settings.of(
         spec,
         min_numel=min_numel,
-        warmup_steps=warmup_rounds,
+        warmup_steps=warmup_rounds * fragments,
         seed=seed,
         collective=collective,
         small=small,
@@ -132,20 +145,68 @@ def compress_updates(
         raise UnsupportedError(
             f"{method.name} corrects the momentum of gradients, and updates have theirs already; use '+ef' here"
         )
+    if fragments > 1 and settings.policy is not None:
+        raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
     net = model.module if isinstance(model, DistributedDataParallel) else model
     _check_parameters(net, optimizers)
-    options: Any = {"every": steps_or_seconds, "outer": outer, "buffers": buffers}
     handle: UpdateCompression
     if peers is not None:
         if process_group is not None:
             raise ValueError("peers that come and go have no process_group: leave one of the two out")
-        handle = ElasticUpdateCompression(net, optimizers, settings, peers, **options)
+        handle = ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
     else:
         group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-        handle = UpdateCompression(net, optimizers, settings, group, **options)
+        _check_replica(model, group)
+        handle = UpdateCompression(net, optimizers, settings, group, rounds)
     if grad_scaler is not None:
         handle.watch(grad_scaler)
     return handle
+
+
+def _check_streaming(rounds: Rounds) -> None:
+    """Fragments, and the steps until one arrives, have room between rounds.
+
+    Raises:
+        ValueError: they have not.
+    """
+    fragments, overlap = rounds.fragments, rounds.overlap
+    numbers: list[tuple[str, Any, int]] = [("fragments", fragments, 1), ("overlap", overlap, 0)]
+    for name, value, least in numbers:
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    if not (_is_number(rounds.alpha) and 0 <= rounds.alpha <= 1):
+        raise ValueError(f"alpha={rounds.alpha!r} must be between 0 and 1: what is left of a replica's own parameters")
+    if isinstance(rounds.every, float):
+        return
+    if fragments > rounds.every:
+        raise ValueError(f"fragments={fragments} need as many steps to have their rounds in, and every={rounds.every}")
+    if overlap > rounds.every // fragments:
+        raise ValueError(
+            f"overlap={overlap}: a fragment has to be there before the next one goes, after "
+            f"{rounds.every // fragments} steps (every={rounds.every} // fragments={fragments})"
+        )
+
+
+def _check_replica(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """The group has no two ranks of one replica.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    if group is None:
+        return  # another check speaks of it
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    together: set[int] = set()
+    if isinstance(model, DistributedDataParallel):
+        together |= set(dist.get_process_group_ranks(model.process_group))
+    for p in model.parameters():
+        if hasattr(p, "device_mesh"):
+            together |= set(p.device_mesh.mesh.flatten().tolist())
+    if both := sorted(others & together):
+        raise UnsupportedError(
+            f"ranks {both} of process_group train the same replica as this rank; pass the group of the ranks that hold "
+            'the same part of each replica, such as mesh["replicas"].get_group()'
+        )
 
 
 def _seconds(text: str) -> float:
@@ -165,16 +226,12 @@ def _is_number(x: object) -> TypeGuard[float]:
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Every parameter that is trained is here as a whole, and stepped.
+    """Every parameter that is trained is stepped.
 
     Raises:
         ValueError: nothing is trained, or something that no optimizer steps.
-        UnsupportedError: sharded parameters.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sharded = [name for name, p in trained.items() if hasattr(p, "to_local")]
-    if sharded:
-        raise UnsupportedError(f"these parameters are sharded, and updates are of whole ones: {_some(sharded)}")
     if not trained:
         raise ValueError("nothing to average: no parameter requires a gradient")
     stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}

@@ -1,0 +1,170 @@
+"""Replicas of several ranks each: sharded by FSDP2, or in DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowband as nb
+from tests.gradients.training import mlp, refusal, train
+from tests.ranks import run_ranks
+from tests.thorough import thorough
+from tests.updates.test_rounds import adamw, nesterov
+
+STEPS, EVERY = 8, 2
+
+
+def mesh_of(replicas, per_replica):
+    return init_device_mesh("cpu", (replicas, per_replica), mesh_dim_names=("replicas", "ranks"))
+
+
+def replica_of(kind, mesh, **options):
+    """A model that the ranks of a replica train together."""
+    model = mlp()
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh["ranks"], **options)
+    return fully_shard(model, mesh=mesh["ranks"], **options)
+
+
+def whole(model):
+    """All parameters, gathered."""
+    found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([x.detach().double().reshape(-1) for x in found])
+
+
+def trained(rank, world_size, kind, spec, options, fsdp):
+    """Two replicas of half of the ranks each; every rank has data of its own."""
+    mesh = mesh_of(2, world_size // 2)
+    model = replica_of(kind, mesh, **fsdp)
+    optimizer = adamw(model)
+    group = mesh["replicas"].get_group()
+    handle = nb.compress_updates(model, optimizer, spec, every=EVERY, min_numel=64, process_group=group, **options)
+    seen = []
+    for step in range(STEPS):
+        train(model, rank, [step], optimizer)
+        seen.append(whole(model))
+    return seen, handle.step, handle.stats().total.sent_bytes, handle.residual_nbytes
+
+
+SPECS = ["none", *thorough("topk:density=1.0+ef")]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("ranks", [4, *thorough(6)])
+def test_a_sharded_replica_does_what_one_in_ddp_does(spec, ranks):
+    """With what loses nothing, dividing it makes no difference. With three ranks shards are uneven, and some empty."""
+    options = {"outer": nesterov}
+    sharded, plain = (run_ranks(trained, ranks, kind, spec, options, {}) for kind in ("fsdp", "ddp"))
+    for (mine, rounds, *_), (its, *_) in zip(sharded, plain, strict=True):
+        assert rounds == STEPS // EVERY
+        for step, (a, b) in enumerate(zip(mine, its, strict=True), start=1):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            together = [torch.equal(a, other[step - 1]) for other, *_ in sharded]
+            assert all(together) == (step % EVERY == 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "fsdp"),
+    [
+        ("qsgd:bits=2+ef", {"outer": "auto"}, {}),
+        ("topk:density=0.05+ef", {"fragments": 2, "overlap": 1}, {}),
+        *thorough(
+            ("sign+ef", {}, {"reshard_after_forward": False}),
+            ("powersgd:rank=2,min_ratio=1", {}, {}),
+            ("qsgd:bits=2+ef", {}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+        ),
+    ],
+)
+def test_each_rank_sends_its_shard_alone(spec, options, fsdp):
+    """Replicas are equal after their rounds, and a rank of two sends about half of what a whole replica sends."""
+    sharded = run_ranks(trained, 4, "fsdp", spec, options, fsdp)
+    plain = run_ranks(trained, 4, "ddp", spec, options, {})
+    if "overlap" not in options:
+        assert all(torch.equal(seen[-1], sharded[0][0][-1]) for seen, *_ in sharded)
+    for (seen, _, sent, residual), (_, _, all_sent, whole_residual) in zip(sharded, plain, strict=True):
+        assert seen[-1].isfinite().all()
+        measured = 4400 * 2 * (STEPS // EVERY) if options.get("outer") == "auto" else 0
+        assert sent - measured < 0.65 * (all_sent - measured) + 60 * STEPS
+        assert residual == pytest.approx(whole_residual / 2, rel=0.15)  # factors have columns, too
+
+
+def with_a_nan(rank, world_size):
+    mesh = mesh_of(2, 2)
+    model = replica_of("fsdp", mesh)
+    optimizer = adamw(model)
+    group = mesh["replicas"].get_group()
+    handle = nb.compress_updates(model, optimizer, "none", every=2, min_numel=64, process_group=group)
+    train(model, rank, range(3), optimizer)
+    before = whole(model)
+    if rank == 3:  # one shard of the second replica
+        with torch.no_grad():
+            next(model.parameters()).to_local()[0] = math.nan
+    handle.average()
+    return before, whole(model), handle.skipped_updates
+
+
+def test_where_one_shard_is_not_finite_the_replica_brings_nothing_of_any():
+    answers = run_ranks(with_a_nan, 4)
+    assert [skipped for *_, skipped in answers] == [0, 0, 1, 1]
+    assert all(torch.equal(after, answers[0][1]) for _, after, _ in answers)
+    assert answers[0][1].isfinite().all()
+
+
+def resumed(rank, world_size):
+    mesh = mesh_of(2, 2)
+
+    def begun():
+        model = replica_of("fsdp", mesh)
+        optimizer = adamw(model)
+        group = mesh["replicas"].get_group()
+        handle = nb.compress_updates(
+            model, optimizer, "topk:density=0.1+ef", every=3, outer=nesterov, min_numel=64, process_group=group
+        )
+        return model, optimizer, handle
+
+    model, optimizer, handle = begun()
+    train(model, rank, range(4), optimizer)
+    saved = copy.deepcopy(
+        ([p.detach().to_local() for p in model.parameters()], optimizer.state_dict(), handle.state_dict())
+    )
+    train(model, rank, range(4, 8), optimizer)
+    again, optimizer, handle = begun()
+    with torch.no_grad():
+        for p, x in zip(again.parameters(), saved[0], strict=True):
+            p.to_local().copy_(x)
+    optimizer.load_state_dict(saved[1])
+    handle.load_state_dict(saved[2])
+    train(again, rank, range(4, 8), optimizer)
+    return torch.equal(whole(model), whole(again)), bool(saved[2]["updates"]["anchor"])
+
+
+def test_sharded_replicas_go_on_to_the_bit():
+    assert run_ranks(resumed, 4) == [(True, True)] * 4
+
+
+def wrong_groups(rank, world_size):
+    mesh = mesh_of(2, 2)
+    models = [replica_of(kind, mesh) for kind in ("fsdp", "ddp")]
+    groups = [None, mesh["ranks"].get_group()]
+    return [
+        refusal(lambda m=model, g=group: nb.compress_updates(m, adamw(m), "none", process_group=g))
+        for model in models
+        for group in groups
+    ]
+
+
+def test_a_group_with_two_ranks_of_one_replica_is_refused():
+    for rank, errors in enumerate(run_ranks(wrong_groups, 4)):
+        for kind, text in errors:
+            assert kind == "UnsupportedError"
+            assert f"ranks [{rank ^ 1}] of process_group train the same replica" in text
