@@ -89,8 +89,8 @@ class World:
 
     @property
     def model(self):
-        wraps = any("DistributedDataParallel(" in e.source for e in self.test.examples)
-        return self.net if wraps else self.ddp
+        plain = any(re.search(r"(DistributedDataParallel|compress_updates)\(", e.source) for e in self.test.examples)
+        return self.net if plain else self.ddp
 
     @property
     def ddp(self):
