@@ -241,6 +241,46 @@ def test_several_optimizers_step_one_model():
     assert "pass all optimizers" in alone[1]
 
 
+#: All of torch.optim that take dense gradients.
+KINDS = {
+    "ASGD": {}, "Adadelta": {"lr": 1.0}, "Adafactor": {}, "Adagrad": {}, "Adam": {}, "AdamW": {"amsgrad": True},
+    "Adamax": {}, "LBFGS": {"max_iter": 3}, "NAdam": {}, "RAdam": {}, "RMSprop": {"momentum": 0.9}, "Rprop": {},
+    "SGD": {"nesterov": True, "momentum": 0.9},
+}  # fmt: skip
+
+
+def of_a_kind(rank, world_size, kinds):
+    """How far a replica goes by itself from the same parameters, and where a round leaves it."""
+    found = {}
+    for kind, options in kinds.items():
+        models = [mlp(), mlp()]
+        lone, model = (getattr(torch.optim, kind)(each.parameters(), **({"lr": 0.01} | options)) for each in models)
+        handle = nb.compress_updates(models[1], model, "none", min_numel=64)
+        for each, optimizer in zip(models, (lone, model), strict=True):
+
+            def closure(each=each, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = loss_of(each, 0, rank)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        found[kind] = flat(models[0]) - flat(mlp()), flat(models[1]) - flat(mlp()), handle.step
+    return found
+
+
+def test_any_optimizer_steps_by_itself_and_replicas_take_the_mean():
+    answers = run_ranks(of_a_kind, 2, KINDS)
+    for kind in KINDS:
+        alone = torch.stack([answer[kind][0] for answer in answers])
+        assert not torch.equal(alone[0], alone[1])
+        for answer in answers:
+            _, moved, rounds = answer[kind]
+            assert rounds == 1
+            assert moved.abs().max() > 1e-4, kind
+            torch.testing.assert_close(moved, alone.mean(0), rtol=1e-4, atol=1e-6, msg=kind)
+
+
 def of_dtype(rank, world_size, dtype):
     model = mlp(dtype)
     optimizer = sgd(model, lr=0.1)
@@ -572,6 +612,8 @@ def different(rank, world_size, what):
         options["outer"] = nesterov if rank else 1.0
     elif what == "model" and rank:
         model = nn.Sequential(nn.Linear(24, 8))
+    elif what == "grad_scaler":
+        options |= {"grad_scaler": torch.amp.GradScaler("cpu")} if rank else {}
     elif what == "optimizer" and rank:
         options["optimizer"] = sgd
     elif what == "spec":
@@ -579,7 +621,7 @@ def different(rank, world_size, what):
     return refusal(lambda: begin("none", model, **options))
 
 
-@pytest.mark.parametrize("what", ["every", "outer", "model", "optimizer", "spec"])
+@pytest.mark.parametrize("what", ["every", "outer", "model", "optimizer", "grad_scaler", "spec"])
 def test_replicas_that_were_set_up_differently_are_told(what):
     for kind, text in run_ranks(different, 2, what):
         assert kind == "DisagreementError"

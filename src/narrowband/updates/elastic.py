@@ -363,5 +363,6 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "outer": str(outer),
         "every": str(rounds.every),
         "buffers": rounds.buffers,
+        "grad_scaler": "none" if rounds.grad_scaler is None else "given",
         **parameters,
     }

@@ -63,6 +63,7 @@ class Rounds:
     overlap: int = 0
     alpha: float = 0.5
     offload: bool = False
+    grad_scaler: torch.amp.GradScaler | None = None
 
 
 @dataclass(eq=False)
@@ -140,7 +141,9 @@ class UpdateCompression(Handle):
         self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
         self._stepped = False
-        self._scaler: torch.amp.GradScaler | None = None
+        self._scaler = rounds.grad_scaler
+        if self._scaler is not None:
+            self._watch(self._scaler)
         taken.update(optimizers)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -157,6 +160,7 @@ class UpdateCompression(Handle):
             "overlap": str(rounds.overlap),
             "alpha": str(rounds.alpha),
             "optimizer": self._stepped_by,
+            "grad_scaler": "none" if rounds.grad_scaler is None else "given",
         }
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -228,15 +232,9 @@ class UpdateCompression(Handle):
                 if not fragment.anchored:
                     fragment.keep(tensors, parameters=True)
 
-    def watch(self, grad_scaler: torch.amp.GradScaler) -> None:
-        """Count the steps that it skips, too; see ``grad_scaler`` of :func:`compress_updates`.
-
-        Raises:
-            ValueError: there is one already.
-        """
-        if self._scaler is not None:
-            raise ValueError("this handle watches a gradient scaler already")
-        self._scaler, handle, update = grad_scaler, weakref.ref(self), grad_scaler.update
+    def _watch(self, grad_scaler: torch.amp.GradScaler) -> None:
+        """Count the steps that it skips, too."""
+        handle, update = weakref.ref(self), grad_scaler.update
 
         @functools.wraps(update)
         def updated(*given: Any, **options: Any) -> None:

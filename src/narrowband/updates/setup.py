@@ -126,7 +126,7 @@ def compress_updates(
         raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
     if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
         raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
-    rounds = Rounds(steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload)
+    rounds = Rounds(steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler)
     _check_streaming(rounds)
     settings = Settings.of(
         spec,
@@ -149,18 +149,13 @@ def compress_updates(
         raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
     net = model.module if isinstance(model, DistributedDataParallel) else model
     _check_parameters(net, optimizers)
-    handle: UpdateCompression
     if peers is not None:
         if process_group is not None:
             raise ValueError("peers that come and go have no process_group: leave one of the two out")
-        handle = ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
-    else:
-        group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-        _check_replica(model, group)
-        handle = UpdateCompression(net, optimizers, settings, group, rounds)
-    if grad_scaler is not None:
-        handle.watch(grad_scaler)
-    return handle
+        return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
+    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+    _check_replica(model, group)
+    return UpdateCompression(net, optimizers, settings, group, rounds)
 
 
 def _check_streaming(rounds: Rounds) -> None:
