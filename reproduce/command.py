@@ -17,7 +17,8 @@ from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
 from reproduce.report import PER_TASK, Claim, Group, Layout, Opening, groups, markdown, pictures_of, table, write_page
-from reproduce.training import Row, recorded, run
+from reproduce.row import Row
+from reproduce.training import recorded, run
 
 if TYPE_CHECKING:
     from rich.console import Console

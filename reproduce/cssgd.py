@@ -55,7 +55,7 @@ from reproduce.cssgd_problem import (
     images_of,
 )
 from reproduce.data import about
-from reproduce.training import key
+from reproduce.row import key
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -49,7 +49,7 @@ from reproduce.report import (
     score_panel,
     sent_panel,
 )
-from reproduce.training import Row
+from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]
 

@@ -53,7 +53,7 @@ from reproduce.report import (
     needed,
     score_panel,
 )
-from reproduce.training import WARM_UP, Row
+from reproduce.row import WARM_UP, Row
 
 __all__ = ["EXPERIMENT", "LINKS"]
 

@@ -22,7 +22,8 @@ from narrowband.report.record import provenance, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.lgreco import EXPERIMENT, LINKS
-from reproduce.training import Row, recorded, run
+from reproduce.row import Row
+from reproduce.training import recorded, run
 
 if TYPE_CHECKING:
     from rich.console import Console

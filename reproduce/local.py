@@ -9,9 +9,12 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   bits, as signs, the largest hundredth of them, or as factors of rank 4;
 * *updates* after every step, along a length that is measured, or with length 1;
 * *updates* after every 15 or 30 steps: by DiLoCo (nothing compressed, an outer SGD with momentum), their mean alone,
-  by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes by what
-  this library has: no tiles, a residual that stays, and the length that is measured;
-* other optimizers, each compared with its own run without compression: Muon and SGD with momentum.
+  by Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512: 4 bits, three fragments in turn, each on its way for two
+  steps), by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes
+  by what this library has: no tiles, a residual that stays, and the length that is measured; and this with as many
+  elements as may be sent at 2,000 times fewer bytes;
+* other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
+  ranks each, sharded by FSDP2.
 
 The learning rate of each kind, gradients, updates and rounds of many steps, is the best of three without compression,
 by a seed of its own; a claim on the page says so.
@@ -50,7 +53,7 @@ from reproduce.report import (
     score_panel,
     sent_panel,
 )
-from reproduce.training import Row
+from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]
 
@@ -70,13 +73,18 @@ _ROUNDS = (15, 30)
 _UPDATES, _PLAIN, _TWO_BITS = "updates", "updates, length 1", "updates, 2 bits"
 _SIGN, _TOP, _TOP_8 = "updates, sign", "updates, top 1%", "updates, top 4%, 8 bits"
 _GRADIENT_SIGN, _GRADIENT_TOP, _GRADIENT_4 = "gradients, sign", "gradients, top 1%", "gradients, 4 bits"
-_DILOCO, _MEAN, _SPARSELOCO, _OURS = (
-    f"every {{}}, {what}" for what in ("DiLoCo", "mean", "SparseLoCo", "top 1/64, 2 bits")
+_DILOCO, _MEAN, _STREAMING, _SPARSELOCO, _OURS = (
+    f"every {{}}, {what}" for what in ("DiLoCo", "mean", "Streaming DiLoCo", "SparseLoCo", "top 1/64, 2 bits")
 )
+_SHARDED = "updates, 2 bits, FSDP2"
 
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
 _UNTILED = "topk:density=0.015625,values=int2+ef"
+
+#: Steps of a round → the density with which payloads are 2,000 times smaller than the gradients.
+_DENSITY = {15: 0.023, 30: 0.05}
+_BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits" for every, density in _DENSITY.items()}
 
 #: What claims ask for: losses as shares of another's, and how many times fewer bytes.
 _KEPT, _FEWER = 0.01, 25
@@ -116,9 +124,13 @@ def _rounds(every: int, turn: int) -> Iterator[Recipe]:
         (_DILOCO, "none", "nesterov"),
         (_SPARSELOCO, _PUBLISHED, "1"),
         (_OURS, _UNTILED, "auto"),
+        (_BUDGET[every], f"topk:density={_DENSITY[every]},values=int2+ef", "auto"),
         (_MEAN, "none", "auto"),
     ):
-        yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=name == _MEAN)
+        long = name == _MEAN or (name == _SPARSELOCO and turn > 1)
+        yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=long)
+    streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
+    yield Recipe(replace(streaming, fragments=3, overlap=2), turn=turn + 1, long=True)
 
 
 def _others() -> Iterator[Recipe]:
@@ -128,6 +140,8 @@ def _others() -> Iterator[Recipe]:
         name = dense.name.replace(DENSE, _TWO_BITS)
         own = replace(dense, name=name, spec="qsgd:bits=2+ef", small="fused", updates=1, outer=outer)
         yield from (Recipe(row, turn=3, ablation=True, long=True) for row in (dense, own))
+    sharded = replace(_updates(_SHARDED, "qsgd:bits=2+ef"), shards=2)
+    yield Recipe(sharded, turn=3, ablation=True, long=True)
 
 
 def _candidate(base: str, rate: float) -> str:
@@ -195,18 +209,44 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
         text = f"at equal bytes updates are better than gradients: {own} than {other}"
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
     for every in _ROUNDS:
-        diloco, own = (name.format(every) for name in (_DILOCO, _OURS))
-        yield _judged(
-            found, task, f"{own}: the loss is at most {_KEPT_ROUNDS:.1%} above that of DiLoCo, which does not "
-            f"compress, with payloads at least {_FEWER_ROUNDS:,} times smaller than the gradients",
-            (own, diloco),
-            lambda own, diloco: _loss(own, diloco).no_worse(_KEPT_ROUNDS) & (_payload(own) >= _FEWER_ROUNDS),
-        )  # fmt: skip
+        yield _far(found, task, every)
     yield _judged(
         found, task, "the measured length helps: updates are better with it than with length 1",
         (_UPDATES, _PLAIN),
         lambda own, plain: _loss(own, plain).better(),
     )  # fmt: skip
+
+
+def _far(found: Sequence[Group], task: str, every: int) -> Claim:
+    """Of rounds that send so little, the best, beside those that do not compress."""
+    text = (
+        f"{task}: every {every} steps, payloads at least {_FEWER_ROUNDS:,} times smaller than the gradients: the loss "
+        f"of the best such row is at most {_KEPT_ROUNDS:.1%} above that of DiLoCo, which does not compress"
+    )
+    try:
+        diloco = needed(found, task, _DILOCO.format(every))
+        best = _best(found, task, (_OURS.format(every), _BUDGET[every], _SPARSELOCO.format(every)), diloco,
+                     lambda group: _payload(group) >= _FEWER_ROUNDS)  # fmt: skip
+    except LookupError as error:
+        return Claim(text, None, str(error))
+    return claimed(text, _loss(best, diloco).no_worse(_KEPT_ROUNDS), _figures([best, diloco]))
+
+
+def _best(
+    found: Sequence[Group], task: str, names: Sequence[str], beside: Group, sends_little: Callable[[Group], bool]
+) -> Group:
+    """Of rows that send little, the one of the least loss.
+
+    Raises:
+        LookupError: none is there, or none sends so little.
+    """
+    there = [group for name in names if (group := named(found, task, name)) is not None]
+    if not there:
+        raise LookupError(f"needs one of the rows {'; '.join(names)} of task {task}")
+    cheap = [group for group in there if sends_little(group)]
+    if not cheap:
+        raise LookupError(f"no row sends so little: {'; '.join(map(_bytes, there))}")
+    return min(cheap, key=lambda group: _loss(group, beside).mean)
 
 
 def _loss(own: Group, other: Group) -> Difference:
@@ -254,13 +294,7 @@ def _cheap(found: Sequence[Group], task: str) -> Claim:
     names = (_SIGN, _TWO_BITS, _TOP_8, _TOP)
     try:
         dense = needed(found, task, DENSE)
-        there = [group for name in names if (group := named(found, task, name)) is not None]
-        if not there:
-            raise LookupError(f"needs one of the rows {'; '.join(names)} of task {task}")
-        cheap = [group for group in there if group.ratio is not None and group.ratio >= _FEWER]
-        if not cheap:
-            raise LookupError(f"no row sends so little: {'; '.join(map(_bytes, there))}")
-        best = min(cheap, key=lambda group: _loss(group, dense).mean)
+        best = _best(found, task, names, dense, lambda group: (group.ratio or 0.0) >= _FEWER)
         finding = _loss(best, dense).no_worse(_KEPT)
     except LookupError as error:
         return Claim(text, None, str(error))
@@ -298,6 +332,7 @@ _PARTS = {
     "updates": "updates are averaged after every step",
     "rounds": "updates are averaged after every 15 or 30 steps",
     "optimizers": "other optimizers",
+    "sharded": "two replicas of two ranks each, by FSDP2",
     "rates": "how learning rates were chosen, by a seed of its own",
 }
 _TITLES = {_TASK: "tiny shakespeare as bytes, GPT", _OTHER_TASK: "WikiText-2 as bytes, GPT"}
@@ -308,6 +343,8 @@ def _part(group: Group) -> str:
     name = group.name
     if ", rate " in name:
         return "rates"
+    if name == _SHARDED:
+        return "sharded"
     starts = {"updates": "updates", "every": "rounds", "Muon": "optimizers", "SGD": "optimizers"}
     return next((part for start, part in starts.items() if name.startswith(start)), "gradients")
 
@@ -336,7 +373,7 @@ def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
         rows = [group for group in found if (group.task, group.epochs) == (task, epochs)]
         for part in _PARTS:
             own = [group for group in rows if _part(group) == part]
-            beside = [group for group in rows if group.name == DENSE and part in ("updates", "rounds")]
+            beside = [group for group in rows if group.name == DENSE and part in ("updates", "rounds", "sharded")]
             if own:
                 yield f"{task}, {part}", [_line(found, group) for group in (*beside, *own)]
 

@@ -28,7 +28,8 @@ from reproduce import local
 from reproduce.command import command_line, progress
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import DENSE, NOTHING, pictures_of, source
-from reproduce.training import Row, run
+from reproduce.row import Row
+from reproduce.training import run
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -65,7 +65,7 @@ from reproduce.report import (
     needed,
     score_panel,
 )
-from reproduce.training import Row
+from reproduce.row import Row
 
 __all__ = ["EXPERIMENT", "TIMED"]
 

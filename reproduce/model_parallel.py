@@ -52,7 +52,7 @@ from reproduce.command import Experiment, Recipe, main
 from reproduce.pairs import Difference, Finding, difference, every
 from reproduce.pictures import Bar, Panel
 from reproduce.report import DENSE, Claim, Column, Group, Layout, Opening, compared, judged, needed, score_panel
-from reproduce.training import Row
+from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]
 

@@ -42,7 +42,7 @@ from reproduce.data import locate
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import NOTHING, Column, Layout, pictures_of, source, table
-from reproduce.training import key
+from reproduce.row import key
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -67,7 +67,7 @@ from reproduce.data import Text, about, wikitext2
 from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
-from reproduce.training import files_of
+from reproduce.row import files_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reproduce.pretrained import PRETRAINING
-from reproduce.training import BETA2, DILOCO, DROPS, MUON_ADAMW_LR, WARM_UP
+from reproduce.row import BETA2, DILOCO, DROPS, MUON_ADAMW_LR, WARM_UP
 
 __all__ = ["in_common", "settings"]
 
@@ -106,7 +106,16 @@ def _updates(row: Mapping[str, Any]) -> str:
         outer = "an outer length that is measured"
     else:
         outer = f"an outer length of {float(row['outer']):g}"
-    return f"updates, {when}, with {outer}"
+    said = f"updates, {when}, with {outer}"
+    fragments, overlap = row.get("fragments", 1), row.get("overlap", 0)
+    if fragments > 1:
+        said += f", in {fragments} fragments in turn"
+    return said + (f", on their way for {_count(overlap, 'step')}" if overlap else "")
+
+
+def _replicas(row: Mapping[str, Any]) -> str:
+    shards = row.get("shards", 1)
+    return "" if shards == 1 else f"{row['nodes'] // shards} of {shards} ranks each, sharded by FSDP2"
 
 
 def _count(number: int, what: str) -> str:
@@ -122,6 +131,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "clipping of averaged gradients": (("clip",), lambda row: "" if row.get("updates") else _clipping(row)),
     "clipping of each rank's gradients": (("clip", "updates"), lambda row: _clipping(row) if row["updates"] else ""),
     "averaged": (("updates", "outer"), _updates),
+    "replicas": (("updates", "nodes"), _replicas),
     "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
     "compression's warm-up": (
         ("warmup_epochs",),

@@ -70,7 +70,7 @@ from reproduce.report import (
     needed,
     score_panel,
 )
-from reproduce.training import WARM_UP, Row
+from reproduce.row import WARM_UP, Row
 
 __all__ = ["EXPERIMENT"]
 

@@ -10,7 +10,8 @@ import narrowband as nb
 from reproduce import dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity
 from reproduce.command import Options, Recipe, chosen, main
 from reproduce.report import DENSE, PER_TASK
-from reproduce.training import _places, resolved
+from reproduce.row import resolved
+from reproduce.training import _places
 from tests.reproduce.synthetic import write_all
 
 EXPERIMENTS = [module.EXPERIMENT for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity)]

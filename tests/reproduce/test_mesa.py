@@ -15,8 +15,9 @@ from reproduce import mesa
 from reproduce.activations import Activations, read_policy
 from reproduce.command import Options, chosen, main
 from reproduce.report import groups, markdown, table
+from reproduce.row import Row
 from reproduce.tasks import Patches
-from reproduce.training import Row, run
+from reproduce.training import run
 from tests.reproduce.synthetic import write_all
 
 EXPERIMENT = mesa.EXPERIMENT

@@ -11,8 +11,9 @@ import narrowband as nb
 from reproduce import model_parallel
 from reproduce.command import Options, chosen, main
 from reproduce.report import groups, markdown, table
+from reproduce.row import Row
 from reproduce.tasks import load
-from reproduce.training import Row, run, train
+from reproduce.training import run, train
 from tests.ranks import run_ranks
 from tests.reproduce.synthetic import write_all
 

@@ -10,8 +10,8 @@ from torch import nn
 from reproduce import pretrained as module
 from reproduce.data import cache_folder
 from reproduce.pretrained import Pretraining, pretrained
+from reproduce.row import files_of
 from reproduce.tasks import Tuned, Wikitext, load
-from reproduce.training import files_of
 from tests.reproduce.synthetic import write_all
 
 HOW = Pretraining(epochs=3, batch=4, lr=0.05)

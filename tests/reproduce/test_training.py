@@ -8,9 +8,11 @@ import torch
 
 import narrowband as nb
 from reproduce import lgreco, sparsity, training
+from reproduce import row as rows
 from reproduce.lgreco_links import timed
 from reproduce.models import ResNet
-from reproduce.training import Row, key, resolved, run
+from reproduce.row import Row, key, resolved
+from reproduce.training import run
 from tests.gradients.training import FINGERPRINT
 from tests.reproduce.synthetic import write_all
 
@@ -108,15 +110,15 @@ def test_global_topk_sends_the_largest_by_shares_of_layers_or_in_every_step_as_o
 def test_policies_get_their_choices_and_begin_after_a_delay():
     choices = "powersgd:rank=2 powersgd:rank=16"
     row = replace(DENSE, spec="powersgd:rank=8", delay=0.05, choices=choices, policy="lgreco")
-    own = training.policy_of(row, 390, 4680)
+    own = rows.policy_of(row, 390, 4680)
     assert (own.every, own.warmup_steps) == (390, 234)
     assert set(own.specs()) == {"powersgd:rank=2", "powersgd:rank=8", "powersgd:rank=16"}
-    both = training.policy_of(replace(row, policy="lgreco+accordion", high="powersgd:rank=4"), 390, 4680)
+    both = rows.policy_of(replace(row, policy="lgreco+accordion", high="powersgd:rank=4"), 390, 4680)
     assert set(both.specs()) == {f"powersgd:rank={rank}" for rank in (2, 4, 8, 16)}
-    fixed = training.policy_of(replace(row, policy="uniform"), 390, 4680)
+    fixed = rows.policy_of(replace(row, policy="uniform"), 390, 4680)
     assert (fixed.warmup_steps, fixed.specs()) == (234, ["powersgd:rank=8"])
-    assert training.policy_of(DENSE, 390, 4680) is None
-    largest = training.policy_of(replace(SPARSE, policy="global-topk", delay=0.05), 390, 4680)
+    assert rows.policy_of(DENSE, 390, 4680) is None
+    largest = rows.policy_of(replace(SPARSE, policy="global-topk", delay=0.05), 390, 4680)
     assert (largest.density, largest.feedback, largest.every, largest.warmup_steps) == (0.01, "ef", 390, 234)
 
 
@@ -239,7 +241,7 @@ def test_a_row_is_kept_under_a_name_that_everything_changes(change):
 
 def test_rows_that_were_recorded_are_found_again(monkeypatch):
     """More fields of a row change no name."""
-    monkeypatch.setattr(training, "versions", dict)
+    monkeypatch.setattr(rows, "versions", dict)
     images = Row("cifar", "dense", "none", epochs=10, lr=0.4, batch=128, weight_decay=1e-4)
     text = Row("gpt", "rank 4", "powersgd:rank=4", optimizer="adamw", epochs=3, lr=2e-3, batch=32, momentum=0.0,
                weight_decay=0.01, clip=1.0)  # fmt: skip

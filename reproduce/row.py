@@ -1,0 +1,292 @@
+"""What one training run is: everything that it depends on, in words and numbers.
+
+A finished row is kept under a name that holds all of it (:func:`key`), so that a run that was stopped goes on from
+there, and a row that was changed is trained anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+import narrowband as nb
+from narrowband.adapt import search_space
+from narrowband.codecs import TopK
+from narrowband.pipeline import Channel
+from narrowband.report.record import versions
+from reproduce.activations import read_policy
+
+__all__ = [
+    "BETA2",
+    "CURVE_POINTS",
+    "DILOCO",
+    "DROPS",
+    "MUON_ADAMW_LR",
+    "WARM_UP",
+    "Row",
+    "Schedule",
+    "files_of",
+    "key",
+    "outer_of",
+    "policy_of",
+    "resolved",
+]
+
+#: Share of steps over which the learning rate rises; then it falls.
+WARM_UP = 0.05
+
+#: Shares of steps after which a schedule of steps divides the learning rate by ten.
+DROPS = (0.5, 0.8)
+
+#: AdamW's second beta, where a row has none of its own.
+BETA2 = 0.999
+
+#: DiLoCo's outer optimizer: SGD with Nesterov's momentum (arXiv 2311.08105, table 5).
+DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+#: AdamW's learning rate for what Muon leaves to it.
+MUON_ADAMW_LR = 3e-3
+
+#: Points per epoch of the curve of training losses.
+CURVE_POINTS = 10
+
+#: What a task reads.
+_FILES = {
+    "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
+    "lstm": ("tinyshakespeare/input.txt",),
+    "shakespeare": ("tinyshakespeare/input.txt",),
+    "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
+    "tuned": ("wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"),
+    "vit": ("cifar10/train.parquet", "cifar10/test.parquet"),
+}
+
+
+#: How a learning rate falls.
+Schedule: TypeAlias = Literal["cosine", "steps", "half-cosine"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training run.
+
+    Attributes:
+        task: cifar, lstm, shakespeare, gpt, tuned or vit.
+        name: what the row is called in tables.
+        spec: for ``nb.compress_gradients``, or for ``nb.compress_updates`` where ``updates`` says so. ``{warmup}`` in
+            it becomes the steps of ``warmup_epochs``.
+        seed: of parameters, order of samples and codecs.
+        optimizer: ``sgd`` and ``adamw`` are PyTorch's, and work on averages; with ``dgc``, which is ``nb.DGCSGD``,
+            momentum is the compression's. ``muon`` is PyTorch's Muon for the matrices of blocks, with AdamW at
+            :data:`MUON_ADAMW_LR` for the rest.
+        epochs: passes over the data.
+        lr: learning rate at its peak.
+        batch: global.
+        momentum: of SGD and Muon; AdamW's first beta.
+        beta2: AdamW's second beta.
+        nesterov: whether it is Nesterov's.
+        weight_decay: of all parameters.
+        clip: norm above which averaged gradients are scaled down to it, or each rank's own where these are not
+            averaged; None: never. A spec can clip before sending.
+        warmup_epochs: epochs of warm-up of the compression.
+        min_numel: tensors with fewer elements are small, as are biases and norms.
+        small: whether these travel dense, or together as one compressed vector, or as one by a codec of their own.
+        depth: of the ResNet.
+        limit: use no more samples than this; None: all.
+        policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
+            empty: nothing.
+        high: for Accordion, the spec of much compression.
+        choices: for L-GreCo and k-means, the specs that layers may get, with spaces between; empty: those around
+            ``spec`` that the paper searches.
+        delay: share of the steps before compression begins, in which everything travels uncompressed; the policy
+            decides first at their end. Needs a policy; ``uniform`` is one.
+        plan: what layers have from the first step on, as JSON: layer → spec; empty: what the row says of all.
+        schedule: how the learning rate falls: after a rise along a cosine to zero, or to a tenth after half of the
+            steps and again after four fifths; or from the first step on along a cosine that takes twice as long as
+            training, to half of its peak.
+        forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
+        backward: the same for their gradients.
+        activations: what backward keeps of activations: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
+            nobody looks.
+        trace: whether the result has how the policy's estimates of ranges went.
+        amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
+        updates: ranks step by themselves, and their updates are averaged after every so many steps; 0: gradients are.
+        outer: what parameters do with the mean of updates: its length, such as ``1.5``, ``auto``, or ``nesterov``: an
+            outer SGD with the settings of DiLoCo (:data:`DILOCO`).
+        fragments: parts of the model whose updates are averaged in turn.
+        overlap: steps that ranks take while one of them is on its way.
+        shards: ranks that train one replica together, sharded by FSDP2; 1: each is a replica.
+    """
+
+    task: str
+    name: str
+    spec: str
+    seed: int = 0
+    optimizer: Literal["sgd", "dgc", "adamw", "muon"] = "sgd"
+    epochs: int = 10
+    lr: float = 0.1
+    batch: int = 128
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 1e-4
+    clip: float | None = None
+    warmup_epochs: int = 0
+    min_numel: int = 1
+    small: str = "uncompressed"
+    depth: int = 8
+    limit: int | None = None
+    policy: str = ""
+    high: str = ""
+    choices: str = ""
+    delay: float = 0.0
+    plan: str = ""
+    schedule: Schedule = "cosine"
+    forward: str = ""
+    backward: str = ""
+    activations: str = ""
+    trace: bool = False
+    amp: bool = False
+    beta2: float = BETA2
+    updates: int = 0
+    outer: str = "1"
+    fragments: int = 1
+    overlap: int = 0
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.task not in _FILES:
+            raise ValueError(f"task={self.task!r} is none of {', '.join(_FILES)}")
+        policy_of(self, 1, 1)
+        if not 0 <= self.delay < 1:
+            raise ValueError(f"delay={self.delay} is not in [0, 1): it is a share of the steps")
+        if self.delay and not self.policy:
+            raise ValueError(f"delay={self.delay} needs a policy that begins then: uniform is one")
+        for field in ("epochs", "batch"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if not 0 <= self.warmup_epochs < self.epochs:
+            raise ValueError(
+                f"warmup_epochs={self.warmup_epochs} is not below epochs={self.epochs}: bytes are taken in the last "
+                "epoch, when warm-up has to be over"
+            )
+        if not self.lr > 0:
+            raise ValueError(f"lr={self.lr} must be above 0")
+        if bool(self.forward) != bool(self.backward):
+            raise ValueError(
+                f"forward={self.forward!r} and backward={self.backward!r} go together; none is a spec, too"
+            )
+        if self.forward:
+            Channel(self.backward, forward=Channel(self.forward))  # checks both; a Boundary compiles its loops, too
+        if self.activations:
+            read_policy(self.activations)
+        if self.forward and self.activations:
+            raise ValueError("a row has boundaries or keeps activations in few bits: leave out forward or activations")
+        if self.updates < 0 or (self.updates and (self.alone or self.policy or self.plan or self.optimizer == "dgc")):
+            raise ValueError(
+                f"updates={self.updates} is steps from one average of updates to the next; leave out boundaries, "
+                "activations, policy, plan and dgc, which are of gradients"
+            )
+        outer_of(self.outer)
+        if not self.updates and (self.fragments, self.overlap, self.shards) != (1, 0, 1):
+            raise ValueError("fragments, overlap and shards are of rows whose updates are averaged")
+        if self.trace and not self.activations:
+            raise ValueError("trace=True notes ranges of activations, and needs activations: a policy as JSON")
+        if self.alone and (self.spec != "none" or self.policy):
+            raise ValueError(
+                f"a row with boundaries or a policy for activations is trained by one process, which averages with "
+                f"none: spec={self.spec!r} and policy={self.policy!r} would do nothing"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process trains the row, with no ranks to send anything to."""
+        return bool(self.forward or self.activations)
+
+
+def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
+    """What plans for the row every so many steps, if anything does.
+
+    Args:
+        row: to be trained.
+        every: steps between two decisions.
+        total: steps of training, of which the row's ``delay`` is a share.
+
+    Raises:
+        ValueError: a policy that does not exist, or one without the choices, the level or the density that it needs.
+    """
+    if not row.policy:
+        return None
+    choices = row.choices.split() or None
+    begins = round(row.delay * total)
+    made: dict[str, Callable[[], nb.Policy]] = {
+        "uniform": lambda: nb.Constant(row.spec, warmup_steps=begins),
+        "lgreco": lambda: nb.LGreCo(row.spec, choices, every=every, warmup_steps=begins),
+        "kmeans": lambda: nb.KMeans(row.spec, choices, every=every, warmup_steps=begins),
+        "accordion": lambda: nb.Accordion(low=row.spec, high=row.high, every=every, warmup_steps=begins),
+        "lgreco+accordion": lambda: nb.LGreCo(
+            nb.Accordion(low=row.spec, high=row.high, every=every, warmup_steps=begins),
+            choices or search_space(row.spec),
+            every=every,
+            warmup_steps=begins,
+        ),
+        "global-topk": lambda: _global_topk(row.spec, every, begins),
+    }
+    if row.policy not in made:
+        raise ValueError(f"policy={row.policy!r} is none of {', '.join(made)}")
+    return made[row.policy]()
+
+
+def outer_of(said: str) -> float | Literal["auto"] | Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """The outer step of updates that a row says: ``nesterov``, ``auto``, or a length.
+
+    Raises:
+        ValueError: neither.
+    """
+    if said == "auto":
+        return "auto"
+    if said == "nesterov":
+        return lambda parameters: torch.optim.SGD(parameters, **DILOCO)
+    try:
+        return float(said)
+    except ValueError:
+        raise ValueError(f"outer={said!r} is neither a length, such as 1.5, nor auto, nor nesterov") from None
+
+
+def _global_topk(spec: str, every: int, begins: int) -> nb.GlobalTopK:
+    """The density and the feedback that the spec says."""
+    codec, feedback = nb.compression(spec).codec, spec.partition("+")[2]
+    if not isinstance(codec, TopK) or not feedback:
+        raise ValueError(f"policy='global-topk' needs a spec such as topk:density=0.01+ef, not {spec!r}")
+    return nb.GlobalTopK(codec.density, feedback, every=every, warmup_steps=begins)
+
+
+def key(row: Any, nodes: int, digest: str) -> str:
+    """A file name that changes with anything that changes the row: its fields, the ranks, the data, the versions.
+
+    Fields that have their defaults do not count, so that there may be more of them one day.
+
+    Args:
+        row: a dataclass that has a task, a name and a seed.
+        nodes: ranks that it takes.
+        digest: of its data.
+    """
+    told = {f.name: getattr(row, f.name) for f in fields(row) if getattr(row, f.name) != f.default}
+    identity = {"row": told, "nodes": nodes, "data": digest, "curve": CURVE_POINTS, "versions": versions()}
+    text = json.dumps(identity, sort_keys=True)
+    name = "".join(c if c.isalnum() else "-" for c in f"{row.task}-{row.name}-{row.seed}")
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def files_of(task: str) -> tuple[str, ...]:
+    """The files of the data folder that a task reads."""
+    return _FILES[task]
+
+
+def resolved(row: Row, steps: int) -> str:
+    """The row's spec with its warm-up in steps, of which an epoch has ``steps``."""
+    return row.spec.replace("{warmup}", str(row.warmup_epochs * steps))
