@@ -258,7 +258,7 @@ def test_what_an_exchange_raises_reaches_the_user_with_type_and_message(cap):
         assert unchanged
 
 
-# ---- what is no DDP model --------------------------------------------------------------------------------------------
+# ---- what averages by itself, and no model ---------------------------------------------------------------------------
 
 
 def others(rank, world_size):
@@ -269,27 +269,25 @@ def others(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     given = {
         "compiled": torch.compile(wrap(mlp())),
-        "fsdp2": fully_shard(mlp(), mesh=mesh),
         "fsdp1": FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")),
         "replicated": replicate(mlp()),
-        "module": mlp(),
         "class": nn.Linear,
         "number": 42,
-        "compiled module": torch.compile(mlp()),
+        "data parallel": nn.DataParallel(mlp()),
     }
+    sharded = fully_shard(mlp(), mesh=mesh)
+    assert refusal(lambda: compress(sharded, "none"))[0] == "UnsupportedError"  # see test_modules.py
     return {name: refusal(lambda m=model: compress(m, "none")) for name, model in given.items()}
 
 
-def test_what_is_no_ddp_model_is_named_with_what_to_do():
+def test_what_averages_by_itself_is_named_with_what_to_do():
     expected = {
         "compiled": "compress_gradients(model._orig_mod, …)",
-        "fsdp2": "an FSDP model (FSDP",
-        "fsdp1": "an FSDP model (FullyShardedDataParallel)",
-        "replicated": "a model of replicate()",
-        "module": "not Sequential; wrap it first: model = DistributedDataParallel(model)",
+        "fsdp1": "Shard with fully_shard (FSDP2) instead",
+        "replicated": "Leave replicate() out: compress_gradients(model, …) averages a plain module",
         "class": "not Linear, a class",
         "number": "not int",
-        "compiled module": "wrap it first: model = DistributedDataParallel(model)",
+        "data parallel": "Start one process per device with torchrun",
     }
     for errors in run_ranks(others, 2):
         assert errors.keys() == expected.keys()

@@ -16,11 +16,10 @@ from tests.ranks import run_ranks
 def wrong_calls(rank, world_size):
     from torch.distributed.optim import _apply_optimizer_in_backward  # warns of torch.jit when it is imported
 
-    plain = mlp()
     model = wrap(mlp())
     compress = nb.compress_gradients
     errors = {
-        "not DDP": refusal(lambda: compress(plain, "none")),
+        "no module": refusal(lambda: compress([model], "none")),
         "unknown codec": refusal(lambda: compress(model, "topkk:density=0.1")),
         "unknown key": refusal(lambda: compress(model, "topk:densty=0.1")),
         "unknown feedback": refusal(lambda: compress(model, "topk:density=0.1+eff")),
@@ -57,7 +56,7 @@ def wrong_calls(rank, world_size):
 def test_what_cannot_work_is_an_error_that_says_what_to_do():
     errors = run_ranks(wrong_calls, 1)[0]
     expected = {
-        "not DDP": ("TypeError", "wrap it first: model = DistributedDataParallel(model)"),
+        "no module": ("TypeError", "takes a module that averages nothing by itself, not list"),
         "unknown codec": ("ValueError", "did you mean 'topk'?"),
         "unknown key": ("ValueError", "did you mean 'density'?"),
         "unknown feedback": ("ValueError", "did you mean 'ef'?"),

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 import narrowband as nb
+from narrowband.averaging.flat import local as local_part
 from narrowband.report.record import provenance
-from narrowband.updates.fragments import local as local_part
 from reproduce import local
 from reproduce.command import Options, chosen, main, page
 from reproduce.report import DENSE, groups, table

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
+from narrowband.updates import elastic
+from narrowband.updates import rounds as rounds_of
 from narrowband.updates.rendezvous import serve
 from tests.gradients.training import flat, heard, mlp, refusal, sgd, train
 from tests.ranks import RankError, run_ranks
@@ -250,16 +252,16 @@ def corrupted(rank, world_size, address):
     side = nb.Rendezvous(address).connect()
     if rank == 2:
         side.wait(["going"])
-        begin, transfers = nb.UpdateCompression._begin_with_the_first, []
+        begin, transfers = rounds_of.begin_with_the_first, []
 
-        def begun(self):
-            begin(self)
+        def begun(model, group):
+            begin(model, group)
             transfers.append(1)
             if len(transfers) == 1:
                 with torch.no_grad():
-                    self._model[0].weight.view(torch.int32)[3, 3] ^= 1
+                    model[0].weight.view(torch.int32)[3, 3] ^= 1
 
-        nb.UpdateCompression._begin_with_the_first = begun
+        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
     with heard() as messages:
         model, optimizer, handle = join(address, rank, begin_with=2, exchange_s=4.0)
         seen = {}
@@ -275,7 +277,7 @@ def corrupted(rank, world_size, address):
             time.sleep(0.01)
     handle.remove()
     if rank == 2:
-        nb.UpdateCompression._begin_with_the_first = begin
+        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begin
         return seen, len(transfers), any("not those that were sent" in message for message in messages)
     return seen, 0, any("broke off" in message for message in messages)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowband.averaging.flat import empty_like, groups_of, parts_of, real
+from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
 
-__all__ = ["Averager"]
+__all__ = ["Averager", "deliver", "end_to_end"]
 
 
 class Averager(Handle):
@@ -107,14 +107,9 @@ class Averager(Handle):
         futures = []
         for at, parameters in enumerate(groups):
             names = [self.layers.parameters.by_tensor[p].name for p in parameters]
-            futures.append(self.feed(_end_to_end(parameters), names, last=at == len(groups) - 1))
+            futures.append(self.feed(end_to_end(parameters), names, last=at == len(groups) - 1))
         for parameters, future in zip(groups, futures, strict=True):
-            averages = future.wait()
-            if averages.is_sparse:
-                parameters[0].grad = averages
-                continue
-            for p, part in zip(parameters, parts_of(averages, parameters), strict=True):
-                real(_gradient(p)).copy_(part)
+            deliver(future.wait(), parameters)
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:
@@ -151,15 +146,25 @@ def _has_sparse_gradient(p: Tensor) -> bool:
     return p.grad is not None and p.grad.is_sparse
 
 
-def _end_to_end(parameters: Sequence[Tensor]) -> Tensor:
-    """A copy of these gradients in one flat tensor; or the sparse one that there is."""
+def end_to_end(parameters: Sequence[Tensor]) -> Tensor:
+    """A copy of these parameters' gradients in one flat tensor; or the sparse one that there is."""
     gradients = [_gradient(p) for p in parameters]
     if gradients[0].is_sparse:
         return gradients[0]
-    flat = empty_like(parameters)
-    for gradient, part in zip(gradients, parts_of(flat, parameters), strict=True):
-        part.copy_(real(gradient))
+    parts = [local(p) for p in parameters]
+    flat = empty_like(parts)
+    for gradient, part in zip(gradients, parts_of(flat, parts), strict=True):
+        part.copy_(real(local(gradient)))
     return flat
+
+
+def deliver(averages: Tensor, parameters: Sequence[Tensor]) -> None:
+    """What was :func:`end_to_end` becomes the gradients."""
+    if averages.is_sparse:
+        parameters[0].grad = averages
+        return
+    for p, part in zip(parameters, parts_of(averages, [local(p) for p in parameters]), strict=True):
+        real(local(_gradient(p))).copy_(part)
 
 
 def _gradient(p: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["GROUP_NBYTES", "empty_like", "groups_of", "in_memory_order", "parts_of", "real"]
+__all__ = ["GROUP_NBYTES", "empty_like", "groups_of", "in_memory_order", "local", "parts_of", "real"]
 
 #: Groups have about so many bytes: as DDP's buckets, large enough for few messages, and small enough for the next group
 #: to be encoded while one is on its way.
@@ -35,7 +35,7 @@ def groups_of(
             yield group
             group, nbytes = [], 0
         group.append(x)
-        nbytes += x.numel() * x.element_size()
+        nbytes += local(x).numel() * x.element_size()
         if by_itself:
             yield group
             group, nbytes = [], 0
@@ -67,6 +67,12 @@ def in_memory_order(x: Tensor) -> Tensor | None:
 def _is_dense(x: Tensor) -> bool:
     """Whether it lies in memory without gaps and overlaps: empty_like keeps such strides, and no others."""
     return torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def local(x: Tensor) -> Tensor:
+    """A tensor itself; of a sharded one this rank's part. Detached."""
+    whole = x.detach()
+    return whole.to_local() if hasattr(whole, "to_local") else whole
 
 
 def real(x: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from narrowband.averaging.flat import local
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
 
@@ -59,7 +61,7 @@ class Parameter:
     Attributes:
         name: in the model.
         index: among the model's parameters.
-        shape: its own.
+        shape: its own; of a sharded one that of this rank's part.
         compressed: whether it is a layer; otherwise it is small.
         vector: that of the small parameters it travels with, if it is small.
         at: where it lies in that.
@@ -99,9 +101,10 @@ class Parameters:
         early_nbytes: int,
     ) -> None:
         trained = [(index, name, p) for index, (name, p) in enumerate(named) if p.requires_grad]
+        shapes = {p: local(p).shape for _, _, p in trained}
         ids = {id(p) for p in norms}
-        small = {p for _, _, p in trained if p.dim() < 2 or p.numel() < min_numel or id(p) in ids}
-        vector_of = _vectors([p for _, _, p in trained], small, fuse_small, early_nbytes)
+        small = {p for p, shape in shapes.items() if p.dim() < 2 or shape.numel() < min_numel or id(p) in ids}
+        vector_of = _vectors(shapes, small, fuse_small, early_nbytes)
         self._min_numel = min_numel
         self.vectors: dict[Vector, int] = {}
         self.by_tensor: dict[Tensor, Parameter] = {}
@@ -110,8 +113,8 @@ class Parameters:
             vector = vector_of[p]
             at = self.vectors.get(vector, 0)
             if not compressed:
-                self.vectors[vector] = at + p.numel()
-            self.by_tensor[p] = Parameter(name, index, p.shape, compressed, vector, at)
+                self.vectors[vector] = at + shapes[p].numel()
+            self.by_tensor[p] = Parameter(name, index, shapes[p], compressed, vector, at)
         self.by_name = {parameter.name: parameter for parameter in self.by_tensor.values()}
 
     @property
@@ -122,12 +125,12 @@ class Parameters:
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(p.numel() for p in self.by_tensor)
+        return sum(parameter.shape.numel() for parameter in self.by_tensor.values())
 
     @property
     def compressed_numel(self) -> int:
         """Elements of all layers."""
-        return sum(p.numel() for p, parameter in self.by_tensor.items() if parameter.compressed)
+        return sum(parameter.shape.numel() for parameter in self.by_tensor.values() if parameter.compressed)
 
     @property
     def device(self) -> torch.device:
@@ -162,22 +165,22 @@ class Parameters:
 
 
 def _vectors(
-    parameters: Sequence[Tensor], small: Collection[Tensor], fuse_small: bool, early_nbytes: int
+    shapes: Mapping[Tensor, torch.Size], small: Collection[Tensor], fuse_small: bool, early_nbytes: int
 ) -> dict[Tensor, Vector]:
     """The vector of each parameter, if it is small.
 
     Gradients of a model's end come first in backward. The small parameters in its last two thirds go while backward is
     still busy with the rest, if they are worth a message of their own.
     """
-    total, seen = sum(p.numel() for p in parameters), 0
+    total, seen = sum(shape.numel() for shape in shapes.values()), 0
     found: dict[Tensor, Vector] = {}
     early: dict[torch.dtype, int] = {}
-    for p in parameters:
+    for p, shape in shapes.items():
         compressed = fuse_small and p.dtype in COMPRESSIBLE
         found[p] = Vector(p.dtype, compressed, early=3 * seen >= total and not compressed)
-        seen += p.numel()
+        seen += shape.numel()
         if found[p].early and p in small:
-            early[p.dtype] = early.get(p.dtype, 0) + p.numel() * p.element_size()
+            early[p.dtype] = early.get(p.dtype, 0) + shape.numel() * p.element_size()
     return {p: v._replace(early=v.early and early.get(p.dtype, 0) >= early_nbytes) for p, v in found.items()}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from narrowband.averaging.optim import DGCSGD
 from narrowband.averaging.stats import StepStats
-from narrowband.gradients.ddp import GradientCompression, compress_gradients
+from narrowband.gradients.handle import GradientCompression
+from narrowband.gradients.setup import compress_gradients
 from narrowband.gradients.timing import measure_times
 
 __all__ = ["DGCSGD", "GradientCompression", "StepStats", "compress_gradients", "measure_times"]

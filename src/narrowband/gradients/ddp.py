@@ -11,125 +11,31 @@ its work, and then the error itself is raised from ``backward()``.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
-from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
-from narrowband.gradients.hook import hook_of
-from narrowband.gradients.refused import what_it_is
+from narrowband.gradients.handle import GradientCompression
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch.distributed as dist
     from torch import Tensor
     from torch._C._distributed_c10d import GradBucket
+    from torch.nn.parallel import DistributedDataParallel
 
-    from narrowband.adapt import Plan, Policy
-    from narrowband.codecs import Codec
-    from narrowband.collectives import Collective
-    from narrowband.feedback import Compression, Method
+    from narrowband.averaging.settings import Settings
     from narrowband.gradients.hook import Hook
 
-__all__ = ["GradientCompression", "compress_gradients"]
+__all__ = ["DDPCompression"]
 
 
-def compress_gradients(
-    ddp_model: DistributedDataParallel,
-    spec: str | Codec | Compression | Method | Plan | Policy,
-    *,
-    min_numel: int = 1024,
-    warmup_steps: int = 0,
-    process_group: dist.ProcessGroup | None = None,
-    seed: int = 0,
-    collective: Collective | Literal["auto"] = "auto",
-    grad_scaler: torch.amp.GradScaler | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    small: str | Codec = "uncompressed",
-    message_nbytes: int = MESSAGE_NBYTES,
-    early_nbytes: int = EARLY_NBYTES,
-) -> GradientCompression:
-    """Compress the gradients that ``ddp_model`` averages. Call it on all ranks, once, before the first backward.
-
-    Args:
-        ddp_model: the wrapped model; nothing else of the training loop changes.
-        spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
-            has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
-        min_numel: parameters with fewer elements count as small, as do all biases and norms.
-        small: what happens to these: ``"uncompressed"``, they travel as they are; ``"fused"``, they make one vector of
-            the whole model, compressed like any layer; or a codec for that vector which keeps more, such as
-            ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
-        warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
-        process_group: the ranks to average over; by default the model's own.
-        seed: for stochastic rounding and sampling. Equal seeds, equal runs.
-        collective: ``"auto"`` takes the one that sends least (see :mod:`narrowband.collectives.choice`).
-        grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
-            gradients, and is rescaled when the scale changes.
-        optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
-            wire).
-
-        message_nbytes: payloads of several buckets travel in one message until a rank has so many bytes to send.
-        early_nbytes: where the small parameters of a model's end take so many bytes, they are sent before backward
-            ends.
-
-    ``model.join()`` works: ranks that have run out of data send zeros, and keep their residuals (with ``ef21``, which
-    has no residual, zero counts as their gradient). Its
-    ``divide_by_initial_world_size=False`` is refused by the first backward.
-
-    Returns:
-        A handle: :meth:`~GradientCompression.stats`, :meth:`~GradientCompression.pause`,
-        :meth:`~GradientCompression.state_dict` …
-
-    Raises:
-        TypeError: not a DistributedDataParallel model; says what to do with what it is.
-        ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
-            disagree.
-        UnsupportedError: the model already has a hook, or does what no hook can follow; or a spec that is not for
-            gradients (``aq-sgd``).
-
-    Example:
-        >>> model = DistributedDataParallel(model)
-        >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
-        >>> loss(model(x)).backward()  # averages arrive compressed
-        >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
-    """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {what_it_is(ddp_model)}")
-    settings = Settings.of(
-        spec,
-        min_numel=min_numel,
-        warmup_steps=warmup_steps,
-        seed=seed,
-        collective=collective,
-        small=small,
-        message_nbytes=message_nbytes,
-        early_nbytes=early_nbytes,
-        grad_scaler=grad_scaler,
-    )
-    if small != "uncompressed" and ddp_model.find_unused_parameters:
-        raise UnsupportedError(
-            f"small={str(small)!r} cannot tell which parts of its vector had no gradient, which "
-            "find_unused_parameters=True allows; use small='uncompressed'"
-        )
-    if any(hasattr(p, "_in_backward_optimizers") for p in ddp_model.parameters()):
-        raise UnsupportedError(
-            "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
-            "step it after backward instead"
-        )
-    hook = hook_of(ddp_model)
-    group = process_group or ddp_model.process_group
-    parameters = list(ddp_model.module.named_parameters())
-    settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
-    return GradientCompression(ddp_model, hook, settings, group)
-
-
-class GradientCompression(Handle):
-    """The handle of :func:`compress_gradients`. ``repr(handle)`` says what it does and what it has saved."""
+class DDPCompression(GradientCompression):
+    """The handle of a model in DistributedDataParallel."""
 
     def __init__(
         self, model: DistributedDataParallel, hook: Hook, settings: Settings, group: dist.ProcessGroup
@@ -149,10 +55,10 @@ class GradientCompression(Handle):
         self._model = weakref.ref(model)
         hook.attach(self)
 
-    @property
-    def buckets(self) -> list[list[str]]:
-        """The layers of each bucket that DDP made, in the order in which they are sent, as of the last step."""
-        return [list(names) for names in self._buckets]
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :meth:`GradientCompression.no_sync`; it is the model's own."""
+        model = self._model()
+        return nullcontext() if model is None else model.no_sync()
 
     def remove(self) -> None:
         """Take compression off: the model averages as plain DDP does, to the bit. Call on all ranks, between steps.

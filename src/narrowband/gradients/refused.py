@@ -11,7 +11,7 @@ __all__ = ["what_it_is"]
 
 
 def what_it_is(model: object) -> str:
-    """What was given in place of a DDP model, and what to do."""
+    """What was given in place of a module, or what averages by itself, and what to do; empty where neither is so."""
     inside = getattr(model, "_orig_mod", None)
     if isinstance(inside, DistributedDataParallel):
         return (
@@ -19,16 +19,15 @@ def what_it_is(model: object) -> str:
             "on calling the compiled one; or compile first: DistributedDataParallel(torch.compile(model))"
         )
     kinds = {kind.__name__ for kind in type(model).__mro__}
-    if kinds & {"FSDPModule", "FullyShardedDataParallel"} and "ReplicateModule" not in kinds:
+    if "FullyShardedDataParallel" in kinds:
         return (
-            f"an FSDP model ({type(model).__name__}). FSDP reduces gradients into shards by itself, and has no "
-            "communication hook. If the model fits on one device, wrap it in DistributedDataParallel instead of "
-            "sharding it; compress_activations can make room"
+            "a FullyShardedDataParallel model, FSDP1, which has flat parameters of its own. Shard with fully_shard "
+            "(FSDP2) instead, among the ranks of a node"
         )
     if "ReplicateModule" in kinds or _is_replicated(model):
         return (
             "a model of replicate(), which averages by itself and has no communication hook of its own. Leave "
-            "replicate() out, and write: model = DistributedDataParallel(model)"
+            "replicate() out: compress_gradients(model, …) averages a plain module"
         )
     if isinstance(model, torch.nn.DataParallel):
         return (
@@ -36,7 +35,7 @@ def what_it_is(model: object) -> str:
             "model = DistributedDataParallel(model)"
         )
     if isinstance(model, torch.nn.Module):
-        return f"{type(model).__name__}; wrap it first: model = DistributedDataParallel(model)"
+        return ""
     return f"{model.__name__}, a class" if isinstance(model, type) else type(model).__name__
 
 

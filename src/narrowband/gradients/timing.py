@@ -12,7 +12,7 @@ import torch.distributed as dist
 from narrowband.adapt.timing import Times, fit_times
 
 if TYPE_CHECKING:
-    from narrowband.gradients.ddp import GradientCompression
+    from narrowband.gradients.handle import GradientCompression
 
 __all__ = ["measure_times"]
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowband.averaging.flat import real
+from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
@@ -264,7 +265,7 @@ class ElasticUpdateCompression(UpdateCompression):
         own = {name: before["kinds"][name].moved(values, view.size) for name, values in before["feedback"].items()}
         self._reconnect(self._open(view), before["specs"], own)
         if view.some_are_behind:
-            self._begin_with_the_first()
+            begin_with_the_first(self._model, self.process_group)
             self._share(view)
 
     def _unlink(self) -> None:

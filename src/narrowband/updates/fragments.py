@@ -35,13 +35,7 @@ from narrowband import kernels
 from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, parts_of, real
 from narrowband.updates.length import MeasuredLength
 
-__all__ = ["Fragment", "OuterStep", "compile_loops", "local", "split"]
-
-
-def local(x: Tensor) -> Tensor:
-    """A tensor itself; of a sharded one this rank's part. Detached."""
-    whole = x.detach()
-    return whole.to_local() if hasattr(whole, "to_local") else whole
+__all__ = ["Fragment", "OuterStep", "compile_loops", "split"]
 
 
 def split(layers: Mapping[str, int], together: int, count: int) -> list[list[str]]:

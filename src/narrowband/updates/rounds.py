@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowband.averaging.flat import empty_like, groups_of, parts_of, real
+from narrowband.averaging.flat import local, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.kernels.compiling import announced
-from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, local, split
+from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, split
 from narrowband.updates.length import MeasuredLength
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class UpdateCompression(Handle):
 
         tensors = self._tensors()
         self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._split(tensors))]
-        self._begin_with_the_first()
+        begin_with_the_first(model, self.process_group)
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
         self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
@@ -185,24 +186,6 @@ class UpdateCompression(Handle):
         if self._rounds.outer == "auto":
             fragment.length = MeasuredLength(fragment.parameter_parts(own), self._settings.seed + at, self.device)
         return fragment
-
-    @torch.no_grad()
-    def _begin_with_the_first(self) -> None:
-        """All replicas get the parameters and buffers of the first, those that are not trained, too."""
-        group = self.process_group
-        if self.size == 1:
-            return
-        first = dist.get_global_rank(cast("dist.ProcessGroup", group), 0)
-        everything: dict[int, Tensor] = {}
-        for x in (*self._model.parameters(), *self._model.buffers()):
-            everything.setdefault(id(x), local(x))
-        for together in groups_of(everything.values()):
-            flat = empty_like(together)
-            for x, part in zip(together, parts_of(flat, together), strict=True):
-                part.copy_(real(x))
-            dist.broadcast(flat, first, group=group)
-            for x, part in zip(together, parts_of(flat, together), strict=True):
-                real(x).copy_(part)
 
     # ---- when --------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.updates.elastic import ElasticUpdateCompression
@@ -154,7 +155,7 @@ def compress_updates(
             raise ValueError("peers that come and go have no process_group: leave one of the two out")
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-    _check_replica(model, group)
+    check_replica(model, group)
     return UpdateCompression(net, optimizers, settings, group, rounds)
 
 
@@ -179,28 +180,6 @@ def _check_streaming(rounds: Rounds) -> None:
         raise ValueError(
             f"overlap={overlap}: a fragment has to be there before the next one goes, after "
             f"{rounds.every // fragments} steps (every={rounds.every} // fragments={fragments})"
-        )
-
-
-def _check_replica(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """The group has no two ranks of one replica.
-
-    Raises:
-        UnsupportedError: it has.
-    """
-    if group is None:
-        return  # another check speaks of it
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    together: set[int] = set()
-    if isinstance(model, DistributedDataParallel):
-        together |= set(dist.get_process_group_ranks(model.process_group))
-    for p in model.parameters():
-        if hasattr(p, "device_mesh"):
-            together |= set(p.device_mesh.mesh.flatten().tolist())
-    if both := sorted(others & together):
-        raise UnsupportedError(
-            f"ranks {both} of process_group train the same replica as this rank; pass the group of the ranks that hold "
-            'the same part of each replica, such as mesh["replicas"].get_group()'
         )
 
 

@@ -1,0 +1,202 @@
+"""Gradient compression for models whose gradients nobody averages: plain modules, and replicas that FSDP2 shards.
+
+PyTorch tells when a parameter has its gradient (``register_post_accumulate_grad_hook``); of a parameter that FSDP2
+shards, when this rank has its shard of it. Parameters travel in groups, from the model's end to its beginning, as DDP's
+buckets do: a group is fed to the core of averaging when all of its gradients are there and the groups before it are on
+their way, so that all ranks send the same in the same order. When backward ends, what is missing follows, as zeros: no
+rank knows whether another one has a gradient there. Then the averages are waited for, and become the gradients.
+
+The end of backward is that of the outermost one, which the model's outputs tell of. A checkpoint with
+``use_reentrant=True`` runs backward inside of backward. A parameter that it uses may get its gradient in several parts;
+where one comes after the parameter was sent, that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowband.averaging.averager import deliver, end_to_end
+from narrowband.averaging.flat import groups_of
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.replicas import begin_with_the_first
+from narrowband.errors import UnsupportedError
+from narrowband.gradients.handle import GradientCompression
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+    from narrowband.averaging.settings import Settings
+
+__all__ = ["ModuleCompression"]
+
+#: The handle of a module lives as long as the module, whether or not anybody has kept it.
+_handles: weakref.WeakKeyDictionary[nn.Module, ModuleCompression] = weakref.WeakKeyDictionary()
+
+
+class ModuleCompression(GradientCompression):
+    """The handle of a model that is not in DistributedDataParallel.
+
+    Args:
+        model: the plain or sharded module, or the wrapper that torch.compile made of it.
+        settings: how.
+        group: the ranks that hold the same part of each replica.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, group: dist.ProcessGroup) -> None:
+        module: nn.Module = getattr(model, "_orig_mod", model)
+        if module in _handles:
+            raise UnsupportedError(
+                "this model's gradients are compressed already; keep the first handle, or call its remove() first"
+            )
+        super().__init__(
+            module.named_parameters(), norms_of(module), settings, group, set_up="compress_gradients", step="backward"
+        )
+        begin_with_the_first(module, self.process_group)
+        by_tensor = self.layers.parameters.by_tensor
+        sparse = {id(p) for each in module.modules() if getattr(each, "sparse", False) for p in each.parameters(False)}
+        self._groups = list(groups_of(by_tensor, alone=lambda p: id(p) in sparse))
+        self._group_of = {p: at for at, group in enumerate(self._groups) for p in group}
+        self._buckets = [
+            names for group in self._groups if (names := [by_tensor[p].name for p in group if by_tensor[p].compressed])
+        ]
+        self._module = weakref.ref(module)
+        self._syncing = True
+        self._reset()
+        own = weakref.ref(self)
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        self._hooks: list[Any] = [register(p, _arrival(own)) for p in by_tensor]
+        self._hooks.append(model.register_forward_hook(_output(own)))
+        _handles[module] = self
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Between two steps."""
+        self._backward: int | None = None  # the outermost one, whose end is the step's
+        self._lacking = [set(group) for group in self._groups]
+        self._futures: list[torch.futures.Future[Tensor]] = []
+        self._any = False
+
+    def begin(self) -> None:
+        """A backward pass that will reach the model's parameters; to be called in it, before it does."""
+        running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
+        if self._removed or not self._syncing or self._backward == running:
+            return
+        if self._backward is not None:  # it broke off, before its end
+            half_way, self._backward = self.in_step, None
+            self._lacking = [set(group) for group in self._groups]
+            if half_way:
+                raise RuntimeError(
+                    "the backward pass before this one broke off while gradients were on their way, so ranks may have "
+                    "averaged different things; go on from a checkpoint on all ranks"
+                )
+        self._backward = running
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
+        queue(lambda: queue(self._end))
+
+    def arrived(self, p: Tensor) -> None:
+        """A parameter has its gradient."""
+        if self._removed or not self._syncing:
+            return
+        if self._backward is None:  # the model's outputs did not tell
+            self.begin()
+        self._any = True
+        at = self._group_of[p]
+        if at < len(self._futures):
+            raise UnsupportedError(
+                f"{self.layers.parameters.by_tensor[p].name} got a gradient after its gradient was sent, in the same "
+                "backward pass; checkpoint with use_reentrant=False"
+            )
+        self._lacking[at].discard(p)
+        while len(self._futures) < len(self._groups) and not self._lacking[len(self._futures)]:
+            self._send()
+
+    def _send(self) -> None:
+        """Feed the next group."""
+        at = len(self._futures)
+        group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
+        with torch.no_grad():
+            buffer = end_to_end(group)
+        names = [by_tensor[p].name for p in group]
+        self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Backward has ended."""
+        try:
+            if not self._any:  # its gradients are not the model's, or only add up
+                return
+            while len(self._futures) < len(self._groups):
+                self._send()
+            for group, future in zip(self._groups, self._futures, strict=True):
+                deliver(future.wait(), group)
+        finally:
+            self._reset()
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :meth:`GradientCompression.no_sync`. Inside, FSDP2 does not reduce gradients, either."""
+        module = self._module()
+        before, self._syncing = self._syncing, False
+        shards = [] if module is None else [x for x in module.modules() if hasattr(x, "set_requires_gradient_sync")]
+        try:
+            for each in shards:
+                cast("FSDPModule", each).set_requires_gradient_sync(False)
+            yield
+        finally:
+            self._syncing = before
+            for each in shards:
+                cast("FSDPModule", each).set_requires_gradient_sync(before)
+
+    def remove(self) -> None:
+        """Take compression off: every rank goes on alone. Call on all ranks, between steps.
+
+        Raises:
+            RuntimeError: called inside backward.
+            DisagreementError: some rank does something else.
+        """
+        super().remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        module = self._module()
+        if module is not None and _handles.get(module) is self:
+            del _handles[module]
+
+
+def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
+    """A hook of a parameter. It does not keep the handle alive, which has the parameter."""
+
+    def arrived(p: Tensor) -> None:
+        if (own := handle()) is not None:
+            own.arrived(p)
+
+    return arrived
+
+
+def _output(handle: weakref.ref[ModuleCompression]) -> Any:
+    """A hook of the model's forward pass: backward begins at its outputs."""
+
+    def began(_: Tensor) -> None:
+        if (own := handle()) is not None:
+            own.begin()
+
+    def called(_: nn.Module, __: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled() and handle() is not None:
+            for x in torch.utils._pytree.tree_leaves(outputs):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    cast("Any", x).register_hook(began)
+
+    disable: Any = torch.compiler.disable
+    return disable(called)

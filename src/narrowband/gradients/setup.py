@@ -1,0 +1,133 @@
+"""Set-up of gradient compression: what users call, and which handle a model gets."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowband.averaging.replicas import check_replica
+from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.errors import UnsupportedError
+from narrowband.gradients.ddp import DDPCompression
+from narrowband.gradients.hook import hook_of
+from narrowband.gradients.modules import ModuleCompression
+from narrowband.gradients.refused import what_it_is
+
+if TYPE_CHECKING:
+    from narrowband.adapt import Plan, Policy
+    from narrowband.codecs import Codec
+    from narrowband.collectives import Collective
+    from narrowband.feedback import Compression, Method
+    from narrowband.gradients.handle import GradientCompression
+
+__all__ = ["compress_gradients"]
+
+
+def compress_gradients(
+    model: nn.Module,
+    spec: str | Codec | Compression | Method | Plan | Policy,
+    *,
+    min_numel: int = 1024,
+    warmup_steps: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    collective: Collective | Literal["auto"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    small: str | Codec = "uncompressed",
+    message_nbytes: int = MESSAGE_NBYTES,
+    early_nbytes: int = EARLY_NBYTES,
+) -> GradientCompression:
+    """Average gradients over ranks, compressed. Call it on all ranks, once, before the first backward.
+
+    Args:
+        model: a model in DistributedDataParallel, whose averages then are compressed; or one whose gradients nobody
+            averages: a plain module, or one that the ranks of a node shard by ``fully_shard`` (FSDP2), with
+            ``process_group`` for the ranks that hold the same shard on every node. Nothing else of the training loop
+            changes. Without DistributedDataParallel all ranks begin with the parameters of the first, buffers stay each
+            rank's own, and a parameter that got no gradient counts as a gradient of zeros.
+        spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
+            has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
+        min_numel: parameters with fewer elements count as small, as do all biases and norms.
+        small: what happens to these: ``"uncompressed"``, they travel as they are; ``"fused"``, they make one vector of
+            the whole model, compressed like any layer; or a codec for that vector which keeps more, such as
+            ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
+        warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
+        process_group: the ranks to average over; by default DistributedDataParallel's own, or all. Of a mesh of nodes ×
+            shards, ``mesh["nodes"].get_group()``.
+        seed: for stochastic rounding and sampling. Equal seeds, equal runs.
+        collective: ``"auto"`` takes the one that sends least (see :mod:`narrowband.collectives.choice`).
+        grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
+            gradients, and is rescaled when the scale changes.
+        optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
+            wire).
+        message_nbytes: payloads of several buckets travel in one message until a rank has so many bytes to send.
+        early_nbytes: where the small parameters of a model's end take so many bytes, they are sent before backward
+            ends.
+
+    ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros, and keep their
+    residuals (with ``ef21``, which has no residual, zero counts as their gradient). Its
+    ``divide_by_initial_world_size=False`` is refused by the first backward.
+
+    Returns:
+        A handle: :meth:`~GradientCompression.stats`, :meth:`~GradientCompression.pause`,
+        :meth:`~GradientCompression.state_dict` …
+
+    Raises:
+        TypeError: no module, or one that averages by itself; says what to do with what it is.
+        ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
+            disagree.
+        UnsupportedError: the model already has a hook, or does what no hook can follow; a process group with ranks of
+            the same replica; or a spec that is not for gradients (``aq-sgd``).
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
+        >>> loss(model(x)).backward()  # averages arrive compressed
+        >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
+    """
+    if not isinstance(model, DistributedDataParallel) and (averages := what_it_is(model)):
+        raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
+    settings = Settings.of(
+        spec,
+        min_numel=min_numel,
+        warmup_steps=warmup_steps,
+        seed=seed,
+        collective=collective,
+        small=small,
+        message_nbytes=message_nbytes,
+        early_nbytes=early_nbytes,
+        grad_scaler=grad_scaler,
+    )
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        raise UnsupportedError(
+            "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
+            "step it after backward instead"
+        )
+    if isinstance(model, DistributedDataParallel):
+        if small != "uncompressed" and model.find_unused_parameters:
+            raise UnsupportedError(
+                f"small={str(small)!r} cannot tell which parts of its vector had no gradient, which "
+                "find_unused_parameters=True allows; use small='uncompressed'"
+            )
+        hook = hook_of(model)
+        group = process_group or model.process_group
+        parameters = list(model.module.named_parameters())
+        settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
+        return DDPCompression(model, hook, settings, group)
+    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+    check_replica(model, group)
+    method = settings.compression.feedback
+    if method is not None and math.isfinite(method.clip) and any(hasattr(p, "to_local") for p in model.parameters()):
+        raise UnsupportedError(
+            f"{method.name} with a clip looks at the norm of a whole gradient, and here ranks have shards; leave clip "
+            "out, and clip averages with torch.nn.utils.clip_grad_norm_"
+        )
+    parameters = list(model.named_parameters())
+    settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
+    return ModuleCompression(model, settings, group)

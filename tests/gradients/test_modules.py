@@ -1,0 +1,489 @@
+"""Gradients that nobody else averages: of plain modules, and of replicas that FSDP2 shards."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import narrowband as nb
+from narrowband.averaging.flat import local
+from tests.gradients.training import LOSSLESS, flat, loss_of, mlp, refusal, sgd, train, wrap
+from tests.ranks import RankError, run_ranks
+from tests.thorough import thorough
+
+SPECS = [
+    LOSSLESS,
+    "topk:density=0.05+ef",
+    "qsgd:bits=4",
+    *thorough("sign+ef", "powersgd:rank=2,min_ratio=1", "topk:density=0.1+ef21"),
+]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
+
+
+def compress(model, spec, **options):
+    return nb.compress_gradients(model, spec, **{"min_numel": 64, **options})
+
+
+# ---- plain modules ---------------------------------------------------------------------------------------------------
+
+
+def beside_ddp(rank, world_size, spec):
+    """Parameters of a module by itself, and of the same in DDP, after each of some steps."""
+    found = []
+    for model in (mlp(), wrap(mlp())):
+        handle = compress(model, spec)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.0)
+        optimizer = adamw(model)
+        train(model, rank, range(6), optimizer)
+        found.append((flat(model), handle.step, handle.stats().total.sent_bytes, handle.buckets))
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_plain_module_gets_the_averages_that_ddp_would_have(spec):
+    for plain, ddp in run_ranks(beside_ddp, 2, spec):
+        assert torch.equal(plain[0], ddp[0])
+        assert plain[1:3] == ddp[1:3]
+        assert sorted(chain(*plain[3])) == sorted(chain(*ddp[3]))
+
+
+def begins(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8))
+    compress(model, "none")
+    return torch.cat([x.detach().flatten().float() for x in (*model.parameters(), *model.buffers())])
+
+
+def test_all_ranks_begin_with_the_first():
+    mine, its = run_ranks(begins, 2)
+    assert torch.equal(mine, its)
+
+
+class Branches(nn.Module):
+    """A tied matrix, a frozen one, one that a rank alone uses, one that nobody uses, and two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.tied = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.tied.weight = self.body.weight
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.sometimes, self.never = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.table = nn.Embedding(10, 24, sparse=True)
+        self.head = nn.Linear(24, 8)
+
+    def forward(self, x, sometimes):
+        y = self.frozen(self.tied(torch.relu(self.body(x)))) + self.table(torch.arange(len(x)) % 10)
+        if sometimes:
+            y = self.sometimes(y)
+        return {"scores": self.head(y), "more": [y.mean(), 3]}
+
+
+def branched(rank, world_size, spec):
+    model = Branches()
+    handle = compress(model, spec)
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(rank))
+    outputs = model(x, rank == 0)
+    (outputs["scores"].square().mean() + outputs["more"][0]).backward()
+    averages = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.requires_grad}
+    own = Branches()
+    outputs = own(x, rank == 0)
+    (outputs["scores"].square().mean() + outputs["more"][0]).backward()
+    alone = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+        for name, p in own.named_parameters()
+        if p.requires_grad
+    }
+    return averages, alone, handle.step
+
+
+@pytest.mark.parametrize("spec", ["none", LOSSLESS])
+def test_tied_frozen_sparse_and_unused_parameters(spec):
+    answers = run_ranks(branched, 2, spec)
+    for averages, _, rounds in answers:
+        assert rounds == 1
+        for name, average in averages.items():
+            torch.testing.assert_close(average, sum(alone[name] for _, alone, _ in answers) / 2)
+        assert not averages["never.weight"].any()
+        assert averages["sometimes.weight"].any()
+
+
+def accumulated(rank, world_size, kind):
+    found = []
+    for way in ("no_sync", "at once"):
+        model = mlp()
+        handle = compress(model, "topk:density=0.2+ef")
+        if way == "no_sync":
+            with handle.no_sync():
+                loss_of(model, 0, rank).backward()
+                before = handle.step
+            loss_of(model, 1, rank).backward()
+        else:
+            before = 0
+            (loss_of(model, 0, rank) + loss_of(model, 1, rank)).backward()
+        found.append((torch.cat([p.grad.flatten() for p in model.parameters()]), before, handle.step))
+    return found
+
+
+def test_gradients_add_up_without_sync_and_are_averaged_once():
+    for (summed, before, after), (at_once, *_) in run_ranks(accumulated, 2, "plain"):
+        assert (before, after) == (0, 1)
+        torch.testing.assert_close(summed, at_once, rtol=1e-5, atol=1e-7)
+
+
+def odd_backwards(rank, world_size):
+    """Passes that do not reach parameters, break off, or come twice."""
+    model = mlp()
+    handle = compress(model, "none")
+    x = torch.randn(6, 24, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)  # nothing of the model's
+    steps = [handle.step]
+    model(x).sum().backward(inputs=[x])
+    steps.append(handle.step)
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(*_):
+            raise ValueError("user's")
+
+    broken = [refusal(lambda: Breaks.apply(model(x)).sum().backward())]  # before any gradient is there
+    train(model, rank, range(2))
+    steps.append(handle.step)
+    # And one after the last layer's gradients, all of which wait in the one group.
+    broken.append(refusal(lambda: model[4:](Breaks.apply(model[:4](x))).sum().backward()))
+    train(model, rank, range(2, 4))
+    steps.append(handle.step)
+    return steps, [error[1] for error in broken], flat(model)
+
+
+def test_backward_passes_that_end_early_leave_nothing_behind():
+    (steps, errors, mine), (*_, its) = run_ranks(odd_backwards, 2)
+    assert steps == [0, 0, 2, 4]
+    assert errors == ["user's", "user's"]
+    assert torch.equal(mine, its)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant, shared=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.blocks, self.head = nn.Linear(24, 32), nn.ModuleList(), nn.Linear(32, 8)
+        one = nn.Linear(32, 32)
+        self.blocks.extend([one, one] if shared else [one, nn.Linear(32, 32)])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(lambda x, b=block: torch.tanh(b(x)), x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def checkpointed(rank, world_size, reentrant):
+    found = []
+    for model in (Checkpointed(reentrant), wrap(Checkpointed(False))):
+        compress(model, LOSSLESS)
+        train(model, rank, range(3), sgd(model, 0.1))
+        found.append(flat(model))
+    shared = Checkpointed(reentrant, shared=True)
+    compress(shared, "none", message_nbytes=0)
+    return torch.equal(*found), refusal(lambda: train(shared, rank, range(1)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_run_backward_inside_of_backward(reentrant):
+    for same, shared in run_ranks(checkpointed, 2, reentrant):
+        assert same
+        assert shared is None  # one group: nothing goes before all of it is there
+
+
+def compiled(rank, world_size):
+    torch.compiler.reset()
+    eager, model = mlp(), mlp()
+    compress(eager, "topk:density=0.2+ef")
+    called = torch.compile(model, backend="aot_eager")
+    handle = compress(called, "topk:density=0.2+ef")
+    train(eager, rank, range(3))
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(called, step, rank).backward()
+        optimizer.step()
+    return (flat(eager) - flat(model)).abs().max().item(), handle.step, sorted(handle.layers.states)
+
+
+def test_a_compiled_module_trains_as_an_eager_one():
+    for apart, steps, _ in run_ranks(compiled, 2):
+        assert apart < 1e-6
+        assert steps == 3
+
+
+def removed(rank, world_size):
+    model = mlp()
+    handle = compress(model, "qsgd:bits=4")
+    twice = refusal(lambda: compress(model, "none"))
+    train(model, rank, range(2))
+    handle.remove()
+    before = flat(model)
+    train(model, rank, range(2, 4))
+    alone = flat(model)
+    again = compress(model, "none")
+    begun = flat(model)
+    train(model, rank, range(4, 6))
+    del again, handle
+    copied = copy.deepcopy(model)
+    train(copied, rank, range(6, 7))
+    return before, alone, begun, flat(model), twice
+
+
+def test_without_its_handle_a_module_is_alone_and_can_have_another():
+    (before, alone, begun, after, twice), (its_before, its_alone, its_begun, its_after, _) = run_ranks(removed, 2)
+    assert torch.equal(before, its_before)
+    assert not torch.equal(alone, its_alone)
+    assert torch.equal(begun, its_begun)
+    assert torch.equal(after, its_after)
+    assert twice[0] == "UnsupportedError"
+    assert "compressed already" in twice[1]
+
+
+def gone(rank, world_size):
+    model = mlp()
+    handle = compress(model, "topk:density=0.1+ef")
+    train(model, rank, range(2))
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = refusal(lambda: train(model, rank, range(2, 3)))
+    later = [refusal(lambda: train(model, rank, range(3, 4))) for _ in range(2)]
+    return first, later, refusal(handle.remove)
+
+
+def test_a_rank_that_goes_away_is_an_error_from_backward():
+    with pytest.raises(RankError) as caught:
+        run_ranks(gone, 2, fresh=True, timeout_s=20.0, grace_s=30.0)
+    first, later, end = caught.value.results[0]
+    assert first[0] == "RuntimeError"
+    assert [kind for kind, _ in later] == ["RuntimeError"] * 2
+    assert "stopped at an earlier step" in later[-1][1]
+    assert end is None
+
+
+# ---- replicas that FSDP2 shards --------------------------------------------------------------------------------------
+
+
+def mesh_of(nodes, shards):
+    return init_device_mesh("cpu", (nodes, shards), mesh_dim_names=("nodes", "shards"))
+
+
+def shard(model, mesh, **options):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def whole(model):
+    return torch.cat([p.full_tensor().detach().double().reshape(-1) for p in model.parameters()])
+
+
+FSDP = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def beside_hsdp(rank, world_size, options, accumulate):
+    """Parameters after twelve steps of AdamW: averaged between nodes by narrowband, and by FSDP2 itself."""
+    mesh = mesh_of(2, world_size // 2)
+    found, steps = [], 0
+    for kind in ("ours", "native"):
+        model = shard(mlp(), mesh["shards"] if kind == "ours" else mesh, **FSDP[options])
+        if kind == "ours":
+            handle = compress(model, "none", process_group=mesh["nodes"].get_group())
+        optimizer = adamw(model)
+        for step in range(12):
+            optimizer.zero_grad()
+            if accumulate and kind == "ours":
+                with handle.no_sync():
+                    loss_of(model, 100 + step, rank).backward()
+            elif accumulate:
+                model.set_requires_gradient_sync(False)
+                loss_of(model, 100 + step, rank).backward()
+                model.set_requires_gradient_sync(True)
+            loss_of(model, step, rank).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found.append(whole(model))
+        steps = handle.step
+    return found, (found[0] - whole(shard(mlp(), mesh["shards"]))).abs().max().item(), steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "accumulate"),
+    [
+        (4, "plain", False),
+        (4, "bf16", True),
+        *thorough((4, "kept", True), (4, "offload", False), (6, "plain", False), (4, "plain", True)),
+    ],
+)
+def test_without_compression_it_is_what_fsdp2_does_between_nodes(ranks, options, accumulate):
+    """To the bit among two nodes: the sum of two shards has one order. With three ranks per node shards are uneven."""
+    answers = run_ranks(beside_hsdp, ranks, options, accumulate)
+    for (ours, native), moved, steps in answers:
+        assert torch.equal(ours, native)
+        assert moved > 0.01
+        assert steps == 12
+
+
+def sharded(rank, world_size, spec, options):
+    mesh = mesh_of(2, world_size // 2)
+    model = shard(mlp(), mesh["shards"])
+    handle = compress(model, spec, process_group=mesh["nodes"].get_group(), **options)
+    optimizer = adamw(model)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    plain = mlp()
+    flat_handle = compress(plain, spec, **options)
+    train(plain, rank, range(20), adamw(plain))
+    sent, residual = zip(
+        *((each.stats().total.sent_bytes, each.residual_nbytes) for each in (handle, flat_handle)), strict=True
+    )
+    return whole(model), losses, sent, residual
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("topk:density=0.05+ef", {}),
+        ("powersgd:rank=2,min_ratio=1", {}),
+        *thorough(("qsgd:bits=4", {}), ("sign+ef", {"small": "fused"}), ("dgc:density=0.05", {})),
+    ],
+)
+def test_shards_learn_are_equal_on_all_nodes_and_send_their_part(spec, options):
+    answers = run_ranks(sharded, 4, spec, options)
+    for parameters, losses, (sent, all_sent), (residual, whole_residual) in answers:
+        assert torch.equal(parameters, answers[0][0])
+        assert losses[-1] < 0.9 * losses[0]
+        # Of four ranks without shards each sends to three others, or three halves; with them, of half as much, to one.
+        assert sent < 0.55 * all_sent
+        assert residual <= 0.6 * whole_residual
+
+
+def with_a_policy(rank, world_size):
+    mesh = mesh_of(2, 2)
+    model = shard(mlp(), mesh["shards"])
+    policy = nb.LGreCo("topk:density=0.1+ef", ["topk:density=0.05", "topk:density=0.2"], every=3)
+    handle = compress(model, policy, process_group=mesh["nodes"].get_group())
+    train(model, rank, range(8), adamw(model))
+    return sorted(handle.plan.specs()), whole(model), [name for name, p in model.named_parameters() if p.dim() == 2]
+
+
+def test_policies_plan_for_shards_by_parameter_name():
+    answers = run_ranks(with_a_policy, 4)
+    for names, parameters, matrices in answers:
+        assert set(names) <= set(matrices)
+        assert len(names) >= 3
+        assert torch.equal(parameters, answers[0][1])
+
+
+def saved(rank, world_size, steps):
+    mesh = mesh_of(world_size // 2, 2)
+    model = shard(mlp(), mesh["shards"])
+    handle = compress(model, "topk:density=0.1+ef", process_group=mesh["nodes"].get_group())
+    optimizer = sgd(model)
+    train(model, rank, range(steps), optimizer)
+    state = copy.deepcopy(handle.state_dict())
+    kept = [local(p).clone() for p in model.parameters()]
+    train(model, rank, range(steps, steps + 3), optimizer)
+    return state, kept, whole(model)
+
+
+def resumed(rank, world_size, steps, states, parameters):
+    mesh = mesh_of(world_size // 2, 2)
+    model = shard(mlp(), mesh["shards"])
+    handle = compress(model, "topk:density=0.1+ef", process_group=mesh["nodes"].get_group())
+    with torch.no_grad():
+        for p, x in zip(model.parameters(), parameters[rank % len(parameters)], strict=True):
+            local(p).copy_(x)
+    handle.load_state_dict([state for at, state in enumerate(states) if at % 2 == rank % 2])
+    loaded = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+    train(model, rank, range(steps, steps + 3), sgd(model))
+    return whole(model), loaded
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_a_sharded_run_goes_on_to_the_bit_and_on_another_number_of_nodes(ranks):
+    before = run_ranks(saved, 4, 4)
+    states = [state for state, *_ in before]
+    answers = run_ranks(resumed, ranks, 4, states, [kept for _, kept, _ in before])
+    for at, (parameters, loaded) in enumerate(answers):
+        assert torch.equal(parameters, answers[0][0])
+        if ranks == 4:
+            assert torch.equal(parameters, before[at][2])
+        for name in states[at % 2]["feedback"]:  # the mean of what all nodes owe is the same
+            was = sum(states[other]["feedback"][name].double() for other in (at % 2, at % 2 + 2)) / 2
+            now = sum(answers[other][1][name].double() for other in range(at % 2, ranks, 2)) / (ranks // 2)
+            torch.testing.assert_close(now, was, rtol=1e-5, atol=1e-7)
+            assert loaded[name].any()
+
+
+def refused(rank, world_size):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    mesh = mesh_of(2, 2)
+    groups = {name: mesh[name].get_group() for name in ("nodes", "shards")}
+    found = {
+        "native": refusal(lambda: compress(shard(mlp(), mesh), "none", process_group=groups["nodes"])),
+        "inside": refusal(lambda: compress(shard(mlp(), mesh["shards"]), "none", process_group=groups["shards"])),
+        "everywhere": refusal(lambda: compress(shard(mlp(), mesh["shards"]), "none")),
+        "clip": refusal(
+            lambda: compress(shard(mlp(), mesh["shards"]), "dgc:density=0.1,clip=1.0", process_group=groups["nodes"])
+        ),
+        "replicate": refusal(lambda: compress(replicate(mlp(), mesh=mesh["nodes"]), "none")),
+        "uneven": refusal(
+            lambda: compress(
+                shard(mlp() if rank < 2 else nn.Sequential(nn.Linear(24, 41)), mesh["shards"]),
+                "none",
+                process_group=groups["nodes"],
+            )
+        ),
+    }
+    dist.barrier()
+    return found
+
+
+def test_meshes_that_do_not_fit_are_named_on_all_ranks():
+    for rank, errors in enumerate(run_ranks(refused, 4)):
+        for name in ("native", "inside", "everywhere"):
+            assert errors[name][0] == "UnsupportedError", name
+            assert "train the same replica" in errors[name][1]
+        assert str(rank ^ 2) in errors["native"][1]
+        assert str(rank ^ 1) in errors["inside"][1]
+        assert "clip" in errors["clip"][1]
+        assert "Leave replicate() out" in errors["replicate"][1]
+        assert errors["uneven"][0] == "DisagreementError"
