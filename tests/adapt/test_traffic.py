@@ -29,13 +29,30 @@ def reduced(nbytes, size):
     return 2 * (size - 1) * nbytes // size
 
 
+def row(k, n):
+    """Bytes of k values and of their Elias–Fano indices below n."""
+    low = max(0, math.ceil(math.log2(n / k)))
+    return 4 * k + -(-(-(-2 * k // 8) + -(-k * low // 8)) // 4) * 4
+
+
+def summed(nbytes, size):
+    """Top 1 % of SHAPE, to owners and back; gathered among few."""
+    if size < 7:
+        return gathered(nbytes, size)
+    k, share = math.prod(SHAPE) // 100, -(-math.prod(SHAPE) // (16 * size)) * 16
+    to_owners = -(-9 * k // (8 * size)) + math.isqrt(k // size) + 1
+    return (size - 1) * (row(to_owners, share) + row(-(-2 * k // size), share))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 16, 64])
 @pytest.mark.parametrize(
     ("spec", "way"),
     [
-        ("topk:density=0.01+ef", gathered),
+        ("topk:density=0.01+ef", summed),
+        ("topk:density=0.01,values=fp16+ef", gathered),  # sums travel in float32
+        ("topk:density=0.01", gathered),  # nothing would wait for what does not arrive
         ("topk:density=0.01+ef21", gathered),
-        ("dgc:density=0.01", gathered),
+        ("dgc:density=0.01", summed),
         ("powersgd:rank=4", reduced),
         ("powersgd:rank=4,iterations=3", reduced),
         ("none+ef", reduced),

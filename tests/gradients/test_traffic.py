@@ -79,15 +79,17 @@ def test_a_plan_sends_what_it_says(world_size, names):
     messages = FLAG * 3 * (world_size - 1)
     for rank, cases in enumerate(results):
         for _, said, stated, sent in cases:
-            # Chunks of what is scattered are whole buckets, so that one rank's may be longer.
-            assert stated == pytest.approx(said + beside + messages, rel=0.002, abs=messages + 4)
+            # Chunks of what is scattered are whole buckets, so one rank's may be longer; and indices of sparse sums
+            # are those of all tensors together.
+            rounding = 0.002 if world_size == 4 else 0.02
+            assert stated == pytest.approx(said + beside + messages, rel=rounding, abs=messages + 4)
             assert stated <= sent <= stated + GLOO * MESSAGES * (world_size - 1)
         assert [said for _, said, *_ in cases] == [said for _, said, *_ in results[0]], rank
     plan, said, *_ = results[0][0]
     assert plan.world_size == world_size
     assert plan.nbytes == said < plan.reference_nbytes
     families = {layer.family for layer in plan.layers}
-    assert ("topk" in families) == (world_size == 4)  # gathered among many, top-k costs too much
+    assert "topk" in families  # gathered among few; among many its sums are
     for name, (_, said, *_) in zip(names, results[0][1:], strict=True):
         layers = [(nb.compression(spec), (SIDE, SIDE)) for spec in FIXED[name].values()]
         assert said == sum(Traffic(world_size, REFERENCE).nbytes(layers))

@@ -1,8 +1,8 @@
 """What a choice costs: the bytes that a rank sends for a layer, by the collective that the choice travels by.
 
-A payload of P bytes costs a rank (N−1)·P among N ranks where it is gathered, as that of top-k is, and 2·(N−1)/N·P where
-it is added up on its way, as factors of low rank are. Which is smaller depends on N. So a policy is told N, and
-knows no process group.
+A payload of P bytes costs a rank (N−1)·P among N ranks where it is gathered, as that of top-k is among few, and
+2·(N−1)/N·P where it is added up on its way, as factors of low rank are. Which is smaller depends on N. So a policy is
+told N, and knows no process group.
 
 Not counted is what a message has of its own, whatever it carries: four bytes that say whether its sender saw inf or
 NaN. A codec's chunks for ``scatter_reduce`` are counted as one payload; their rounding up adds less than one group of
@@ -35,7 +35,7 @@ class Traffic:
     Example:
         >>> layers = [(nb.compression(spec), (1000, 500)) for spec in ("topk:density=0.01+ef", "powersgd:rank=4")]
         >>> [Traffic(world_size).nbytes(layers) for world_size in (2, 16)]
-        [[25628, 24000], [384420, 45000]]
+        [[25628, 24000], [75420, 45000]]
     """
 
     world_size: int

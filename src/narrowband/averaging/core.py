@@ -127,7 +127,7 @@ class Averaging:
         except DisagreementError:  # all ranks know of it, and nothing is on its way in the group
             self._loan.give_back()
             raise
-        warm_up(kinds, settings.policy, device, everyone)
+        warm_up(kinds, settings.policy, device, everyone, self.layers.collectives)
 
         fail = weakref.WeakMethod(self._fail)
         self._engine = Engine(device, lambda error: _call(fail(), error))

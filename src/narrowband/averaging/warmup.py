@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from narrowband import kernels
+from narrowband.codecs import TopK
 from narrowband.collectives import Operand, Peers, collective
 from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.adapt import Policy
+    from narrowband.collectives import Exchange
     from narrowband.feedback import Compression
 
 __all__ = ["use_all", "use_once", "warm_up"]
@@ -31,7 +33,13 @@ _SIDES = (32, 256, 1024)
 _done: set[object] = set()
 
 
-def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.device, peers: Peers) -> None:
+def warm_up(
+    kinds: Sequence[Compression],
+    policy: Policy | None,
+    device: torch.device,
+    peers: Peers,
+    collectives: Iterable[type[Exchange]] = (),
+) -> None:
     """Have every loop compiled or loaded that a step may need. A collective.
 
     One rank of a machine goes first, so that the others find what it compiled; rank 0 says so if that takes time.
@@ -41,13 +49,17 @@ def warm_up(kinds: Sequence[Compression], policy: Policy | None, device: torch.d
         policy: what decides about layers, if anything does.
         device: where the gradients are.
         peers: the ranks.
+        collectives: those by which layers travel.
     """
+    sparse = "sparse_reduce" in {kind.name for kind in collectives}
     method = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
     first = os.environ.get("LOCAL_RANK", str(peers.rank)) == "0" or peers.rank == 0
     for turn in (True, False):
         if turn == first:
             with announced(method, say=peers.rank == 0):
                 use_all(kinds, device)
+                if sparse:
+                    use_shares(device)
                 if policy is not None:
                     policy.warm_up()
         dist.barrier(peers.group)
@@ -63,6 +75,16 @@ def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
         for side in _SIDES[: 1 if kind in _done else None]:  # of one kind, numbers may choose other loops, sizes do not
             use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device), chosen)
         _done.update((kind, (name, *kind)))
+
+
+def use_shares(device: torch.device) -> None:
+    """What elements take that go to their owners, beside what their codec takes."""
+    operand = Operand("", torch.randn(4096, device=device), (64, 64), TopK(0.1), None, lambda _: 0)
+    exchange = collective("sparse_reduce")([operand], Peers(None, 0, 1), measure=False)
+    exchange.encode()
+    for transfer in exchange.job():
+        transfer.issue()
+    exchange.deliver(good=True)
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:

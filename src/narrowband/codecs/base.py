@@ -432,6 +432,12 @@ class SelectingCodec(Codec):
         places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
         return self.decode_at(self.encode_at(values, places), places, torch.empty_like(values))
 
+    def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """The indices that a payload names, and the values, float32, that arrive there."""
+        at = self.places(payload, shape)
+        dense = self.decode(payload, torch.empty(numel_of(shape), device=payload.device).view(dims(shape)))
+        return at, dense.view(-1).index_select(0, at)
+
     @abstractmethod
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
         """The indices that a payload names: int32, ascending, into the flat tensor.

@@ -174,7 +174,10 @@ class TopK(SelectingCodec):
         return out
 
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
-        return self._read(self._checked(payload, shape, torch.float32), shape, numel_of(shape))[0]
+        return self.elements(payload, shape)[0]
+
+    def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        return self._read(self._checked(payload, shape, torch.float32), shape, numel_of(shape))
 
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
         values = x.detach().reshape(-1).index_select(0, places).float()

@@ -2,8 +2,8 @@
 
 ``topology.py`` says who averages, ``groups.py`` lends them a process group, and ``engine.py`` keeps one order of
 collectives on all ranks. ``exchange.py`` is what all collectives have in common; ``all_reduce.py``, ``all_gather.py``,
-``scatter_reduce.py``, and PowerSGD's ``factor_reduce.py`` and ``half_rounds.py`` are one each, and ``choice.py`` takes
-the cheapest.
+``scatter_reduce.py``, ``sparse_reduce.py``, and PowerSGD's ``factor_reduce.py`` and ``half_rounds.py`` are one each,
+and ``choice.py`` takes the cheapest.
 """
 
 from __future__ import annotations

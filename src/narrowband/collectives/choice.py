@@ -6,7 +6,11 @@ collective           what happens                                        bytes a
 ``all_reduce``       payloads are added up on their way                  2·(N−1)/N · P
 ``all_gather``       every rank receives all N payloads, decodes, adds   (N−1) · P
 ``scatter_reduce``   each rank averages one chunk, sends it encoded      2·(N−1)/N · P
+``sparse_reduce``    each rank adds up what it owns, sends the largest   about 3·(N−1)/N · P
 ===================  ==================================================  =====================================
+
+Where top-k is gathered, all that ranks send is delivered, and by ``sparse_reduce`` the largest sums are. So ``auto``
+takes that where it sends less than half, from seven ranks on.
 
 ``factor_reduce`` and ``half_rounds``, 2·(N−1)/N · P for factors of P bytes, belong to PowerSGD. A feedback names the
 collective that it brings in :attr:`~narrowband.feedback.State.collective`.
@@ -25,6 +29,7 @@ from narrowband.collectives.all_reduce import AllReduce
 from narrowband.collectives.factor_reduce import FactorReduce
 from narrowband.collectives.half_rounds import HalfRounds
 from narrowband.collectives.scatter_reduce import ScatterReduce
+from narrowband.collectives.sparse_reduce import SparseReduce
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -37,12 +42,12 @@ if TYPE_CHECKING:
 __all__ = ["COLLECTIVES", "Collective", "LayerCollectives", "check", "choose", "collective"]
 
 #: What users may ask for.
-Collective = Literal["all_reduce", "all_gather", "scatter_reduce"]
+Collective = Literal["all_reduce", "all_gather", "scatter_reduce", "sparse_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 #: The preferred first where several send as much.
 _EXCHANGES: dict[str, type[Exchange]] = {
-    kind.name: kind for kind in (AllReduce, AllGather, ScatterReduce, FactorReduce, HalfRounds)
+    kind.name: kind for kind in (AllReduce, AllGather, ScatterReduce, SparseReduce, FactorReduce, HalfRounds)
 }
 
 
@@ -69,7 +74,7 @@ def choose(codec: Codec, nbytes: int, size: int, feedback: State | None = None) 
         'all_gather'
     """
     possible = [kind for kind in map(collective, COLLECTIVES) if kind.obstacle(codec, feedback) is None]
-    return min(possible, key=lambda kind: kind.traffic_nbytes(nbytes, size) + kind.overhead_nbytes)
+    return min(possible, key=lambda kind: kind.handicap * kind.traffic_nbytes(nbytes, size) + kind.overhead_nbytes)
 
 
 def check(codec: Codec, name: Collective, feedback: State | None = None) -> None:
@@ -133,4 +138,4 @@ class LayerCollectives:
             payload_nbytes: of its payload, where that depends on the data; by default the codec's word.
         """
         nbytes = chosen.layer_nbytes(shape) if payload_nbytes is None else payload_nbytes
-        return self.of(chosen).traffic_nbytes(nbytes, self._size)
+        return self.of(chosen).layer_traffic_nbytes(chosen.codec, shape, nbytes, self._size)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.codecs import Codec
+    from narrowband.codecs import Codec, Shape
     from narrowband.collectives.engine import Job
     from narrowband.collectives.operand import Operand
     from narrowband.collectives.topology import Peers
@@ -62,6 +62,8 @@ class Exchange(ABC):
     name: ClassVar[str]
     #: Bytes that could have been sent while ranks wait between the phases of this collective.
     overhead_nbytes: ClassVar[int] = 0
+    #: How many times more another collective may send, and is still taken: it delivers more of what is sent.
+    handicap: ClassVar[float] = 1.0
     #: Whether, once every rank's tensors are known to be finite, nothing can turn out otherwise.
     decided_by_encoding: ClassVar[bool] = False
     #: Whether it sends from rank to rank, see :attr:`Peers.pairs`.
@@ -73,6 +75,11 @@ class Exchange(ABC):
     @abstractmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
         """Bytes that a rank sends where every rank's payload takes ``nbytes``, among ``size`` ranks."""
+
+    @classmethod
+    def layer_traffic_nbytes(cls, codec: Codec, shape: Shape, nbytes: int, size: int) -> int:  # noqa: ARG003
+        """The same of one layer, where more is known of it than the bytes of its payload."""
+        return cls.traffic_nbytes(nbytes, size)
 
     @staticmethod
     @abstractmethod
@@ -210,6 +217,10 @@ class Exchange(ABC):
         if norms:
             self.norms.append(norms)
 
+    def _commits_early(self, operand: Operand) -> bool:
+        """Whether its feedback commits before the step is decided, and rolls back if it has to."""
+        return operand.feedback is not None and operand.feedback.can_roll_back(operand.x)
+
     def _codec(self, operand: Operand) -> Codec:
         """What this rank's payload of an operand is encoded with."""
         return operand.codec
@@ -222,7 +233,7 @@ class Exchange(ABC):
         if feedback is not None and (operand.incremental or feedback.residual(operand.key) is None or _any_nonzero(x)):
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)
-            early = feedback.can_roll_back(x)  # commit while it is in the caches and other ranks still compute
+            early = self._commits_early(operand)  # while it is in the caches and other ranks still compute
             fused = early and not self.measure
             finite, payload = feedback.encode(
                 operand.key, x, codec, shape=operand.shape, seed=seed, out=out, commit=fused

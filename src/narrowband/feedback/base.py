@@ -54,6 +54,8 @@ class State(ABC):
     mixes: ClassVar[bool] = True
     #: Whether it can keep what the owner of a chunk loses as it encodes a mean, see :meth:`owner_error`.
     keeps_owner_errors: ClassVar[bool] = False
+    #: Whether it can commit a part of what it has encoded, see :meth:`Feedback.commit_arrived`.
+    commits_arrivals: ClassVar[bool] = False
     #: True: :meth:`advance_uncompressed` has to be given every average that was not compressed.
     observes_uncompressed: ClassVar[bool] = False
 
@@ -294,6 +296,18 @@ class Feedback(State):
 
         With ``measure``, returns what the codec was given and what it lost.
         """
+
+    def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
+        """Commit where only some of the payload's elements have arrived: all else becomes the residual.
+
+        To be called when the step is known to be good; see :attr:`State.commits_arrivals`.
+
+        Args:
+            key, x, measure: as for :meth:`commit`.
+            at: int32, ascending: what has arrived.
+            values: what has arrived there.
+        """
+        raise TypeError(f"{self.name} commits all of a payload, or nothing")
 
     def can_roll_back(self, x: Tensor) -> bool:
         """Whether :meth:`roll_back` also undoes :meth:`commit`, as long as ``x`` is not touched."""

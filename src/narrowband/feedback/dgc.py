@@ -56,7 +56,7 @@ class _Sent:
     """What a step in progress did to one tensor."""
 
     undo: Callable[[], None]
-    commit: Callable[[], None] | None  # None: done already
+    commit: Callable[[Tensor | None], None] | None  # of what has arrived, or all (None); done already where it is None
     at: Tensor | None = None  # what was sent; None: everything
     rate: float = 1.0  # the residual is so many times what is sent
     overlap: float = 0.0  # what was sent times what rounding left of it
@@ -95,6 +95,7 @@ class DGC(Feedback):
     takes_activations: ClassVar[bool] = False
     mixes: ClassVar[bool] = False  # the momentum of a model is in one place
     observes_uncompressed: ClassVar[bool] = True
+    commits_arrivals: ClassVar[bool] = True
 
     density: float = field(default=0.001, metadata={"always": True})
     momentum: float = 0.9
@@ -254,8 +255,11 @@ class DGC(Feedback):
         left = None if arrives is sent else values - arrives * unit
         forgotten: list[Tensor] = []
 
-        def commit() -> None:
-            old = kernels.forget(now, newest, at, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking)
+        def commit(arrived: Tensor | None) -> None:
+            there = at if arrived is None else arrived
+            old = kernels.forget(
+                now, newest, there, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking
+            )
             forgotten.append(old)
             if left is not None:
                 newest.index_add_(0, at, left)
@@ -311,7 +315,7 @@ class DGC(Feedback):
             newest = now + (now - before - velocity) * self.momentum
         previous = newest - velocity
 
-        def commit() -> None:
+        def commit(_: Tensor | None) -> None:
             self._now[key], self._before[key] = newest, previous
 
         def undo() -> None:
@@ -334,11 +338,21 @@ class DGC(Feedback):
         arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device)))
         return Norms(lost + arrived + 2.0 * overlap, lost)
 
-    def _commit(self, key: str) -> None:
+    def _commit(self, key: str, arrived: Tensor | None = None) -> None:
         sent = self._sent[key]
         if sent.commit is not None:
-            sent.commit()
+            sent.commit(arrived)
             sent.commit = None
+
+    def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
+        unit = self._sent[key].rate
+        self._commit(key, at)
+        if not self.can_roll_back(x):
+            del self._sent[key]
+        if not measure:
+            return None
+        lost = squared_norm(self._residual(key)) / unit**2
+        return Norms(lost + squared_norm(values), lost)
 
     def _residual(self, key: str) -> Tensor:
         """v."""

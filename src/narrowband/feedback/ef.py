@@ -81,6 +81,7 @@ class ErrorFeedback(Feedback):
 
     name: ClassVar[str] = "ef"
     keeps_owner_errors: ClassVar[bool] = True
+    commits_arrivals: ClassVar[bool] = True
 
     decay: float = 1.0
 
@@ -152,6 +153,14 @@ class ErrorFeedback(Feedback):
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
             return Norms(before, squared_norm(residual)) if measure else None
         codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
+        return Norms(before, squared_norm(residual)) if measure else None
+
+    def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
+        residual = self._residuals[key]
+        if x.dtype != torch.float32:
+            residual.mul_(self.decay).add_(x)
+        before = squared_norm(residual) if measure else 0.0
+        kernels.sparse_accumulate(residual, at, values, -1.0)
         return Norms(before, squared_norm(residual)) if measure else None
 
     def can_roll_back(self, x: Tensor) -> bool:

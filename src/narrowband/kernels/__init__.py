@@ -56,6 +56,7 @@ from narrowband.kernels.selection import (
     select_topk,
     select_topk_rows,
 )
+from narrowband.kernels.shares import SHARE_BLOCK, from_share, share_numel, split_shares
 from narrowband.kernels.sparse import (
     check_indices,
     elias_fano_decode,
@@ -68,6 +69,7 @@ from narrowband.kernels.sparse import (
 )
 
 __all__ = [
+    "SHARE_BLOCK",
     "Rows",
     "Scale",
     "Windows",
@@ -93,6 +95,7 @@ __all__ = [
     "fixed_quantize",
     "fixed_sum",
     "forget",
+    "from_share",
     "fuses",
     "group_minmax",
     "learn_ranges",
@@ -116,8 +119,10 @@ __all__ = [
     "select_threshold",
     "select_topk",
     "select_topk_rows",
+    "share_numel",
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "split_shares",
     "take_difference",
 ]

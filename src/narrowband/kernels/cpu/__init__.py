@@ -30,6 +30,7 @@ from narrowband.kernels.cpu.rows import (
     row_extremes,
 )
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
+from narrowband.kernels.cpu.shares import from_share, split_shares
 from narrowband.kernels.cpu.sparse import (
     check_indices,
     elias_fano_decode,
@@ -62,6 +63,7 @@ __all__ = [
     "fixed_quantize",
     "fixed_sum",
     "forget",
+    "from_share",
     "group_minmax",
     "learn_ranges",
     "levels_decode",
@@ -83,5 +85,6 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "split_shares",
     "take_difference",
 ]

@@ -33,6 +33,7 @@ from narrowband.kernels.reference.rows import (
     row_extremes,
 )
 from narrowband.kernels.reference.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
+from narrowband.kernels.reference.shares import from_share, split_shares
 from narrowband.kernels.reference.sparse import (
     check_indices,
     elias_fano_decode,
@@ -65,6 +66,7 @@ __all__ = [
     "fixed_quantize",
     "fixed_sum",
     "forget",
+    "from_share",
     "group_minmax",
     "learn_ranges",
     "levels_decode",
@@ -86,5 +88,6 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "split_shares",
     "take_difference",
 ]

@@ -1,0 +1,247 @@
+"""Sparse reduce: each rank adds up the elements that it owns, and sends the largest sums to all.
+
+Top-k is gathered among few ranks: every rank receives all N payloads, (N−1) · P bytes per rank. Here a rank sends each
+of its k elements to the element's owner only. The owner adds up what it receives, and the 2·k/N largest of its sums go
+to all ranks. A rank sends about k + 2·k elements, times (N−1)/N, whatever N is: as in Ok-Topk (Li & Hoefler, PPoPP'22,
+arXiv 2201.07598), whose bound is 6k numbers, an element being two.
+
+What is not among the largest sums is not delivered, and whoever has sent to it keeps its part in its own residual, as
+in Ok-Topk's algorithm 2. So the sum is kept: what was delivered, plus the mean of all residuals, is the mean of all
+gradients. Sums travel in float32, so that nothing is lost on the way back.
+
+Ok-Topk cuts the tensor into N ranges and moves their bounds, from step to step, until owners have about as much. Here
+an owner's elements are spread over all of the tensor in small blocks (:mod:`narrowband.kernels.shares`), which makes
+owners even wherever the largest elements lie. There is nothing to move, to tell or to keep.
+
+Sizes are fixed. A message has room for m/8 + √m more elements than the m that a rank has for an owner on average. Those
+that find no room, the smallest, wait in the residual.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from narrowband import kernels
+from narrowband.codecs import SelectingCodec
+from narrowband.codecs.base import aligned, numel_of
+from narrowband.collectives.engine import QueueName, Transfer
+from narrowband.collectives.exchange import TRAILER, Exchange
+from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec, Shape
+    from narrowband.collectives.engine import Job
+    from narrowband.collectives.operand import Operand
+    from narrowband.feedback import State
+
+__all__ = ["SparseReduce"]
+
+#: How many times as many sums are delivered, by all owners together, as a rank sends elements.
+_DELIVERED = 2
+
+_MOST = 2**31 - 1  # indices have 32 bits
+
+
+def _room(k: int, size: int) -> int:
+    """Elements that a message has room for, of a tensor of which a rank sends k."""
+    return -(-9 * k // (8 * size)) + math.isqrt(k // size) + 1
+
+
+def _sums(k: int, share: int, size: int) -> int:
+    """Sums that an owner delivers of such a tensor."""
+    return min(share, -(-_DELIVERED * k // size))
+
+
+def _row_nbytes(k: int, n: int) -> int:
+    """Bytes of k float32 values, and of their indices below n."""
+    return 4 * k + aligned(kernels.elias_fano_nbytes(k, n))
+
+
+class SparseReduce(Exchange):
+    """See the module."""
+
+    name: ClassVar[str] = "sparse_reduce"
+    overhead_nbytes: ClassVar[int] = 1 << 16
+    #: Gathered, all that was sent is delivered.
+    handicap: ClassVar[float] = 2.0
+    uses_pairs: ClassVar[bool] = True
+
+    @staticmethod
+    def traffic_nbytes(nbytes: int, size: int) -> int:
+        return (size - 1) * nbytes * (9 + 8 * _DELIVERED) // (8 * size)
+
+    @classmethod
+    def layer_traffic_nbytes(cls, codec: Codec, shape: Shape, nbytes: int, size: int) -> int:
+        if not isinstance(codec, SelectingCodec) or size == 1:
+            return cls.traffic_nbytes(nbytes, size)
+        k, share = codec.kept(shape), kernels.share_numel(numel_of(shape), size)
+        return (size - 1) * (_row_nbytes(_room(k, size), share) + _row_nbytes(_sums(k, share, size), share))
+
+    @staticmethod
+    def obstacle(codec: Codec, feedback: State | None) -> str | None:
+        if not (isinstance(codec, SelectingCodec) and codec.kept_largest((4, 4)) is not None):
+            return (
+                f"collective='sparse_reduce' adds up the largest elements of whole tensors in float32, and {codec} is "
+                "not top-k with these; use 'all_gather' or 'auto'"
+            )
+        if feedback is None or not feedback.commits_arrivals:
+            return (
+                "collective='sparse_reduce' delivers the largest sums, and the rest has to wait in a residual; use "
+                "'+ef' or dgc, or 'all_gather'"
+            )
+        return None
+
+    def _encode_all(self, operands: Sequence[Operand]) -> None:
+        for operand in operands:
+            self._locally_finite &= self._encode(operand)[0]
+
+    def _commits_early(self, operand: Operand) -> bool:
+        return False  # what arrives is known at the end
+
+    @property
+    def first_nbytes(self) -> int:
+        return (self.peers.size - 1) * sum(payload.numel() for payload in self._payloads) // self.peers.size
+
+    def job(self) -> Job:
+        size, device = self.peers.size, self.operands[0].x.device
+        begin = time.perf_counter()
+        self._lay_out()
+        send = torch.zeros(size, self._row + TRAILER, dtype=torch.uint8, device=device)
+        self._write_rows(send)
+        received = torch.empty_like(send)
+        self.encode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += send.numel() - self._row - TRAILER
+        queue: QueueName = "group" if self.peers.pairs is None else "pairs"
+        sizes = [self._row + TRAILER] * size
+        yield Transfer(lambda: all_to_all(received, send.view(-1), sizes, sizes, self.peers), queue, later=["group"])
+        begin = time.perf_counter()
+        second = torch.zeros(_row_nbytes(self._number, self._share) + TRAILER, dtype=torch.uint8, device=device)
+        self._add_up(received, second)
+        arrived = torch.empty(size, second.numel(), dtype=torch.uint8, device=device)
+        self.decode_seconds += time.perf_counter() - begin
+        self.sent_nbytes += (size - 1) * second.numel()
+        yield Transfer(lambda: all_gather(arrived, second, self.peers))
+        self.finite = not bool(arrived[:, -1].any())
+        if self.finite:
+            self._read(arrived)
+
+    def _lay_out(self) -> None:
+        """Where each tensor lies in a share, in the rows of the first message, and in that of the second."""
+        size = self.peers.size
+        shares = [kernels.share_numel(operand.x.numel(), size) for operand in self.operands]
+        numbers = [_kept(operand) for operand in self.operands]
+        self._shares = spans_of(shares)
+        self._rooms = spans_of([_room(k, size) if k else 0 for k in numbers])
+        self._sums = spans_of([_sums(k, share, size) for k, share in zip(numbers, shares, strict=True)])
+        self._share, self._room, self._number = (spans[-1].stop for spans in (self._shares, self._rooms, self._sums))
+        self._row = _row_nbytes(self._room, self._share)
+        if self._share > _MOST:
+            raise UnsupportedError(
+                f"{self._share} elements of an owner in one message are more than 32 bits can index; give a smaller "
+                "message_nbytes"
+            )
+
+    def _write_rows(self, rows: Tensor) -> None:
+        """This rank's elements, to their owners."""
+        if not self._locally_finite:
+            rows[:, -TRAILER:] = 1
+            return
+        size, device = self.peers.size, rows.device
+        self._own = torch.empty(size, self._room, dtype=torch.int32, device=device)
+        self._own_values = torch.empty(size, self._room, device=device)
+        for operand, payload, share, room in zip(self.operands, self._payloads, self._shares, self._rooms, strict=True):
+            if room.stop > room.start:
+                _deal(operand, payload, self._own[:, room], self._own_values[:, room])
+                self._own[:, room] += share.start
+        for row, at, values in zip(rows, self._own, self._own_values, strict=True):
+            _write_row(at, values, self._share, row)
+
+    def _add_up(self, received: Tensor, second: Tensor) -> None:
+        """The largest means of what this rank owns, into ``second``."""
+        second[-TRAILER:] = 1  # until it is known to be finite
+        if bool(received[:, -1].any()):
+            return
+        total = torch.empty(self._share, device=received.device)
+        kernels.sparse_sum_rows(total, received[:, : self._row], self._room, 1.0 / self.peers.size)
+        if not kernels.all_finite(total):
+            return
+        at = torch.empty(self._number, dtype=torch.int32, device=received.device)
+        for share, sums in zip(self._shares, self._sums, strict=True):
+            if sums.stop > sums.start:
+                at[sums] = kernels.select_topk(total[share], sums.stop - sums.start).add_(share.start)
+        _write_row(at, total.index_select(0, at), self._share, second)
+        second[-TRAILER:] = 0
+
+    def _read(self, arrived: Tensor) -> None:
+        """What all ranks have: means, and where they are; and which of this rank's elements are among them."""
+        number = self._number
+        self._means = arrived[:, : 4 * number].view(torch.float32)
+        coded = arrived[:, 4 * number : 4 * number + kernels.elias_fano_nbytes(number, self._share)]
+        self._places = torch.stack([kernels.elias_fano_decode(row, number, self._share) for row in coded.contiguous()])
+        found = torch.searchsorted(self._places, self._own).clamp_(max=number - 1)
+        # What fills a row up has a value of zero.
+        self._there = (self._places.gather(1, found) == self._own) & (self._own_values != 0)
+
+    def _finish_feedback(self, good: bool) -> None:
+        if not good:
+            super()._finish_feedback(good)
+            return
+        for operand, share, room in zip(self.operands, self._shares, self._rooms, strict=True):
+            if not operand.compensated:
+                continue
+            assert operand.feedback is not None
+            whole = kernels.from_share(self._own[:, room] - share.start, turn=operand.index)
+            there = self._there[:, room]
+            at, order = whole[there].sort()
+            values = self._own_values[:, room][there][order]
+            norms = operand.feedback.commit_arrived(operand.key, operand.x, at, values, measure=self.measure)
+            if norms is not None:
+                self.norms.append(norms)
+
+    def _write(self, good: bool) -> None:
+        for operand, share, sums in zip(self.operands, self._shares, self._sums, strict=True):
+            at = kernels.from_share(self._places[:, sums] - share.start, turn=operand.index).view(-1)
+            means = self._means[:, sums].reshape(-1)
+            inside = at < operand.x.numel()  # a share has whole blocks, of which the last may lie behind the end
+            with self._mean_of(operand, good) as mean:
+                flat = mean.view(-1).zero_()
+                flat.index_add_(0, at[inside], means[inside].to(flat.dtype))
+        del self._means, self._places
+
+
+def _deal(operand: Operand, payload: Tensor, local: Tensor, values: Tensor) -> None:
+    """The elements of a payload into an owner's row each; where there is no room for all, the largest."""
+    codec, numel = operand.codec, operand.x.numel()
+    assert isinstance(codec, SelectingCodec)
+    at, own = codec.elements(payload, operand.shape)
+    turn, (ranks, room) = operand.index, local.shape
+    most = kernels.split_shares(at, own, local, values, n=numel, turn=turn)
+    if most <= room:
+        return
+    table, table_values = local.new_empty(ranks, most), values.new_empty(ranks, most)
+    kernels.split_shares(at, own, table, table_values, n=numel, turn=turn)
+    largest = table_values.abs().topk(room, dim=1).indices.sort(dim=1).values
+    local.copy_(table.gather(1, largest))
+    values.copy_(table_values.gather(1, largest))
+
+
+def _kept(operand: Operand) -> int:
+    codec = operand.codec
+    assert isinstance(codec, SelectingCodec)
+    return codec.kept(operand.shape)
+
+
+def _write_row(at: Tensor, values: Tensor, n: int, out: Tensor) -> None:
+    """A row of elements below n."""
+    k = at.numel()
+    out[: 4 * k].view(torch.float32).copy_(values)
+    kernels.elias_fano_encode(at, n, out[4 * k : 4 * k + kernels.elias_fano_nbytes(k, n)])
