@@ -144,6 +144,24 @@ def test_sparse_complex_and_lacking_gradients_are_averaged():
     assert bias == other[2] == [0.5] * 3
 
 
+def shared_values(rank, world_size):
+    """A sparse gradient whose values are memory of somebody else's, as an embedding's are of its output's gradient."""
+    table = nn.Embedding(9, 4, sparse=True)
+    averager = nb.Averager(table, "none")
+    others = torch.full((3, 4), rank + 1.0)
+    at = torch.tensor([[0, 2, 4 + rank]])
+    table.weight.grad = torch.sparse_coo_tensor(at, others, (9, 4))
+    assert table.weight.grad._values().data_ptr() == others.data_ptr()
+    averager.average()
+    return others, table.weight.grad.to_dense()
+
+
+def test_averaging_a_sparse_gradient_leaves_the_memory_of_others_alone():
+    for rank, (others, average) in enumerate(run_ranks(shared_values, 2)):
+        assert torch.equal(others, torch.full((3, 4), rank + 1.0))
+        assert average[:, 0].tolist() == [1.5, 0.0, 1.5, 0.0, 0.5, 1.0, 0.0, 0.0, 0.0]
+
+
 def refusals(rank, world_size):
     model = mlp()
     frozen = mlp().requires_grad_(False)

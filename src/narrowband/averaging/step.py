@@ -350,10 +350,14 @@ class Step:
     def _all_reduce(self, x: Tensor, nbytes: int, *, check: bool = False) -> Job:
         """Average in place, uncompressed."""
         peers = self._peers
-        x.div_(peers.size)
+        # The values of a sparse gradient may be memory that the rest of backward still reads: an embedding's are the
+        # gradient of its output.
+        own = x / peers.size if x.is_sparse else x.div_(peers.size)
         if peers.size > 1:
             self._stats.sent_bytes += nbytes
-            yield Transfer(lambda: dist.all_reduce(x, group=peers.group, async_op=True))
+            yield Transfer(lambda: dist.all_reduce(own, group=peers.group, async_op=True))
+        if x.is_sparse:
+            x.copy_(own)  # takes its memory
         if check and self._layers.stateful:
             self._uncompressed_finite &= bool((x._values() if x.is_sparse else x).isfinite().all())
 
