@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import narrowband as nb
-from narrowband.collectives import COLLECTIVES, Peers, Topology, all_reduce_nbytes, check, choose, collective
+from narrowband.collectives import COLLECTIVES, Peers, all_reduce_nbytes, check, choose, collective
 from narrowband.collectives.scatter_reduce import ScatterReduce
 from tests.collectives.test_exchange import ALL_REDUCE, WAYS
-from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
@@ -63,12 +61,3 @@ def test_factors_need_powersgd():
     assert collective("factor_reduce").obstacle(nb.codec("lowrank:rank=2"), nb.PowerSGD()) is None
     with pytest.raises(TypeError, match="kept by powersgd"):
         collective("factor_reduce")([], Peers(None, 0, 1), measure=False)
-
-
-def levels(rank, world_size):
-    topology = Topology.flat(torch.distributed.group.WORLD)
-    return [(level.rank, level.size) for level in (topology.everyone, topology.inside, topology.between)]
-
-
-def test_without_nodes_every_rank_is_a_node_of_its_own():
-    assert run_ranks(levels, 3) == [[(rank, 3), (0, 1), (rank, 3)] for rank in range(3)]

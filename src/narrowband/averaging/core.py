@@ -34,7 +34,7 @@ from narrowband.averaging.stats import StepStats
 from narrowband.averaging.step import MEASURE_EVERY, Group, Parts, Step, fill_with_nan
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Identity
-from narrowband.collectives import Engine, Loan, Topology, borrow
+from narrowband.collectives import Engine, Loan, Peers, borrow
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class Averaging:
         )
         device = self.layers.parameters.device
         self._loan = borrow(group, device)
-        self._topology = Topology.flat(self._loan.group)
-        everyone = self._topology.everyone
+        self._peers = Peers.of(self._loan.group)
+        everyone = self._peers
         self._agreement = Agreement(everyone, device)
         self.layers.warn_if_more()
         self._controller = Controller(settings.policy, self.layers, everyone)
@@ -134,7 +134,7 @@ class Averaging:
         self._close = weakref.finalize(self, _close, self._engine, self._loan)
         self._parts = Parts(
             self.layers,
-            self._topology,
+            self._peers,
             self._engine,
             self._agreement,
             self._controller,
@@ -149,7 +149,7 @@ class Averaging:
         """Let go of the ranks, some of which may be gone: nothing is asked of them."""
         self._loan.broken = True
         self._close()
-        self._topology.close()
+        self._peers.close()
         self._current = self._open_step = None
 
     def _reconnect(
@@ -190,14 +190,14 @@ class Averaging:
 
     def _open_pairs(self) -> None:
         if any(kind.uses_pairs for kind in self.layers.collectives):
-            self._topology.between.open_pairs()
+            self._peers.open_pairs()
 
     # ---- who averages what -------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
         """How many ranks average."""
-        return self._topology.everyone.size
+        return self._peers.size
 
     @property
     def device(self) -> torch.device:
@@ -207,7 +207,7 @@ class Averaging:
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The handle's own, of the ranks that average."""
-        return self._topology.everyone.group
+        return self._peers.group
 
     # ---- a step, for places ------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class Handle(Averaging):
                 log.warning("remove: other ranks could not be asked: %s", error)
         self._removed = True
         self._close()
-        self._topology.close()
+        self._peers.close()
         self.layers.clear()
 
     def set_epoch(self, epoch: int) -> None:
@@ -198,8 +198,8 @@ class Handle(Averaging):
             "layers": self.layers.override_texts(),
             "seed": self._seed,
             "loss_scale": self._loss_scale.value,
-            "rank": self._topology.everyone.rank,
-            "world_size": self._topology.everyone.size,
+            "rank": self._peers.rank,
+            "world_size": self._peers.size,
             "feedback": self.layers.state.state_dict() if self.layers.state else {},
             "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
             "controller": self._controller.state_dict(),
@@ -256,7 +256,7 @@ class Handle(Averaging):
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """The state of this rank, and its residuals, if both can be loaded."""
         mine = check_state(state)
-        here, there = (self._topology.everyone.rank, self._topology.everyone.size), (mine["rank"], mine["world_size"])
+        here, there = (self._peers.rank, self._peers.size), (mine["rank"], mine["world_size"])
         if here != there:
             raise ValueError(
                 f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
@@ -271,8 +271,8 @@ class Handle(Averaging):
         self, states: Sequence[Mapping[str, Any]]
     ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """The same from the states of all ranks: this rank's own, if there are as many as there were."""
-        if len(states) == self._topology.everyone.size:
-            return self._loadable(states[self._topology.everyone.rank])
+        if len(states) == self._peers.size:
+            return self._loadable(states[self._peers.rank])
         for state in states:
             self.layers.check_load(state["layers"], kept(state), state["spec"])
         self._controller.check_state(states[0]["controller"])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.layers import Layer, Layers
     from narrowband.averaging.loss_scale import LossScale
     from narrowband.codecs import Shape
-    from narrowband.collectives import Engine, Job, Topology
+    from narrowband.collectives import Engine, Job, Peers
 
 __all__ = ["ADVICE", "Group", "Parts", "Step", "fill_with_nan"]
 
@@ -85,7 +85,7 @@ class Parts:
 
     Attributes:
         layers: of the model, and what they are compressed with.
-        topology: who averages.
+        peers: who averages.
         engine: runs the exchanges.
         agreement: compares what ranks are about to do.
         controller: of the plan.
@@ -95,7 +95,7 @@ class Parts:
     """
 
     layers: Layers
-    topology: Topology
+    peers: Peers
     engine: Engine
     agreement: Agreement
     controller: Controller
@@ -135,7 +135,7 @@ class Step:
         finished: Callable[[StepStats], None],
     ) -> None:
         self._parts = parts
-        self._layers, self._peers, self._engine = parts.layers, parts.topology.between, parts.engine
+        self._layers, self._peers, self._engine = parts.layers, parts.peers, parts.engine
         self._number, self._seed, self._facts, self._finished = number, seed, facts, finished
         self.codec = codec
         self.compressing = compressing
@@ -221,7 +221,9 @@ class Step:
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Start what a group needs."""
         buffer, size, observer = group.buffer, self._peers.size, self._layers.observer
-        if buffer.is_sparse:
+        if not group.parameters:  # of a rank that has no part of it
+            pass
+        elif buffer.is_sparse:
             if observer is not None and observer.momentum:
                 raise UnsupportedError(
                     "dgc keeps momentum for every element, and this gradient is sparse; use a dense gradient "

@@ -1,6 +1,6 @@
 """Payloads across ranks: how tensors that every rank has encoded become their average on all ranks.
 
-``topology.py`` says who averages, ``groups.py`` lends them a process group, and ``engine.py`` keeps one order of
+``peers.py`` says who averages, ``groups.py`` lends them a process group, and ``engine.py`` keeps one order of
 collectives on all ranks. ``exchange.py`` is what all collectives have in common; ``all_reduce.py``, ``all_gather.py``,
 ``scatter_reduce.py``, ``sparse_reduce.py``, and PowerSGD's ``factor_reduce.py`` and ``half_rounds.py`` are one each,
 and ``choice.py`` takes the cheapest.
@@ -12,9 +12,9 @@ from narrowband.collectives.choice import COLLECTIVES, Collective, LayerCollecti
 from narrowband.collectives.engine import Engine, Job, Pending, Transfer
 from narrowband.collectives.exchange import Exchange
 from narrowband.collectives.executor import SerialExecutor
-from narrowband.collectives.groups import Loan, borrow
+from narrowband.collectives.groups import Loan, borrow, group_of
 from narrowband.collectives.operand import Operand
-from narrowband.collectives.topology import Peers, Topology
+from narrowband.collectives.peers import Peers
 from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Peers",
     "Pending",
     "SerialExecutor",
-    "Topology",
     "Transfer",
     "all_gather_nbytes",
     "all_reduce_nbytes",
@@ -37,4 +36,5 @@ __all__ = [
     "check",
     "choose",
     "collective",
+    "group_of",
 ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.collectives.engine import Job
     from narrowband.collectives.operand import Operand
-    from narrowband.collectives.topology import Peers
+    from narrowband.collectives.peers import Peers
     from narrowband.feedback import State
 
 __all__ = ["AllGather"]

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-__all__ = ["Loan", "borrow"]
+__all__ = ["Loan", "borrow", "group_of"]
 
 
 @dataclass(eq=False)
@@ -68,6 +70,22 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
     shelf.next_number = number + 1
     group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
     return Loan(group, number, shelf)
+
+
+#: Groups that were made of some ranks, by these and the backend.
+_made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+
+
+def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of these ranks, with the backend and time-out of another. Call on all of its ranks.
+
+    It is made once in a process: ranks borrow theirs from it.
+    """
+    backend, timeout = dist.get_backend(like), _timeout_of(like, device)
+    key = (*ranks, backend, timeout)
+    if key not in _made or not _alive(_made[key]):
+        _made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+    return _made[key]
 
 
 def _alive(group: dist.ProcessGroup) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from narrowband.collectives.engine import Pending
     from narrowband.collectives.executor import SerialExecutor
-    from narrowband.collectives.topology import Peers
+    from narrowband.collectives.peers import Peers
 
 __all__ = ["all_gather", "all_to_all", "concatenated", "spans_of"]
 

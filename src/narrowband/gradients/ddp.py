@@ -21,7 +21,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable
 
     import torch.distributed as dist
     from torch import Tensor
@@ -31,23 +31,39 @@ if TYPE_CHECKING:
     from narrowband.averaging.settings import Settings
     from narrowband.gradients.hook import Hook
 
-__all__ = ["DDPCompression"]
+__all__ = ["DDPCompression", "at_the_end_of_backward"]
 
 
 class DDPCompression(GradientCompression):
-    """The handle of a model in DistributedDataParallel."""
+    """The handle of a model in DistributedDataParallel.
+
+    Args:
+        model: the wrapped model.
+        hook: its communication hook.
+        settings: how.
+        group: the ranks that average.
+        tensors: name and tensor of what is averaged; by default the model's parameters.
+        norms: those of them that belong to normalization layers.
+    """
 
     def __init__(
-        self, model: DistributedDataParallel, hook: Hook, settings: Settings, group: dist.ProcessGroup
+        self,
+        model: DistributedDataParallel,
+        hook: Hook,
+        settings: Settings,
+        group: dist.ProcessGroup,
+        *,
+        tensors: Iterable[tuple[str, Tensor]] | None = None,
+        norms: Collection[Tensor] | None = None,
     ) -> None:
         super().__init__(
-            model.module.named_parameters(),
-            norms_of(model.module),
+            model.module.named_parameters() if tensors is None else tensors,
+            norms_of(model.module) if norms is None else norms,
             settings,
             group,
             set_up="compress_gradients",
             step="backward",
-            later=_at_the_end_of_backward,
+            later=at_the_end_of_backward,
         )
         self._buckets: list[list[str]] = []
         self._coming: list[list[str]] = []
@@ -73,6 +89,9 @@ class DDPCompression(GradientCompression):
             DisagreementError: some rank does something else.
         """
         super().remove()
+        self._detach()
+
+    def _detach(self) -> None:
         hook = self._hook()
         if hook is not None and hook.handle is self:
             hook.detach()
@@ -96,7 +115,7 @@ class DDPCompression(GradientCompression):
             )
 
 
-def _at_the_end_of_backward(what: Callable[[], None]) -> bool:
+def at_the_end_of_backward(what: Callable[[], None]) -> bool:
     """Call ``what`` when the backward that runs here has ended, after DDP has ended its part; False outside of one.
 
     What it raises, ``backward()`` raises.

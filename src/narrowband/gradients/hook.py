@@ -98,6 +98,11 @@ class Hook:
         self._warned_copied = False
 
     @property
+    def model(self) -> DistributedDataParallel | None:
+        """Whose hook it is."""
+        return None if self._model is None else self._model()
+
+    @property
     def inert(self) -> bool:
         """Whether this is the hook of a copy."""
         return self._model is None
@@ -173,11 +178,13 @@ class _Watch:
         self.used = False
         self._ever_used = False
         self._hook, self._handle = weakref.ref(hook), weakref.ref(handle)
-        self._ours = {id(p): weakref.ref(p) for p in handle.layers.parameters.by_tensor}
+        model = hook.model
+        trained = [] if model is None else [p for p in model.module.parameters() if p.requires_grad]
+        self._ours = {id(p): weakref.ref(p) for p in trained}
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
         _watches.add(self)
-        for p in handle.layers.parameters.by_tensor:
+        for p in trained:
             weakref.finalize(p, _watches.discard, self)
             break
 

@@ -15,10 +15,13 @@ from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
 from narrowband.gradients.hook import hook_of
+from narrowband.gradients.levels import TwoLevelCompression, levels_of
 from narrowband.gradients.modules import ModuleCompression
 from narrowband.gradients.refused import what_it_is
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from narrowband.adapt import Plan, Policy
     from narrowband.codecs import Codec
     from narrowband.collectives import Collective
@@ -35,6 +38,7 @@ def compress_gradients(
     min_numel: int = 1024,
     warmup_steps: int = 0,
     process_group: dist.ProcessGroup | None = None,
+    nodes: int | Literal["auto"] | DeviceMesh | None = None,
     seed: int = 0,
     collective: Collective | Literal["auto"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -60,6 +64,10 @@ def compress_gradients(
         warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
         process_group: the ranks to average over; by default DistributedDataParallel's own, or all. Of a mesh of nodes ×
             shards, ``mesh["nodes"].get_group()``.
+        nodes: of a model in DistributedDataParallel whose machines have several ranks each: how many machines, with
+            successive ranks on each; ``"auto"``, by torchrun's word or the names of hosts; or a mesh of nodes × ranks.
+            Inside a machine gradients are then summed exactly, and each of its L ranks compresses and sends a part in
+            L (:mod:`narrowband.gradients.levels`). By default every rank is a node.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
         collective: ``"auto"`` takes the one that sends least (see :mod:`narrowband.collectives.choice`).
         grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
@@ -119,15 +127,42 @@ def compress_gradients(
         group = process_group or model.process_group
         parameters = list(model.module.named_parameters())
         settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
-        return DDPCompression(model, hook, settings, group)
+        levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
+        if levels is None:
+            return DDPCompression(model, hook, settings, group)
+        _check_shards(model, settings, "on two levels")
+        return TwoLevelCompression(model, hook, settings, levels)
+    if nodes is not None:
+        raise UnsupportedError(
+            "nodes= is for models in DistributedDataParallel; shard this one inside its nodes with fully_shard, and "
+            "pass process_group= of the ranks that hold the same shard"
+        )
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
-    method = settings.compression.feedback
-    if method is not None and math.isfinite(method.clip) and any(hasattr(p, "to_local") for p in model.parameters()):
-        raise UnsupportedError(
-            f"{method.name} with a clip looks at the norm of a whole gradient, and here ranks have shards; leave clip "
-            "out, and clip averages with torch.nn.utils.clip_grad_norm_"
-        )
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        _check_shards(model, settings, "of a sharded model")
     parameters = list(model.named_parameters())
     settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
     return ModuleCompression(model, settings, group)
+
+
+def _check_shards(model: nn.Module, settings: Settings, where: str) -> None:
+    """What is averaged can be averaged shard by shard.
+
+    Raises:
+        UnsupportedError: it looks at whole gradients, or some have no shards.
+    """
+    method = settings.compression.feedback
+    if method is not None and math.isfinite(method.clip):
+        raise UnsupportedError(
+            f"{method.name} with a clip looks at the norm of a whole gradient, and {where} ranks have shards; leave "
+            "clip out, and clip averages with torch.nn.utils.clip_grad_norm_"
+        )
+    sparse = [name for name, each in model.named_modules() if getattr(each, "sparse", False)]
+    if sparse:
+        raise UnsupportedError(f"sparse gradients have no shards {where}: give {', '.join(sparse)} sparse=False")
+    if settings.rates is not None and where == "on two levels":
+        raise UnsupportedError(
+            f"{settings.compression} needs the learning rate of whole parameters, and {where} ranks have shards; leave "
+            "accumulate=steps out"
+        )

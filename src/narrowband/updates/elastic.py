@@ -324,7 +324,7 @@ class ElasticUpdateCompression(UpdateCompression):
             name: type(states[name]).moved(values, self.size) if name in states else values
             for name, values in kept(mine).items()
         }
-        mine |= {"rank": self._topology.everyone.rank, "world_size": self.size, "feedback": moved.pop("", {})}
+        mine |= {"rank": self._peers.rank, "world_size": self.size, "feedback": moved.pop("", {})}
         return super()._loadable(mine | {"others": moved})
 
     # ---- the end -----------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class UpdateCompression(Handle):
         small = [x for (_, p), (_, x) in zip(trained, moved, strict=False) if id(p) in norms]
         small += [x for _, x in moved[len(trained) :]]
         super().__init__(moved, small, settings, group, set_up="compress_updates", step="round")
-        with announced("updates", say=self._topology.everyone.rank == 0):
+        with announced("updates", say=self._peers.rank == 0):
             compile_loops(self.device)
 
         tensors = self._tensors()
@@ -329,7 +329,7 @@ class UpdateCompression(Handle):
             "round %d: what rank %d changed is not finite, so it brings nothing in this round; its optimizer may keep "
             "what is not finite, too",
             self.step,
-            self._topology.everyone.rank,
+            self._peers.rank,
         )
         for fragment in fragments:
             fragment.bring_nothing()
@@ -522,7 +522,7 @@ class UpdateCompression(Handle):
             mine = state["updates"]
         else:
             by_rank = {each["rank"]: each["updates"] for each in state}
-            mine = by_rank[self._topology.everyone.rank if len(by_rank) == self.size else 0]
+            mine = by_rank[self._peers.rank if len(by_rank) == self.size else 0]
         self._steps, self._skipped = mine["steps"], mine["skipped"]
         if self.outer is not None:
             self.outer.load_state_dict(mine["outer"])

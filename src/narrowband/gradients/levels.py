@@ -1,0 +1,328 @@
+"""Two levels: inside a node gradients are summed exactly, and each of its ranks sends a part of them to other nodes.
+
+Who has slow links between machines mostly has fast ones inside. With L ranks in a node, a bucket of DDP goes like this:
+
+* it is cut into L shards, by rows of each parameter, and the ranks of the node reduce-scatter it: each has the node's
+  mean of one shard;
+* the rank gives that shard to the core of averaging, which compresses it, with feedback, and exchanges it with the
+  ranks that have the same shard on other nodes;
+* when the step has been averaged, the ranks of the node gather the shards, and DDP gets the whole bucket.
+
+So the bytes between nodes, and the residuals of a rank, are a part in L of what they are where every rank is a node.
+
+A gradient that is not finite in one shard would leave the others' feedback committed. So the ranks of a node tell each
+other before the last bucket, and where one of them has seen inf or NaN, all have NaN.
+
+Everything here runs on a thread of its own, in the order in which buckets come, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowband import kernels
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.step import ADVICE, fill_with_nan
+from narrowband.collectives import SerialExecutor, borrow, group_of
+from narrowband.errors import UnsupportedError
+from narrowband.gradients.ddp import DDPCompression, at_the_end_of_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._C._distributed_c10d import GradBucket
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    from narrowband.averaging.settings import Settings
+    from narrowband.collectives import Loan
+    from narrowband.gradients.hook import Hook
+
+__all__ = ["Levels", "TwoLevelCompression", "levels_of", "shards_of"]
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---- who is on which node --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The two groups of a rank.
+
+    Attributes:
+        inside: the ranks of its node.
+        between: those that have the same place on each node.
+    """
+
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
+
+
+def levels_of(
+    nodes: int | Literal["auto"] | DeviceMesh, group: dist.ProcessGroup, device: torch.device
+) -> Levels | None:
+    """The two groups that users ask for; None where every rank is a node of its own. A collective.
+
+    Args:
+        nodes: how many there are, each with successive ranks; ``auto``: by torchrun's word, or the names of hosts; or a
+            mesh of nodes × ranks.
+        group: all ranks.
+        device: of the gradients.
+
+    Raises:
+        ValueError: a number that does not divide the ranks, or a mesh that does not have them.
+        UnsupportedError: nodes with different numbers of ranks, or ranks of one node on two hosts.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if not isinstance(nodes, (int, str)):
+        if nodes.ndim != 2 or sorted(nodes.mesh.flatten().tolist()) != sorted(ranks):
+            raise ValueError(f"nodes={nodes}: give a mesh of nodes × ranks with the ranks that average, {ranks}")
+        return None if nodes.size(1) == 1 else Levels(nodes.get_group(1), nodes.get_group(0))
+    if isinstance(nodes, str) and nodes != "auto":
+        raise ValueError(f"nodes={nodes!r} is neither a number, nor 'auto', nor a mesh")
+    here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
+    hosts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(hosts, here, group=group)
+    if nodes == "auto":
+        names = list(dict.fromkeys(hosts))
+        node_of = [names.index(host) for host in hosts]
+    else:
+        if not 0 < nodes <= len(ranks) or len(ranks) % nodes:
+            raise ValueError(f"nodes={nodes} does not divide {len(ranks)} ranks; give the number of machines")
+        node_of = [at * nodes // len(ranks) for at in range(len(ranks))]
+        for node in range(nodes):
+            spread = sorted({host for host, own in zip(hosts, node_of, strict=True) if own == node})
+            if len(spread) > 1:
+                raise UnsupportedError(
+                    f"nodes={nodes} makes one node of ranks on {len(spread)} hosts ({', '.join(spread)}); give the "
+                    "number of hosts, with successive ranks on each, or nodes='auto'"
+                )
+    sizes = Counter(node_of)
+    if len(set(sizes.values())) > 1:
+        raise UnsupportedError(
+            f"nodes have different numbers of ranks ({', '.join(str(sizes[node]) for node in sorted(sizes))}), so "
+            "their shards do not fit; start as many ranks on each"
+        )
+    if len(sizes) in (1, len(ranks)):
+        return None
+    own = node_of[dist.get_rank(group)]
+    members = [[rank for rank, node in zip(ranks, node_of, strict=True) if node == at] for at in sorted(sizes)]
+    place = members[own].index(dist.get_rank())
+    inside, between = members[own], [node[place] for node in members]
+    return Levels(group_of(inside, group, device), group_of(between, group, device))
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def shards_of(shape: Sequence[int], ranks: int, turn: int) -> list[tuple[slice, tuple[int, ...]]]:
+    """Where the shard of each rank lies in the flat parameter, and its shape: rows, as evenly as they come.
+
+    Args:
+        shape: of the parameter.
+        ranks: of a node.
+        turn: which ranks have a row more turns from parameter to parameter.
+    """
+    rows, *rest = shape or (1,)
+    width = math.prod(rest)
+    ends = [j * rows // ranks for j in range(ranks + 1)]
+    found = []
+    for rank in range(ranks):
+        at = (rank + turn) % ranks
+        found.append((slice(ends[at] * width, ends[at + 1] * width), (ends[at + 1] - ends[at], *rest)))
+    return found
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """A bucket on its way.
+
+    Attributes:
+        buffer: DDP's.
+        future: of the averages.
+        pieces: for each rank of the node, where its shards lie in the buffer.
+        own: this rank's, and the averages later.
+        numel: of them.
+        averaged: the core's future of it.
+    """
+
+    buffer: Tensor
+    future: torch.futures.Future[Tensor]
+    pieces: list[list[slice]]
+    own: Tensor | None = None
+    numel: int = 0
+    averaged: torch.futures.Future[Tensor] | None = None
+
+
+class TwoLevelCompression(DDPCompression):
+    """The handle of a model in DistributedDataParallel whose nodes have several ranks each.
+
+    Its ranks are nodes: ``size`` says how many there are, and statistics are of what this rank sends between them.
+    """
+
+    def __init__(self, model: DistributedDataParallel, hook: Hook, settings: Settings, levels: Levels) -> None:
+        size, rank = dist.get_world_size(levels.inside), dist.get_rank(levels.inside)
+        trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+        self._places = {p: shards_of(p.shape, size, index) for index, (_, p) in enumerate(trained)}
+        norms = {id(p) for p in norms_of(model.module)}
+        self._shard_names: dict[Tensor, str] = {}
+        named, small = [], []
+        for name, p in trained:
+            span, shape = self._places[p][rank]
+            if span.stop > span.start:
+                shard = torch.empty(shape, dtype=p.dtype, device=p.device).requires_grad_()
+                self._shard_names[p] = name
+                named.append((name, shard))
+                small += [shard] if id(p) in norms else []
+        shares = [
+            sum(span.stop - span.start for span, _ in by_rank) for by_rank in zip(*self._places.values(), strict=True)
+        ]
+        if not all(shares):  # on any rank, as all know
+            raise UnsupportedError(f"a node of {size} ranks has more of them than this model has rows to share")
+        self._size, self._rank = size, rank
+        device = trained[0][1].device
+        self._inside: Loan = borrow(levels.inside, device)
+        self._executor = SerialExecutor("narrowband-node")
+        self._end = weakref.finalize(self, _end, self._executor, self._inside)
+        self._on_way: list[_Bucket] = []
+        self._finite = True
+        self._stopped: BaseException | None = None
+        self._told = self._raises_later = False
+        super().__init__(model, hook, settings, levels.between, tensors=named, norms=small)
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
+        if not self._coming:
+            self._check_join()
+            self._raises_later = at_the_end_of_backward(self._raise)
+        names = [self._shard_names[p] for p in parameters if p in self._shard_names]
+        by_name = self.layers.parameters.by_name
+        self._coming.append([name for name in names if by_name[name].compressed])
+        if last:
+            self._buckets, self._coming = [own for own in self._coming if own], []
+        pieces: list[list[slice]] = [[] for _ in range(self._size)]
+        at = 0
+        for p in parameters:
+            for piece, (span, _) in zip(pieces, self._places[p], strict=True):
+                if span.stop > span.start:
+                    piece.append(slice(at + span.start, at + span.stop))
+            at += p.numel()
+        devices = [buffer.device] if buffer.device.type == "cuda" else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+        own = _Bucket(buffer, future, pieces)
+        event = torch.cuda.current_stream(buffer.device).record_event() if devices else None
+        self._executor.post(lambda: self._run(own, names, event, last=last))
+        return future
+
+    # ---- on the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self, bucket: _Bucket, names: Sequence[str], event: torch.cuda.Event | None, *, last: bool) -> None:
+        self._on_way.append(bucket)
+        reduced = False
+        try:
+            if self._stopped is None:
+                if event is not None:
+                    torch.cuda.current_stream(bucket.buffer.device).wait_event(event)
+                self._reduce(bucket, names, last=last)
+                reduced = True
+                if last:
+                    self._gather()
+        except BaseException as error:  # goes to the thread that runs backward
+            self._stopped = error
+            if not reduced:
+                self._tell_other_nodes()
+        if last or self._stopped is not None:
+            buckets, self._on_way, self._finite = self._on_way, [], True
+            for each in buckets:
+                self._resolve(each)
+
+    def _tell_other_nodes(self) -> None:
+        """Those that wait for this rank to begin a step need not wait for a time-out."""
+        if not self.in_step and self._engine.error is None and not self._removed:
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._agreement.now({"call": "stop, as its node has lost a rank"}, ADVICE)
+
+    def _resolve(self, bucket: _Bucket) -> None:
+        if self._stopped is None:
+            bucket.future.set_result(bucket.buffer)
+        elif self._raises_later:
+            fill_with_nan(bucket.buffer)
+            bucket.future.set_result(bucket.buffer)
+        else:
+            error = self._stopped
+            bucket.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
+
+    def _reduce(self, bucket: _Bucket, names: Sequence[str], *, last: bool) -> None:
+        """The node's mean of this rank's shards, which then goes to the core."""
+        longest = max(sum(span.stop - span.start for span in piece) for piece in bucket.pieces)
+        buffer = bucket.buffer
+        send = torch.zeros(self._size, longest, dtype=buffer.dtype, device=buffer.device)
+        for row, piece in zip(send, bucket.pieces, strict=True):
+            if piece:
+                torch.cat([buffer[span] for span in piece], out=row[: sum(x.stop - x.start for x in piece)])
+        bucket.own = torch.empty(longest, dtype=buffer.dtype, device=buffer.device)
+        bucket.numel = sum(span.stop - span.start for span in bucket.pieces[self._rank])
+        _reduce_scatter(bucket.own, send.view(-1), group=self._inside.group)
+        own = bucket.own[: bucket.numel].div_(self._size)
+        self._finite &= kernels.all_finite(own.float())
+        if last:
+            flag = torch.tensor(float(self._finite), device=buffer.device)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside.group)
+            if not bool(flag):  # on all ranks of the node
+                own.fill_(math.nan)
+        bucket.averaged = self.feed(own, names, last=last)
+
+    def _gather(self) -> None:
+        """All shards of the node, in DDP's buckets."""
+        for bucket in self._on_way:
+            assert bucket.own is not None
+            assert bucket.averaged is not None
+            bucket.averaged.wait()
+            parts = torch.empty(self._size, bucket.own.numel(), dtype=bucket.own.dtype, device=bucket.own.device)
+            _all_gather(parts.view(-1), bucket.own, group=self._inside.group)
+            for row, piece in zip(parts, bucket.pieces, strict=True):
+                at = 0
+                for span in piece:
+                    bucket.buffer[span] = row[at : at + span.stop - span.start]
+                    at += span.stop - span.start
+
+    # ---- ends --------------------------------------------------------------------------------------------------------
+
+    def _raise(self) -> None:
+        """Raise what stopped the exchange, if anything did. In the thread that runs backward."""
+        if self._stopped is not None:
+            error, earlier = self._stopped, self._told
+            self._told = True
+            if earlier:
+                raise RuntimeError(f"gradient exchange stopped at an earlier step: {error}") from error
+            raise error
+
+    def remove(self) -> None:
+        if self._removed:
+            return
+        if self._stopped is None:
+            super().remove()
+        else:  # whoever is left on either level is not asked
+            self._inside.broken = True
+            self._disconnect()
+            self._removed = True
+            self._detach()
+        self._end()
+
+
+def _end(executor: SerialExecutor, loan: Loan) -> None:
+    executor.close()
+    loan.give_back()

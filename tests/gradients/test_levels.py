@@ -1,0 +1,282 @@
+"""Two levels: nodes of several ranks, which sum exactly inside and send a part each."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import narrowband as nb
+from narrowband.gradients.levels import shards_of
+from tests.gradients.training import (
+    HUGE,
+    LOSSLESS,
+    TINY,
+    compress,
+    flat,
+    heard,
+    loss_of,
+    mlp,
+    refusal,
+    sgd,
+    train,
+    wrap,
+)
+from tests.ranks import RankError, run_ranks
+from tests.thorough import thorough
+
+SPECS = [
+    "none",
+    LOSSLESS,
+    "topk:density=0.05+ef",
+    *thorough("qsgd:bits=4", "sign+ef", "powersgd:rank=2,min_ratio=1", "dgc:density=0.1,momentum=0.5"),
+]
+
+
+def odd():
+    """Rows that no node can share evenly, one number, and a matrix with fewer rows than a node has ranks."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(24, 41), nn.PReLU(), nn.Linear(41, 3), nn.Linear(3, 8))
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (41, 24), (5, 2, 3, 3)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shards_are_rows_and_make_up_the_parameter(shape, ranks):
+    numel = math.prod(shape)
+    for turn in range(ranks + 1):
+        found = shards_of(shape, ranks, turn)
+        covered = torch.zeros(numel, dtype=torch.int64)
+        for span, own in found:
+            covered[span] += 1
+            assert span.stop - span.start == math.prod(own)
+            assert tuple(own[1:]) == tuple(shape[1:])
+        assert bool((covered == 1).all())
+        sizes = [own[0] for _, own in found]
+        assert max(sizes) - min(sizes) <= 1
+
+
+# ---- what they compute -----------------------------------------------------------------------------------------------
+
+
+def beside_flat(rank, world_size, spec, nodes, cap, make):
+    found = []
+    for given in (nodes, None):
+        model = wrap(make(), cap=cap)
+        handle = compress(model, spec, nodes=given, min_numel=32)
+        train(model, rank, range(6), sgd(model, 0.2))
+        found.append((flat(model), handle.stats().total.sent_bytes, handle.residual_nbytes, handle.size))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "cap", "make"),
+    [(4, 2, HUGE, mlp), (4, 2, TINY, odd), *thorough((6, 2, TINY, odd), (6, 3, HUGE, odd), (8, 2, TINY, odd))],
+)
+def test_uncompressed_it_is_the_average(ranks, nodes, cap, make):
+    answers = run_ranks(beside_flat, ranks, "none", nodes, cap, make)
+    for (levels, sent, _, size), (plain, all_sent, _, _) in answers:
+        torch.testing.assert_close(levels, plain, rtol=1e-5, atol=1e-6)
+        assert torch.equal(levels, answers[0][0][0])
+        assert size == nodes
+        # 2·(N−1)/N of a part in L, beside 2·(N·L−1)/(N·L) of the whole.
+        assert sent < all_sent / (ranks // nodes)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_between_nodes_travels_a_part_for_each_rank(spec):
+    answers = run_ranks(beside_flat, 4, spec, 2, HUGE, mlp)
+    for (levels, sent, residual, _), (_, all_sent, whole_residual, _) in answers:
+        assert torch.equal(levels, answers[0][0][0])
+        assert levels.isfinite().all()
+        assert sent < 0.55 * all_sent
+        assert residual <= 0.62 * whole_residual
+
+
+def learns(rank, world_size, spec):
+    model = wrap(mlp(), cap=TINY)
+    handle = compress(model, spec, nodes=2, min_numel=32)
+    optimizer = sgd(model, 0.2)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, handle.buckets, handle.step
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.1+ef", *thorough("powersgd:rank=2,min_ratio=1")])
+def test_models_learn(spec):
+    for losses, buckets, steps in run_ranks(learns, 4, spec):
+        assert losses[-1] < 0.7 * losses[0]
+        assert sum(map(len, buckets)) == 4
+        assert steps == 40
+
+
+def planned(rank, world_size):
+    model = wrap(mlp())
+    policy = nb.LGreCo("topk:density=0.1+ef", ["topk:density=0.05", "topk:density=0.2"], every=3)
+    handle = compress(model, policy, nodes=2, min_numel=32)
+    with model.no_sync():
+        loss_of(model, 50, rank).backward()
+    train(model, rank, range(8))
+    return sorted(handle.plan.specs()), flat(model), handle.step
+
+
+def test_policies_plan_for_shards():
+    answers = run_ranks(planned, 4)
+    for names, parameters, steps in answers:
+        assert len(names) == 4
+        assert torch.equal(parameters, answers[0][1])
+        assert steps == 8
+
+
+# ---- what is not finite, and what goes wrong -------------------------------------------------------------------------
+
+
+def not_finite(rank, world_size, cap):
+    model = wrap(mlp(), cap=cap)
+    handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
+    train(model, rank, range(2))
+    before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+    model.zero_grad()
+    loss = loss_of(model, 2, rank)
+    if rank == 1:
+        # Of the first layer's last row: a shard of one rank of the node.
+        model.module[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([39]), math.inf))
+    loss.backward()
+    bad = [bool(p.grad.isnan().all()) for p in model.parameters()]
+    after = handle.state_dict()["feedback"]
+    same = all(torch.equal(x, after[name]) for name, x in before.items())
+    return bad, same, handle.stats().total.skipped
+
+
+@pytest.mark.parametrize("cap", [HUGE, TINY])
+def test_where_one_shard_is_not_finite_no_rank_of_any_node_commits(cap):
+    for bad, same, skipped in run_ranks(not_finite, 4, cap):
+        assert all(bad) or cap == TINY
+        assert any(bad)
+        assert same
+        assert skipped == 1
+
+
+def gone(rank, world_size):
+    model = wrap(mlp())
+    handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
+    train(model, rank, range(2))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = [refusal(lambda: train(model, rank, [2])) for _ in range(3)]
+    return errors, refusal(handle.remove)
+
+
+def test_a_rank_that_goes_away_is_an_error_on_all_of_both_levels():
+    with pytest.raises(RankError) as caught:
+        run_ranks(gone, 4, fresh=True, timeout_s=20.0, grace_s=30.0)
+    assert set(caught.value.results) == {0, 1, 2}
+    for errors, end in caught.value.results.values():
+        assert errors[0][0] in ("RuntimeError", "DisagreementError")
+        assert "lost a rank" in errors[0][1] or errors[0][0] == "RuntimeError"
+        assert [error[0] for error in errors[1:]] == ["RuntimeError"] * 2
+        assert "stopped at an earlier step" in errors[-1][1]
+        assert end is None
+
+
+def saved(rank, world_size):
+    model = wrap(mlp())
+    handle = compress(model, "topk:density=0.1+ef", nodes=world_size // 2, min_numel=32)
+    train(model, rank, range(4))
+    state, parameters = copy.deepcopy((handle.state_dict(), model.state_dict()))
+    train(model, rank, range(4, 7))
+    return state, parameters, flat(model)
+
+
+def resumed(rank, world_size, states, parameters):
+    model = wrap(mlp())
+    handle = compress(model, "topk:density=0.1+ef", nodes=world_size // 2, min_numel=32)
+    model.load_state_dict(parameters)
+    handle.load_state_dict([state for at, state in enumerate(states) if at % 2 == rank % 2])
+    train(model, rank, range(4, 7))
+    return flat(model)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_a_run_goes_on_to_the_bit_and_on_another_number_of_nodes(ranks):
+    before = run_ranks(saved, 4)
+    after = run_ranks(resumed, ranks, [state for state, *_ in before], before[0][1])
+    assert all(torch.equal(parameters, after[0]) for parameters in after)
+    assert ranks != 4 or torch.equal(after[0], before[0][2])
+
+
+# ---- who is on which node --------------------------------------------------------------------------------------------
+
+
+def sizes(rank, world_size):
+    def nodes_of(nodes):
+        model = wrap(mlp())
+        return compress(model, "none", nodes=nodes, min_numel=32).size
+
+    found = {"one host": nodes_of("auto"), "a number": nodes_of(2), "each": nodes_of(4)}
+    found["a mesh"] = nodes_of(init_device_mesh("cpu", (2, 2)))
+    os.environ["GROUP_RANK"] = str(rank % 2)  # as torchrun says
+    found["torchrun"] = nodes_of("auto")
+    os.environ["GROUP_RANK"] = str(int(rank == 3))
+    found["uneven"] = refusal(lambda: nodes_of("auto"))
+    os.environ["GROUP_RANK"] = str(rank % 2)
+    found["two hosts"] = refusal(lambda: nodes_of(2))
+    del os.environ["GROUP_RANK"]
+    found["three"] = refusal(lambda: nodes_of(3))
+    found["a word"] = refusal(lambda: nodes_of("all"))
+    found["a mesh of others"] = refusal(lambda: nodes_of(init_device_mesh("cpu", (4,))))
+    found["clip"] = refusal(lambda: compress(wrap(mlp()), "dgc:density=0.1,clip=1.0", nodes=2))
+    found["plain"] = refusal(lambda: nb.compress_gradients(mlp(), "none", nodes=2))
+    sparse = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
+    found["sparse"] = refusal(lambda: compress(sparse, "none", nodes=2))
+    found["no rows"] = refusal(lambda: compress(wrap(nn.Linear(1, 1, bias=False)), "none", nodes=2))
+    dist.barrier()
+    return found
+
+
+def test_who_is_on_which_node():
+    for found in run_ranks(sizes, 4):
+        assert {name: size for name, size in found.items() if isinstance(size, int)} == {
+            "one host": 4, "a number": 2, "each": 4, "a mesh": 2, "torchrun": 2,
+        }  # fmt: skip
+        words = {
+            "uneven": "different numbers of ranks (3, 1)",
+            "two hosts": "one node of ranks on 2 hosts",
+            "three": "nodes=3 does not divide 4 ranks",
+            "a word": "nodes='all' is neither",
+            "a mesh of others": "give a mesh of nodes × ranks",
+            "clip": "clip looks at the norm of a whole gradient",
+            "plain": "nodes= is for models in DistributedDataParallel",
+            "sparse": "sparse gradients have no shards",
+            "no rows": "more of them than this model has rows",
+        }
+        for name, word in words.items():
+            assert word in found[name][1], (name, found[name])
+
+
+def in_the_way(rank, world_size):
+    """The inner module, trained by mistake: nothing is averaged."""
+    model = wrap(mlp())
+    compress(model, "none", nodes=2, min_numel=32)
+    with heard():
+        return refusal(lambda: train(model.module, rank, range(5)))
+
+
+def test_a_script_that_trains_the_module_inside_hears_of_it():
+    for error in run_ranks(in_the_way, 4):
+        assert error[0] == "RuntimeError"
+        assert "nothing is averaged" in error[1]
