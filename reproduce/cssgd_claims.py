@@ -168,7 +168,9 @@ def _plain_when_fast(results: Sequence[Result], task: str) -> Claim:
     asked = rows_in(results, "choice", task)
     nodes = min((result["nodes"] for result in asked), default=0)
     fast = max(
-        (r for r in asked if r["nodes"] == nodes), key=lambda r: LabConfig(rate=r["rate"]).shape().rate, default=None
+        (r for r in asked if r["nodes"] == nodes),
+        key=lambda r: LabConfig(rate=r["rate"]).links()[0].up.rate,
+        default=None,
     )
     if fast is None or len({r["rate"] for r in asked}) < 2:
         return Claim(text, None, "needs rows of a slow and of a fast link")

@@ -81,6 +81,10 @@ def test_what_cannot_be_read_is_answered_with_an_example(parse: Any, texts: list
         ({"nodes": True}, TypeError, "nodes is True"),
         ({"rate": "fast"}, ValueError, "200mbit, 1gbit"),
         ({"rate": 200}, TypeError, "rate is 200, of type int"),
+        ({"per_node": 0}, ValueError, "per_node is 0; expected 1 to 256"),
+        ({"nodes": 100, "per_node": 3}, ValueError, "make 300 ranks, of 256"),
+        ({"nodes": 3, "rate": "1gbit,200mbit"}, ValueError, "has 2 rates for 3 hosts"),
+        ({"up": "slow"}, ValueError, "200mbit, 1gbit"),
         ({"delay": "5"}, ValueError, "500us, 5ms"),
         ({"loss": "100%"}, ValueError, "below 100"),
         ({"mtu": 100}, ValueError, "mtu is 100; expected 576 to 65535"),
@@ -99,20 +103,31 @@ def test_a_lab_that_cannot_be_is_refused_when_it_is_described(
 @pytest.mark.parametrize("mtu", [576, 1500, 9000, 65535])
 @pytest.mark.parametrize("rate", ["8kbit", "10mbit", "100mbit", "1gbit", "32gbit"])
 def test_the_token_bucket_holds_a_super_packet_and_its_headers(rate: str, mtu: int) -> None:
-    shape = LabConfig(rate=rate, mtu=mtu).shape()
+    shape = LabConfig(rate=rate, mtu=mtu).links()[0].up
     segments = -(-shape.gso // (mtu - 52))
     assert mtu < shape.gso <= 65536
     assert shape.gso + 66 * segments <= shape.burst < shape.queue < 2**32
 
 
 def test_an_unshaped_link_has_no_token_bucket() -> None:
-    shape = LabConfig(rate=None).shape()
+    shape = LabConfig(rate=None).links()[0].up
     assert shape.rate == 0
     assert not shape.netem
 
 
 def test_loss_is_drawn_per_packet_and_delay_has_room_for_all_in_flight() -> None:
-    shape = LabConfig(rate="1gbit", delay="20ms", loss="0.1%").shape()
+    shape = LabConfig(rate="1gbit", delay="20ms", loss="0.1%").links()[0].up
     assert shape.gso_segments == 1
     assert (shape.delay_us, shape.loss_percent) == (20_000, pytest.approx(0.1))
     assert shape.netem_packets * 1500 >= 2 * 125_000_000 * 0.020
+
+
+def test_links_differ_by_direction_and_by_host() -> None:
+    rates = [(link.up.rate * 8, link.down.rate * 8) for link in LabConfig(nodes=2, rate="8mbit,16mbit").links()]
+    assert rates == [(8_000_000, 8_000_000), (16_000_000, 16_000_000)]
+    asymmetric = LabConfig(nodes=2, up="8mbit, 16mbit", down="32mbit")
+    assert [(link.up.rate * 8, link.down.rate * 8) for link in asymmetric.links()] == [
+        (8_000_000, 32_000_000),
+        (16_000_000, 32_000_000),
+    ]
+    assert LabConfig(nodes=4, per_node=3).ranks == 12

@@ -187,6 +187,43 @@ def test_the_rate_limits_both_directions_of_a_link(direction: str) -> None:
 
 
 @needs_lab
+def test_a_link_may_send_slower_than_it_receives() -> None:
+    """Rank 0 sends 8 Mbit at 4 Mbit/s, and receives as much at 400."""
+    numel, seconds = 500_000, {}
+    for direction in ("out", "in"):
+        config = LabConfig(nodes=3, up="4mbit,400mbit,400mbit", down="400mbit", timeout_s=LIMIT_S)
+        report = run(config, python(STAR, direction, str(numel)))
+        assert report.exit_code == 0
+        seconds[direction] = report.seconds
+    assert seconds["out"] >= 1.6
+    assert seconds["in"] < seconds["out"]
+
+
+@needs_lab
+def test_ranks_of_one_host_share_its_link_and_reach_each_other_without_it(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+        import json, os, socket, torch, torch.distributed as dist
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+        print(json.dumps([socket.gethostname(), *(int(os.environ[name]) for name in names)]))
+        dist.init_process_group("gloo")
+        inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+        for _ in range(4):
+            dist.all_reduce(torch.ones(500_000), group=inside)
+        dist.destroy_process_group()
+    """
+    report = run(LabConfig(nodes=2, per_node=2, rate="200mbit", timeout_s=LIMIT_S), python(code))
+    assert report.exit_code == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[rank ")]
+    seen = {int(line[6]): json.loads(line[9:]) for line in lines}
+    assert seen == {rank: [f"node{rank // 2}", rank, rank % 2, 2, rank // 2, 2, 4] for rank in range(4)}
+    assert [rank.exit_code for rank in report.ranks] == [0] * 4
+    for rank in report.ranks:
+        # Of 16 MB that two ranks send each other none crosses the link; what does are words of the rendezvous.
+        assert rank.sent_bytes < 1_000_000
+        assert (rank.sent_bytes > 0) == (rank.rank % 2 == 0)
+
+
+@needs_lab
 def test_an_unshaped_lab_works() -> None:
     report = run(LabConfig(nodes=3, rate=None, timeout_s=LIMIT_S), python(STAR, "out", "1000000"))
     assert report.exit_code == 0

@@ -18,7 +18,7 @@ __all__ = ["Lab"]
 
 @dataclass(frozen=True)
 class Lab:
-    """Run a command once per rank, each rank behind an emulated link of its own.
+    """Run a command once per rank, each rank behind an emulated link of its own, or several behind one.
 
     What follows ``--`` is started once per rank with torchrun's environment variables, in a network namespace whose
     only card is shaped in both directions, on its own share of this machine's cores. So an unchanged training script
@@ -28,13 +28,22 @@ class Lab:
     Examples:
       narrowband lab --nodes 4 --rate 200mbit -- python train.py
       narrowband lab --nodes 2 --rate 1gbit --delay 5ms --loss 0.1% -- python train.py --epochs 1
+      narrowband lab --nodes 2 --per-node 4 --rate 1gbit -- python train.py
+      narrowband lab --nodes 2 --up 20mbit,50mbit --down 100mbit -- python train.py
       narrowband lab --rate none --json counts.json -- python train.py
     """
 
     nodes: int = 4
-    """Number of ranks."""
+    """Number of machines, each behind a link of its own."""
+    per_node: int = 1
+    """Ranks on each machine: they share its link, and reach each other without it."""
     rate: str = "200mbit"
-    """Of every link in both directions: 200mbit, 1gbit, …; none leaves the links unshaped."""
+    """Of every link in both directions: 200mbit, 1gbit, …; of each machine's: 200mbit,1gbit; none leaves the links
+    unshaped."""
+    up: str | None = None
+    """At which machines send, where that is another rate than the one at which they receive."""
+    down: str | None = None
+    """At which they receive."""
     delay: str | None = None
     """One-way delay between two ranks: 5ms, …"""
     loss: str | None = None
@@ -56,6 +65,9 @@ class Lab:
         check_output(self.json)
         config = LabConfig(
             nodes=self.nodes,
+            per_node=self.per_node,
+            up=self.up,
+            down=self.down,
             rate=None if self.rate == "none" else self.rate,
             delay=self.delay,
             loss=self.loss,

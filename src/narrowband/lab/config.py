@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from narrowband.lab.supervisor import Shape
+from narrowband.lab.supervisor import Link, Shape
 
 __all__ = ["MAX_NODES", "LabConfig", "parse_delay", "parse_loss", "parse_rate"]
 
@@ -94,11 +94,15 @@ def _quantity(name: str, text: str, unit: str, expected: str) -> tuple[Decimal, 
 
 @dataclass(frozen=True)
 class LabConfig:
-    """A lab: ``nodes`` ranks on one switch, each behind a link of its own.
+    """A lab: hosts on one switch, each behind a link of its own, with one rank or several.
 
     Attributes:
-        nodes: Number of ranks, 1 to 256; each is alone on its host (``LOCAL_RANK`` is 0).
-        rate: Rate of every link in each of its two directions, e.g. ``"200mbit"``; None leaves the links unshaped.
+        nodes: Number of hosts.
+        per_node: Ranks on each; they share its link, and reach each other without it. At most 256 ranks in all.
+        rate: Rate of every link in each of its two directions, e.g. ``"200mbit"``, or of each host's, e.g.
+            ``"200mbit,1gbit"``; None leaves the links unshaped.
+        up: Rate at which hosts send, where it is not that at which they receive; as ``rate``.
+        down: Rate at which they receive.
         delay: One-way delay between two ranks, e.g. ``"5ms"`` (a round trip takes twice that).
         loss: Share of packets lost between two ranks, e.g. ``"0.1%"``. Loss is drawn for each packet of ``mtu`` bytes,
             so TCP's super-packets are turned off and the emulation costs more CPU time.
@@ -111,7 +115,10 @@ class LabConfig:
     """
 
     nodes: int = 4
+    per_node: int = 1
     rate: str | None = "200mbit"
+    up: str | None = None
+    down: str | None = None
     delay: str | None = None
     loss: str | None = None
     timeout_s: float | None = None
@@ -119,21 +126,49 @@ class LabConfig:
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("nodes", 1, MAX_NODES), ("mtu", 576, 65535)):
+        for name, low, high in (("nodes", 1, MAX_NODES), ("per_node", 1, MAX_NODES), ("mtu", 576, 65535)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; expected an int")
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; expected {low} to {high}")
+        if self.ranks > MAX_NODES:
+            raise ValueError(
+                f"nodes={self.nodes} with per_node={self.per_node} make {self.ranks} ranks, of {MAX_NODES}"
+            )
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {self.timeout_s}; expected seconds above 0, or None to wait for ever")
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"grace_s is {self.grace_s}; expected seconds, 0 or more")
-        self.shape()
+        self.links()
 
-    def shape(self) -> Shape:
-        """The link in kernel terms."""
-        rate = parse_rate(self.rate) // 8 if self.rate is not None else 0
+    @property
+    def ranks(self) -> int:
+        """On all hosts."""
+        return self.nodes * self.per_node
+
+    def links(self) -> list[Link]:
+        """Every host's link in kernel terms.
+
+        Raises:
+            ValueError: a rate that cannot be read, or as many as there are neither hosts nor one.
+        """
+        up, down = (self._rates(text) for text in (self.up or self.rate, self.down or self.rate))
+        return [Link(self.shape(a), self.shape(b)) for a, b in zip(up, down, strict=True)]
+
+    def _rates(self, text: str | None) -> list[str | None]:
+        each: list[str | None] = [text]
+        if isinstance(text, str):  # what is no text, parse_rate refuses
+            each = [part.strip() for part in text.split(",")]
+        if len(each) not in (1, self.nodes):
+            raise ValueError(
+                f"{text!r} has {len(each)} rates for {self.nodes} hosts; give one for all, or one for each"
+            )
+        return each * self.nodes if len(each) == 1 else each
+
+    def shape(self, text: str | None) -> Shape:
+        """One direction of a link of this rate."""
+        rate = parse_rate(text) // 8 if text is not None else 0
         delay = parse_delay(self.delay) if self.delay is not None else 0.0
         loss = parse_loss(self.loss) if self.loss is not None else 0.0
         burst = max(round(rate * _BURST_SECONDS), _BURST_PACKETS * (self.mtu + _ETHERNET_HEADER))

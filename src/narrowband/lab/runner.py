@@ -33,14 +33,15 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank, and the kernel's counts for its link.
+    """What became of one rank, and the kernel's counts for its host's link.
 
     Attributes:
         exit_code: That of the rank's process; 128 + n if signal n ended it.
-        sent_bytes: What the rank sent (so its port on the switch received), in Ethernet frames with their headers.
+        sent_bytes: What the host sent (so its port on the switch received), in Ethernet frames with their headers.
+            Where ranks share a host, the first has its counts and the others have zeros, so that sums are right.
             One of TCP's super-packets, up to 64 KiB, counts as one packet with one set of headers, so this is within
             about 1 % of the payload for large messages.
-        received_bytes: What reached the rank.
+        received_bytes: What reached the host.
         sent_packets, received_packets: The same in packets.
     """
 
@@ -113,14 +114,16 @@ def run(
     base = _base_environment() | overrides
     if shutil.which(command[0], path=base.get("PATH")) is None:
         raise ValueError(f"command {command[0]!r} was not found or is not executable; give its path or correct PATH")
-    rank_env = [rank_environment(config, rank) | overrides for rank in range(config.nodes)]
+    rank_env = [rank_environment(config, rank) | overrides for rank in range(config.ranks)]
     reply = _supervise(config, command, base, rank_env, stdout, stderr)
     if "problems" in reply:
         raise UnsupportedError("\n".join(reply["problems"]))
-    ranks = [
-        RankReport(rank=rank, exit_code=code, **counts)
-        for rank, (code, counts) in enumerate(zip(reply["exit_codes"], reply["counters"], strict=True))
-    ]
+    ranks = []
+    for rank, code in enumerate(reply["exit_codes"]):
+        counts = reply["counters"][rank // config.per_node]
+        if rank % config.per_node:
+            counts = dict.fromkeys(counts, 0)
+        ranks.append(RankReport(rank=rank, exit_code=code, **counts))
     return LabReport(seconds=reply["seconds"], exit_code=reply["exit_code"], ranks=ranks)
 
 
@@ -134,16 +137,18 @@ def requirements(config: LabConfig) -> list[str]:
 
 
 def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
-    """What torchrun would set on rank ``rank`` of one process per host, and the network card to use.
+    """What torchrun would set on a rank, and the network card to use.
 
     >>> rank_environment(LabConfig(nodes=2), 1)["MASTER_ADDR"]
     '10.213.0.1'
     """
-    world, index = str(config.nodes), str(rank)
-    variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "ROLE_NAME": "default"}
-    variables |= dict.fromkeys(("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"), index)
-    variables |= dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), world)
-    variables |= {"MASTER_ADDR": supervisor.rank_address(0), "MASTER_PORT": str(_MASTER_PORT)}
+    node, local = divmod(rank, config.per_node)
+    variables = {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(config.per_node), "ROLE_NAME": "default"}
+    variables |= dict.fromkeys(("RANK", "ROLE_RANK"), str(rank))
+    variables |= dict.fromkeys(("NODE_RANK", "GROUP_RANK"), str(node))
+    variables |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(config.ranks))
+    variables |= {"GROUP_WORLD_SIZE": str(config.nodes)}
+    variables |= {"MASTER_ADDR": supervisor.node_address(0), "MASTER_PORT": str(_MASTER_PORT)}
     # Without these gloo, NCCL and TensorPipe each guess the card, from the host name or the first that is up.
     variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), supervisor.INTERFACE)
     return variables
@@ -174,8 +179,9 @@ def _supervise(
     spec = supervisor.Spec(
         runner_pid=os.getpid(),
         nodes=nodes or config.nodes,
+        per_node=config.per_node,
         mtu=config.mtu,
-        shape=config.shape(),
+        links=config.links()[:nodes],
         command=command,
         env=env,
         rank_env=rank_env,

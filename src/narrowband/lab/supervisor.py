@@ -36,11 +36,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-__all__ = ["ADDRESS_PREFIX", "INTERFACE", "Spec", "rank_address"]
+__all__ = ["ADDRESS_PREFIX", "INTERFACE", "Link", "Shape", "Spec", "node_address"]
 
 INTERFACE = "lab0"  # the rank's only network card
 ADDRESS_PREFIX = 16
@@ -95,6 +95,14 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A host's link: what it sends by, and what it receives by."""
+
+    up: Shape
+    down: Shape
+
+
+@dataclass(frozen=True)
 class Spec:
     """What the runner asks for. ``command`` None sets the lab up and takes it down again.
 
@@ -103,8 +111,9 @@ class Spec:
 
     runner_pid: int
     nodes: int
+    per_node: int
     mtu: int
-    shape: Shape
+    links: list[Link]
     command: list[str] | None
     env: dict[str, str]
     rank_env: list[dict[str, str]]
@@ -117,7 +126,8 @@ class Spec:
     @staticmethod
     def from_json(line: bytes) -> Spec:
         fields = json.loads(line)
-        return Spec(**{**fields, "shape": Shape(**fields["shape"])})
+        links = [Link(Shape(**link["up"]), Shape(**link["down"])) for link in fields["links"]]
+        return Spec(**{**fields, "links": links})
 
 
 class MissingError(Exception):
@@ -136,9 +146,9 @@ def cores_of(rank: int, nodes: int, cores: Collection[int]) -> list[int]:
     return order[rank * n // nodes : (rank + 1) * n // nodes]
 
 
-def rank_address(rank: int) -> str:
-    """IPv4 address of a rank, within 10.213.0.0/16; it exists in the lab's namespaces only."""
-    return f"10.213.{(rank + 1) // 256}.{(rank + 1) % 256}"
+def node_address(node: int) -> str:
+    """IPv4 address of a host, within 10.213.0.0/16; it exists in the lab's namespaces only."""
+    return f"10.213.{(node + 1) // 256}.{(node + 1) % 256}"
 
 
 # ---------------------------------------------------------------------------------------------------- namespaces
@@ -173,17 +183,21 @@ def _die_with_parent() -> None:
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _arrange_files(nodes: int) -> None:
-    """Ranks resolve each other as rank0, rank1, …, and /proc shows the lab's processes. Both are comforts that some
-    containers forbid; without them c10d warns about names and process ids look odd, so failures are passed over.
+def _arrange_files(nodes: int, per_node: int) -> None:
+    """Ranks resolve each other as rank0, rank1, …, their hosts as node0, …, and /proc shows the lab's processes. Both
+    are comforts that some containers forbid; without them c10d warns about names and process ids look odd, so failures
+    are passed over.
     """
     with contextlib.suppress(OSError):
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         with open("/etc/hosts") as file:
             hosts = file.read()
         # torch's store asks for the names of IPv4 addresses in their IPv6 form.
-        forms = [(form + rank_address(rank), rank) for form in ("", "::ffff:") for rank in range(nodes)]
-        hosts += "".join(f"\n{address} rank{rank}" for address, rank in forms) + "\n"
+        for form in ("", "::ffff:"):
+            for node in range(nodes):
+                names = " ".join(f"rank{node * per_node + at}" for at in range(per_node))
+                hosts += f"\n{form}{node_address(node)} {names}" + (f" node{node}" if per_node > 1 else "")
+        hosts += "\n"
         # A file of our own needs a file system of our own; /proc, replaced below, is a mount point that always exists.
         _call("mount", b"tmpfs", b"/proc", b"tmpfs", 0, None)
         try:
@@ -200,10 +214,10 @@ def _arrange_files(nodes: int) -> None:
 
 
 class Network:
-    """The switch in this process's network namespace and one namespace per rank, linked and shaped.
+    """The switch in this process's network namespace and one namespace per host, linked and shaped.
 
     Attributes:
-        namespaces: One descriptor per rank, for ``setns``.
+        namespaces: One descriptor per host, for ``setns``.
 
     Raises:
         MissingError: the kernel lacks what the spec needs.
@@ -214,18 +228,17 @@ class Network:
 
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self._switch = IPRoute()
-        self._shape = spec.shape
-        self._require_kinds()
+        self._require_kinds([shape for link in spec.links for shape in (link.up, link.down)])
         _quiet_ipv6()
         self._bridge = self._add_link("switch", kind="bridge", mtu=spec.mtu, br_stp_state=0, br_mcast_snooping=0)
         self._switch.link("set", index=self._bridge, state="up")
         self.namespaces: list[int] = []
         self._ports: list[int] = []
-        for rank in range(spec.nodes):
-            self._add_rank(rank, spec.mtu)
+        for node, link in enumerate(spec.links):
+            self._add_host(node, link, spec.mtu)
 
     def counters(self) -> list[dict[str, int]]:
-        """Bytes and packets of each rank, as its port on the switch counted them: Ethernet frames with their headers,
+        """Bytes and packets of each host, as its port on the switch counted them: Ethernet frames with their headers,
         where one of TCP's super-packets is one packet with one set of headers.
         """
         found = []
@@ -241,28 +254,31 @@ class Network:
             )
         return found
 
-    def _add_rank(self, rank: int, mtu: int) -> None:
+    def _add_host(self, node: int, link: Link, mtu: int) -> None:
         from pyroute2 import IPRoute
 
         _call("unshare", _CLONE_NEWNET)
         netns = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         _quiet_ipv6()
         _call("setns", self._home, _CLONE_NEWNET)
-        ends = {"mtu": mtu, "gso_max_size": self._shape.gso, "gso_max_segs": self._shape.gso_segments}
-        peer = {"ifname": INTERFACE, "net_ns_fd": netns, **ends}
-        port = self._add_link(f"port{rank}", kind="veth", peer=peer, **ends)
-        if self._shape.netem:
-            self._add_netem(self._switch, port)
-            self._add_tbf(self._switch, port, parent="1:1", handle="10:")
+        here, there = (
+            {"mtu": mtu, "gso_max_size": shape.gso, "gso_max_segs": shape.gso_segments}
+            for shape in (link.down, link.up)
+        )
+        peer = {"ifname": INTERFACE, "net_ns_fd": netns, **there}
+        port = self._add_link(f"port{node}", kind="veth", peer=peer, **here)
+        if link.down.netem:
+            self._add_netem(self._switch, port, link.down)
+            self._add_tbf(self._switch, port, link.down, parent="1:1", handle="10:")
         else:
-            self._add_tbf(self._switch, port)
+            self._add_tbf(self._switch, port, link.down)
         self._switch.link("set", index=port, master=self._bridge, state="up")
         _call("setns", netns, _CLONE_NEWNET)
         try:
             with IPRoute() as host:
                 card = host.link_lookup(ifname=INTERFACE)[0]
-                self._add_tbf(host, card)
-                host.addr("add", index=card, address=rank_address(rank), prefixlen=ADDRESS_PREFIX)
+                self._add_tbf(host, card, link.up)
+                host.addr("add", index=card, address=node_address(node), prefixlen=ADDRESS_PREFIX)
                 for index in (_LOOPBACK, card):
                     host.link("set", index=index, state="up")
         finally:
@@ -275,18 +291,18 @@ class Network:
         index: int = self._switch.link_lookup(ifname=name)[0]
         return index
 
-    def _add_tbf(self, ipr: Any, index: int, *, handle: str = "1:", **place: str) -> None:
-        shape = self._shape
+    @staticmethod
+    def _add_tbf(ipr: Any, index: int, shape: Shape, *, handle: str = "1:", **place: str) -> None:
         if shape.rate:
             sizes = {"rate": shape.rate, "burst": shape.burst, "limit": shape.queue}
             ipr.tc("add", "tbf", index=index, handle=handle, **sizes, **place)
 
-    def _add_netem(self, ipr: Any, index: int) -> None:
-        shape = self._shape
+    @staticmethod
+    def _add_netem(ipr: Any, index: int, shape: Shape) -> None:
         losses = {"delay": shape.delay_us, "loss": shape.loss_percent, "limit": shape.netem_packets}
         ipr.tc("add", "netem", index=index, handle="1:", **losses)
 
-    def _require_kinds(self) -> None:
+    def _require_kinds(self, shapes: Sequence[Shape]) -> None:
         """Make one of each kind and delete it: the kernel loads modules on demand, so only trying tells."""
         from pyroute2 import NetlinkError
 
@@ -303,10 +319,12 @@ class Network:
             "bridge": lambda: link("bridge"),
             "veth": lambda: link("veth", peer={"ifname": "trial-peer"}),
         }
-        if self._shape.rate:
-            trials["tbf"] = lambda: qdisc(self._add_tbf)
-        if self._shape.netem:
-            trials["netem"] = lambda: qdisc(self._add_netem)
+        limited = [shape for shape in shapes if shape.rate]
+        if limited:
+            trials["tbf"] = lambda: qdisc(lambda ipr, index: self._add_tbf(ipr, index, limited[0]))
+        slow = [shape for shape in shapes if shape.netem]
+        if slow:
+            trials["netem"] = lambda: qdisc(lambda ipr, index: self._add_netem(ipr, index, slow[0]))
         missing = []
         for kind, trial in trials.items():
             try:
@@ -375,11 +393,12 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
         self._streams: set[int] = set()
         self._running: dict[int, int] = {}  # process id: rank
-        self._exit_codes = [0] * spec.nodes
+        self._number = spec.nodes * spec.per_node
+        self._exit_codes = [0] * self._number
         self._outcome = 0  # exit code of the lab, above 0 as soon as the ranks are being ended
         self._kill_at = float("inf")
-        for rank, netns in enumerate(namespaces):
-            self._start(rank, netns)
+        for rank in range(self._number):
+            self._start(rank, namespaces[rank // spec.per_node])
 
     def run(self) -> dict[str, Any]:
         """Wait for the ranks; end them all when one fails, the time is up, a stop signal comes or the runner is gone.
@@ -427,7 +446,7 @@ class Ranks:
             finally:
                 os._exit(126)
         self._running[pid] = rank
-        prefix = b"[rank %d] " % rank if self._spec.nodes > 1 else b""
+        prefix = b"[rank %d] " % rank if self._number > 1 else b""
         for sink, (read, write) in enumerate(pipes, start=1):
             os.close(write)
             self._streams.add(read)
@@ -442,9 +461,10 @@ class Ranks:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         _call("setns", netns, _CLONE_NEWNET)
         _call("unshare", _CLONE_NEWUTS)
-        socket.sethostname(f"rank{rank}")
+        per_node = self._spec.per_node
+        socket.sethostname(f"rank{rank}" if per_node == 1 else f"node{rank // per_node}")
         with contextlib.suppress(OSError):  # a container may forbid it; ranks then share all cores
-            os.sched_setaffinity(0, cores_of(rank, self._spec.nodes, os.sched_getaffinity(0)))
+            os.sched_setaffinity(0, cores_of(rank, self._number, os.sched_getaffinity(0)))
         for fd, source in enumerate([os.open(os.devnull, os.O_RDONLY), *outputs]):
             os.dup2(source, fd)
         os.execvpe(self._command[0], self._command, {**self._spec.env, **self._spec.rank_env[rank]})
@@ -511,7 +531,7 @@ def _init(spec: Spec) -> None:
     from pyroute2 import NetlinkError
 
     _die_with_parent()
-    _arrange_files(spec.nodes)
+    _arrange_files(spec.nodes, spec.per_node)
     problems: list[str] = []
     try:
         network = Network(spec)
