@@ -84,3 +84,19 @@ def test_the_kernel_counts_what_the_library_says_that_it_sent():
 def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         Config(**arguments)
+
+
+def test_several_ranks_per_machine_have_rows_for_each_way_to_send():
+    config = Config(
+        nodes=2, per_node=2, rate="none", model="gpt-tiny", codecs=("topk:density=0.05+ef",), rounds=1, steps=1
+    )
+    rows = {row["codec"]: row for row in run(config)}
+    flat, levels, sharded = (rows[f"topk:density=0.05+ef, {name}"] for name in ("flat", "levels", "fsdp2"))
+    assert list(rows)[:4] == [
+        NO_COMMUNICATION, "torch: DDP fp32, flat", "fsdp2, nothing between", "torch: HSDP",
+    ]  # fmt: skip
+    assert not any("error" in row for row in rows.values())
+    assert all(row["per_node"] == 2 for row in rows.values())
+    # A payload to each of three others; half a payload to one.
+    for row in (levels, sharded):
+        assert row["sent_bytes_per_step"] < 0.25 * flat["sent_bytes_per_step"] + 2000

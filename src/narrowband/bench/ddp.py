@@ -10,14 +10,19 @@ A machine that others use too is faster in one minute than in the next. So each 
 of the row without communication, and ``ratio_to_compute`` is the median over rounds of what the one took over what the
 other took: not quite the ratio of the two step times, and steadier.
 
-Two byte counts stand in each row, per rank and step: what the library says that it sent (``sent_bytes_per_step``), and
-what the kernel counted on the rank's network card (``link_bytes_per_step``), protocol headers included.
+Two byte counts stand in each row, per step: what the library says that a rank sent (``sent_bytes_per_step``), and what
+the kernel counted on its machine's network card (``link_bytes_per_step``), protocol headers included.
+
+With several ranks per machine each spec has three rows: every rank sends to every other (``flat``); ranks sum inside
+their machine first (``levels``); and the model is sharded inside each machine (``fsdp2``). Beside these stands FSDP2
+with nothing sent between machines, and what PyTorch does by itself: DDP and HSDP.
 
 ``run`` starts the ranks and puts the rows together; this module run as ``python -m`` is one rank.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -30,7 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from narrowband.adapt import Plan
@@ -57,7 +64,8 @@ class Config:
     """What to measure.
 
     Attributes:
-        nodes: Number of ranks.
+        nodes: Number of machines.
+        per_node: Ranks on each. They share its link, and reach each other without it.
         rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
         codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there.
@@ -73,6 +81,7 @@ class Config:
     """
 
     nodes: int = 4
+    per_node: int = 1
     rate: str = "200mbit"
     model: str = "gpt-13m"
     codecs: tuple[str, ...] = (
@@ -88,7 +97,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "rounds", "steps", "bucket_cap_mb"):
+        for name in ("nodes", "per_node", "rounds", "steps", "bucket_cap_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0.0 <= self.momentum < 1.0:
@@ -107,8 +116,8 @@ class Config:
     def place(self) -> Loopback | LabConfig:
         """Where the ranks run."""
         if self.rate == "none":
-            return Loopback(self.nodes)
-        return LabConfig(nodes=self.nodes, rate=self.rate, delay=self.delay, loss=self.loss)
+            return Loopback(self.nodes * self.per_node)
+        return LabConfig(nodes=self.nodes, per_node=self.per_node, rate=self.rate, delay=self.delay, loss=self.loss)
 
 
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
@@ -140,6 +149,7 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
         "codec": parts[0]["codec"],
         "rate": config.rate,
         "nodes": config.nodes,
+        "per_node": config.per_node,
         "step_s": None,
         "ratio_to_compute": None,
         "sent_bytes_per_step": None,
@@ -183,7 +193,7 @@ def skip_communication(model: DDP) -> None:
     model.register_comm_hook(None, lambda _, bucket: done(bucket))
 
 
-_Attach = Callable[[DDP, torch.optim.Optimizer], Any]
+_Attach = Callable[[Any, torch.optim.Optimizer], Any]
 
 
 @dataclass(frozen=True)
@@ -194,20 +204,46 @@ class _Kind:
 
     codec: str
     attach: _Attach | None  # returns a handle with stats(), or None; None: nothing is done
+    shards: tuple[str, ...] = ()  # dimensions of the mesh that FSDP2 gets; none: the model is in DDP
     bucket_cap_mb: int | None = None
     note: str | None = None
     has_momentum: bool = False
 
 
 def _kinds(config: Config) -> list[_Kind]:
+    nothing = _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model))
+    if config.per_node > 1:
+        return [nothing, *_on_two_levels(config), *(_baselines() if config.baselines else ())]
     return [
-        _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model)),
+        nothing,
         *(
             _Kind(spec, _attach_codec(spec, config.seed), has_momentum=_has_momentum(_chosen(spec)))
             for spec in config.codecs
         ),
         *(_baselines() if config.baselines else ()),
     ]
+
+
+def _on_two_levels(config: Config) -> list[_Kind]:
+    kinds = [
+        _Kind("torch: DDP fp32, flat", None),
+        _Kind("fsdp2, nothing between", None, shards=("shards",)),
+        _Kind("torch: HSDP", None, shards=("nodes", "shards")),
+    ]
+    for spec in config.codecs:
+        has_momentum = _has_momentum(_chosen(spec))
+        for name, shards in (("flat", ()), ("levels", ()), ("fsdp2", ("shards",))):
+            nodes = config.nodes if name == "levels" else None
+            mesh = _mesh(config) if shards else None
+            attach = _attach_codec(spec, config.seed, nodes=nodes, mesh=mesh)
+            kinds.append(_Kind(f"{spec}, {name}", attach, shards, has_momentum=has_momentum))
+    return kinds
+
+
+@functools.lru_cache(maxsize=1)
+def _mesh(config: Config) -> DeviceMesh:
+    """Machines × ranks of each."""
+    return init_device_mesh("cpu", (config.nodes, config.per_node), mesh_dim_names=("nodes", "shards"))
 
 
 def _chosen(spec: str) -> Compression | Plan:
@@ -231,11 +267,14 @@ def _has_momentum(chosen: Compression | Plan) -> bool:
     return isinstance(chosen, Compression) and chosen.feedback is not None and chosen.feedback.momentum > 0
 
 
-def _attach_codec(spec: str, seed: int) -> _Attach:
-    def attach(model: DDP, optimizer: torch.optim.Optimizer) -> Any:
+def _attach_codec(spec: str, seed: int, *, nodes: int | None = None, mesh: DeviceMesh | None = None) -> _Attach:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         import narrowband
 
-        return narrowband.compress_gradients(model, _chosen(spec), seed=seed, optimizer=optimizer)
+        group = None if mesh is None else mesh["nodes"].get_group()
+        return narrowband.compress_gradients(
+            model, _chosen(spec), seed=seed, optimizer=optimizer, nodes=nodes, process_group=group
+        )
 
     return attach
 
@@ -282,14 +321,23 @@ class _Row:
 
     def build(self, tokens_SBL: Tensor) -> None:
         """Make the model and take the warm-up steps."""
-        group = dist.new_group(timeout=_TIMEOUT)  # of its own: a row that fails takes no other with it
         torch.manual_seed(self._config.seed)
-        self._model = DDP(
-            GPT(MODELS[self._config.model]),
-            process_group=group,
-            bucket_cap_mb=self.kind.bucket_cap_mb or self._config.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
+        model = GPT(MODELS[self._config.model])
+        self._model: nn.Module
+        if self.kind.shards:
+            mesh = _mesh(self._config)
+            own = mesh if len(self.kind.shards) == mesh.ndim else mesh[self.kind.shards]
+            for block in model.blocks:
+                fully_shard(block, mesh=own)
+            fully_shard(model, mesh=own)
+            self._model = model
+        else:
+            self._model = DDP(
+                model,
+                process_group=dist.new_group(timeout=_TIMEOUT),  # of its own: a row that fails takes no other with it
+                bucket_cap_mb=self.kind.bucket_cap_mb or self._config.bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
         momentum = 0.0 if self.kind.has_momentum else self._config.momentum
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE, momentum=momentum)
         self._handle = self.kind.attach(self._model, self._optimizer) if self.kind.attach is not None else None

@@ -63,6 +63,11 @@ class Loopback:
 
     nodes: int
 
+    @property
+    def ranks(self) -> int:
+        """As many."""
+        return self.nodes
+
 
 def run_ranks(
     module: str,
@@ -95,7 +100,7 @@ def run_ranks(
                 code = run(where, command, stdout=output, stderr=subprocess.STDOUT).exit_code
             else:
                 code = run_on_loopback(module, [name], where.nodes, log)
-        results = [directory / f"rank{rank}.json" for rank in range(where.nodes)]
+        results = [directory / f"rank{rank}.json" for rank in range(where.ranks)]
         if code or not all(path.exists() for path in results):
             raise _rank_error(code, log)
         return [json.loads(path.read_text()) for path in results]

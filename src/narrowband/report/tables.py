@@ -65,7 +65,9 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
 def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench ddp``."""
     place = "loopback" if rows[0]["rate"] == "none" else f"links of {rows[0]['rate']}"
-    table = _table(f"{rows[0]['nodes']} ranks, {place}", "codec", "step", "× compute", "sent/step", "error", "on link")
+    per_node = rows[0].get("per_node", 1)
+    who = f"{rows[0]['nodes']} ranks" if per_node == 1 else f"{rows[0]['nodes']} machines of {per_node} ranks"
+    table = _table(f"{who}, {place}", "codec", "step", "× compute", "sent/step", "error", "on link")
     for row in rows:
         table.add_row(
             escape(row["codec"]),
