@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
+from narrowband.averaging import flat as flat_module
 from narrowband.averaging.flat import local
 from tests.gradients.training import LOSSLESS, flat, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import RankError, run_ranks
@@ -146,6 +147,16 @@ def test_gradients_add_up_without_sync_and_are_averaged_once():
         torch.testing.assert_close(summed, at_once, rtol=1e-5, atol=1e-7)
 
 
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(*_):
+        raise ValueError("user's")
+
+
 def odd_backwards(rank, world_size):
     """Passes that do not reach parameters, break off, or come twice."""
     model = mlp()
@@ -155,15 +166,6 @@ def odd_backwards(rank, world_size):
     steps = [handle.step]
     model(x).sum().backward(inputs=[x])
     steps.append(handle.step)
-
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(_, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(*_):
-            raise ValueError("user's")
 
     broken = [refusal(lambda: Breaks.apply(model(x)).sum().backward())]  # before any gradient is there
     train(model, rank, range(2))
@@ -180,6 +182,38 @@ def test_backward_passes_that_end_early_leave_nothing_behind():
     assert steps == [0, 0, 2, 4]
     assert errors == ["user's", "user's"]
     assert torch.equal(mine, its)
+
+
+def many_groups(rank, world_size):
+    """Every tensor in a group of its own: what they come to, and a pass that breaks off between two of them."""
+    before, flat_module.GROUP_NBYTES = flat_module.GROUP_NBYTES, 1
+    try:
+        model, plain = mlp(), wrap(mlp())
+        handle = compress(model, LOSSLESS)
+        compress(plain, LOSSLESS)
+        for each in (model, plain):
+            train(each, rank, range(3))
+        found = [torch.equal(flat(model), flat(plain)), len(handle._groups)]
+        shared = Checkpointed(True, shared=True)
+        compress(shared, "none")
+        found.append(refusal(lambda: train(shared, rank, range(1))))
+        x = torch.randn(6, 24)
+        found.append(refusal(lambda: model[4:](Breaks.apply(model[:4](x))).sum().backward()))
+        found += [refusal(lambda: train(model, rank, range(1))) for _ in range(2)]
+        return found
+    finally:
+        flat_module.GROUP_NBYTES = before
+
+
+def test_a_pass_that_broke_off_between_two_groups_is_never_gone_on_from():
+    for same, groups, twice, broken, *later in run_ranks(many_groups, 2, fresh=True):
+        assert same
+        assert groups == 10
+        assert "got a gradient after its gradient was sent" in twice[1]
+        assert broken[1] == "user's"
+        for kind, text in later:
+            assert kind == "RuntimeError"
+            assert "broke off while gradients were on their way" in text
 
 
 class Checkpointed(nn.Module):

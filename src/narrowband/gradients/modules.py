@@ -69,6 +69,7 @@ class ModuleCompression(GradientCompression):
         ]
         self._module = weakref.ref(module)
         self._syncing = True
+        self._torn = False  # whether a step was left in its middle
         self._reset()
         own = weakref.ref(self)
         register: Any = Tensor.register_post_accumulate_grad_hook
@@ -91,13 +92,13 @@ class ModuleCompression(GradientCompression):
         if self._removed or not self._syncing or self._backward == running:
             return
         if self._backward is not None:  # it broke off, before its end
-            half_way, self._backward = self.in_step, None
-            self._lacking = [set(group) for group in self._groups]
-            if half_way:
-                raise RuntimeError(
-                    "the backward pass before this one broke off while gradients were on their way, so ranks may have "
-                    "averaged different things; go on from a checkpoint on all ranks"
-                )
+            self._torn |= bool(self._futures)
+            self._reset()
+        if self._torn:
+            raise RuntimeError(
+                "a backward pass broke off while gradients were on their way, so ranks may have averaged different "
+                "things; go on from a checkpoint on all ranks"
+            )
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
