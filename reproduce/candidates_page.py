@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from narrowband.units import format_bytes
-from reproduce.candidates_senders import CANDIDATES, DGC, DGC_8, DGC_16
+from reproduce.candidates_senders import CANDIDATES, DGC, DGC_8, DGC_16, STORED, STORES
 from reproduce.pairs import Difference, difference
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
@@ -56,6 +56,9 @@ def _beside(found: Sequence[Line], group: str, one: str, other: str) -> Differen
     return difference(own[one], own[other], names=(one, other), higher_is_better=False, relative=True)
 
 
+#: How much worse residuals in fewer bits may be.
+_WORSE = 0.02
+
 #: What is said, the table that it is about, and the rows of which the first is better than the second.
 _BETTER = (
     ("natural compression loses more than qsgd with half of its bits and feedback", "bits", "qsgd:bits=4+ef",
@@ -98,7 +101,20 @@ def claims(found: Sequence[Line]) -> list[Claim]:
             said.append(claimed(text, _beside(found, group, one, other).better()))
         except LookupError:
             said.append(Claim(text, None, "not measured"))
-    return [*said, _planned(found)]
+    return [*said, *_stored(found), _planned(found)]
+
+
+def _stored(found: Sequence[Line]) -> Iterator[Claim]:
+    """Residuals in fewer bits, beside those in float32."""
+    trained = [("training", f"{STORED[0]}+ef"), ("stores, trained", f"{STORED[1]}+ef")]
+    for group, spec in [*(("stores", f"{codec}+ef") for codec in STORED), *trained]:
+        what = "loses" if group == "stores" else "trains a model"
+        for store in STORES:
+            text = f"{spec}{store} {what} no worse than in float32, by more than {_WORSE:.0%}"
+            try:
+                yield claimed(text, _beside(found, group, f"{spec}{store}", spec).no_worse(_WORSE))
+            except LookupError:
+                yield Claim(text, None, "not measured")
 
 
 def _planned(found: Sequence[Line]) -> Claim:
@@ -115,6 +131,8 @@ TITLES = {
     "rank": "Low rank: rounds and half rounds",
     "plans": "Low rank: L-GreCo's plans, every 100 steps",
     "training": "Training with AdamW",
+    "stores": "Residuals in fewer bits",
+    "stores, trained": "Residuals in fewer bits: training with AdamW",
     "dgc": "Deep Gradient Compression",
 }
 

@@ -152,6 +152,10 @@ _CLIP = 1.0
 #: Of L-GreCo's plans: their reference, steps between two of them, and what the authors' code makes of these.
 _PLANNED, _EVERY, _LAST, _ROUNDS = "powersgd:rank=4", 100, 10, 5
 
+#: Codecs whose residuals are kept in fewer bits, and in what.
+STORED = ("topk:density=0.01", "uniform:bits=2,symmetric=true")
+STORES = (":store=bf16", ":store=int8")
+
 SUBJECTS: tuple[Subject, ...] = (
     *_of("bits", "stream", "qsgd:bits=8", "natural compression", "natural compression+ef", "qsgd:bits=4+ef"),
     *_of("bits", "stream", "qsgd:bits=3", "natural dithering, 3 bits", "natural dithering, 3 bits+ef"),
@@ -168,6 +172,9 @@ SUBJECTS: tuple[Subject, ...] = (
     *_of("training", "adamw", "qsgd:bits=2", "TernGrad", "uniform:bits=2,symmetric=true+ef"),
     *_of("training", "adamw", "topk:density=0.01+ef", "topk:density=0.01+ef:decay=0.99"),
     *_of("training", "adamw", "topk:density=0.01+ef:decay=0.95", "topk:density=0.01+ef:decay=0.9"),
+    *_of("training", "adamw", "topk:density=0.01+ef:store=bf16", "topk:density=0.01+ef:store=int8"),
+    *_of("stores", "stream", *(f"{codec}+ef{store}" for codec in STORED for store in ("", *STORES))),
+    *_of("stores, trained", "adamw", *(f"{STORED[1]}+ef{store}" for store in ("", *STORES))),
     *_of("dgc", "sgd", DENSE, DGC, DGC_16, DGC_8),
     Subject("dgc", "warm-up of the paper", DGC, "sgd", (0.25, 0.0625, 0.015625), _WARM),
     Subject("dgc", "warm-up of the authors' code", DGC, "sgd", tuple(0.01 ** (k / 6) for k in range(1, 6)), _WARM),

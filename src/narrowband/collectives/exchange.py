@@ -230,7 +230,7 @@ class Exchange(ABC):
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
         # Where there is no residual yet, zeros make one, so that a state has one for every layer.
-        if feedback is not None and (operand.incremental or feedback.residual(operand.key) is None or _any_nonzero(x)):
+        if feedback is not None and (operand.incremental or not feedback.holds(operand.key) or _any_nonzero(x)):
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)
             early = self._commits_early(operand)  # while it is in the caches and other ranks still compute

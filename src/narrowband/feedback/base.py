@@ -163,6 +163,10 @@ class State(ABC):
     def residual(self, key: str) -> Tensor | None:
         """The residual under ``key`` (flat float32, to be changed in place with care), or None if there is none."""
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a :meth:`residual` under ``key``."""
+        return self.residual(key) is not None
+
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
         """What this rank adds to the next mean of a chunk that it owns: what it lost of the last one. None: nothing.
 

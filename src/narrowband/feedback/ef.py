@@ -22,6 +22,9 @@ error s and a residual N · s of one rank stand for the same, so that one can ta
 With ``decay=β`` what waits counts for less in every step: p = β·e + g, and q = β·s + m. What has waited for t steps
 counts β^t, and sums are no longer kept. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where
 updates are sent, and not gradients.
+
+With ``store=bf16`` or ``int8`` the residual is kept in 2 bytes or about 1 between steps, rounded stochastically, so
+that sums are kept on average: E[e] = p − C(p). It is read into float32 while its tensor is encoded.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
+from narrowband.feedback.kept import Kept, Store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ErrorFeedback"]
 
+
+#: Changes a seed, so that rounding what is kept does not draw what encoding has drawn.
+_OF_STORES = 0x6C078965
 
 #: The name of an owner's error in a state; ``fits`` and others find the tensor's own behind the last slash.
 _OWNER = re.compile(r"owner/(?P<start>\d+)/(?P<ranks>\d+)/(?P<key>.+)")
@@ -69,7 +76,7 @@ class _OwnerError(NamedTuple):
 
 @dataclass(unsafe_hash=True)  # equal configurations hash alike; the residuals are not part of it
 class ErrorFeedback(Feedback):
-    """What a codec leaves out is added to the next gradient; costs one float32 per element.
+    """What a codec leaves out is added to the next gradient; costs one float32 per element, or less.
 
     For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
     which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
@@ -77,6 +84,7 @@ class ErrorFeedback(Feedback):
 
     Args:
         decay: what is left of the residual after a step in which it waited, above 0 and up to 1.
+        store: what it is kept in between steps: ``fp32``, ``bf16`` or ``int8``.
     """
 
     name: ClassVar[str] = "ef"
@@ -84,7 +92,11 @@ class ErrorFeedback(Feedback):
     commits_arrivals: ClassVar[bool] = True
 
     decay: float = 1.0
+    store: Store = "fp32"
 
+    _kept: dict[str, Kept] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Where residuals are kept in fewer bits: those of tensors that are being encoded.
     _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _owner_errors: dict[str, _OwnerError] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -107,9 +119,10 @@ class ErrorFeedback(Feedback):
         out: Tensor | None = None,
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        residual = self._residuals.get(key)
+        residual = self.residual(key)
         if residual is None:
-            residual = self._residuals[key] = torch.zeros(x.numel(), device=x.device)
+            residual = torch.zeros(x.numel(), device=x.device)
+            self.add_residual(key, residual)
         elif residual.numel() != x.numel():
             raise ValueError(
                 f"the residual of {key!r} has {residual.numel()} elements, so {x.numel()} cannot be encoded there; "
@@ -117,12 +130,26 @@ class ErrorFeedback(Feedback):
             )
         if commit and not self.can_roll_back(x):
             raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
+        self._seeds[key] = seed
         if x.dtype != torch.float32:
             if codec.exact:  # sends what has 16 bits in 16 bits
                 total = (residual * self.decay + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
-        return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
+            return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
+        finite, payload = self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
+        if self.store != "fp32":
+            if not commit:
+                self._residuals[key] = residual  # until it is decided
+            elif finite:
+                self._close(key, residual)
+        return finite, payload
+
+    def _close(self, key: str, residual: Tensor) -> None:
+        """Keep a residual that was computed."""
+        if self.store != "fp32":
+            self._residuals.pop(key, None)
+            self._kept[key].keep(residual, seed=_OF_STORES ^ self._seeds.get(key, 0))
 
     def _encode(
         self,
@@ -145,33 +172,55 @@ class ErrorFeedback(Feedback):
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        residual = self._residuals[key]
+        residual = self._opened(key)
         if x.dtype != torch.float32:
             residual.mul_(self.decay).add_(x)
         before = squared_norm(residual) if measure else 0.0
         if x.dtype != torch.float32 and codec.exact:
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
-            return Norms(before, squared_norm(residual)) if measure else None
-        codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
+        else:
+            codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
+        self._close(key, residual)
         return Norms(before, squared_norm(residual)) if measure else None
 
+    def _opened(self, key: str) -> Tensor:
+        """The residual as it was encoded."""
+        residual = self._residuals.get(key)
+        return self._kept[key].read() if residual is None else residual
+
     def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
-        residual = self._residuals[key]
+        residual = self._opened(key)
         if x.dtype != torch.float32:
             residual.mul_(self.decay).add_(x)
         before = squared_norm(residual) if measure else 0.0
         kernels.sparse_accumulate(residual, at, values, -1.0)
+        self._close(key, residual)
         return Norms(before, squared_norm(residual)) if measure else None
 
     def can_roll_back(self, x: Tensor) -> bool:
         return x.dtype == torch.float32
 
     def roll_back(self, key: str, x: Tensor) -> None:
-        if x.dtype == torch.float32:
+        if self.store != "fp32":
+            # Where nothing was committed, what is kept is still the former one; and that is what x holds.
+            if self._residuals.pop(key, None) is None and x.dtype == torch.float32:
+                self._kept[key].keep(x, seed=None)
+        elif x.dtype == torch.float32:
             self._residuals[key].copy_(x)
 
     def residual(self, key: str) -> Tensor | None:
-        return self._residuals.get(key)
+        if self.store == "fp32":
+            return self._residuals.get(key)
+        kept = self._kept.get(key)
+        return None if kept is None else kept.read()
+
+    def holds(self, key: str) -> bool:
+        return key in (self._residuals if self.store == "fp32" else self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [*self._residuals.values(), *(own.error for own in self._owner_errors.values())]
+        return sum(x.nbytes for x in tensors) + sum(kept.nbytes for kept in self._kept.values())
 
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
         own = self._owner_errors.get(key)
@@ -182,25 +231,35 @@ class ErrorFeedback(Feedback):
     def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
         if self.owner_error(key, cut) is None:
             self.reclaim_owner_error(key)
-        if key not in self._residuals:  # an owner's error always has a residual to go into
-            self._residuals[key] = torch.zeros(numel, device=error.device)
+        if not self.holds(key):  # an owner's error always has a residual to go into
+            self.add_residual(key, torch.zeros(numel, device=error.device))
         self._owner_errors[key] = _OwnerError(cut.start, ranks, error)
 
     def reclaim_owner_error(self, key: str) -> None:
         own = self._owner_errors.pop(key, None)
         if own is not None:
-            self._residuals[key][own.cut].add_(own.error, alpha=own.ranks)
+            residual = self._opened(key)
+            residual[own.cut].add_(own.error, alpha=own.ranks)
+            self._close(key, residual)
 
     def take_residual(self, key: str) -> Tensor | None:
         self.reclaim_owner_error(key)
-        return self._residuals.pop(key, None)
+        if self.store == "fp32":
+            return self._residuals.pop(key, None)
+        kept = self._kept.pop(key, None)
+        return None if kept is None else kept.read()
 
     def add_residual(self, key: str, residual: Tensor) -> None:
-        self._residuals[key] = residual
+        if self.store == "fp32":
+            self._residuals[key] = residual
+        else:
+            self._kept[key] = Kept(residual, self.store)
 
     def scale(self, factor: float) -> None:
         for residual in self._residuals.values():
             residual.mul_(factor)
+        for kept in self._kept.values():
+            kept.keep(kept.read().mul_(factor), seed=None)
         for own in self._owner_errors.values():
             own.error.mul_(factor)
 
@@ -219,15 +278,17 @@ class ErrorFeedback(Feedback):
 
     def state_dict(self) -> dict[str, Tensor]:
         errors = {own.name(key): own.error for key, own in self._owner_errors.items()}
-        return self._residuals | errors
+        if self.store == "fp32":
+            return self._residuals | errors
+        return {key: kept.read() for key, kept in self._kept.items()} | errors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._residuals, self._owner_errors = {}, {}
+        self._residuals, self._owner_errors, self._kept = {}, {}, {}
         for name, value in state.items():
             own = value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             place = _OWNER.fullmatch(name)
             if place is None:
-                self._residuals[name] = own
+                self.add_residual(name, own)
             else:
                 self._owner_errors[place["key"]] = _OwnerError(int(place["start"]), int(place["ranks"]), own)
 

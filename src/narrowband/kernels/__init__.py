@@ -67,9 +67,11 @@ from narrowband.kernels.sparse import (
     sparse_sum,
     sparse_sum_rows,
 )
+from narrowband.kernels.stores import STORE_GROUP, keep_in_8, keep_in_16, read_from_8
 
 __all__ = [
     "SHARE_BLOCK",
+    "STORE_GROUP",
     "Rows",
     "Scale",
     "Windows",
@@ -98,6 +100,8 @@ __all__ = [
     "from_share",
     "fuses",
     "group_minmax",
+    "keep_in_8",
+    "keep_in_16",
     "learn_ranges",
     "levels_decode",
     "levels_encode",
@@ -113,6 +117,7 @@ __all__ = [
     "quantize_rows",
     "quantize_rows_extremes",
     "randomk_indices",
+    "read_from_8",
     "row_extremes",
     "sample_rank",
     "sample_size",

@@ -39,6 +39,7 @@ from narrowband.kernels.cpu.sparse import (
     sparse_sum,
     sparse_sum_rows,
 )
+from narrowband.kernels.cpu.stores import keep_in_8, keep_in_16, read_from_8
 
 FUSES = True
 
@@ -65,6 +66,8 @@ __all__ = [
     "forget",
     "from_share",
     "group_minmax",
+    "keep_in_8",
+    "keep_in_16",
     "learn_ranges",
     "levels_decode",
     "levels_encode",
@@ -78,6 +81,7 @@ __all__ = [
     "quantize_rows",
     "quantize_rows_extremes",
     "randomk_indices",
+    "read_from_8",
     "row_extremes",
     "select_threshold",
     "select_topk",

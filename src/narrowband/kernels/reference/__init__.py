@@ -42,6 +42,7 @@ from narrowband.kernels.reference.sparse import (
     sparse_sum,
     sparse_sum_rows,
 )
+from narrowband.kernels.reference.stores import keep_in_8, keep_in_16, read_from_8
 
 FUSES = False
 
@@ -68,6 +69,8 @@ __all__ = [
     "forget",
     "from_share",
     "group_minmax",
+    "keep_in_8",
+    "keep_in_16",
     "learn_ranges",
     "levels_decode",
     "levels_encode",
@@ -81,6 +84,7 @@ __all__ = [
     "quantize_rows",
     "quantize_rows_extremes",
     "randomk_indices",
+    "read_from_8",
     "row_extremes",
     "select_threshold",
     "select_topk",

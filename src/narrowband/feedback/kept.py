@@ -1,0 +1,60 @@
+"""A residual between two steps: in float32, or in fewer bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+
+from narrowband import kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Kept", "Store"]
+
+#: What residuals may be kept in.
+Store: TypeAlias = Literal["fp32", "bf16", "int8"]
+
+
+class Kept:
+    """A flat float32 tensor that is kept in ``bf16`` or ``int8`` (:mod:`narrowband.kernels.stores`).
+
+    What is read, and kept again without a seed, is the same to the bit.
+
+    Args:
+        x: the tensor.
+        store: in what.
+        seed: of stochastic rounding; None: to nearest.
+    """
+
+    def __init__(self, x: Tensor, store: Store, *, seed: int | None = None) -> None:
+        self.numel = x.numel()
+        self._exponents: Tensor | None = None
+        if store == "int8":
+            self._codes = torch.empty(self.numel, dtype=torch.int8, device=x.device)
+            groups = -(-self.numel // kernels.STORE_GROUP)
+            self._exponents = torch.empty(groups, dtype=torch.int8, device=x.device)
+        else:
+            self._codes = torch.empty(self.numel, dtype=torch.bfloat16, device=x.device)
+        self.keep(x, seed=seed)
+
+    def keep(self, x: Tensor, *, seed: int | None) -> None:
+        """Keep this one from now on."""
+        if self._exponents is None:
+            kernels.keep_in_16(x, self._codes, seed=seed)
+        else:
+            kernels.keep_in_8(x, self._codes, self._exponents, seed=seed)
+
+    def read(self) -> Tensor:
+        """What is kept, in float32, in memory of its own."""
+        if self._exponents is None:
+            return self._codes.float()
+        out = torch.empty(self.numel, device=self._codes.device)
+        kernels.read_from_8(self._codes, self._exponents, out)
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Of its memory."""
+        return self._codes.nbytes + (0 if self._exponents is None else self._exponents.nbytes)
