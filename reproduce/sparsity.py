@@ -89,10 +89,10 @@ _TOPK, _ABOVE = "topk:density={!r}+ef", "threshold:value={!r}+ef"
 _DENSITY = 0.05
 #: What was chosen at L-GreCo's bytes, of every layer, once an epoch, in every step, and as a threshold; claims say
 #: whether the rule chooses so.
-_DENSITY_OF_LAYERS = 0.0096
-_DENSITY_BY_EPOCH = 0.01
-_DENSITY_OF_ALL = 0.012
-_VALUE = 0.052
+_DENSITY_OF_LAYERS = 0.011
+_DENSITY_BY_EPOCH = 0.011
+_DENSITY_OF_ALL = 0.013
+_VALUE = 0.054
 #: What is trained to find out: global top-k once an epoch, and thresholds.
 _CANDIDATE = 0.01
 _CANDIDATES = (0.02, 0.04, 0.08)
