@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowband.units import format_bytes
+from narrowband.units import format_bytes, format_seconds
 from reproduce.pictures import Bar, Panel
 from reproduce.report import NOTHING, Opening, beginning, source, write_page
 
@@ -24,6 +24,7 @@ _RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 _FILES = {
     "slow": "ddp-200mbit.json",
     "fast": "ddp-1gbit.json",
+    "machines": "ddp-2x2-200mbit.json",
     "stages": "pipeline-100mbit.json",
     "memory": "memory-deit-tiny-jemalloc.json",
     "demo": "demo/summary.json",
@@ -214,6 +215,20 @@ def page(found: Records, path: Path) -> None:
             ],
             found["slow"],
             found["fast"],
+        ),
+        *_table(
+            "Machines of several ranks",
+            "The same GPT on two machines of two ranks each, which share a link. Flat: every rank sends to all others. "
+            "Levels: ranks sum exactly inside their machine, and each sends a part in two to the other. FSDP2: the "
+            "model is sharded inside each machine. Sent: by a machine in a step, as the kernel counted it. Here the "
+            "ranks of a machine reach each other by loopback, and all four share two cores, so what they do inside "
+            "costs more than over NVLink or PCIe.",
+            ("row", "sent by a machine", "step", "over a step that sends nothing"),
+            [
+                (_code(name), format_bytes(row["link_bytes_per_step"]), format_seconds(row["step_s"]), _times(row, 2))
+                for name, row in _rows(found, "machines").items()
+            ],
+            found["machines"],
         ),
         *_table(
             "Between the stages of a model",
