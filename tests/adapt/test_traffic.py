@@ -40,7 +40,7 @@ def summed(nbytes, size):
     if size < 7:
         return gathered(nbytes, size)
     k, share = math.prod(SHAPE) // 100, -(-math.prod(SHAPE) // (16 * size)) * 16
-    to_owners = -(-9 * k // (8 * size)) + math.isqrt(k // size) + 1
+    to_owners = -(-k // size) + math.isqrt(k // size) + 1
     return (size - 1) * (row(to_owners, share) + row(-(-2 * k // size), share))
 
 

@@ -94,7 +94,7 @@ def to_owners(size, elements):
     local, values = torch.empty(size, len(at), dtype=torch.int32), torch.empty(size, len(at))
     kernels.split_shares(at, torch.ones(len(at)), local, values, n=96 * 50, turn=0)
     whole = kernels.from_share(local, turn=0)
-    room = -(-9 * len(at) // (8 * size)) + math.isqrt(len(at) // size) + 1
+    room = -(-len(at) // size) + math.isqrt(len(at) // size) + 1
     rows = (own[there.bool()].tolist() for own, there in zip(whole, values, strict=True))
     return [{i: elements[i] for i in sorted(row, key=lambda i: -abs(elements[i]))[:room]} for row in rows]
 

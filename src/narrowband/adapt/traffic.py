@@ -35,7 +35,7 @@ class Traffic:
     Example:
         >>> layers = [(nb.compression(spec), (1000, 500)) for spec in ("topk:density=0.01+ef", "powersgd:rank=4")]
         >>> [Traffic(world_size).nbytes(layers) for world_size in (2, 16)]
-        [[25628, 24000], [75420, 45000]]
+        [[25628, 24000], [72420, 45000]]
     """
 
     world_size: int

@@ -13,8 +13,8 @@ Ok-Topk cuts the tensor into N ranges and moves their bounds, from step to step,
 an owner's elements are spread over all of the tensor in small blocks (:mod:`narrowband.kernels.shares`), which makes
 owners even wherever the largest elements lie. There is nothing to move, to tell or to keep.
 
-Sizes are fixed. A message has room for m/8 + √m more elements than the m that a rank has for an owner on average. Those
-that find no room, the smallest, wait in the residual.
+Sizes are fixed. A message has room for √m more elements than the m that a rank has for an owner on average. Those that
+find no room, the smallest, wait in the residual.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MOST = 2**31 - 1  # indices have 32 bits
 
 def _room(k: int, size: int) -> int:
     """Elements that a message has room for, of a tensor of which a rank sends k."""
-    return -(-9 * k // (8 * size)) + math.isqrt(k // size) + 1
+    return -(-k // size) + math.isqrt(k // size) + 1
 
 
 def _sums(k: int, share: int, size: int) -> int:
@@ -77,7 +77,7 @@ class SparseReduce(Exchange):
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
-        return (size - 1) * nbytes * (9 + 8 * _DELIVERED) // (8 * size)
+        return (size - 1) * nbytes * (1 + _DELIVERED) // size
 
     @classmethod
     def layer_traffic_nbytes(cls, codec: Codec, shape: Shape, nbytes: int, size: int) -> int:
