@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.gradients.training import (
@@ -234,3 +235,31 @@ def test_what_travels_uncompressed_is_said_once_by_rank_0():
     ):
         said = [messages for _, messages in run_ranks(beside_plain, 2, feature, ["topk:density=0.1+ef"])]
         assert said == [[[words]], [[]]]
+
+
+def static_and_accumulated(rank, world_size):
+    """How far gradients are from the mean of all ranks' own sums, step by step."""
+    model, own = wrap(mlp(), static_graph=True), mlp()
+    handle = compress(model, "none")
+    apart = []
+    for step in range(3):
+        for each in (model, own):
+            each.zero_grad()
+        if step:  # in the first step PyTorch itself stops with an internal error
+            with handle.no_sync():
+                loss_of(model, 10 * step, rank).backward()
+            loss_of(own, 10 * step, rank).backward()
+        loss_of(model, 10 * step + 1, rank).backward()
+        loss_of(own, 10 * step + 1, rank).backward()
+        mean = torch.cat([p.grad.flatten() for p in own.parameters()]) / world_size
+        dist.all_reduce(mean)
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+        apart.append(float((found - mean).abs().max()))
+    return apart, handle.step
+
+
+def test_accumulation_in_a_static_graph_does_not_stop_the_averages():
+    """There was a time when it did, silently (pytorch/pytorch#187732)."""
+    for apart, steps in run_ranks(static_and_accumulated, 2):
+        assert max(apart) < 1e-6
+        assert steps == 3
