@@ -18,11 +18,13 @@ from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from os import PathLike
 
     from torch import Tensor
 
     from narrowband.adapt import Plan
     from narrowband.averaging.agreement import Facts
+    from narrowband.averaging.saved import Saved
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression, Method
 
@@ -204,6 +206,33 @@ class Handle(Averaging):
             "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
             "controller": self._controller.state_dict(),
         }
+
+    @property
+    def stateful(self) -> Saved:
+        """What ``torch.distributed.checkpoint`` saves and loads, beside model and optimizer, on as many ranks.
+
+        Example:
+            >>> import torch.distributed.checkpoint as dcp
+            >>> dcp.save({"model": own, "handle": handle.stateful}, checkpoint_id="step-0")  # doctest: +SKIP
+            >>> dcp.load({"handle": handle.stateful}, checkpoint_id="step-0")  # doctest: +SKIP
+        """
+        from narrowband.averaging.saved import Saved
+
+        return Saved(self)
+
+    def load_saved(self, folder: str | PathLike[str], key: str = "handle") -> None:
+        """Go on from what ``dcp.save`` wrote of :attr:`stateful`, on any number of ranks. Call on all ranks.
+
+        Args:
+            folder: of the checkpoint.
+            key: the name that it was saved under.
+
+        Raises:
+            ValueError: it is not there, or as :meth:`load_state_dict`.
+        """
+        from narrowband.averaging.saved import states_in
+
+        self.load_state_dict(states_in(folder, key, self))
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where :meth:`state_dict` was taken. Call on all ranks.

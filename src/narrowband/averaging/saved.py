@@ -1,0 +1,76 @@
+"""Handles in the checkpoints of ``torch.distributed.checkpoint`` (DCP).
+
+DCP writes what ranks have under one name once: it takes such values for equal. A handle's state is each rank's own. So
+here it has a name for each rank, and is one value: bytes, which DCP does not look into.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from narrowband.averaging.handle import Handle
+
+__all__ = ["Saved", "states_in"]
+
+
+class Saved:
+    """What DCP saves and loads of a handle (``torch.distributed.checkpoint.stateful.Stateful``)."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def state_dict(self) -> dict[str, bytes]:
+        """This rank's state, under a name of its own."""
+        written = io.BytesIO()
+        torch.save(self._handle.state_dict(), written)
+        return {_name(self._handle): written.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Go on from this rank's state. Call on all ranks."""
+        self._handle.load_state_dict(_read(state[_name(self._handle)]))
+
+
+def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dict[str, Any]]:
+    """The states of all ranks that averaged what this rank averages, in the order of their ranks.
+
+    Args:
+        folder: what ``dcp.save`` wrote.
+        key: the handle's name there.
+        handle: that will load them.
+
+    Raises:
+        ValueError: there are none.
+    """
+    reader = dcp.FileSystemReader(folder)  # type: ignore[attr-defined]
+    shard = _name(handle).partition("-")[0]
+    found = {}
+    for name in reader.read_metadata().state_dict_metadata:
+        place = re.fullmatch(rf"{re.escape(key)}\.{shard}-rank(\d+)", name)
+        if place is not None:
+            found[int(place[1])] = name
+    if not found:
+        raise ValueError(f"{folder} holds no state of {key!r} for {shard}: save handle.stateful under that name")
+    states: dict[str, Any] = dict.fromkeys(found.values(), b"")
+    dcp.load(states, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
+    return [_read(states[found[rank]]) for rank in sorted(found)]
+
+
+def _name(handle: Handle) -> str:
+    """Of this rank's state. Ranks that average with each other have the same shard, and other places in it."""
+    group = handle.process_group
+    ranks = dist.get_process_group_ranks(cast("dist.ProcessGroup", group))
+    return f"shard{min(ranks)}-rank{dist.get_rank(group)}"
+
+
+def _read(written: bytes) -> dict[str, Any]:
+    return cast("dict[str, Any]", torch.load(io.BytesIO(written), weights_only=True))
