@@ -243,6 +243,7 @@ def sizes(rank, world_size):
     found["plain"] = refusal(lambda: nb.compress_gradients(mlp(), "none", nodes=2))
     sparse = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
     found["sparse"] = refusal(lambda: compress(sparse, "none", nodes=2))
+    found["complex"] = refusal(lambda: compress(wrap(nn.Linear(8, 8, dtype=torch.complex64)), "none", nodes=2))
     found["no rows"] = refusal(lambda: compress(wrap(nn.Linear(1, 1, bias=False)), "none", nodes=2))
     dist.barrier()
     return found
@@ -262,6 +263,7 @@ def test_who_is_on_which_node():
             "clip": "clip looks at the norm of a whole gradient",
             "plain": "nodes= is for models in DistributedDataParallel",
             "sparse": "sparse gradients have no shards",
+            "complex": "complex parameters have no shards",
             "no rows": "more of them than this model has rows",
         }
         for name, word in words.items():

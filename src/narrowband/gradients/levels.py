@@ -273,15 +273,16 @@ class TwoLevelCompression(DDPCompression):
         for row, piece in zip(send, bucket.pieces, strict=True):
             if piece:
                 torch.cat([buffer[span] for span in piece], out=row[: sum(x.stop - x.start for x in piece)])
+        send.div_(self._size)  # before they are added up, as in DDP: 16 bits may not hold the sum
         bucket.own = torch.empty(longest, dtype=buffer.dtype, device=buffer.device)
         bucket.numel = sum(span.stop - span.start for span in bucket.pieces[self._rank])
         _reduce_scatter(bucket.own, send.view(-1), group=self._inside.group)
-        own = bucket.own[: bucket.numel].div_(self._size)
+        own = bucket.own[: bucket.numel]
         self._finite &= kernels.all_finite(own.float())
         if last:
             flag = torch.tensor(float(self._finite), device=buffer.device)
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside.group)
-            if not bool(flag):  # on all ranks of the node
+            if not bool(flag):  # on all ranks of the node; one that has nothing of the last bucket commits the others
                 own.fill_(math.nan)
         bucket.averaged = self.feed(own, names, last=last)
 

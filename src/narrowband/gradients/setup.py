@@ -161,6 +161,9 @@ def _check_shards(model: nn.Module, settings: Settings, where: str) -> None:
     sparse = [name for name, each in model.named_modules() if getattr(each, "sparse", False)]
     if sparse:
         raise UnsupportedError(f"sparse gradients have no shards {where}: give {', '.join(sparse)} sparse=False")
+    odd = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    if odd:
+        raise UnsupportedError(f"complex parameters have no shards {where}: {', '.join(odd)}")
     if settings.rates is not None and where == "on two levels":
         raise UnsupportedError(
             f"{settings.compression} needs the learning rate of whole parameters, and {where} ranks have shards; leave "
