@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-    from narrowband.averaging.handle import Handle
-
 __all__ = ["Saved", "states_in"]
+
+
+class Handle(Protocol):
+    """What is needed of a handle."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that average."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from it."""
 
 
 class Saved:
