@@ -665,7 +665,7 @@ def test_a_replica_that_goes_away_is_an_error_and_parameters_are_those_of_the_la
     error, kept, later = caught.value.results[0]
     assert (error, kept) == ("RuntimeError", True)
     assert later[0] == "RuntimeError"
-    assert "stopped at an earlier round" in later[1]
+    assert "stopped at an earlier" in later[1]  # round, or step where the thread that exchanges says so first
 
 
 def removed(rank, world_size):

@@ -53,6 +53,7 @@ class MixedFeedback(ErrorFeedback):
 
     Args:
         decay: what is left of the residual after a step in which it waited, as for ``ef``.
+        store: what it is kept in between steps, as for ``ef``.
         sends: of a chosen element ``sum``, input plus residual; or ``parts``: the input where the input chose it, plus
             the residual where the residual did, which is the paper's C(x) + C(e).
 
