@@ -30,6 +30,7 @@ from reproduce import (
     optimizers,
     powersgd,
     sensitivity,
+    sparsity,
 )
 from reproduce.pictures import write
 
@@ -52,7 +53,7 @@ def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path:
 PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     **{
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
-        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd)
+        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity)
     },
     "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,
