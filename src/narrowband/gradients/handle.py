@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 
 from narrowband.averaging.handle import Handle
@@ -9,7 +10,7 @@ from narrowband.averaging.handle import Handle
 __all__ = ["GradientCompression"]
 
 
-class GradientCompression(Handle):
+class GradientCompression(Handle, ABC):
     """The handle of :func:`compress_gradients`. ``repr(handle)`` says what it does and what it has saved."""
 
     _buckets: list[list[str]]
@@ -19,6 +20,7 @@ class GradientCompression(Handle):
         """The layers that travel together, in the order in which they are sent, as of the last step."""
         return [list(names) for names in self._buckets]
 
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes add up gradients and average nothing, for gradient accumulation.
 
@@ -27,4 +29,3 @@ class GradientCompression(Handle):
             ...     loss(model(x), y).backward()
             >>> loss(model(x), y).backward()  # averages the sum of both
         """
-        raise NotImplementedError
