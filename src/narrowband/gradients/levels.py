@@ -195,7 +195,7 @@ class TwoLevelCompression(DDPCompression):
         self._size, self._rank = size, rank
         device = trained[0][1].device
         self._inside: Loan = borrow(levels.inside, device)
-        # Gloo's reduce-scatter of four ranks takes six times as long as an exchange of rows, and their sum.
+        # Gloo's own reduce-scatter takes longer than an exchange of rows, and their sum.
         self._exchanges = dist.get_backend(self._inside.group) == "gloo"
         self._executor = SerialExecutor("narrowband-node")
         self._end = weakref.finalize(self, _end, self._executor, self._inside)
