@@ -21,6 +21,7 @@ from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
 from narrowband.feedback import DGC, Compression, Feedback, PowerSGD, compression, register_feedback
 from narrowband.gradients import DGCSGD, GradientCompression, StepStats, compress_gradients, measure_times
 from narrowband.pipeline import Boundary
+from narrowband.sharding import ShardCompression, ShardStats, compress_shards
 from narrowband.stats import Stats
 from narrowband.updates import ElasticUpdateCompression, Rendezvous, UpdateCompression, compress_updates
 
@@ -55,6 +56,8 @@ __all__ = [
     "Policy",
     "PowerSGD",
     "Rendezvous",
+    "ShardCompression",
+    "ShardStats",
     "Stats",
     "StepStats",
     "UnsupportedError",
@@ -64,6 +67,7 @@ __all__ = [
     "codec",
     "compress_activations",
     "compress_gradients",
+    "compress_shards",
     "compress_updates",
     "compression",
     "measure_times",

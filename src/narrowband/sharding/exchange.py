@@ -1,0 +1,298 @@
+"""The two collectives of FSDP2, compressed.
+
+**Gradients.** A reduce-scatter: of a module's gradients, every rank sends each other rank the part that belongs to its
+shard, and adds up what it gets. Here parts travel as payloads, and are added up in float32; a rank's own part is added
+as it is. There is no feedback: a residual would be as large as the whole model on every rank, and undo what sharding
+saves. So the codec has to be unbiased, or fine.
+
+**Parameters.** An all-gather: every rank sends its shard to all others, before forward and again before backward. All
+ranks keep a *reference*: the parameters as they were last sent. A rank sends what its shard differs from its part of
+the reference, and all ranks, itself included, add what arrives to the reference and compute with that. Parameters
+change little in a step, so few bits say much of the difference; what the codec loses is in the next difference, so
+errors do not add up (SDP4Bit, arXiv 2410.15526, section 3.1, sends differences, too; there the loss is made up for by
+what receivers compute). Where nothing has changed since, nothing is sent: so backward sends nothing, nor do further
+micro-batches, nor evaluation.
+
+The optimizer goes on with its exact shards. Were C a codec with ``‖x − C(x)‖ ≤ δ‖x‖``, and ``‖w_t − w_{t−1}‖ ≤ u``,
+then the reference r_t has ``‖w_t − r_t‖ ≤ δ(u + ‖w_{t−1} − r_{t−1}‖) ≤ uδ/(1 − δ)``: a share of one step's change,
+however many steps there were. It takes δ < 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from narrowband.codecs.base import squared_norm
+from narrowband.collectives import Peers, all_gather_nbytes
+from narrowband.collectives.primitives import all_gather, all_to_all
+from narrowband.errors import UnsupportedError
+from narrowband.sharding.layout import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from narrowband.codecs import Codec
+    from narrowband.sharding.layout import Layout
+
+__all__ = ["DIFFERENCES", "NOTHING", "WHOLE", "GradientExchange", "ParameterExchange", "in_backward"]
+
+#: What is sent of a module's parameters. A larger one has precedence, where ranks say different ones.
+NOTHING, DIFFERENCES, WHOLE = 0, 1, 2
+
+#: Parameters that differ from the reference by more than this share of their norm are sent whole.
+_FAR = 0.5
+
+_MASK = (1 << 64) - 1
+
+
+class _Exchange:
+    """One of the two collectives of one module, in the form in which FSDP2 takes it.
+
+    Args:
+        layout: what is sent.
+        codec: of matrices; None: nothing is compressed.
+        seed: of stochastic rounding, another one for each module.
+        count: is told how many bytes this rank would have sent, and how many it did.
+    """
+
+    def __init__(self, layout: Layout, codec: Codec | None, seed: int, count: Callable[[int, int], None]) -> None:
+        self.layout = layout
+        self.calls = 0
+        self._codec = codec
+        self._seed = seed
+        self._count = count
+        self._messages: dict[tuple[Any, ...], Message] = {}
+        self._peers: dict[int, Peers] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a flat tensor, as FSDP2 asks for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def close(self) -> None:
+        """From now on nothing is compressed."""
+        self._codec = None
+        for peers in self._peers.values():
+            peers.close()
+        self._peers.clear()
+
+    def _among(self, group: dist.ProcessGroup) -> Peers:
+        if id(group) not in self._peers:
+            self._peers[id(group)] = Peers.of(group)
+        return self._peers[id(group)]
+
+    def _message(self, layout: Layout, codec: Codec, dtype: torch.dtype) -> Message:
+        key = (dtype, *(shard.parameter.requires_grad for shard in layout.shards), layout.numel)
+        if key not in self._messages:
+            self._messages[key] = Message(layout, codec, dtype)
+        return self._messages[key]
+
+    def _next_seed(self, rank: int) -> int:
+        self.calls += 1
+        return (self._seed + self.calls * 0xA0761D6478BD642F + rank * 0xE7037ED1A0B428DB) & _MASK
+
+
+class GradientExchange(_Exchange):
+    """Reduce-scatter, for ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """``output_tensor`` ← the sum or mean over ranks of this rank's part of their ``input_tensor``."""
+        size, numel = group.size(), output_tensor.numel()
+        raw = (size - 1) * numel * output_tensor.element_size()
+        layout = self.layout.trained()
+        if self._codec is None or layout.numel != numel or layout.world_size != size:
+            # Or the gradients of some parameters are not there: then others are elsewhere.
+            self._count(raw, raw)
+            return _reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+        message = self._message(layout, self._codec, input_tensor.dtype)
+        peers = self._among(group)
+        peers.open_pairs()
+        parts = input_tensor.view(size, numel)
+        others = [rank for rank in range(size) if rank != peers.rank]
+        sizes = [message.nbytes if rank != peers.rank else 0 for rank in range(size)]
+        sent = torch.empty(len(others), message.nbytes, dtype=torch.uint8, device=input_tensor.device)
+        got = torch.empty_like(sent)
+        seed = self._next_seed(peers.rank)
+        for at, rank in enumerate(others):
+            message.write(parts[rank], sent[at], seed=seed + (rank << 32))
+        pending = all_to_all(got.view(-1), sent.view(-1), sizes, sizes, peers)
+        weight = _weight(op, size)
+        total = parts[peers.rank].float() * weight
+        if pending is not None:
+            pending.wait()
+        for row in got:
+            message.add_to(total, row, weight)
+        output_tensor.copy_(total)
+        self._count(raw, message.nbytes * len(others))
+        return None
+
+
+class ParameterExchange(_Exchange):
+    """All-gather, for ``FSDPModule.set_custom_all_gather``.
+
+    Args:
+        agree: makes all ranks set :attr:`due` of this exchange alike; called where no forward pass of the model has.
+        referenced: whether there is a reference; without, parameters are compressed themselves, each time.
+
+    Attributes:
+        reference: ranks × elements, as parameters were last sent; None before.
+        due: what is sent next.
+        mark: of this rank's shards as they were last sent.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        codec: Codec | None,
+        seed: int,
+        count: Callable[[int, int], None],
+        agree: Callable[[ParameterExchange], None],
+        *,
+        referenced: bool,
+    ) -> None:
+        super().__init__(layout, codec, seed, count)
+        self.reference: Tensor | None = None
+        self.due = WHOLE
+        self.mark: int | None = None
+        self.referenced = referenced and codec is not None
+        self._seen: int | None = None
+        self._agree = agree
+        self._broken = False
+
+    @torch.no_grad()
+    def look(self, rank: int) -> int:
+        """What this rank has to send: how its shards have changed since they were last sent."""
+        self._seen = 0
+        for _, own in self.layout.own():
+            self._seen = (self._seen * 31 + _sum_of_bits(own)) & _MASK
+        if self.reference is None:
+            return WHOLE
+        if self._seen == self.mark:
+            return NOTHING
+        far = norm = 0.0
+        for shard, own in self.layout.own():
+            if shard.compressed:
+                there = self.reference[rank, shard.at : shard.at + own.numel()].float()
+                here = own.to(there.device, self.reference.dtype).float()
+                far, norm = far + squared_norm(there - here), norm + squared_norm(here)
+        return DIFFERENCES if far <= _FAR**2 * norm else WHOLE  # WHOLE where one of them is NaN, too
+
+    def sum_of_reference(self) -> int:
+        """Of its bits, to be compared between ranks: in half of the range of integers, so that it has a negative."""
+        return 0 if self.reference is None else _sum_of_bits(self.reference) >> 1
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """``output_tensor`` ← the ``input_tensor`` of all ranks, one after the other."""
+        size, numel = group.size(), input_tensor.numel()
+        raw = all_gather_nbytes(numel * input_tensor.element_size(), size)
+        if self._codec is None or self.layout.numel != numel or self.layout.world_size != size:
+            # Or it is a gather within a part of the ranks, of what was gathered before (reshard_after_forward=2).
+            self._count(raw, raw)
+            work = all_gather(output_tensor, input_tensor, self._among(group))
+            if work is not None and not async_op:
+                work.wait()
+            return work
+        if self._broken:
+            raise RuntimeError(
+                "an exchange of parameters broke off, so ranks may have different ones; go on from a checkpoint on all "
+                "ranks"
+            )
+        peers = self._among(group)
+        out = output_tensor.view(size, numel)
+        self._broken = True
+        if self.referenced:
+            self._refer(out, input_tensor, peers, raw)
+        else:
+            message = self._message(self.layout, self._codec, input_tensor.dtype)
+            own = torch.empty(message.nbytes, dtype=torch.uint8, device=input_tensor.device)
+            message.write(input_tensor, own, seed=self._seed)  # the same in forward and backward
+            for part, row in zip(out, self._gathered(own, peers), strict=True):
+                message.read(part, row)
+            self._count(raw, all_gather_nbytes(message.nbytes, size))
+        self._broken = False
+        return None
+
+    def _refer(self, out: Tensor, own: Tensor, peers: Peers, raw: int) -> None:
+        """Bring the reference up to date, and give it out."""
+        assert self._codec is not None
+        if not in_backward():
+            self._agree(self)
+        if self.due == WHOLE or self.reference is None or self.reference.dtype != own.dtype:
+            if self.reference is None:
+                self.layout.check(own)
+            _gather(out, own, peers)
+            self.reference = out.clone()
+            self._count(raw, raw)
+        elif self.due == DIFFERENCES:
+            message = self._message(self.layout, self._codec, own.dtype)
+            sent = torch.empty(message.nbytes, dtype=torch.uint8, device=own.device)
+            message.write(own, sent, minus=self.reference[peers.rank], seed=self._next_seed(peers.rank))
+            for part, row in zip(self.reference, self._gathered(sent, peers), strict=True):
+                message.update(part, row)
+            self._count(raw, all_gather_nbytes(message.nbytes, peers.size))
+        else:
+            self._count(raw, 0)
+        if self.due != NOTHING:
+            self.mark = self._seen
+        self.due = NOTHING
+        out.copy_(self.reference)
+
+    def _gathered(self, own: Tensor, peers: Peers) -> Tensor:
+        """The messages of all ranks."""
+        rows = torch.empty(peers.size, own.numel(), dtype=torch.uint8, device=own.device)
+        _gather(rows, own, peers)
+        return rows
+
+    def close(self) -> None:
+        """See :meth:`_Exchange.close`."""
+        super().close()
+        self.reference = None
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running on this thread."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.autograd.graph does
+
+
+def _sum_of_bits(x: Tensor) -> int:
+    """Of integers that the elements' bits make: any single change makes it another one."""
+    flat = x.contiguous().view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = int(flat[:whole].view(torch.int64).sum()) if whole and flat.data_ptr() % 8 == 0 else None
+    return int(flat.sum(dtype=torch.int64)) if total is None else total + int(flat[whole:].sum(dtype=torch.int64))
+
+
+def _gather(out: Tensor, x: Tensor, peers: Peers) -> None:
+    work = all_gather(out, x.contiguous(), peers)
+    if work is not None:
+        work.wait()
+
+
+def _weight(op: Any, size: int) -> float:
+    """What parts are multiplied by before they are added up.
+
+    Raises:
+        UnsupportedError: the operation is another one.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    raise UnsupportedError(
+        "gradients are reduced with a factor of their own (set_gradient_divide_factor); call "
+        "set_force_sum_reduction_for_comms(True) on the model's FSDP modules, too, and FSDP2 applies it afterwards"
+    )
+
+
+def _reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool) -> dist.Work | None:
+    """Named reduce_scatter_tensor before PyTorch 2.13."""
+    call: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, x, group=group, op=op, async_op=async_op)

@@ -1,0 +1,334 @@
+"""What :func:`~narrowband.compress_shards` returns: which parameters have changed, statistics, checkpoints."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from narrowband.averaging.agreement import Agreement
+from narrowband.collectives import Peers, all_reduce_nbytes
+from narrowband.collectives.primitives import all_gather
+from narrowband.sharding.exchange import NOTHING, WHOLE, GradientExchange, ParameterExchange, in_backward
+from narrowband.stats import Stats, StepRecord
+from narrowband.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+
+    from narrowband.averaging.saved import Saved
+    from narrowband.codecs import Codec
+    from narrowband.sharding.layout import Layout
+
+__all__ = ["ShardCompression", "ShardStats"]
+
+_VERSION = 1
+
+#: The references of all ranks are compared in the first forward pass, and in one of so many.
+_COMPARE_EVERY = 50
+
+_LOAD_ADVICE = "Call load_state_dict on all ranks, between the same two steps. Nothing has changed on any rank"
+
+
+@dataclass
+class ShardStats(StepRecord):
+    """One step, from one forward pass of the model to the next, or the sum of several.
+
+    Attributes:
+        steps: how many steps.
+        raw_bytes: what this rank would have sent uncompressed.
+        sent_bytes: what it sent; network headers are not counted.
+        raw_gradient_bytes: of ``raw_bytes``, those of gradients.
+        sent_gradient_bytes: of ``sent_bytes``, those of gradients.
+    """
+
+    steps: int = 0
+    raw_gradient_bytes: int = 0
+    sent_gradient_bytes: int = 0
+
+
+class ShardCompression:
+    """The handle of :func:`compress_shards`. ``repr(handle)`` says what it does and what it has saved.
+
+    Args:
+        model: that FSDP2 shards.
+        modules: those of its modules that are sent together, and what is sent of each.
+        gradients: the codec of gradients; None: they are not compressed.
+        parameters: the codec of parameters; None: they are not compressed.
+        referenced: whether differences of parameters are sent.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[tuple[FSDPModule, Layout]],
+        gradients: Codec | None,
+        parameters: Codec | None,
+        *,
+        referenced: bool,
+        seed: int,
+    ) -> None:
+        self._codecs = (gradients, parameters)
+        self._gradients: list[GradientExchange] = []
+        self._parameters: list[ParameterExchange] = []
+        self._total, self._last = ShardStats(), ShardStats()
+        self._forward = False  # whether a forward pass of the model is on its way, in which all has been looked at
+        self._looks = 0
+        own = weakref.WeakMethod(self._count)
+        for at, (module, layout) in enumerate(modules):
+            each = seed * 0x9E3779B97F4A7C15 + at * 0xD6E8FEB86659FD93
+            sender = GradientExchange(layout, gradients, each, _counter(own, of_gradients=True))
+            gatherer = ParameterExchange(
+                layout, parameters, each + 1, _counter(own, of_gradients=False), _agreer(self), referenced=referenced
+            )
+            module.set_custom_reduce_scatter(sender)  # type: ignore[arg-type]
+            module.set_custom_all_gather(gatherer)  # type: ignore[arg-type]
+            self._gradients.append(sender)
+            self._parameters.append(gatherer)
+        groups = [_group_of(layout) for _, layout in modules]
+        self.process_group = groups[0]
+        self._among: dict[str, tuple[Peers, list[ParameterExchange]]] = {}
+        for group, exchange in zip(groups, self._parameters, strict=True):
+            self._among.setdefault(group.group_name, (Peers.of(group), []))[1].append(exchange)
+        self._device = next(model.parameters()).device
+        self._agree({"call": "compress_shards", **self._facts()}, "Call it on all ranks with the same arguments")
+        disable: Any = torch.compiler.disable
+        self._hooks = [
+            model.register_forward_pre_hook(disable(self._begin), prepend=True),
+            model.register_forward_hook(disable(self._end), always_call=True),
+        ]
+        self.removed = False
+
+    def __repr__(self) -> str:
+        total, (gradients, parameters) = self._total, self._codecs
+        facts = [
+            f"gradients {str(gradients or 'none')!r}",
+            f"parameters {str(parameters or 'none')!r}",
+            f"{dist.get_world_size(self.process_group)} ranks",
+            f"references of {format_bytes(self.reference_nbytes)}",
+        ]
+        if self.removed:
+            facts.append("removed")
+        if total.steps:
+            facts.append(f"{total.steps} steps of {format_bytes(total.sent_bytes / total.steps)}")
+            facts.append(f"{total.ratio:.3g} times less than uncompressed")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats[ShardStats]:
+        """Bytes: in total, and since the model was last called."""
+        return Stats(ShardStats(**vars(self._total)), ShardStats(**vars(self._last)))
+
+    @property
+    def reference_nbytes(self) -> int:
+        """Bytes of this rank's memory that references take: as many as the whole model's parameters, once these were
+        sent; none without references.
+        """
+        return sum(each.reference.nbytes for each in self._parameters if each.reference is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on to the bit: this rank's part of the references. Every rank has its own.
+
+        Without it a resumed run sends all parameters once, as they are, and goes on from there.
+        """
+        rank = dist.get_rank(self.process_group)
+        return {
+            "version": _VERSION,
+            "rank": rank,
+            "world_size": dist.get_world_size(self.process_group),
+            **self._facts(),
+            "calls": {each.layout.module: each.calls for each in self._gradients},
+            "sent": {
+                each.layout.module: {
+                    "calls": each.calls,
+                    "mark": each.mark,
+                    "reference": each.reference[self._peers_of(each).rank].clone(),
+                }
+                for each in self._parameters
+                if each.reference is not None
+            },
+        }
+
+    @property
+    def stateful(self) -> Saved:
+        """What ``torch.distributed.checkpoint`` saves and loads, beside model and optimizer, on as many ranks.
+
+        Example:
+            >>> import torch.distributed.checkpoint as dcp
+            >>> dcp.save({"model": own, "shards": handle.stateful}, checkpoint_id="step-0")  # doctest: +SKIP
+        """
+        from narrowband.averaging.saved import Saved
+
+        return Saved(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken. Call on all ranks, with the number of ranks there was.
+
+        Raises:
+            ValueError: the state of another rank, number of ranks or model, or of other codecs; on all ranks.
+        """
+        problem = self._problem(state)
+        facts = {"call": "load_state_dict", "problem": problem or "none"}
+        if not problem:
+            facts["modules"] = ", ".join(state["sent"])
+            facts["calls"] = str([each["calls"] for each in state["sent"].values()])
+        try:
+            self._agree(facts, _LOAD_ADVICE)
+        except ValueError as disagreement:
+            raise (ValueError(problem) if problem else disagreement) from (disagreement if problem else None)
+        if problem:
+            raise ValueError(problem)
+        for sender in self._gradients:
+            sender.calls = state["calls"][sender.layout.module]
+        for each in self._parameters:
+            kept = state["sent"].get(each.layout.module)
+            each.reference, each.mark, each.due = None, None, WHOLE
+            if kept is None:
+                continue
+            peers, part = self._peers_of(each), kept["reference"].to(self._device)
+            each.reference = torch.empty(peers.size, part.numel(), dtype=part.dtype, device=self._device)
+            if (work := all_gather(each.reference, part, peers)) is not None:
+                work.wait()
+            each.mark, each.calls, each.due = kept["mark"], kept["calls"], NOTHING
+        self._total, self._last = ShardStats(), ShardStats()
+
+    def remove(self) -> None:
+        """End compression: FSDP2 sends all as it is. References are given back. Call on all ranks, between steps."""
+        if self.removed:
+            return
+        self._agree({"call": "remove"}, "Call remove on all ranks, between the same two steps")
+        self.removed = True
+        for each in (*self._gradients, *self._parameters):
+            each.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, _: nn.Module, __: Any) -> None:
+        """The model is called."""
+        if in_backward():  # a checkpoint computes it again
+            return
+        self._last = ShardStats()
+        self._count(ShardStats(steps=1))
+        self.look(self._parameters)
+        self._forward = True
+
+    def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
+        self._forward = False
+
+    @torch.no_grad()
+    def look(self, exchanges: Sequence[ParameterExchange]) -> None:
+        """Find out what has to be sent of these modules' parameters, which every rank has to do alike."""
+        wanted = {id(each) for each in exchanges if each.referenced}
+        compare = self._looks % _COMPARE_EVERY == 0
+        self._looks += 1
+        for peers, members in self._among.values():
+            looked = [each for each in members if id(each) in wanted]
+            if not looked:
+                continue
+            codes = [each.look(peers.rank) for each in looked]
+            for each, code in zip(looked, self._largest(codes, torch.uint8, peers), strict=True):
+                each.due = code
+            if compare:
+                sums = [each.sum_of_reference() for each in looked]
+                found = self._largest([*sums, *(-x for x in sums)], torch.int64, peers)
+                for each, most, least in zip(looked, found, found[len(sums) :], strict=False):
+                    if most != -least:
+                        raise RuntimeError(
+                            f"ranks have different references of {each.layout.module or 'the model'}, so they computed "
+                            "with different parameters; go on from a checkpoint, without the handle's state"
+                        )
+
+    def _largest(self, numbers: Sequence[int], dtype: torch.dtype, peers: Peers) -> list[int]:
+        """Of the numbers that ranks have, the largest, one by one."""
+        words = torch.tensor(numbers, dtype=dtype, device=self._device)
+        dist.all_reduce(words, dist.ReduceOp.MAX, group=peers.group)
+        self._count(ShardStats(sent_bytes=all_reduce_nbytes(words.nbytes, peers.size)))
+        largest: list[int] = words.tolist()
+        return largest
+
+    def agree(self, exchange: ParameterExchange) -> None:
+        """A module's parameters are about to be gathered: outside a forward pass of the model, look at them first."""
+        if not self._forward:
+            self.look([exchange])
+
+    def _count(self, counted: ShardStats) -> None:
+        self._last.add(counted)
+        self._total.add(counted)
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, str]:
+        gradients, parameters = self._codecs
+        return {
+            "gradients": str(gradients or "none"),
+            "parameters": str(parameters or "none"),
+            "references": str(any(each.referenced for each in self._parameters)),
+            "shards": ", ".join(f"{each.layout.module} {each.layout.numel}" for each in self._parameters),
+        }
+
+    def _agree(self, facts: Mapping[str, str], advice: str) -> None:
+        for peers, _ in self._among.values():
+            Agreement(peers, self._device).now(facts, advice)
+
+    def _peers_of(self, exchange: ParameterExchange) -> Peers:
+        return next(peers for peers, members in self._among.values() if exchange in members)
+
+    def _problem(self, state: object) -> str:
+        """Why this state cannot be loaded; empty where it can."""
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION or "sent" not in state:
+            return "this is no state of compress_shards' handle, or one of another version"
+        here = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+        there = (state.get("rank"), state.get("world_size"))
+        if here != there:
+            return (
+                f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; with another "
+                "number of ranks leave the handle's state out, and all parameters are sent once as they are"
+            )
+        for name, value in self._facts().items():
+            if state.get(name) != value:
+                return f"the state has {name}={state.get(name)!r}, this handle {value!r}"
+        for each in self._parameters:
+            kept = state["sent"].get(each.layout.module)
+            if kept is not None and kept["reference"].numel() != each.layout.numel:
+                return f"the state of {each.layout.module or 'the model'} is of another size"
+        return ""
+
+
+def _counter(count: weakref.WeakMethod[Any], *, of_gradients: bool) -> Any:
+    """Tells a handle what an exchange sent. It does not keep the handle alive."""
+
+    def counted(raw: int, sent: int) -> None:
+        if (own := count()) is not None:
+            gradients = (raw, sent) if of_gradients else (0, 0)
+            own(ShardStats(raw, sent, 0, *gradients))
+
+    return counted
+
+
+def _agreer(handle: ShardCompression) -> Any:
+    own = weakref.ref(handle)
+
+    def agree(exchange: ParameterExchange) -> None:
+        if (alive := own()) is not None:
+            alive.agree(exchange)
+
+    return agree
+
+
+def _group_of(layout: Layout) -> dist.ProcessGroup:
+    """The ranks that share the parameters of a module."""
+    p: Any = layout.shards[0].parameter
+    dim = next(at for at, placement in enumerate(p.placements) if placement.is_shard())
+    group: dist.ProcessGroup = p.device_mesh.get_group(dim)
+    return group

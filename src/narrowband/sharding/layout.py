@@ -1,0 +1,234 @@
+"""What lies where in the flat tensors that FSDP2 sends, and the message that a part of such a tensor becomes.
+
+FSDP2 sends the parameters of one module together: of each of them a shard, flat, padded to the same size on all ranks,
+one after the other in the module's order. A :class:`Layout` says which of these elements belong to matrices, which are
+compressed, and which to biases, norms and other small parameters, which travel as they are. FSDP2 documents neither
+order nor padding, so :meth:`Layout.check` compares a rank's own shards with what is about to be sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from narrowband.averaging.flat import local
+from narrowband.averaging.parameters import COMPRESSIBLE
+from narrowband.codecs import Codec, aligned
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["Layout", "Message", "Shard", "is_sharded", "layouts_of"]
+
+
+class Shard(NamedTuple):
+    """This rank's part of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        parameter: with its shards on all ranks, a DTensor.
+        at: where its shard lies in what a rank sends of the module.
+        numel: how much that is, with padding.
+        compressed: whether it is.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    at: int
+    numel: int
+    compressed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What a rank sends of the parameters of one module that FSDP2 shards.
+
+    Attributes:
+        module: its name.
+        shards: of its parameters, in the order in which they are sent.
+        world_size: how many ranks have a shard each.
+    """
+
+    module: str
+    shards: tuple[Shard, ...]
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's shards, with padding."""
+        return sum(shard.numel for shard in self.shards)
+
+    def trained(self) -> Layout:
+        """The same of parameters that get gradients alone."""
+        found, at = [], 0
+        for shard in self.shards:
+            if shard.parameter.requires_grad:
+                found.append(shard._replace(at=at))
+                at += shard.numel
+        return Layout(self.module, tuple(found), self.world_size)
+
+    def spans(self) -> list[tuple[slice, bool]]:
+        """Where shards lie, and whether they are compressed; neighbours of a kind together."""
+        found: list[tuple[slice, bool]] = []
+        for shard in self.shards:
+            span = slice(shard.at, shard.at + shard.numel)
+            if found and found[-1][1] == shard.compressed:
+                span = slice(found.pop()[0].start, span.stop)
+            found.append((span, shard.compressed))
+        return found
+
+    def own(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Each shard, and this rank's elements of it, flat, without padding."""
+        for shard in self.shards:
+            yield shard, local(shard.parameter).reshape(-1)
+
+    def check(self, sent: Tensor) -> None:
+        """What is about to be sent are these shards.
+
+        Raises:
+            UnsupportedError: it is something else.
+        """
+        for shard, own in self.own():
+            there = sent[shard.at : shard.at + own.numel()]
+            if not torch.equal(own.to(there.device, there.dtype), there):
+                raise UnsupportedError(
+                    f"{shard.name} is not where FSDP2 was known to send it, so this version of PyTorch "
+                    f"({torch.__version__}) lays shards out in another way; please report it, and train without "
+                    "compress_shards"
+                )
+
+
+def layouts_of(model: nn.Module, norms: Collection[Tensor], min_numel: int) -> list[tuple[FSDPModule, Layout]]:
+    """Every module of a model that ``fully_shard`` was called with, and what is sent of it.
+
+    Args:
+        model: that was sharded.
+        norms: parameters of normalization layers.
+        min_numel: parameters with fewer elements are small.
+    """
+    from torch.distributed.fsdp import fully_shard  # takes half a second
+
+    names = {p: name for name, p in model.named_parameters()}
+    small = {id(p) for p in norms}
+    together: dict[int, list[nn.Module]] = {}  # fully_shard takes a list of modules, too
+    for module in model.modules():
+        if is_sharded(module):
+            together.setdefault(id(fully_shard.state(module)), []).append(module)  # type: ignore[attr-defined]
+    found = []
+    for modules in together.values():
+        shards: list[Shard] = []
+        ranks = 1
+        for p in _parameters(modules):
+            ranks, numel = _ranks_and_numel(p)
+            compressed = (
+                p.dim() >= 2 and p.numel() >= min_numel and id(p) not in small and p.dtype in COMPRESSIBLE
+            )  # fmt: skip
+            at = shards[-1].at + shards[-1].numel if shards else 0
+            shards.append(Shard(names.get(p, "?"), p, at, numel, compressed))
+        if shards and ranks > 1:
+            named = next((name for name, each in model.named_modules() if each is modules[0]), "")
+            found.append((modules[0], Layout(named, tuple(shards), ranks)))
+    return found  # type: ignore[return-value]
+
+
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Those that FSDP2 sends with these modules: of a module's children first, once each."""
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Parameter]:
+        seen.add(id(module))
+        for child in module.children():
+            if id(child) not in seen and not is_sharded(child):
+                yield from visit(child)
+        for p in module.parameters(recurse=False):
+            if id(p) not in seen and hasattr(p, "device_mesh"):
+                seen.add(id(p))
+                yield p
+
+    for module in modules:
+        if id(module) not in seen:
+            yield from visit(module)
+
+
+def _ranks_and_numel(p: nn.Parameter) -> tuple[int, int]:
+    """How many ranks share a parameter, and how many elements each sends."""
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    dim = next(at for at, placement in enumerate(placements) if placement.is_shard())
+    ranks = mesh.size(dim)
+    along = placements[dim].dim
+    return ranks, -(-p.shape[along] // ranks) * (p.numel() // max(p.shape[along], 1))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard was called with this module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+class Message:
+    """What a rank's part of a flat tensor becomes on its way: payloads of matrices, and all else as it is.
+
+    Args:
+        layout: of the part.
+        codec: of what is compressed.
+        dtype: of the flat tensor.
+    """
+
+    def __init__(self, layout: Layout, codec: Codec, dtype: torch.dtype) -> None:
+        self._codec, self._dtype = codec, dtype
+        self._pieces: list[tuple[slice, bool, slice]] = []  # elements, whether compressed, bytes
+        at = 0
+        for span, compressed in layout.spans():
+            count = span.stop - span.start
+            nbytes = codec.payload_nbytes(count, torch.float32) if compressed else count * dtype.itemsize
+            self._pieces.append((span, compressed, slice(at, at + nbytes)))
+            at = aligned(at + nbytes)
+        self.nbytes = at
+        self.share = sum(span.stop - span.start for span, compressed, _ in self._pieces if compressed) / max(
+            layout.numel, 1
+        )
+
+    def write(self, part: Tensor, out: Tensor, *, minus: Tensor | None = None, seed: int = 0) -> None:
+        """Into ``out``, bytes.
+
+        Args:
+            part: flat, of the layout.
+            out: flat uint8, :attr:`nbytes` long.
+            minus: what is taken from elements that are compressed.
+            seed: of stochastic rounding.
+        """
+        for at, (span, compressed, place) in enumerate(self._pieces):
+            if compressed:
+                x = part[span] if minus is None else part[span].float() - minus[span].float()
+                self._codec.encode(x.float(), seed=seed + at, out=out[place])
+            else:
+                out[place] = part[span].view(torch.uint8)
+
+    def add_to(self, total: Tensor, message: Tensor, weight: float) -> None:
+        """``total ← total + weight · what a message says``; float32, flat."""
+        for span, compressed, place in self._pieces:
+            if compressed:
+                self._codec.decode(message[place], total[span], weight=weight, accumulate=True)
+            else:
+                total[span].add_(message[place].view(self._dtype), alpha=weight)
+
+    def update(self, reference: Tensor, message: Tensor) -> None:
+        """Into what a receiver has of a rank's part: differences are added, and all else is written; flat."""
+        for span, compressed, place in self._pieces:
+            if compressed:
+                self._codec.decode(message[place], reference[span], accumulate=True)
+            else:
+                reference[span] = message[place].view(self._dtype)
+
+    def read(self, part: Tensor, message: Tensor) -> None:
+        """Into a rank's part, of the flat tensor's dtype; flat."""
+        for span, compressed, place in self._pieces:
+            if compressed:
+                self._codec.decode(message[place], part[span])
+            else:
+                part[span] = message[place].view(self._dtype)

@@ -1,0 +1,116 @@
+"""Set-up of compression inside FSDP2: what users call, and what it checks before anything is touched."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from narrowband.averaging.parameters import norms_of
+from narrowband.codecs import Codec, SelectingCodec
+from narrowband.errors import UnsupportedError
+from narrowband.feedback import Compression, compression
+from narrowband.sharding.handle import ShardCompression
+from narrowband.sharding.layout import is_sharded, layouts_of
+
+if TYPE_CHECKING:
+    from narrowband.feedback import Method
+
+__all__ = ["compress_shards"]
+
+log = logging.getLogger(__name__)
+
+_handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardCompression]] = weakref.WeakKeyDictionary()
+
+
+def compress_shards(
+    model: nn.Module,
+    gradients: str | Codec | Compression | Method = "qsgd:bits=8",
+    parameters: str | Codec | Compression | Method = "uniform:bits=8",
+    *,
+    references: bool = True,
+    min_numel: int = 1024,
+    seed: int = 0,
+) -> ShardCompression:
+    """Compress what FSDP2 sends between the ranks that share one model. Call it on all ranks, after ``fully_shard``.
+
+    For machines that shard a model over a slow link. (Where every machine holds the whole model, or shards it among its
+    own ranks, :func:`~narrowband.compress_gradients` sends far less.) Nothing else of the training loop changes.
+
+    Args:
+        model: that ``fully_shard`` was called with, its modules first, as always.
+        gradients: the codec of gradients on their way to the rank that has their shard, such as ``"qsgd:bits=8"``;
+            ``"none"``: as they are. There is no feedback here, since a residual would be as large as the whole model.
+        parameters: the codec of parameters on their way to all ranks; ``"none"``: as they are.
+        references: keep all parameters on every rank, as they were last sent, and send what has changed since.
+            Gradients and the optimizer's state remain sharded. Nothing is sent where nothing has changed: before
+            backward, in further micro-batches, of frozen parameters. ``False``: parameters themselves are compressed,
+            each time that they are gathered, and nothing is kept; then take 8 bits.
+        min_numel: parameters with fewer elements count as small, as do biases and norms, and travel as they are.
+        seed: of stochastic rounding. Equal seeds, equal runs.
+
+    All ranks compute with the same parameters, those that arrived; the optimizer goes on with its exact shards.
+
+    Returns:
+        A handle: :meth:`~ShardCompression.stats`, :meth:`~ShardCompression.state_dict` …
+
+    Raises:
+        TypeError: a model that no ``fully_shard`` was called with.
+        ValueError: a spec that does not exist, or ranks that disagree.
+        UnsupportedError: a spec with feedback, or of a codec that is not for this.
+
+    Example:
+        >>> model = fully_shard(model)  # doctest: +SKIP
+        >>> handle = nb.compress_shards(model)  # doctest: +SKIP
+        >>> print(f"{handle.stats().total.ratio:.1f}x less traffic")  # doctest: +SKIP
+    """
+    chosen = _codec_of(gradients, "gradients"), _codec_of(parameters, "parameters")
+    if chosen[1] is not None and chosen[1].lost_share >= 1:
+        raise UnsupportedError(
+            f"parameters={str(chosen[1])!r} loses as much as it sends ({chosen[1].lost_share:.2g} of what is sent, "
+            "squared), so what ranks compute with would move away from the optimizer's parameters; take more bits"
+        )
+    module: object = getattr(model, "_orig_mod", model)
+    if not isinstance(module, nn.Module) or not any(is_sharded(each) for each in module.modules()):
+        raise TypeError(
+            f"compress_shards takes a model that fully_shard (FSDP2) has sharded, not {type(module).__name__} without "
+            "shards; for DistributedDataParallel and plain modules there is compress_gradients"
+        )
+    former = _handles[module]() if module in _handles else None
+    if former is not None and not former.removed:
+        raise UnsupportedError(
+            "what this model sends is compressed already; keep the first handle, or call its remove() first"
+        )
+    modules = layouts_of(module, norms_of(module), min_numel)
+    if not modules:
+        raise UnsupportedError("this model's shards are all on one rank, which sends nothing")
+    if not any(shard.compressed for _, layout in modules for shard in layout.shards):
+        log.warning("nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel)
+    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed)
+    _handles[module] = weakref.ref(handle)
+    return handle
+
+
+def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | None:
+    """The codec of a spec; None: nothing is compressed.
+
+    Raises:
+        UnsupportedError: it is not for shards.
+    """
+    chosen = compression(spec)
+    if chosen.feedback is not None:
+        raise UnsupportedError(
+            f"{what}={str(chosen)!r}: inside FSDP there is no feedback, since a residual would be as large as the "
+            f"whole model on every rank; take a codec alone, such as 'qsgd:bits=8'"
+        )
+    codec = chosen.codec
+    if codec.exact:
+        return None
+    if isinstance(codec, SelectingCodec) or not (codec.requantizes and codec.fixed_size) or codec.shared_seed:
+        raise UnsupportedError(
+            f"{what}={str(codec)!r} leaves most of a tensor out, which without feedback is lost; take a codec that "
+            "keeps something of every element: qsgd, uniform, fp16, bf16"
+        )
+    return codec
