@@ -30,6 +30,7 @@ from reproduce import (
     optimizers,
     powersgd,
     sensitivity,
+    sharded,
     sparsity,
 )
 from reproduce.pictures import write
@@ -53,7 +54,7 @@ def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path:
 PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     **{
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
-        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity)
+        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sharded, sparsity)
     },
     "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,

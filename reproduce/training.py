@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from narrowband.bench.ranks import Loopback, RankProcess, run_ranks
 from narrowband.collectives import all_reduce_nbytes, choose
 from narrowband.lab import LabConfig
 from narrowband.report.record import commit, read_json, write_json
+from narrowband.stats import StepRecord
 from reproduce.activations import Activations, read_policy
 from reproduce.data import about, locate
 from reproduce.row import (
@@ -57,6 +58,8 @@ from reproduce.row import (
 from reproduce.tasks import Task, load
 
 __all__ = ["recorded", "run", "train"]
+
+_Handle: TypeAlias = "nb.GradientCompression | nb.UpdateCompression | nb.ShardCompression"
 
 #: Steps between two words to the parent.
 _TELL_EVERY = 10
@@ -218,11 +221,11 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     scores: list[float | None] = []
     curve: list[tuple[int, float | None]] = []
     taken: list[float] = []
-    before = uncompressed = handle.stats().total
+    before = uncompressed = _sent(handle)
     crossed: list[Tensor] = []
     at_once = row.batch if boundaries else None  # feedback keeps buffers per shape
     for epoch in range(row.epochs):
-        before, crossed_before, rounds_before = handle.stats().total, _crossed(boundaries), handle.step
+        before, crossed_before, rounds_before = _sent(handle), _crossed(boundaries), _rounds(handle)
         for boundary in boundaries:
             boundary.compress_in_eval = epoch >= row.warmup_epochs
         taken.clear()
@@ -233,15 +236,16 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
                 boundary.samples = samples
             step = epoch * task.steps + len(taken)
             if step == begins:
-                uncompressed = handle.stats().total
+                uncompressed = _sent(handle)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group["initial_lr"] * rate(step)
             keeping = nullcontext() if activations is None else activations.step()
             losses.append(_step(model, optimizers, task, x, y, row, keeping))
             if activations is not None:
                 activations.note(step + 1)
-            if handle.plan is not None and (not plans or plans[-1][0] != handle.plan.step):
-                plans.append((handle.plan.step, handle.plan.ratio, handle.plan.specs()))
+            plan = None if isinstance(handle, nb.ShardCompression) else handle.plan
+            if plan is not None and (not plans or plans[-1][0] != plan.step):
+                plans.append((plan.step, plan.ratio, plan.specs()))
             now = time.perf_counter()
             taken.append(now - start)
             start = now
@@ -255,12 +259,12 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
                 handle.average()
         scores.append(_score(_whole(module, task) if row.shards > 1 else module, task, at_once))
         tell(event="epoch", epoch=epoch + 1, metric=scores[-1])
-    after = handle.stats().total
+    after = _sent(handle)
     sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
     every = 1
     if row.updates:  # in a round what would have been sent in each of its steps
         every = row.updates
-        raw *= task.steps * row.fragments / (handle.step - rounds_before)
+        raw *= task.steps * row.fragments / (_rounds(handle) - rounds_before)
     raw_compressed, sent_compressed = (
         getattr(after, f) - getattr(uncompressed, f) for f in ("raw_bytes", "sent_bytes")
     )
@@ -288,7 +292,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
         "step_s": statistics.median(taken),
         **({"step_seconds": list(taken)} if total <= _FEW_STEPS else {}),
         "samples_per_s": row.batch / statistics.median(taken),
-        "decide_s": after.decide_s,
+        "decide_s": getattr(after, "decide_s", 0.0),
         "wall_s": time.perf_counter() - begin,
     }
 
@@ -339,13 +343,18 @@ def _at_boundaries(
 
 def _compressed(
     module: nn.Module, row: Row, chosen: str | nb.Policy
-) -> tuple[nn.Module, list[torch.optim.Optimizer], nb.GradientCompression | nb.UpdateCompression]:
+) -> tuple[nn.Module, list[torch.optim.Optimizer], _Handle]:
     """The model to call, what steps it, and the handle of its compression."""
-    replicas = None if row.shards == 1 else _shard(module, row.shards)
+    shards = dist.get_world_size() if row.parameters else row.shards
+    replicas = None if shards == 1 else _shard(module, shards)
     optimizers = _optimizers(row, module)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["initial_lr"] = group["lr"]
-    common: dict[str, Any] = {"seed": row.seed, "min_numel": row.min_numel, "small": row.small}
+    common: dict[str, Any] = {"seed": row.seed, "min_numel": row.min_numel}
+    if row.parameters:
+        handle = nb.compress_shards(module, row.spec, row.parameters, references=row.references, **common)
+        return module, optimizers, handle
+    common["small"] = row.small
     if row.updates:
         common |= {"every": row.updates, "outer": outer_of(row.outer), "process_group": replicas}
         common |= {"fragments": row.fragments, "overlap": row.overlap}
@@ -353,10 +362,21 @@ def _compressed(
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     if row.spec.startswith("dgc"):
         common["optimizer"] = optimizers[0]
-    handle = nb.compress_gradients(model, chosen, **common)
+    averaging = nb.compress_gradients(model, chosen, **common)
     if row.plan:
-        handle.set_layers(json.loads(row.plan))
-    return model, optimizers, handle
+        averaging.set_layers(json.loads(row.plan))
+    return model, optimizers, averaging
+
+
+def _sent(handle: _Handle) -> StepRecord:
+    """What this rank has sent so far."""
+    total: StepRecord = handle.stats().total
+    return total
+
+
+def _rounds(handle: _Handle) -> int:
+    """How often something was averaged."""
+    return 0 if isinstance(handle, nb.ShardCompression) else handle.step
 
 
 def _shard(module: nn.Module, shards: int) -> dist.ProcessGroup:
