@@ -79,11 +79,27 @@ def test_the_kernel_counts_what_the_library_says_that_it_sent():
         ({"codecs": ()}, "nothing to measure"),
         ({"rate": "fast"}, "rate 'fast' cannot be read"),
         ({"rate": "none", "delay": "5ms"}, "need an emulated link"),
+        ({"sharded": True}, "has to be a pair, of gradients and of parameters"),
+        ({"sharded": True, "per_node": 2}, "leave per_node and baselines out"),
+        ({"sharded": True, "codecs": ("none/qsgd:bit=8",)}, "did you mean 'bits'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         Config(**arguments)
+
+
+@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+def test_one_model_sharded_among_all_ranks_has_rows_of_pairs():
+    pair = "qsgd:bits=8/uniform:bits=8"
+    config = Config(
+        nodes=3, rate="1gbit", sharded=True, model="gpt-tiny", codecs=("none/none", pair), rounds=1, steps=2
+    )
+    rows = {row["codec"]: row for row in run(config)}
+    assert list(rows) == [NO_COMMUNICATION, "torch: FSDP2", "none/none", pair]
+    assert not any("error" in row for row in rows.values())
+    assert rows[pair]["link_bytes_per_step"] == pytest.approx(rows[pair]["sent_bytes_per_step"], rel=0.1)
+    assert rows[pair]["link_bytes_per_step"] < rows["torch: FSDP2"]["link_bytes_per_step"] / 4
 
 
 def test_several_ranks_per_machine_have_rows_for_each_way_to_send():

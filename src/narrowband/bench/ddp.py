@@ -13,6 +13,9 @@ other took: not quite the ratio of the two step times, and steadier.
 Two byte counts stand in each row, per step: what the library says that a rank sent (``sent_bytes_per_step``), and what
 the kernel counted on its machine's network card (``link_bytes_per_step``), protocol headers included.
 
+With ``sharded`` one model is sharded among all ranks by FSDP2, and rows say what gradients and parameters are
+compressed with; FSDP2 by itself stands beside them.
+
 With several ranks per machine each spec has three rows: every rank sends to every other (``flat``); ranks sum inside
 their machine first (``levels``); and the model is sharded inside each machine (``fsdp2``). Beside these stands FSDP2
 with nothing sent between machines, and what PyTorch does by itself: DDP and HSDP.
@@ -68,7 +71,9 @@ class Config:
         per_node: Ranks on each. They share its link, and reach each other without it.
         rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
-        codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there.
+        codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there. With
+            sharded: pairs, of gradients and of parameters, with a slash between: qsgd:bits=8/uniform:bits=8.
+        sharded: Shard one model among all ranks by FSDP2, instead of giving each a whole one.
         baselines: Also measure PyTorch's own: DDP without a hook, and its fp16, bf16 and PowerSGD hooks.
         rounds: Timed rounds per row.
         steps: Training steps per round.
@@ -87,6 +92,7 @@ class Config:
     codecs: tuple[str, ...] = (
         "none", "fp16", "topk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "qsgd:bits=4",
     )  # fmt: skip
+    sharded: bool = False
     baselines: bool = False
     rounds: int = 5
     steps: int = 4
@@ -107,8 +113,17 @@ class Config:
         if not self.codecs and not self.baselines:
             raise ValueError("nothing to measure: give codecs, or ask for baselines")
         check_seed(self.seed)
+        if self.sharded and (self.per_node > 1 or self.baselines):
+            raise ValueError(
+                "sharded is for one rank per node, and has FSDP2 beside it: leave out per_node and baselines"
+            )
         for spec in self.codecs:
-            _check(spec, self.model)
+            if self.sharded and spec.count("/") != 1:
+                raise ValueError(
+                    f"{spec!r} has to be a pair, of gradients and of parameters: qsgd:bits=8/uniform:bits=8, none/none"
+                )
+            for part in spec.split("/") if self.sharded else (spec,):
+                _check(part, self.model)
         if self.rate == "none" and (self.delay or self.loss):
             raise ValueError("delay and loss need an emulated link: give a rate too, e.g. rate=1gbit")
         self.place()
@@ -212,6 +227,10 @@ class _Kind:
 
 def _kinds(config: Config) -> list[_Kind]:
     nothing = _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model))
+    if config.sharded:
+        alone = _Kind("torch: FSDP2", None, shards=("nodes",))
+        own = [_Kind(spec, _attach_shards(spec, config.seed), shards=("nodes",)) for spec in config.codecs]
+        return [nothing, alone, *own]
     if config.per_node > 1:
         return [nothing, *_on_two_levels(config), *(_baselines() if config.baselines else ())]
     return [
@@ -275,6 +294,16 @@ def _attach_codec(spec: str, seed: int, *, nodes: int | None = None, mesh: Devic
         return narrowband.compress_gradients(
             model, _chosen(spec), seed=seed, optimizer=optimizer, nodes=nodes, process_group=group
         )
+
+    return attach
+
+
+def _attach_shards(pair: str, seed: int) -> _Attach:
+    def attach(model: nn.Module, _: torch.optim.Optimizer) -> Any:
+        import narrowband
+
+        gradients, parameters = pair.split("/")
+        return narrowband.compress_shards(model, gradients, parameters, seed=seed)
 
     return attach
 
@@ -357,7 +386,7 @@ class _Row:
         if before is not None:
             after = self._handle.stats().total
             for name in self._counts:
-                self._counts[name] += getattr(after, name) - getattr(before, name)
+                self._counts[name] += getattr(after, name, 0.0) - getattr(before, name, 0.0)
 
     def _train(self, tokens_SBL: Tensor) -> None:
         for tokens_BL in tokens_SBL:
@@ -386,8 +415,9 @@ class _Row:
             found["sent_bytes_per_step"] = 0.0
         if self._handle is not None:
             found["sent_bytes_per_step"] = self._counts["sent_bytes"] / steps
-            found |= {name: self._counts[name] / steps for name in _TIMES}
-            found["relative_error"] = self._handle.stats().total.relative_error
+            total = self._handle.stats().total
+            found |= {name: self._counts[name] / steps for name in _TIMES if hasattr(total, name)}
+            found["relative_error"] = getattr(total, "relative_error", None)
         return found
 
 

@@ -65,6 +65,7 @@ class BenchDDP:
       narrowband bench ddp --nodes 4 --rate 200mbit --codecs none fp16 topk:density=0.01+ef qsgd:bits=4
       narrowband bench ddp --rate 1gbit --baselines --json ddp-1gbit.json
       narrowband bench ddp --nodes 2 --per-node 2 --codecs none topk:density=0.01+ef
+      narrowband bench ddp --sharded --codecs qsgd:bits=8/uniform:bits=8 qsgd:bits=4/uniform:bits=4
       narrowband bench ddp --nodes 2 --rate none --model gpt-tiny
     """
 
