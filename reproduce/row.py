@@ -121,7 +121,7 @@ class Row:
         fragments: parts of the model whose updates are averaged in turn.
         overlap: steps that ranks take while one of them is on its way.
         shards: ranks that train one replica together, sharded by FSDP2; 1: each is a replica.
-        parameters: what FSDP2 gathers parameters with, where all ranks are one replica, however many ``shards`` says;
+        gathered: what FSDP2 gathers parameters with, where all ranks are one replica, however many ``shards`` says;
             ``spec`` is then what it reduces gradients with. Empty: nothing is sharded in this way.
         references: whether it is differences of parameters that are gathered (``nb.compress_shards``).
     """
@@ -160,7 +160,7 @@ class Row:
     fragments: int = 1
     overlap: int = 0
     shards: int = 1
-    parameters: str = ""
+    gathered: str = ""
     references: bool = True
 
     def __post_init__(self) -> None:
@@ -199,13 +199,13 @@ class Row:
         outer_of(self.outer)
         if not self.updates and (self.fragments, self.overlap) != (1, 0):
             raise ValueError("fragments and overlap are of rows whose updates are averaged")
-        if bool(self.parameters) != (self.shards > 1 and not self.updates):
+        if bool(self.gathered) != (self.shards > 1 and not self.updates):
             raise ValueError(
-                f"parameters={self.parameters!r} is what all ranks gather that are the shards of one replica; with "
+                f"gathered={self.gathered!r} is what all ranks gather that are the shards of one replica; with "
                 f"shards={self.shards} and updates={self.updates} it is one or the other"
             )
-        if self.parameters and (self.alone or self.policy or self.plan or self.optimizer == "dgc"):
-            raise ValueError("with parameters leave out boundaries, activations, policy, plan and dgc")
+        if self.gathered and (self.alone or self.policy or self.plan or self.optimizer == "dgc"):
+            raise ValueError("with gathered leave out boundaries, activations, policy, plan and dgc")
         if self.trace and not self.activations:
             raise ValueError("trace=True notes ranges of activations, and needs activations: a policy as JSON")
         if self.alone and (self.spec != "none" or self.policy):

@@ -114,16 +114,16 @@ def _updates(row: Mapping[str, Any]) -> str:
 
 
 def _replicas(row: Mapping[str, Any]) -> str:
-    if row.get("parameters"):
+    if row.get("gathered"):
         return f"one, of {row['nodes']} ranks, sharded by FSDP2"
     shards = row.get("shards", 1)
     return "" if shards == 1 else f"{row['nodes'] // shards} of {shards} ranks each, sharded by FSDP2"
 
 
 def _gathered(row: Mapping[str, Any]) -> str:
-    if row["parameters"] in ("", "none"):
-        return row["parameters"] and "as they are"
-    return f"{'differences' if row['references'] else 'parameters themselves'}, {row['parameters']}"
+    if row["gathered"] in ("", "none"):
+        return row["gathered"] and "as they are"
+    return f"{'differences' if row['references'] else 'parameters themselves'}, {row['gathered']}"
 
 
 def _count(number: int, what: str) -> str:
@@ -140,7 +140,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "clipping of each rank's gradients": (("clip", "updates"), lambda row: _clipping(row) if row["updates"] else ""),
     "averaged": (("updates", "outer"), _updates),
     "replicas": (("updates", "nodes"), _replicas),
-    "parameters gathered": (("parameters", "references"), _gathered),
+    "parameters gathered": (("gathered", "references"), _gathered),
     "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
     "compression's warm-up": (
         ("warmup_epochs",),

@@ -57,7 +57,7 @@ _EPOCHS, _LONG_EPOCHS = 1, 7
 
 _DENSE = Row(
     _TASK, DENSE, "none", optimizer="adamw", epochs=_EPOCHS, lr=4e-3, batch=48, momentum=0.9, beta2=0.95,
-    weight_decay=0.1, clip=1.0, min_numel=1024, shards=4, parameters="none",
+    weight_decay=0.1, clip=1.0, min_numel=1024, shards=4, gathered="none",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def _row(sent: _Sent, epochs: int) -> Row:
         _DENSE,
         name=sent.name,
         spec=sent.gradients,
-        parameters=sent.parameters,
+        gathered=sent.parameters,
         references=sent.references,
         epochs=epochs,
     )

@@ -345,14 +345,14 @@ def _compressed(
     module: nn.Module, row: Row, chosen: str | nb.Policy
 ) -> tuple[nn.Module, list[torch.optim.Optimizer], _Handle]:
     """The model to call, what steps it, and the handle of its compression."""
-    shards = dist.get_world_size() if row.parameters else row.shards
+    shards = dist.get_world_size() if row.gathered else row.shards
     replicas = None if shards == 1 else _shard(module, shards)
     optimizers = _optimizers(row, module)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["initial_lr"] = group["lr"]
     common: dict[str, Any] = {"seed": row.seed, "min_numel": row.min_numel}
-    if row.parameters:
-        handle = nb.compress_shards(module, row.spec, row.parameters, references=row.references, **common)
+    if row.gathered:
+        handle = nb.compress_shards(module, row.spec, row.gathered, references=row.references, **common)
         return module, optimizers, handle
     common["small"] = row.small
     if row.updates:

@@ -80,7 +80,7 @@ def test_the_kernel_counts_what_the_library_says_that_it_sent():
         ({"rate": "fast"}, "rate 'fast' cannot be read"),
         ({"rate": "none", "delay": "5ms"}, "need an emulated link"),
         ({"sharded": True}, "has to be a pair, of gradients and of parameters"),
-        ({"sharded": True, "per_node": 2}, "leave per_node and baselines out"),
+        ({"sharded": True, "per_node": 2}, "leave out per_node and baselines"),
         ({"sharded": True, "codecs": ("none/qsgd:bit=8",)}, "did you mean 'bits'"),
     ],
 )
