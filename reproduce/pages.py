@@ -32,6 +32,7 @@ from reproduce import (
     sensitivity,
     sharded,
     sparsity,
+    sums,
 )
 from reproduce.pictures import write
 
@@ -54,7 +55,7 @@ def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path:
 PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     **{
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
-        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sharded, sparsity)
+        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sharded, sparsity, sums)
     },
     "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,

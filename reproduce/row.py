@@ -18,6 +18,7 @@ from torch import nn
 import narrowband as nb
 from narrowband.adapt import search_space
 from narrowband.codecs import TopK
+from narrowband.collectives import Collective
 from narrowband.pipeline import Channel
 from narrowband.report.record import versions
 from reproduce.activations import read_policy
@@ -124,6 +125,7 @@ class Row:
         gathered: what FSDP2 gathers parameters with, where all ranks are one replica, however many ``shards`` says;
             ``spec`` is then what it reduces gradients with. Empty: nothing is sharded in this way.
         references: whether it is differences of parameters that are gathered (``nb.compress_shards``).
+        collective: how gradients travel; ``auto``: by what sends least.
     """
 
     task: str
@@ -162,6 +164,7 @@ class Row:
     shards: int = 1
     gathered: str = ""
     references: bool = True
+    collective: Collective | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.task not in _FILES:

@@ -140,6 +140,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     "clipping of each rank's gradients": (("clip", "updates"), lambda row: _clipping(row) if row["updates"] else ""),
     "averaged": (("updates", "outer"), _updates),
     "replicas": (("updates", "nodes"), _replicas),
+    "collective": (("collective",), lambda row: "" if row["collective"] == "auto" else row["collective"]),
     "parameters gathered": (("gathered", "references"), _gathered),
     "length": (("epochs",), lambda row: _count(row["epochs"], "epoch")),
     "compression's warm-up": (

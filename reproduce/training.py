@@ -362,7 +362,7 @@ def _compressed(
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     if row.spec.startswith("dgc"):
         common["optimizer"] = optimizers[0]
-    averaging = nb.compress_gradients(model, chosen, **common)
+    averaging = nb.compress_gradients(model, chosen, collective=row.collective, **common)
     if row.plan:
         averaging.set_layers(json.loads(row.plan))
     return model, optimizers, averaging

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from narrowband.adapt import Plan
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks, transmitted
+from narrowband.collectives import Collective
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
@@ -81,6 +82,7 @@ class Config:
         loss: Share of packets lost: 0.1%, …
         bucket_cap_mb: DDP's bucket size, for every row but PowerSGD's. Smaller buckets begin to travel earlier, and
             each costs a collective; PyTorch's own default is 25.
+        collective: How compressed gradients travel; auto: by what sends least.
         momentum: Of SGD, in every row; in rows of dgc, which has its own before the wire, the optimizer has none.
         seed: Of parameters and data.
     """
@@ -99,6 +101,7 @@ class Config:
     delay: str | None = None
     loss: str | None = None
     bucket_cap_mb: int = 8
+    collective: Collective | Literal["auto"] = "auto"
     momentum: float = 0.9
     seed: int = 0
 
@@ -236,7 +239,7 @@ def _kinds(config: Config) -> list[_Kind]:
     return [
         nothing,
         *(
-            _Kind(spec, _attach_codec(spec, config.seed), has_momentum=_has_momentum(_chosen(spec)))
+            _Kind(spec, _attach_codec(spec, config), has_momentum=_has_momentum(_chosen(spec)))
             for spec in config.codecs
         ),
         *(_baselines() if config.baselines else ()),
@@ -254,7 +257,7 @@ def _on_two_levels(config: Config) -> list[_Kind]:
         for name, shards in (("flat", ()), ("levels", ()), ("fsdp2", ("shards",))):
             nodes = config.nodes if name == "levels" else None
             mesh = _mesh(config) if shards else None
-            attach = _attach_codec(spec, config.seed, nodes=nodes, mesh=mesh)
+            attach = _attach_codec(spec, config, nodes=nodes, mesh=mesh)
             kinds.append(_Kind(f"{spec}, {name}", attach, shards, has_momentum=has_momentum))
     return kinds
 
@@ -286,13 +289,19 @@ def _has_momentum(chosen: Compression | Plan) -> bool:
     return isinstance(chosen, Compression) and chosen.feedback is not None and chosen.feedback.momentum > 0
 
 
-def _attach_codec(spec: str, seed: int, *, nodes: int | None = None, mesh: DeviceMesh | None = None) -> _Attach:
+def _attach_codec(spec: str, config: Config, *, nodes: int | None = None, mesh: DeviceMesh | None = None) -> _Attach:
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         import narrowband
 
         group = None if mesh is None else mesh["nodes"].get_group()
         return narrowband.compress_gradients(
-            model, _chosen(spec), seed=seed, optimizer=optimizer, nodes=nodes, process_group=group
+            model,
+            _chosen(spec),
+            seed=config.seed,
+            collective=config.collective,
+            optimizer=optimizer,
+            nodes=nodes,
+            process_group=group,
         )
 
     return attach
