@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowband.units import format_bytes
-from reproduce.candidates_senders import CANDIDATES, DGC, DGC_8, DGC_16, STORED, STORES
+from reproduce.candidates_senders import CANDIDATES, DGC, DGC_8, DGC_16, DGC_STORES, STORED, STORES
 from reproduce.pairs import Difference, difference
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
@@ -107,9 +107,9 @@ def claims(found: Sequence[Line]) -> list[Claim]:
 def _stored(found: Sequence[Line]) -> Iterator[Claim]:
     """Residuals in fewer bits, beside those in float32."""
     trained = [("training", f"{STORED[0]}+ef"), ("stores, trained", f"{STORED[1]}+ef")]
-    for group, spec in [*(("stores", f"{codec}+ef") for codec in STORED), *trained]:
+    for group, spec in [*(("stores", f"{codec}+ef") for codec in STORED), *trained, ("dgc", DGC)]:
         what = "loses" if group == "stores" else "trains a model"
-        for store in STORES:
+        for store in DGC_STORES if group == "dgc" else STORES:
             text = f"{spec}{store} {what} no worse than in float32, by more than {_WORSE:.0%}"
             try:
                 yield claimed(text, _beside(found, group, f"{spec}{store}", spec).no_worse(_WORSE))

@@ -27,6 +27,7 @@ __all__ = [
     "DGC",
     "DGC_8",
     "DGC_16",
+    "DGC_STORES",
     "SUBJECTS",
     "OfLibrary",
     "Sender",
@@ -155,6 +156,7 @@ _PLANNED, _EVERY, _LAST, _ROUNDS = "powersgd:rank=4", 100, 10, 5
 #: Codecs whose residuals are kept in fewer bits, and in what.
 STORED = ("topk:density=0.01", "uniform:bits=2,symmetric=true")
 STORES = (":store=bf16", ":store=int8")
+DGC_STORES = (",store=bf16", ",store=int8")
 
 SUBJECTS: tuple[Subject, ...] = (
     *_of("bits", "stream", "qsgd:bits=8", "natural compression", "natural compression+ef", "qsgd:bits=4+ef"),
@@ -175,7 +177,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *_of("training", "adamw", "topk:density=0.01+ef:store=bf16", "topk:density=0.01+ef:store=int8"),
     *_of("stores", "stream", *(f"{codec}+ef{store}" for codec in STORED for store in ("", *STORES))),
     *_of("stores, trained", "adamw", *(f"{STORED[1]}+ef{store}" for store in ("", *STORES))),
-    *_of("dgc", "sgd", DENSE, DGC, DGC_16, DGC_8),
+    *_of("dgc", "sgd", DENSE, DGC, DGC_16, DGC_8, *(f"{DGC}{store}" for store in DGC_STORES)),
     Subject("dgc", "warm-up of the paper", DGC, "sgd", (0.25, 0.0625, 0.015625), _WARM),
     Subject("dgc", "warm-up of the authors' code", DGC, "sgd", tuple(0.01 ** (k / 6) for k in range(1, 6)), _WARM),
     Subject("dgc", "warm-up by everything", DGC, "sgd", (), _WARM),

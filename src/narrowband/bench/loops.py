@@ -29,6 +29,8 @@ DENSITY = 0.001
 _TALL = (32, 4096)
 #: Elements of a sample of AQ-SGD: 4 MB. The tensor is a batch of them.
 _SAMPLE = 1_000_000
+#: Ranks that own a part of a sparse sum each.
+_OWNERS = 8
 #: Heads, and features of one, of the saved activations.
 _HEADS = (3, 64)
 #: Rows and columns of the planes that are pooled: few rows, so that a small tensor has some planes, too.
@@ -116,6 +118,32 @@ def _ef_topk_encode(data: Data, backend: Any) -> Loop:
         residual.copy_(residual_before)
 
     return Loop(body, restore)
+
+
+def _keep(bits: int, *, read: bool = False) -> Maker:
+    """A residual that is kept in so many bits, or read again."""
+
+    def make(data: Data, backend: Any) -> Loop:
+        if bits == 16:
+            half = torch.empty(data.numel, dtype=torch.bfloat16)
+            return Loop(lambda seed: backend.keep_in_16(data.x, half, seed=seed))
+        codes = torch.empty(data.numel, dtype=torch.int8)
+        exponents = torch.empty(-(-data.numel // kernels.STORE_GROUP), dtype=torch.int8)
+        backend.keep_in_8(data.x, codes, exponents, seed=0)
+        if read:
+            return Loop(lambda _: backend.read_from_8(codes, exponents, data.y))
+        return Loop(lambda seed: backend.keep_in_8(data.x, codes, exponents, seed=seed))
+
+    return make
+
+
+def _split_shares(data: Data, backend: Any) -> Loop:
+    """What a rank sends, to its owners among eight."""
+    at = backend.select_topk(data.x, data.k)
+    values = data.x[at.long()]
+    local = torch.empty(_OWNERS, data.k, dtype=torch.int32)
+    sorted_values = torch.empty(_OWNERS, data.k)
+    return Loop(lambda _: backend.split_shares(at, values, local, sorted_values, n=data.numel, turn=1))
 
 
 def _compensate(data: Data, backend: Any) -> Loop:
@@ -346,6 +374,9 @@ LOOPS: dict[str, Maker] = {
     "threshold-select": _threshold,
     "compensate": _compensate,
     "ef-topk-encode": _ef_topk_encode,
+    "residual-keep-16": _keep(16),
+    "residual-keep-8": _keep(8),
+    "residual-read-8": _keep(8, read=True),
     "take-difference": _take_difference,
     "all-finite": lambda data, backend: Loop(lambda _: backend.all_finite(data.x)),
     "levels-2bit-encode": _levels(2, decode=False),
@@ -354,6 +385,7 @@ LOOPS: dict[str, Maker] = {
     "elias-fano-encode": _elias_fano_encode,
     "elias-fano-decode": _elias_fano_decode,
     "sparse-accumulate": _sparse_accumulate,
+    "split-shares-8": _split_shares,
     "lowrank-4-decode-accumulate": _low_rank_product,
     "dgc-momentum-select-mask": _dgc(sampled=False),
     "dgc-momentum-sampled-select-mask": _dgc(sampled=True),

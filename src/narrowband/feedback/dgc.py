@@ -20,6 +20,9 @@ Both states are kept as two successive sums of velocities, y and the y of the st
 then reads three arrays and writes two, and can be undone to the bit with no copy (:func:`narrowband.kernels.
 momentum_topk`). v is y; in Nesterov's variant v telescopes to y + m·(velocity of the plain kind), which these two hold
 as well.
+
+With ``store=bf16`` or ``int8`` the sum y and the velocity u are kept in 2 bytes or about 1 each between steps, rounded
+stochastically, so that sums are kept on average. They are read into float32 while their tensor is encoded.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from narrowband.codecs import SelectingCodec, TopK, format_term
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
+from narrowband.feedback.kept import Kept, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +51,12 @@ __all__ = ["DGC"]
 #: Warm-up begins by sending a quarter, and every later stretch sends a quarter of the one before (section 3.3).
 WARM_UP = 0.25
 
+#: What a state holds: sums, where these are kept in fewer bits the sum and the velocity, and what is not compressed.
+_ROOMS = ("now", "before", "velocity", "uncompressed")
+
+#: Change a seed, so that rounding what is kept does not draw what encoding has drawn, nor twice the same.
+_OF_SUMS, _OF_VELOCITIES = 0x6C078965, 0x5D588B65
+
 #: What the velocity of a parameter that travels uncompressed may be kept in: the dtype of its gradient.
 _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -55,7 +65,7 @@ _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.floa
 class _Sent:
     """What a step in progress did to one tensor."""
 
-    undo: Callable[[], None]
+    undo: Callable[[], None] | None  # None: the gradient's memory holds what was kept
     commit: Callable[[Tensor | None], None] | None  # of what has arrived, or all (None); done already where it is None
     at: Tensor | None = None  # what was sent; None: everything
     rate: float = 1.0  # the residual is so many times what is sent
@@ -66,7 +76,7 @@ class _Sent:
 class DGC(Feedback):
     """Deep Gradient Compression: momentum correction and masking before the wire, for SGD without momentum of its own.
 
-    Costs two float32 per element, one of which the optimizer no longer needs for its momentum.
+    Costs two float32 per element, or less (``store``), one of which the optimizer no longer needs for its momentum.
 
     Args:
         density: the share of elements that is sent, after warm-up.
@@ -88,6 +98,7 @@ class DGC(Feedback):
         values: what they are sent in: see :class:`~narrowband.codecs.TopK`. What rounding leaves of a value stays in
             the residual.
         indices: how they are written: see :class:`~narrowband.codecs.TopK`.
+        store: what the sums of a layer are kept in between steps: ``fp32``, ``bf16`` or ``int8``.
     """
 
     name: ClassVar[str] = "dgc"
@@ -108,9 +119,13 @@ class DGC(Feedback):
     select: Literal["exact", "sampled"] = "exact"
     values: Literal["fp32", "fp16", "int8"] = "fp32"
     indices: Literal["elias-fano", "runs"] = "elias-fano"
+    store: Store = "fp32"
 
     _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _before: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Where they are kept in fewer bits, instead of these two: the newest sum, and the velocity.
+    _kept: dict[str, tuple[Kept, Kept]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _uncompressed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Magnitudes that a few more elements than wanted reached in the step before. They save time, and change nothing.
@@ -203,11 +218,11 @@ class DGC(Feedback):
     ) -> tuple[bool, Tensor]:
         if commit and not self.can_roll_back(x):
             raise ValueError(f"a step of {x.dtype} can be committed only when it is decided")
-        now, before = self._now.get(key), self._before.get(key)
-        if now is None or before is None:
-            now, before = (torch.zeros(x.numel(), device=x.device) for _ in range(2))
-            self._now[key], self._before[key] = now, before
-        elif now.numel() != x.numel():
+        self._seeds[key] = seed
+        if not self.holds(key):
+            self._close(key, torch.zeros(x.numel(), device=x.device), torch.zeros(x.numel(), device=x.device))
+        now, before = self._opened(key)
+        if now.numel() != x.numel():
             raise ValueError(
                 f"the state of {key!r} has {now.numel()} elements, so {x.numel()} cannot be encoded there; "
                 "use another key, or load the state of this model"
@@ -219,8 +234,26 @@ class DGC(Feedback):
         else:
             raise TypeError(f"dgc sends what is largest, or everything, and not by {codec}")
         if commit and finite:
-            self._commit(key)
+            self._commit(key, x)
         return finite, payload
+
+    def _opened(self, key: str) -> tuple[Tensor, Tensor]:
+        """The newest sum, and the one of the step before; in memory of their own where they are kept in fewer bits."""
+        if self.store == "fp32":
+            return self._now[key], self._before[key]
+        now, velocity = (kept.read() for kept in self._kept[key])
+        return now, now - velocity
+
+    def _close(self, key: str, now: Tensor, before: Tensor) -> None:
+        """Let these be the sums."""
+        if self.store == "fp32":
+            self._now[key], self._before[key] = now, before
+            return
+        seed, states = self._seeds.get(key, 0), (now, now - before)
+        if key not in self._kept:
+            self._kept[key] = (Kept(now, self.store), Kept(states[1], self.store))
+        for kept, state, mark in zip(self._kept[key], states, (_OF_SUMS, _OF_VELOCITIES), strict=True):
+            kept.keep(state, seed=mark ^ seed)
 
     def _encode_top(
         self,
@@ -264,7 +297,7 @@ class DGC(Feedback):
             if left is not None:
                 newest.index_add_(0, at, left)
                 now.index_add_(0, at, left)
-            self._now[key], self._before[key] = newest, now
+            self._close(key, newest, now)
             self._hints[key] = hint
 
         def undo() -> None:
@@ -316,7 +349,7 @@ class DGC(Feedback):
         previous = newest - velocity
 
         def commit(_: Tensor | None) -> None:
-            self._now[key], self._before[key] = newest, previous
+            self._close(key, newest, previous)
 
         def undo() -> None:
             self._now[key], self._before[key] = now, before
@@ -329,7 +362,7 @@ class DGC(Feedback):
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
         at, unit, overlap = self._sent[key].at, self._sent[key].rate, self._sent[key].overlap
-        self._commit(key)
+        self._commit(key, x)
         if not self.can_roll_back(x):
             del self._sent[key]  # decided: let go of the sums of the step before
         if not measure or at is None:
@@ -338,15 +371,26 @@ class DGC(Feedback):
         arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device)))
         return Norms(lost + arrived + 2.0 * overlap, lost)
 
-    def _commit(self, key: str, arrived: Tensor | None = None) -> None:
+    def _commit(self, key: str, x: Tensor, arrived: Tensor | None = None) -> None:
         sent = self._sent[key]
-        if sent.commit is not None:
-            sent.commit(arrived)
-            sent.commit = None
+        if sent.commit is None:
+            return
+        if self.store != "fp32" and self.can_roll_back(x):
+            # The gradient's memory has room for what is kept: two sums of at most 2 bytes each.
+            for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
+                kept.copy_to(memory)
+            sent.undo = None  # and with it the sums in float32
+        sent.commit(arrived)
+        sent.commit = None
+
+    def _memory(self, key: str, x: Tensor) -> list[Tensor]:
+        """Room for the two that are kept, in a gradient's memory."""
+        sizes = [kept.nbytes for kept in self._kept[key]]
+        return list(torch.split(x.view(-1).view(torch.uint8)[: sum(sizes)], sizes))
 
     def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
         unit = self._sent[key].rate
-        self._commit(key, at)
+        self._commit(key, x, at)
         if not self.can_roll_back(x):
             del self._sent[key]
         if not measure:
@@ -356,17 +400,32 @@ class DGC(Feedback):
 
     def _residual(self, key: str) -> Tensor:
         """v."""
-        now = self._now[key]
-        return now + (now - self._before[key]) * self.momentum if self.nesterov else now
+        now, before = self._opened(key)
+        return now + (now - before) * self.momentum if self.nesterov else now
 
     def can_roll_back(self, x: Tensor) -> bool:
         return x.dtype == torch.float32
 
     def roll_back(self, key: str, x: Tensor) -> None:
-        self._sent.pop(key).undo()
+        sent = self._sent.pop(key)
+        if sent.undo is None:
+            for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
+                kept.copy_from(memory)
+        elif self.store == "fp32":
+            sent.undo()
 
     def residual(self, key: str) -> Tensor | None:
-        return self._now.get(key)
+        if self.store == "fp32":
+            return self._now.get(key)
+        return self._kept[key][0].read() if key in self._kept else None
+
+    def holds(self, key: str) -> bool:
+        return key in (self._now if self.store == "fp32" else self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        exact = sum(x.nbytes for states in (self._now, self._before, self._uncompressed) for x in states.values())
+        return exact + sum(kept.nbytes for pair in self._kept.values() for kept in pair)
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
@@ -398,24 +457,38 @@ class DGC(Feedback):
         for states in (self._now, self._before, self._uncompressed):
             for state in states.values():
                 state.mul_(factor)
+        for kept in (kept for pair in self._kept.values() for kept in pair):
+            kept.keep(kept.read().mul_(factor), seed=None)
         self._hints = {key: hint * factor for key, hint in self._hints.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         rooms = {"now": self._now, "before": self._before, "uncompressed": self._uncompressed}
+        if self.store != "fp32":
+            read = {key: (now.read(), velocity.read()) for key, (now, velocity) in self._kept.items()}
+            rooms["now"] = {key: now for key, (now, _) in read.items()}
+            rooms["velocity"] = {key: velocity for key, (_, velocity) in read.items()}
         return {f"{room}/{key}": state for room, states in rooms.items() for key, state in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.check_state(state)
-        rooms: dict[str, dict[str, Tensor]] = {"now": {}, "before": {}, "uncompressed": {}}
+        rooms: dict[str, dict[str, Tensor]] = {room: {} for room in _ROOMS}
         for name, value in state.items():
             room, _, key = name.partition("/")
             dtype = value.dtype if room == "uncompressed" else torch.float32
             rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self._now, self._before, self._uncompressed = rooms["now"], rooms["before"], rooms["uncompressed"]
+        self._now, self._before, self._kept, self._uncompressed = {}, {}, {}, rooms["uncompressed"]
+        for key, now in rooms["now"].items():
+            velocity = rooms["velocity"].get(key)
+            if self.store == "fp32":
+                self._now[key] = now
+                self._before[key] = rooms["before"][key] if velocity is None else now - velocity
+            else:
+                velocity = now - rooms["before"][key] if velocity is None else velocity
+                self._kept[key] = (Kept(now, self.store), Kept(velocity, self.store))
         self._hints.clear()
 
     def check_state(self, state: Mapping[str, object]) -> None:
-        keys: dict[str, set[str]] = {"now": set(), "before": set(), "uncompressed": set()}
+        keys: dict[str, set[str]] = {room: set() for room in _ROOMS}
         for name, value in state.items():
             room, slash, key = name.partition("/")
             if not slash or room not in keys:
@@ -426,7 +499,7 @@ class DGC(Feedback):
                 self.name, name, value, dtypes=_UNCOMPRESSED_DTYPES if room == "uncompressed" else (torch.float32,)
             )
             keys[room].add(key)
-        odd = sorted(keys["now"] ^ keys["before"])
+        odd = sorted(keys["now"] ^ (keys["before"] | keys["velocity"]))
         if odd:
             raise ValueError(f"dgc: the state lacks one of the two sums of {', '.join(odd)}")
 

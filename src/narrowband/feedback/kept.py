@@ -54,6 +54,21 @@ class Kept:
         kernels.read_from_8(self._codes, self._exponents, out)
         return out
 
+    def copy_to(self, memory: Tensor) -> None:
+        """Write what is kept, as it is kept, into flat uint8 memory of :attr:`nbytes`."""
+        for codes, place in self._places(memory):
+            place.copy_(codes)
+
+    def copy_from(self, memory: Tensor) -> None:
+        """Keep what :meth:`copy_to` has written there."""
+        for codes, place in self._places(memory):
+            codes.copy_(place)
+
+    def _places(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+        own = [self._codes] if self._exponents is None else [self._codes, self._exponents]
+        flat = [codes.view(torch.uint8) for codes in own]
+        return list(zip(flat, torch.split(memory, [codes.numel() for codes in flat]), strict=True))
+
     @property
     def nbytes(self) -> int:
         """Of its memory."""
