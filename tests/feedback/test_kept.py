@@ -29,7 +29,9 @@ def steps_of(feedback, codec, steps, seed=0):
     return lost + feedback.residual("p").double()
 
 
-@pytest.mark.parametrize(("store", "nbytes"), [("fp32", 4 * NUMEL), ("bf16", 2 * NUMEL), ("int8", NUMEL + 47)])
+@pytest.mark.parametrize(
+    ("store", "nbytes"), [("fp32", 4 * NUMEL), ("cpu", 4 * NUMEL), ("bf16", 2 * NUMEL), ("int8", NUMEL + 47)]
+)
 def test_memory(store, nbytes):
     feedback = ErrorFeedback(store=store)
     steps_of(feedback, nb.codec("topk:density=0.05"), 3)
@@ -52,7 +54,25 @@ def test_sums_are_kept_on_average(store):
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.2)
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+def test_in_the_memory_of_the_cpu_residuals_are_what_they_are_elsewhere(decay):
+    codec = nb.codec("topk:density=0.05")
+    plain, kept = ErrorFeedback(decay=decay), ErrorFeedback(decay=decay, store="cpu")
+    for step in range(4):
+        payloads = []
+        for feedback in (plain, kept):
+            x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
+            payloads.append(feedback.encode("p", x, codec, shape=(NUMEL,), seed=step, commit=step % 2 == 0)[1])
+            if step == 3:
+                feedback.roll_back("p", x)
+            elif step % 2:
+                feedback.commit("p", x, codec, payloads[-1], shape=(NUMEL,), seed=step)
+        assert torch.equal(*payloads)
+        assert torch.equal(plain.residual("p"), kept.residual("p"))
+    assert torch.equal(kept.state_dict()["p"], plain.state_dict()["p"])
+
+
+@pytest.mark.parametrize("store", [*STORES, "cpu"])
 @pytest.mark.parametrize("commit", [True, False])
 def test_a_step_that_did_not_happen_leaves_the_same_bits(store, commit):
     codec, feedback = nb.codec("topk:density=0.05"), ErrorFeedback(store=store)

@@ -39,7 +39,7 @@ from narrowband.codecs import SelectingCodec, TopK, format_term
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
-from narrowband.feedback.kept import Kept, Store
+from narrowband.feedback.kept import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +119,7 @@ class DGC(Feedback):
     select: Literal["exact", "sampled"] = "exact"
     values: Literal["fp32", "fp16", "int8"] = "fp32"
     indices: Literal["elias-fano", "runs"] = "elias-fano"
-    store: Store = "fp32"
+    store: Literal["fp32", "bf16", "int8"] = "fp32"
 
     _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _before: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)

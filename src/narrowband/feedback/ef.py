@@ -84,7 +84,8 @@ class ErrorFeedback(Feedback):
 
     Args:
         decay: what is left of the residual after a step in which it waited, above 0 and up to 1.
-        store: what it is kept in between steps: ``fp32``, ``bf16`` or ``int8``.
+        store: what it is kept in between steps: ``fp32``, ``bf16``, ``int8``; or ``cpu``: in float32, in the memory of
+            the CPU, for models on GPUs.
     """
 
     name: ClassVar[str] = "ef"

@@ -1,4 +1,4 @@
-"""A residual between two steps: in float32, or in fewer bits."""
+"""A residual between two steps: in float32, in fewer bits, or in the memory of the CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["Kept", "Store"]
 
 #: What residuals may be kept in.
-Store: TypeAlias = Literal["fp32", "bf16", "int8"]
+Store: TypeAlias = Literal["fp32", "bf16", "int8", "cpu"]
 
 
 class Kept:
-    """A flat float32 tensor that is kept in ``bf16`` or ``int8`` (:mod:`narrowband.kernels.stores`).
+    """A flat float32 tensor that is kept in ``bf16`` or ``int8`` (:mod:`narrowband.kernels.stores`), or as it is in the
+    memory of the ``cpu``, from where it comes back to its own device when it is read.
 
     What is read, and kept again without a seed, is the same to the bit.
 
@@ -31,7 +32,10 @@ class Kept:
     def __init__(self, x: Tensor, store: Store, *, seed: int | None = None) -> None:
         self.numel = x.numel()
         self._exponents: Tensor | None = None
-        if store == "int8":
+        self._device = x.device
+        if store == "cpu":
+            self._codes = torch.empty(self.numel, pin_memory=x.is_cuda)
+        elif store == "int8":
             self._codes = torch.empty(self.numel, dtype=torch.int8, device=x.device)
             groups = -(-self.numel // kernels.STORE_GROUP)
             self._exponents = torch.empty(groups, dtype=torch.int8, device=x.device)
@@ -41,7 +45,9 @@ class Kept:
 
     def keep(self, x: Tensor, *, seed: int | None) -> None:
         """Keep this one from now on."""
-        if self._exponents is None:
+        if self._codes.dtype == torch.float32:
+            self._codes.copy_(x, non_blocking=True)  # in the order of the stream, as is what reads it
+        elif self._exponents is None:
             kernels.keep_in_16(x, self._codes, seed=seed)
         else:
             kernels.keep_in_8(x, self._codes, self._exponents, seed=seed)
@@ -49,7 +55,7 @@ class Kept:
     def read(self) -> Tensor:
         """What is kept, in float32, in memory of its own."""
         if self._exponents is None:
-            return self._codes.float()
+            return self._codes.to(self._device, torch.float32, non_blocking=True, copy=True)
         out = torch.empty(self.numel, device=self._codes.device)
         kernels.read_from_8(self._codes, self._exponents, out)
         return out
@@ -71,5 +77,5 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Of its memory."""
+        """Of its memory, wherever that is."""
         return self._codes.nbytes + (0 if self._exponents is None else self._exponents.nbytes)

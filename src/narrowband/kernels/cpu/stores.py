@@ -48,15 +48,17 @@ def _in_8(x, bits, codes, exponents, stochastic, folded, first, last):
             top = max(top, I32(bits[At(i)] & MAGNITUDE))
         exponent = _power(top)
         exponents[At(g)] = np.int8(exponent)
-        inverse = np.float64(2.0) ** np.float64(-exponent)
-        for i in range(begin, end):
-            scaled = np.float64(x[At(i)]) * inverse
-            if stochastic:
-                shift = np.float64(F32(I32(mix(U32(U32(i) + folded)) >> U32(8))) * F32(2.0**-24))
-                whole = np.floor(scaled + shift)
-            else:
-                whole = np.rint(scaled)
-            codes[At(i)] = np.int8(min(max(whole, -127.0), 127.0))
+        inverse = F32(np.float64(2.0) ** np.float64(-exponent))  # exact, as is what is multiplied by it
+        if stochastic:
+            for j in range(end - begin):
+                scaled = F32(x[At(begin + j)] * inverse)
+                below = F32(np.floor(scaled))
+                chance = F32(F32(I32(mix(U32(U32(begin + j) + folded)) >> U32(8))) * F32(2.0**-24))
+                up = I32(1) if chance < F32(scaled - below) else I32(0)
+                codes[At(begin + j)] = np.int8(I32(I32(below) + up))
+        else:
+            for j in range(end - begin):
+                codes[At(begin + j)] = np.int8(I32(np.rint(F32(x[At(begin + j)] * inverse))))
 
 
 @loop

@@ -34,9 +34,11 @@ def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) 
     exponent = torch.where(fraction <= 127 / 128, exponent - 7, exponent - 6)
     exponent = torch.where(fraction == 0, _LEAST, exponent).clamp(_LEAST, 127)
     scaled = torch.ldexp(wide.double(), -exponent[:, None]).view(-1)[:n]
-    shift = 0.5 if seed is None else common.uniform(0, n, seed, x.device).double()
-    whole = torch.round(scaled) if seed is None else torch.floor(scaled + shift)
-    codes.copy_(whole.clamp(-127, 127))
+    if seed is None:
+        codes.copy_(torch.round(scaled))
+    else:
+        below = torch.floor(scaled)
+        codes.copy_(below + (common.uniform(0, n, seed, x.device).double() < scaled - below))
     exponents.copy_(exponent)
 
 
