@@ -66,7 +66,9 @@ def summed(rank, size, spec, kind, steps):
 @pytest.mark.parametrize(
     ("size", "kind"), [(1, "normal"), (3, "normal"), (4, "crowded"), *thorough((2, "crowded"), (8, "normal"))]
 )
-@pytest.mark.parametrize("spec", ["topk:density=0.05+ef", *thorough("topk:density=0.05,select=sampled+ef")])
+@pytest.mark.parametrize(
+    "spec", ["topk:density=0.05+ef", "threshold:value=2.5+ef", *thorough("topk:density=0.05,select=sampled+ef")]
+)
 def test_what_was_delivered_and_what_waits_are_all_there_was(size, kind, spec):
     answers = run_ranks(summed, size, spec, kind, 12)
     for i, total in enumerate(answers[0][0]):
@@ -246,8 +248,9 @@ def test_auto_takes_it_where_it_sends_less_than_half():
     assert chosen == {
         2: "all_gather", 4: "all_gather", 6: "all_gather", 7: "sparse_reduce", 8: "sparse_reduce", 32: "sparse_reduce",
     }  # fmt: skip
+    assert choose(nb.codec("threshold:value=1"), 10_000_000, 8, feedback).name == "sparse_reduce"
     assert choose(codec, 1000, 8, feedback).name == "all_gather"  # two phases take longer than so few bytes
-    for spec in ("topk:density=0.01,values=int8", "topk:density=0.01,tile=8x8", "threshold:value=1", "qsgd:bits=4"):
+    for spec in ("topk:density=0.01,values=int8", "topk:density=0.01,tile=8x8", "qsgd:bits=4"):
         assert choose(nb.codec(spec), 10_000_000, 32, feedback).name != "sparse_reduce"
     assert choose(codec, 10_000_000, 32).name == "all_gather"  # nothing would wait for what does not arrive
 
@@ -270,7 +273,13 @@ def trained(rank, size, spec, steps):
 
 
 @pytest.mark.parametrize(
-    "spec", ["topk:density=0.1+ef", "dgc:density=0.1,momentum=0.5", *thorough("topk:density=0.1+ef-mixed")]
+    "spec",
+    [
+        "topk:density=0.1+ef",
+        "dgc:density=0.1,momentum=0.5",
+        "threshold:value=0.02+ef",
+        *thorough("topk:density=0.1+ef-mixed"),
+    ],
 )
 def test_models_learn_and_are_equal(spec):
     answers = run_ranks(trained, 3, spec, 30)
@@ -310,7 +319,7 @@ def wrong(rank, size):
 
 def test_what_it_cannot_carry_is_said():
     for (kind, text), word in zip(
-        run_ranks(wrong, 1)[0], ["wait in a residual", "not top-k", "not top-k", "wait in"], strict=True
+        run_ranks(wrong, 1)[0], ["wait in a residual", "does not send", "does not send", "wait in"], strict=True
     ):
         assert kind == "UnsupportedError"
         assert word in text

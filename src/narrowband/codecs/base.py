@@ -264,6 +264,19 @@ class Codec(ABC):
         """
         return None
 
+    @property
+    def keeps_elements(self) -> bool:
+        """Whether decoding gives some elements unchanged, and zeros elsewhere: :meth:`elements` then says which."""
+        return False
+
+    def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """The indices that a payload names (int32, ascending), and the values, float32, that arrive there.
+
+        Raises:
+            TypeError: the codec keeps something of every element.
+        """
+        raise TypeError(f"{self} names no elements")
+
     def kept_rank(self, shape: Shape) -> int | None:
         """r, if decoding gives an approximation of rank r to a matrix of this shape; otherwise None.
 
@@ -433,7 +446,6 @@ class SelectingCodec(Codec):
         return self.decode_at(self.encode_at(values, places), places, torch.empty_like(values))
 
     def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The indices that a payload names, and the values, float32, that arrive there."""
         at = self.places(payload, shape)
         dense = self.decode(payload, torch.empty(numel_of(shape), device=payload.device).view(dims(shape)))
         return at, dense.view(-1).index_select(0, at)

@@ -125,6 +125,10 @@ class TopK(SelectingCodec):
         whole = self.scope == "tensor" and self.tile == "none"
         return self.kept(shape) if whole and self.values == "fp32" else None
 
+    @property
+    def keeps_elements(self) -> bool:
+        return self.kept_largest((4, 4)) is not None
+
     def variations(self) -> tuple[str, list[float]]:
         shares = [self.density if tenths == 10 else self.density * tenths / 10 for tenths in range(1, 101)]
         return "density", shares
@@ -362,6 +366,13 @@ class Threshold(Codec):
         if out is None:
             return payload
         return out[: payload.numel()].copy_(payload)
+
+    @property
+    def keeps_elements(self) -> bool:
+        return True
+
+    def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        return self._read(self._checked(payload, shape, torch.float32), numel_of(shape))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         raise AssertionError("encode() is overridden as a whole")  # pragma: no cover

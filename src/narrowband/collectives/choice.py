@@ -9,8 +9,8 @@ collective           what happens                                        bytes a
 ``sparse_reduce``    each rank adds up what it owns, sends the largest   about 3·(N−1)/N · P
 ===================  ==================================================  =====================================
 
-Where top-k is gathered, all that ranks send is delivered, and by ``sparse_reduce`` the largest sums are. So ``auto``
-takes that where it sends less than half, from seven ranks on.
+Where the largest elements are gathered, all that ranks send is delivered, and by ``sparse_reduce`` the largest sums
+are. So ``auto`` takes that where it sends less than half, from seven ranks on.
 
 ``factor_reduce`` and ``half_rounds``, 2·(N−1)/N · P for factors of P bytes, belong to PowerSGD. A feedback names the
 collective that it brings in :attr:`~narrowband.feedback.State.collective`.

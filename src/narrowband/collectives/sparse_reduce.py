@@ -13,8 +13,9 @@ Ok-Topk cuts the tensor into N ranges and moves their bounds, from step to step,
 an owner's elements are spread over all of the tensor in small blocks (:mod:`narrowband.kernels.shares`), which makes
 owners even wherever the largest elements lie. There is nothing to move, to tell or to keep.
 
-Sizes are fixed. A message has room for √m more elements than the m that a rank has for an owner on average. Those that
-find no room, the smallest, wait in the residual.
+Sizes are fixed, once it is known how many elements are sent: by a threshold every rank keeps another number, so ranks
+tell each other, and the largest number counts. A message has room for √m more elements than the m that a rank has for
+an owner on average. Those that find no room, the smallest, wait in the residual.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ class SparseReduce(Exchange):
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
-        if not (isinstance(codec, SelectingCodec) and codec.kept_largest((4, 4)) is not None):
+        if not codec.keeps_elements:
             return (
-                f"collective='sparse_reduce' adds up the largest elements of whole tensors in float32, and {codec} is "
-                "not top-k with these; use 'all_gather' or 'auto'"
+                f"collective='sparse_reduce' adds up elements of whole tensors in float32, and {codec} does not send "
+                "these; use 'all_gather' or 'auto'"
             )
         if feedback is None or not feedback.commits_arrivals:
             return (
@@ -109,12 +110,20 @@ class SparseReduce(Exchange):
 
     @property
     def first_nbytes(self) -> int:
-        return (self.peers.size - 1) * sum(payload.numel() for payload in self._payloads) // self.peers.size
+        nbytes = sum(operand.codec.payload_nbytes(operand.shape) for operand in self.operands)
+        return (self.peers.size - 1) * nbytes // self.peers.size
 
     def job(self) -> Job:
         size, device = self.peers.size, self.operands[0].x.device
+        numbers = [_kept(operand) for operand in self.operands]
+        if None in numbers:
+            mine = self._counted(numbers)
+            of_all = torch.empty(size, len(mine), dtype=torch.int64, device=device)
+            yield Transfer(lambda: all_gather(of_all, mine, self.peers), later=["group", "pairs"])
+            self.sent_nbytes += (size - 1) * mine.nbytes
+            numbers = of_all.amax(0).tolist()
         begin = time.perf_counter()
-        self._lay_out()
+        self._lay_out([number or 0 for number in numbers])
         send = torch.zeros(size, self._row + TRAILER, dtype=torch.uint8, device=device)
         self._write_rows(send)
         received = torch.empty_like(send)
@@ -134,11 +143,22 @@ class SparseReduce(Exchange):
         if self.finite:
             self._read(arrived)
 
-    def _lay_out(self) -> None:
+    def _counted(self, numbers: Sequence[int | None]) -> Tensor:
+        """How many elements this rank sends of each tensor."""
+        counts = [
+            number if number is not None else self._count(operand, payload)
+            for number, operand, payload in zip(numbers, self.operands, self._payloads, strict=True)
+        ]
+        return torch.tensor(counts, dtype=torch.int64, device=self.operands[0].x.device)
+
+    def _count(self, operand: Operand, payload: Tensor) -> int:
+        """At least one, so that there is something to look at."""
+        return max(1, _elements(operand, payload)[0].numel()) if self._locally_finite else 1
+
+    def _lay_out(self, numbers: Sequence[int]) -> None:
         """Where each tensor lies in a share, in the rows of the first message, and in that of the second."""
         size = self.peers.size
         shares = [kernels.share_numel(operand.x.numel(), size) for operand in self.operands]
-        numbers = [_kept(operand) for operand in self.operands]
         self._shares = spans_of(shares)
         self._rooms = spans_of([_room(k, size) if k else 0 for k in numbers])
         self._sums = spans_of([_sums(k, share, size) for k, share in zip(numbers, shares, strict=True)])
@@ -220,9 +240,8 @@ class SparseReduce(Exchange):
 
 def _deal(operand: Operand, payload: Tensor, local: Tensor, values: Tensor) -> None:
     """The elements of a payload into an owner's row each; where there is no room for all, the largest."""
-    codec, numel = operand.codec, operand.x.numel()
-    assert isinstance(codec, SelectingCodec)
-    at, own = codec.elements(payload, operand.shape)
+    numel = operand.x.numel()
+    at, own = _elements(operand, payload)
     turn, (ranks, room) = operand.index, local.shape
     most = kernels.split_shares(at, own, local, values, n=numel, turn=turn)
     if most <= room:
@@ -234,10 +253,17 @@ def _deal(operand: Operand, payload: Tensor, local: Tensor, values: Tensor) -> N
     values.copy_(table_values.gather(1, largest))
 
 
-def _kept(operand: Operand) -> int:
+def _elements(operand: Operand, payload: Tensor) -> tuple[Tensor, Tensor]:
+    """What a payload of this tensor holds."""
+    return operand.codec.elements(payload, operand.shape)
+
+
+def _kept(operand: Operand) -> int | None:
+    """How many elements every rank sends; None where that depends on the data."""
     codec = operand.codec
-    assert isinstance(codec, SelectingCodec)
-    return codec.kept(operand.shape)
+    if not operand.x.numel():
+        return 0
+    return codec.kept(operand.shape) if isinstance(codec, SelectingCodec) else None
 
 
 def _write_row(at: Tensor, values: Tensor, n: int, out: Tensor) -> None:
