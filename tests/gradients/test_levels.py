@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowband as nb
+from narrowband.gradients import node as node_module
 from narrowband.gradients.levels import shards_of
 from tests.gradients.training import (
     HUGE,
@@ -100,6 +102,57 @@ def test_between_nodes_travels_a_part_for_each_rank(spec):
         assert levels.isfinite().all()
         assert sent < 0.55 * all_sent
         assert residual <= 0.62 * whole_residual
+
+
+def by_memory_and_by_messages(rank, world_size, cap):
+    """Parameters where ranks share memory, and where they do not; and what is left in the folder."""
+    before = set(node_module._FOLDER.iterdir())
+    found = []
+    for shares in (True, False):
+        if not shares:
+            node_module._made = lambda _: None
+        model = wrap(odd(), cap=cap)
+        handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
+        train(model, rank, range(6), sgd(model, 0.2))
+        found.append((flat(model), handle._node._memory is not None))
+    left = set(Path("/dev/shm").iterdir()) - before
+    return found, [path.name for path in left if path.name.startswith("narrowband-")]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm to share memory in")
+@pytest.mark.parametrize("cap", [HUGE, TINY])
+def test_a_node_computes_the_same_over_shared_memory_and_over_messages(cap):
+    for ((shared, shares), (sent, sends)), left in run_ranks(by_memory_and_by_messages, 6, cap, fresh=True):
+        assert shares
+        assert not sends
+        assert torch.equal(shared, sent)
+        assert left == []
+
+
+def without_room(rank, world_size):
+    node_module._SHARE = 0.0
+    model = wrap(mlp())
+    handle = compress(model, "none", nodes=2, min_numel=32)
+    train(model, rank, range(3))
+    return flat(model), handle._node._memory is None
+
+
+def elsewhere(rank, world_size):
+    """The last rank of each node has another /dev/shm, as on another host or in another container."""
+    if rank % 2:
+        real = node_module.Path
+        node_module.Path = lambda name: real(f"/nowhere{name}")
+    model = wrap(mlp())
+    handle = compress(model, "none", nodes=2, min_numel=32)
+    train(model, rank, range(3))
+    return flat(model), handle._node._memory is None
+
+
+@pytest.mark.parametrize("job", [without_room, elsewhere])
+def test_where_one_rank_cannot_share_memory_none_does(job):
+    answers = run_ranks(job, 4, fresh=True)
+    assert all(sends for _, sends in answers)
+    assert all(torch.equal(parameters, answers[0][0]) for parameters, _ in answers)
 
 
 def learns(rank, world_size, spec):

@@ -37,6 +37,7 @@ from narrowband.averaging.step import ADVICE, fill_with_nan
 from narrowband.collectives import SerialExecutor, borrow, group_of
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression, at_the_end_of_backward
+from narrowband.gradients.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,10 +51,6 @@ if TYPE_CHECKING:
     from narrowband.gradients.hook import Hook
 
 __all__ = ["Levels", "TwoLevelCompression", "levels_of", "shards_of"]
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 # ---- who is on which node --------------------------------------------------------------------------------------------
 
@@ -195,8 +192,7 @@ class TwoLevelCompression(DDPCompression):
         self._size, self._rank = size, rank
         device = trained[0][1].device
         self._inside: Loan = borrow(levels.inside, device)
-        # Gloo's own reduce-scatter takes longer than an exchange of rows, and their sum.
-        self._exchanges = dist.get_backend(self._inside.group) == "gloo"
+        self._node = Node(self._inside.group, device)
         self._executor = SerialExecutor("narrowband-node")
         self._end = weakref.finalize(self, _end, self._executor, self._inside)
         self._on_way: list[_Bucket] = []
@@ -271,12 +267,12 @@ class TwoLevelCompression(DDPCompression):
         """The node's mean of this rank's shards, which then goes to the core."""
         longest = max(sum(span.stop - span.start for span in piece) for piece in bucket.pieces)
         buffer = bucket.buffer
-        send = torch.zeros(self._size, longest, dtype=buffer.dtype, device=buffer.device)
+        send = self._node.rows(longest, buffer)
         for row, piece in zip(send, bucket.pieces, strict=True):
             if piece:
                 torch.cat([buffer[span] for span in piece], out=row[: sum(x.stop - x.start for x in piece)])
         send.div_(self._size)  # before they are added up, as in DDP: 16 bits may not hold the sum
-        bucket.own = self._sum_of_own(send)
+        bucket.own = self._node.sum_of_own(send)
         bucket.numel = sum(span.stop - span.start for span in bucket.pieces[self._rank])
         own = bucket.own[: bucket.numel]
         self._finite &= kernels.all_finite(own.float())
@@ -287,26 +283,13 @@ class TwoLevelCompression(DDPCompression):
                 own.fill_(math.nan)
         bucket.averaged = self.feed(own, names, last=last)
 
-    def _sum_of_own(self, rows: Tensor) -> Tensor:
-        """The sum over the node's ranks of this rank's row."""
-        group = self._inside.group
-        if self._exchanges:
-            received = torch.empty_like(rows)
-            dist.all_to_all_single(received.view(-1), rows.view(-1), group=group)
-            return received.sum(0)
-        own = torch.empty_like(rows[0])
-        _reduce_scatter(own, rows.view(-1), group=group)
-        return own
-
     def _gather(self) -> None:
         """All shards of the node, in DDP's buckets."""
         for bucket in self._on_way:
             assert bucket.own is not None
             assert bucket.averaged is not None
             bucket.averaged.wait()
-            parts = torch.empty(self._size, bucket.own.numel(), dtype=bucket.own.dtype, device=bucket.own.device)
-            _all_gather(parts.view(-1), bucket.own, group=self._inside.group)
-            for row, piece in zip(parts, bucket.pieces, strict=True):
+            for row, piece in zip(self._node.gathered(bucket.own), bucket.pieces, strict=True):
                 at = 0
                 for span in piece:
                     bucket.buffer[span] = row[at : at + span.stop - span.start]
