@@ -24,6 +24,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tests that give programs a cache folder of their own, for data, are no reason to compile every loop there once more.
 os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser()))
 
+# Without a GPU, Triton's loops run in its interpreter; it asks as it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Two threads are enough to see what only goes wrong with threads, and do not swamp a small machine.
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "backend_for", "backend_of", "choose_anew", "fuses"]
 
 #: The package of loops for tensors of a device type. All others run the reference.
-PACKAGES = {"cpu": "narrowband.kernels.cpu"}
+PACKAGES = {"cpu": "narrowband.kernels.cpu", "cuda": "narrowband.kernels.cuda"}
+
+#: The first GPUs that Triton compiles for, by compute capability.
+_CAPABLE = (8, 0)
 
 
 class Backend:
@@ -49,11 +55,20 @@ def backend_for(device_type: str) -> Backend:
     read when a device type is first used.
     """
     package = PACKAGES.get(device_type, "narrowband.kernels.reference")
+    if device_type == "cuda" and not _has_triton():
+        package = "narrowband.kernels.reference"
     if os.environ.get("NARROWBAND_KERNELS", "") == "reference":
         package = "narrowband.kernels.reference"
     if package not in _backends:
         _backends[package] = Backend(package)
     return _backends[package]
+
+
+def _has_triton() -> bool:
+    """Whether Triton's loops can run: on this GPU, or in its interpreter where there is none."""
+    if find_spec("triton") is None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _CAPABLE
 
 
 def backend_of(tensor: Tensor) -> Backend:

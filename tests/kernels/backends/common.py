@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Every backend; the reference is the last. A new one joins here.
-BACKENDS = [Backend("narrowband.kernels.cpu"), Backend("narrowband.kernels.reference")]
+#: Every backend; the reference is the last. A new one joins here. Triton's loops run on a GPU if there is one, and
+#: otherwise one operation after the other in its interpreter (``tests/conftest.py`` asks for that).
+NAMES = ["cpu", *(["cuda"] if find_spec("triton") else []), "reference"]
+BACKENDS = [Backend(f"narrowband.kernels.{name}") for name in NAMES]
+_GPU = "cuda" if torch.cuda.is_available() else "cpu"
 
 MILLION = 1_000_003  # ends in a short group, a short block and uneven ranges per thread
 SIZES = [0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1000, 5000]
@@ -60,6 +64,20 @@ def make(kind: str, n: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(x)
 
 
+def place(backend: Any, value: Any) -> Any:
+    """Where a backend works: a tensor of its own there."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(_GPU if getattr(backend, "name", "") == "cuda" else "cpu", copy=True)
+
+
+def back(value: Any) -> Any:
+    """What a backend gave, on the CPU."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(back, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 def header_nbytes(n: int, group: int, scale: str) -> int:
     return 4 * -(-n // group) * (2 if scale == "minmax" else 1)
 
@@ -67,22 +85,22 @@ def header_nbytes(n: int, group: int, scale: str) -> int:
 def quantize(backend: Any, x: Tensor, bits: int, group: int, scale: Any, *, offset: int = 0, **options: Any) -> Tensor:
     """The payload with 3 bytes of padding, after checking that the bytes around it were left alone."""
     nbytes = header_nbytes(x.numel(), group, scale) + kernels.packed_nbytes(x.numel(), bits, group) + 3
-    around = torch.full((nbytes + offset + 16,), 0xAA, dtype=torch.uint8)
+    around = place(backend, torch.full((nbytes + offset + 16,), 0xAA, dtype=torch.uint8))
     payload = around[offset : offset + nbytes]
-    backend.quantize_groups(x, payload, bits=bits, group=group, scale=scale, **options)
+    backend.quantize_groups(place(backend, x), payload, bits=bits, group=group, scale=scale, **options)
     assert (around[:offset] == 0xAA).all()
     assert (around[offset + nbytes :] == 0xAA).all()
-    return payload
+    return payload.cpu()
 
 
 def dequantize(
     backend: Any, payload: Tensor, into: Tensor, bits: int, group: int, scale: Any, **options: Any
 ) -> Tensor:
-    around = torch.cat([torch.full((16,), 5.0), into, torch.full((16,), 5.0)])
-    backend.dequantize_groups(payload, around[16:-16], bits=bits, group=group, scale=scale, **options)
+    around = place(backend, torch.cat([torch.full((16,), 5.0), into, torch.full((16,), 5.0)]))
+    backend.dequantize_groups(place(backend, payload), around[16:-16], bits=bits, group=group, scale=scale, **options)
     assert (around[:16] == 5).all()
     assert (around[-16:] == 5).all()
-    return around[16:-16]
+    return around[16:-16].cpu()
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -114,8 +132,8 @@ def on_all(name: str, *arguments: Any, **options: Any) -> Any:
     """One function on all backends, each with its own copy of the tensors; they must leave the same. The result."""
     outcomes = []
     for backend in BACKENDS:
-        own = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
-        outcomes.append([getattr(backend, name)(*own, **options), *own])
+        own = [place(backend, a) for a in arguments]
+        outcomes.append(back([getattr(backend, name)(*own, **options), *own]))
     assert_all_same(outcomes)
     return outcomes[0][0]
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 from narrowband import kernels
-from narrowband.kernels import cpu, reference
+from narrowband.kernels import backends, cpu, reference
+from tests.kernels.backends.common import BACKENDS
 
 LOOPS = [name for name in reference.__all__ if inspect.isfunction(getattr(reference, name))]
 
@@ -18,9 +22,21 @@ LOOPS = [name for name in reference.__all__ if inspect.isfunction(getattr(refere
 def test_the_backend_is_chosen_by_device_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NARROWBAND_KERNELS", raising=False)
     assert kernels.backend_for("cpu").name == "cpu"
-    assert kernels.backend_for("cuda").name == "reference"
+    assert kernels.backend_for("cuda").name == ("cuda" if find_spec("triton") else "reference")
+    assert kernels.backend_for("mps").name == "reference"
     monkeypatch.setenv("NARROWBAND_KERNELS", "reference")
-    assert kernels.backend_for("cpu").name == "reference"
+    assert kernels.backend_for("cpu").name == kernels.backend_for("cuda").name == "reference"
+
+
+def test_where_triton_is_missing_plain_torch_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda _: None)
+    assert kernels.backend_for("cuda").name == "reference"
+
+
+def test_on_a_gpu_too_old_for_triton_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    assert kernels.backend_for("cuda").name == "reference"
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
@@ -31,7 +47,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_is_called_alike_in_public_and_in_every_backend(name: str) -> None:
     form = parameters(getattr(kernels, name))
-    for backend in (reference, cpu):
+    for backend in BACKENDS:
         found = parameters(getattr(backend, name))
         if name == "randomk_indices":  # backends are given a device, users may leave it out
             assert [entry[:2] for entry in found] == [entry[:2] for entry in form]
@@ -41,6 +57,16 @@ def test_a_loop_is_called_alike_in_public_and_in_every_backend(name: str) -> Non
 
 def test_a_backend_brings_no_loop_that_the_reference_lacks() -> None:
     assert set(cpu.__all__) <= set(reference.__all__)
+    if find_spec("triton"):
+        assert set(import_module("narrowband.kernels.cuda").__all__) <= set(reference.__all__)
+
+
+def test_what_runs_on_the_cpu_does_not_import_triton() -> None:
+    code = (
+        "import sys, torch, narrowband as nb; nb.codec('qsgd:bits=4').roundtrip(torch.randn(100)); "
+        "assert not {'triton', 'narrowband.kernels.cuda'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_importing_the_package_does_not_import_numba() -> None:

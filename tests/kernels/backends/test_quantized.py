@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 from tests.kernels.backends.common import (
     SIZES,
+    assert_all_same,
     assert_same,
     assert_same_payload,
     dequantize,
@@ -61,8 +62,7 @@ def test_dequantize_groups_of_any_bytes(
     payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     into = make("normal", n, seed)
     options: dict[str, Any] = {"weight": weight, "accumulate": accumulate}
-    got, expected = (dequantize(b, payload, into, bits, group, scale, **options) for b in BACKENDS)
-    assert_same(got, expected)
+    assert_all_same([dequantize(b, payload, into, bits, group, scale, **options) for b in BACKENDS])
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])

@@ -8,18 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from tests.kernels.backends.common import BACKENDS, assert_all_same, lean, make
+from tests.kernels.backends.common import BACKENDS, assert_all_same, back, lean, make, place
 
 
 def kept(backend, x: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, ...]:
-    half = torch.empty(x.numel(), dtype=torch.bfloat16)
+    x = place(backend, x)
+    half = torch.empty_like(x, dtype=torch.bfloat16)
     backend.keep_in_16(x.clone(), half, seed=seed)
     groups = -(-x.numel() // kernels.STORE_GROUP)
-    codes, exponents = torch.empty(x.numel(), dtype=torch.int8), torch.empty(groups, dtype=torch.int8)
+    codes, exponents = torch.empty_like(x, dtype=torch.int8), x.new_empty(groups, dtype=torch.int8)
     backend.keep_in_8(x.clone(), codes, exponents, seed=seed)
-    back = torch.empty_like(x)
-    backend.read_from_8(codes, exponents, back)
-    return half, codes, exponents, back
+    read = torch.empty_like(x)
+    backend.read_from_8(codes, exponents, read)
+    return back((half, codes, exponents, read))
 
 
 @given(
@@ -34,12 +35,12 @@ def test_backends_agree_and_what_was_kept_is_kept_again(n: int, seed: int, noise
     results = [kept(backend, x, noise) for backend in BACKENDS]
     for part in zip(*results, strict=True):
         assert_all_same(list(part))
-    half, _, exponents, back = results[0]
+    half, _, exponents, read = results[0]
     step = torch.ldexp(torch.ones(exponents.shape), exponents.int()).repeat_interleave(kernels.STORE_GROUP)[:n]
-    assert bool(((back - x).abs() <= step * (1.0 if noise is not None else 0.5) * (1 + 1e-6)).all())
+    assert bool(((read - x).abs() <= step * (1.0 if noise is not None else 0.5) * (1 + 1e-6)).all())
     assert bool((half.float() - x).abs().max() <= x.abs().max() * 2.0**-7 + 2.0**-133)
     for again in (None, 5, 1 << 33):
-        assert torch.equal(kept(kernels, back, again)[3], back)
+        assert torch.equal(kept(kernels, read, again)[3], read)
         assert torch.equal(kept(kernels, half.float(), again)[0], half)
 
 

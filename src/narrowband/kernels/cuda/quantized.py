@@ -1,0 +1,230 @@
+"""Grouped quantization in Triton. A program has some whole groups, a row each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from narrowband.kernels import reference
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed, kernel, run, uniform
+from narrowband.kernels.quantized import packed_nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from narrowband.kernels.quantized import Scale
+
+__all__ = ["dequantize_groups", "group_minmax", "quantize_groups"]
+
+#: Longer groups do not fit into a program's registers.
+_LONGEST = 8192
+
+_MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
+_SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
+_TINY = tl.constexpr(2.0**-126)
+_LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+
+
+@kernel
+def _rows(n, group, ROWS: tl.constexpr):
+    """Numbers of this program's groups, where they begin, and how many elements each has."""
+    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    begin = g * group
+    return g, begin, tl.minimum(n - begin, group)
+
+
+@kernel
+def _ordered(bits):
+    """Bits of floats ↔ integers that order as these do."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+@kernel
+def _extremes(v, inside):
+    """Smallest and largest of each row; NaN where the row is not finite."""
+    ordered = _ordered(v.to(tl.int32, bitcast=True))
+    low = tl.min(tl.where(inside, ordered, _MOST), 1)
+    high = tl.max(tl.where(inside, ordered, _LEAST), 1)
+    finite = (high < INFINITE) & (low >= -INFINITE)
+    low = tl.where(finite, _ordered(low).to(tl.float32, bitcast=True), float("nan"))
+    high = tl.where(finite, _ordered(high).to(tl.float32, bitcast=True), float("nan"))
+    return low, high
+
+
+@kernel
+def _minmax(x, lows, highs, n, groups, group, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    g, begin, m = _rows(n, group, ROWS)
+    j = tl.arange(0, WIDTH)
+    inside = j[None, :] < m[:, None]
+    low, high = _extremes(tl.load(x + begin[:, None] + j[None, :], mask=inside, other=0.0), inside)
+    tl.store(lows + g, low, mask=g < groups)
+    tl.store(highs + g, high, mask=g < groups)
+
+
+@kernel
+def _header(v, inside, m, levels, SCALE: tl.constexpr):
+    """The smallest level of each row, and the distance of two."""
+    low = tl.zeros_like(m).to(tl.float32)
+    if SCALE == _MINMAX:
+        low, high = _extremes(v, inside)
+        step = tl.div_rn(high - low, tl.zeros_like(low) + levels)
+    else:
+        magnitude = tl.where(inside, v.to(tl.int32, bitcast=True) & MAGNITUDE, 0)
+        top = tl.max(magnitude, 1)
+        if SCALE == _ABSMAX:
+            step = tl.div_rn(top.to(tl.float32, bitcast=True), tl.zeros_like(low) + levels)
+        else:
+            wide = tl.where(inside, tl.abs(v), 0.0).to(tl.float64)
+            if SCALE == _L2:
+                step = (tl.sqrt(tl.sum(wide * wide, 1)) / levels).to(tl.float32)
+            else:
+                step = (2.0 * tl.sum(wide, 1) / m.to(tl.float64)).to(tl.float32)
+        step = tl.where(top < INFINITE, step, float("nan"))
+    return low, step
+
+
+@kernel
+def _code(v, low, inverse, shift, top):
+    """A level's number; 0 for NaN."""
+    at = (v - low) * inverse + shift
+    at = tl.where(at > 0.0, at, 0.0)
+    return tl.where(at < top, at, top).to(tl.int32)
+
+
+@kernel
+def _quantize(
+    x, lows, steps, codes, n, groups, group, group_bytes, levels, shift, top, folded,
+    BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    g, begin, m = _rows(n, group, ROWS)
+    j = tl.arange(0, WIDTH)
+    inside = j[None, :] < m[:, None]
+    low, step = _header(tl.load(x + begin[:, None] + j[None, :], mask=inside, other=0.0), inside, m, levels, SCALE)
+    if SCALE == _MINMAX:
+        tl.store(lows + g, low, mask=g < groups)
+    tl.store(steps + g, step, mask=g < groups)
+    inverse = tl.where(step < _TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+    finite = step == step  # noqa: PLR0124 - not NaN
+    at = g * group_bytes
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            width: tl.constexpr = 8 >> plane
+            down: tl.constexpr = BITS // (2 * width) * (2 * width)  # wider planes hold lower bits
+            t = tl.arange(0, WIDTH * width // 8)
+            stride = (m * width + 7) >> 3
+            there = t[None, :] < stride[:, None]
+            byte = tl.zeros((ROWS, WIDTH * width // 8), tl.int32)
+            for part in tl.static_range(8 // width):
+                index = part * stride[:, None] + t[None, :]
+                ok = there & (index < m[:, None])
+                element = begin[:, None] + index
+                v = tl.load(x + element, mask=ok, other=0.0)
+                if SCALE == _MEAN:
+                    code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
+                else:
+                    own = tl.zeros_like(v) + shift
+                    if STOCHASTIC:
+                        own = own + uniform(element, folded)
+                    code = _code(v, low[:, None], inverse[:, None], own, top)
+                byte |= tl.where(ok, ((code >> down) & ((1 << width) - 1)) << (part * width), 0)
+            tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
+            at += stride
+
+
+@kernel
+def _dequantize(
+    lows, steps, codes, out, n, group, group_bytes, offset, weight,
+    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    g, begin, m = _rows(n, group, ROWS)
+    j = tl.arange(0, WIDTH)
+    inside = j[None, :] < m[:, None]
+    step = tl.load(steps + g, mask=m > 0, other=0.0)
+    low = tl.zeros_like(step)
+    if HAS_LOW:
+        low = tl.load(lows + g, mask=m > 0, other=0.0)
+    code = tl.zeros((ROWS, WIDTH), tl.int32)
+    at = g * group_bytes
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            width: tl.constexpr = 8 >> plane
+            down: tl.constexpr = BITS // (2 * width) * (2 * width)
+            stride = tl.maximum((m * width + 7) >> 3, 1)
+            part = j[None, :] // stride[:, None]
+            place = at[:, None] + (j[None, :] - part * stride[:, None])
+            byte = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+            code |= ((byte >> (part * width).to(tl.int32)) & ((1 << width) - 1)) << down
+            at += stride
+    value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
+    element = begin[:, None] + j[None, :]
+    if ACCUMULATE:
+        value = tl.load(out + element, mask=inside, other=0.0) + value
+    tl.store(out + element, value, mask=inside)
+
+
+def _tile(group: int) -> dict[str, int]:
+    """Rows and columns of a program's tile."""
+    width = max(8, triton.next_power_of_2(group))
+    return {"ROWS": max(1, BLOCK // width), "WIDTH": width}
+
+
+def _floats(payload: Tensor, count: int) -> Tensor:
+    """The header, in memory where floats may lie: the payload's own where it can be."""
+    own = payload[: 4 * count]
+    return own.view(torch.float32) if own.data_ptr() % 4 == 0 else own.clone().view(torch.float32)
+
+
+def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    if group > _LONGEST:
+        return reference.group_minmax(x, group)
+    groups = -(-x.numel() // group)
+    low, high = x.new_empty(groups), x.new_empty(groups)
+    tile = _tile(group)
+    run(_minmax, -(-groups // tile["ROWS"]), x, low, high, x.numel(), groups, group, on=x, **tile)
+    return low, high
+
+
+def quantize_groups(
+    x: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, stochastic: bool, seed: int = 0
+) -> None:
+    if group > _LONGEST:
+        reference.quantize_groups(x, out, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed)
+        return
+    n, groups = x.numel(), -(-x.numel() // group)
+    header = groups * (2 if scale == "minmax" else 1)
+    floats, codes = _floats(out, header), out[4 * header :]
+    codes[packed_nbytes(n, bits, group) :] = 0
+    centre = (1 << (bits - 1)) - 1
+    levels, offset = ((1 << bits) - 1, 0) if scale == "minmax" else (centre, centre)
+    top = (1 << bits) - 1 if scale == "minmax" else 2 * centre
+    tile = _tile(group)
+    run(
+        _quantize, -(-groups // tile["ROWS"]), x, floats, floats[header - groups :], codes, n, groups, group,
+        packed_nbytes(group, bits, group), float(levels), float(offset if stochastic else offset + 0.5), float(top),
+        fold_seed(seed), on=x, BITS=bits, SCALE=_SCALES[scale], STOCHASTIC=stochastic, **tile,
+    )  # fmt: skip
+    if floats.data_ptr() != out.data_ptr():
+        out[: 4 * header] = floats.view(torch.uint8)
+
+
+def dequantize_groups(
+    payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
+) -> None:
+    if group > _LONGEST:
+        reference.dequantize_groups(
+            payload, out, bits=bits, group=group, scale=scale, weight=weight, accumulate=accumulate
+        )
+        return
+    n, groups = out.numel(), -(-out.numel() // group)
+    header = groups * (2 if scale == "minmax" else 1)
+    floats, codes = _floats(payload, header), payload[4 * header :]
+    offset = {"minmax": 0.0, "mean": 0.5}.get(scale, float((1 << (bits - 1)) - 1))
+    tile = _tile(group)
+    run(
+        _dequantize, -(-groups // tile["ROWS"]), floats, floats[header - groups :], codes, out, n, group,
+        packed_nbytes(group, bits, group), offset, float(weight),
+        on=out, BITS=bits, HAS_LOW=scale == "minmax", ACCUMULATE=accumulate, **tile,
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Float32 kept in fewer bits, in Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, run, uniform
+from narrowband.kernels.stores import STORE_GROUP
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["keep_in_8", "keep_in_16", "read_from_8"]
+
+_GROUP = tl.constexpr(STORE_GROUP)
+_ROWS = BLOCK // STORE_GROUP
+
+
+@kernel
+def _in_16(bits, out, n, folded, WIDTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    noise = mix(i.to(tl.uint32) + folded.to(tl.uint32)) >> 16
+    kept = (tl.load(bits + i, mask=i < n, other=0).to(tl.uint32, bitcast=True) + noise) >> 16
+    tl.store(out + i, kept.to(tl.uint16).to(tl.int16, bitcast=True), mask=i < n)
+
+
+@kernel
+def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr):
+    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    element = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    v = tl.load(x + element, mask=element < n, other=0.0)
+    top = tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
+    exponent = (top >> 23) - 126 - tl.where((top & 0x007FFFFF) <= 0x007E0000, 7, 6)
+    exponent = tl.where(top >> 23 == 0, -126, tl.maximum(exponent, -126))
+    tl.store(exponents + g, exponent.to(tl.int8), mask=g * _GROUP < n)
+    scaled = v * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    below = tl.floor(scaled)
+    rest = scaled - below
+    if STOCHASTIC:
+        up = uniform(element, folded) < rest
+    else:  # to the nearest, and of two as near to the even one
+        odd = below * 0.5 != tl.floor(below * 0.5)
+        up = (rest > 0.5) | ((rest == 0.5) & odd)
+    tl.store(codes + element, (below.to(tl.int32) + up.to(tl.int32)).to(tl.int8), mask=element < n)
+
+
+@kernel
+def _from_8(codes, exponents, out, n, ROWS: tl.constexpr):
+    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    element = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    exponent = tl.load(exponents + g, mask=g * _GROUP < n, other=0).to(tl.int32)
+    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    code = tl.load(codes + element, mask=element < n, other=0)
+    tl.store(out + element, code.to(tl.float32) * scale[:, None], mask=element < n)
+
+
+def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
+    if seed is None:
+        out.copy_(x)
+        return
+    arrays = x.view(torch.int32), out.view(torch.int16)
+    run(_in_16, -(-x.numel() // BLOCK), *arrays, x.numel(), fold_seed(seed), on=x, WIDTH=BLOCK)
+
+
+def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) -> None:
+    programs = -(-exponents.numel() // _ROWS)
+    folded = fold_seed(seed or 0)
+    run(_in_8, programs, x, codes, exponents, x.numel(), folded, on=x, STOCHASTIC=seed is not None, ROWS=_ROWS)
+
+
+def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
+    run(_from_8, -(-exponents.numel() // _ROWS), codes, exponents, out, out.numel(), on=out, ROWS=_ROWS)

@@ -1,0 +1,50 @@
+"""The whole way of a gradient over Triton's loops: hook, engine, payload, average."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from narrowband.averaging import warmup
+from narrowband.kernels import backends
+from tests.gradients.training import compress, flat, loss_of, mlp, sgd, wrap
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def trained(rank, world_size, spec, package):
+    """Parameters after some steps on the CPU, by the loops of a package."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    backends.PACKAGES["cpu"] = package
+    backends.choose_anew()
+    warmup._SIDES = (32,)  # the interpreter takes its time
+    model = wrap(mlp())
+    handle = compress(model, spec, min_numel=64)
+    optimizer = sgd(model, 0.2)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    name = backends.backend_for("cpu").name
+    residual = torch.cat([x.flatten() for x in handle.state_dict()["feedback"].values()] or [torch.zeros(1)])
+    return flat(model), residual, losses, name
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "uniform:bits=3+ef", "topk:density=0.1+ef:store=int8"])
+def test_models_trained_by_tritons_loops_are_those_trained_by_the_reference(spec):
+    own, theirs = (
+        run_ranks(trained, 2, spec, f"narrowband.kernels.{name}", fresh=True) for name in ("cuda", "reference")
+    )
+    for (parameters, residual, losses, name), (expected, waits, its, _) in zip(own, theirs, strict=True):
+        assert name == "cuda"
+        assert torch.equal(parameters, expected)
+        assert torch.equal(residual, waits)
+        assert losses == its
+        assert losses[-1] < losses[0]
