@@ -11,7 +11,9 @@ round to the nearest, and sums are taken in float64.
 from __future__ import annotations
 
 from narrowband.kernels.cuda.compensation import all_finite, compensate, difference, take_difference
+from narrowband.kernels.cuda.masks import apply_mask, mask_positive
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
+from narrowband.kernels.cuda.rows import dequantize_rows, quantize_rows, quantize_rows_extremes, row_extremes
 from narrowband.kernels.cuda.stores import keep_in_8, keep_in_16, read_from_8
 
 FUSES = False
@@ -19,13 +21,19 @@ FUSES = False
 __all__ = [
     "FUSES",
     "all_finite",
+    "apply_mask",
     "compensate",
     "dequantize_groups",
+    "dequantize_rows",
     "difference",
     "group_minmax",
     "keep_in_8",
     "keep_in_16",
+    "mask_positive",
     "quantize_groups",
+    "quantize_rows",
+    "quantize_rows_extremes",
     "read_from_8",
+    "row_extremes",
     "take_difference",
 ]

@@ -14,7 +14,22 @@ from narrowband.kernels.reference.common import fold
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK", "INFINITE", "MAGNITUDE", "fold_seed", "kernel", "mix", "run", "uniform"]
+__all__ = [
+    "BLOCK",
+    "INFINITE",
+    "MAGNITUDE",
+    "TINY",
+    "code_of",
+    "fold_seed",
+    "kernel",
+    "load",
+    "mix",
+    "ordered",
+    "raw",
+    "run",
+    "store",
+    "uniform",
+]
 
 #: Elements that one program works on.
 BLOCK = 2048
@@ -25,6 +40,8 @@ kernel: Any = triton.jit(do_not_specialize=["folded"])
 #: All bits of a float but the sign, and those of infinity.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
+#: The smallest normal float: 1 / step is infinite or imprecise below it.
+TINY = tl.constexpr(2.0**-126)
 
 
 def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any) -> None:
@@ -33,6 +50,14 @@ def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any)
         # The interpreter computes in NumPy, which would speak of every NaN.
         with torch.cuda.device_of(on) if on.is_cuda else np.errstate(all="ignore"):
             loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def raw(x: Tensor) -> tuple[Tensor, bool]:
+    """A float32 tensor as it is; of a bfloat16 one the bits, for :func:`load` and :func:`store`; and whether it is one.
+
+    Triton and its interpreter round to bfloat16 in their own ways, and not as PyTorch does.
+    """
+    return (x.view(torch.int16), True) if x.dtype == torch.bfloat16 else (x, False)
 
 
 def fold_seed(seed: int) -> int:
@@ -56,3 +81,38 @@ def uniform(i, folded):
     """In [0, 1), of 24 bits, for an element with this index."""
     h = mix(i.to(tl.uint32) + folded.to(tl.uint32))
     return (h >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
+
+
+@kernel
+def ordered(bits):
+    """Bits of floats ↔ integers that order as these do."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+@kernel
+def code_of(v, low, inverse, shift, top):
+    """A level's number, from 0 to ``top``; 0 for NaN."""
+    at = (v - low) * inverse + shift
+    at = tl.where(at > 0.0, at, 0.0)
+    return tl.where(at < top, at, top).to(tl.int32)
+
+
+@kernel
+def load(place, mask, HALF: tl.constexpr):
+    """Float32 from memory that :func:`raw` gave; zero where there is no element."""
+    if HALF:
+        return (tl.load(place, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(place, mask=mask, other=0.0)
+
+
+@kernel
+def store(place, v, mask, HALF: tl.constexpr):
+    """Float32 into such memory, rounded to the nearest, and of two as near to the even one."""
+    if HALF:
+        bits = v.to(tl.int32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        near = tl.where(v == v, near, 0x7FC0)  # noqa: PLR0124 - NaN stays NaN
+        tl.store(place, near.to(tl.int16), mask=mask)
+    else:
+        tl.store(place, v, mask=mask)

@@ -9,7 +9,18 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels import reference
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed, kernel, run, uniform
+from narrowband.kernels.cuda.common import (
+    BLOCK,
+    INFINITE,
+    MAGNITUDE,
+    TINY,
+    code_of,
+    fold_seed,
+    kernel,
+    ordered,
+    run,
+    uniform,
+)
 from narrowband.kernels.quantized import packed_nbytes
 
 if TYPE_CHECKING:
@@ -24,7 +35,6 @@ _LONGEST = 8192
 
 _MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
-_TINY = tl.constexpr(2.0**-126)
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
@@ -37,20 +47,14 @@ def _rows(n, group, ROWS: tl.constexpr):
 
 
 @kernel
-def _ordered(bits):
-    """Bits of floats ↔ integers that order as these do."""
-    return bits ^ ((bits >> 31) & MAGNITUDE)
-
-
-@kernel
 def _extremes(v, inside):
     """Smallest and largest of each row; NaN where the row is not finite."""
-    ordered = _ordered(v.to(tl.int32, bitcast=True))
-    low = tl.min(tl.where(inside, ordered, _MOST), 1)
-    high = tl.max(tl.where(inside, ordered, _LEAST), 1)
+    at = ordered(v.to(tl.int32, bitcast=True))
+    low = tl.min(tl.where(inside, at, _MOST), 1)
+    high = tl.max(tl.where(inside, at, _LEAST), 1)
     finite = (high < INFINITE) & (low >= -INFINITE)
-    low = tl.where(finite, _ordered(low).to(tl.float32, bitcast=True), float("nan"))
-    high = tl.where(finite, _ordered(high).to(tl.float32, bitcast=True), float("nan"))
+    low = tl.where(finite, ordered(low).to(tl.float32, bitcast=True), float("nan"))
+    high = tl.where(finite, ordered(high).to(tl.float32, bitcast=True), float("nan"))
     return low, high
 
 
@@ -87,14 +91,6 @@ def _header(v, inside, m, levels, SCALE: tl.constexpr):
 
 
 @kernel
-def _code(v, low, inverse, shift, top):
-    """A level's number; 0 for NaN."""
-    at = (v - low) * inverse + shift
-    at = tl.where(at > 0.0, at, 0.0)
-    return tl.where(at < top, at, top).to(tl.int32)
-
-
-@kernel
 def _quantize(
     x, lows, steps, codes, n, groups, group, group_bytes, levels, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -106,7 +102,7 @@ def _quantize(
     if SCALE == _MINMAX:
         tl.store(lows + g, low, mask=g < groups)
     tl.store(steps + g, step, mask=g < groups)
-    inverse = tl.where(step < _TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+    inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
     finite = step == step  # noqa: PLR0124 - not NaN
     at = g * group_bytes
     for plane in tl.static_range(4):
@@ -128,7 +124,7 @@ def _quantize(
                     own = tl.zeros_like(v) + shift
                     if STOCHASTIC:
                         own = own + uniform(element, folded)
-                    code = _code(v, low[:, None], inverse[:, None], own, top)
+                    code = code_of(v, low[:, None], inverse[:, None], own, top)
                 byte |= tl.where(ok, ((code >> down) & ((1 << width) - 1)) << (part * width), 0)
             tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
             at += stride

@@ -1,0 +1,172 @@
+"""Rows of codes with shared ranges, in Triton. A program has some bytes of some rows, and the elements in these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from narrowband.kernels.cuda.common import (
+    BLOCK,
+    INFINITE,
+    TINY,
+    code_of,
+    fold_seed,
+    kernel,
+    load,
+    mix,
+    ordered,
+    raw,
+    run,
+    store,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from narrowband.kernels.rows import Rows
+
+__all__ = ["dequantize_rows", "quantize_rows", "quantize_rows_extremes", "row_extremes"]
+
+_LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+
+
+@kernel
+def _place(blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """This program's rows, the range of each, and its bytes of a row."""
+    at = tl.program_id(0).to(tl.int64)
+    r = at // blocks * ROWS + tl.arange(0, ROWS)
+    t = at % blocks * WIDTH + tl.arange(0, WIDTH)
+    return r, r // (outer * groups) * groups + r % groups, t
+
+
+@kernel
+def _quantize(
+    x, out, lows, steps, count, outer, groups, inner, apart, stride, blocks, folded,
+    HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    r, which, t = _place(blocks, outer, groups, ROWS, WIDTH)
+    low = tl.load(lows + which, mask=r < count, other=0.0)
+    step = tl.load(steps + which, mask=r < count, other=0.0)
+    inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+    begin = r // groups * apart + r % groups * inner
+    there = (r < count)[:, None] & (t < stride)[None, :]
+    byte = tl.zeros((ROWS, WIDTH), tl.int32)
+    for part in tl.static_range(8 // BITS):
+        j = part * stride + t
+        ok = there & (j < inner)[None, :]
+        v = load(x + begin[:, None] + j[None, :], ok, HALF)
+        shift = tl.zeros_like(v) + 0.5
+        if STOCHASTIC:
+            h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
+            shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
+        code = code_of(v, low[:, None], inverse[:, None], shift, (1 << BITS) - 1.0)
+        byte |= tl.where(ok, code << (part * BITS), 0)
+    tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
+
+
+@kernel
+def _dequantize(
+    codes, out, lows, steps, count, outer, groups, inner, stride, blocks,
+    HALF: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    r, which, t = _place(blocks, outer, groups, ROWS, WIDTH)
+    low = tl.load(lows + which, mask=r < count, other=0.0)
+    step = tl.load(steps + which, mask=r < count, other=0.0)
+    there = (r < count)[:, None] & (t < stride)[None, :]
+    byte = tl.load(codes + r[:, None] * stride + t[None, :], mask=there, other=0).to(tl.int32)
+    for part in tl.static_range(8 // BITS):
+        j = part * stride + t
+        code = (byte >> (part * BITS)) & ((1 << BITS) - 1)
+        value = code.to(tl.float32) * step[:, None] + low[:, None]
+        place = out + r[:, None] * inner + j[None, :]
+        store(place, value, there & (j < inner)[None, :], HALF)
+
+
+@kernel
+def _extremes(
+    x, least, most, count, groups, inner, apart, HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    begin = r // groups * apart + r % groups * inner
+    low = tl.full((ROWS,), _MOST, tl.int32)
+    high = tl.full((ROWS,), _LEAST, tl.int32)
+    for first in range(0, inner, WIDTH):
+        j = first + tl.arange(0, WIDTH)
+        ok = (r < count)[:, None] & (j < inner)[None, :]
+        v = load(x + begin[:, None] + j[None, :], ok, HALF)
+        at = ordered(v.to(tl.int32, bitcast=True))
+        low = tl.minimum(low, tl.min(tl.where(ok, at, _MOST), 1))
+        high = tl.maximum(high, tl.max(tl.where(ok, at, _LEAST), 1))
+    tl.store(least + r, low, mask=r < count)
+    tl.store(most + r, high, mask=r < count)
+
+
+def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
+    """A tensor, and how far neighbouring lines of rows are apart in it."""
+    line = rows.groups * rows.inner
+    if x.is_contiguous():
+        return x, line
+    if x.dim() == 2 and x.shape[1] == line and (x.stride(1) == 1 or line == 1):
+        return x, x.stride(0)
+    return x.contiguous(), line
+
+
+def _tile(length: int) -> dict[str, int]:
+    """Rows and columns of a program's tile, where rows are so long."""
+    width = min(BLOCK, triton.next_power_of_2(max(length, 1)))
+    return {"ROWS": max(1, BLOCK // width), "WIDTH": width}
+
+
+def quantize_rows(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> None:
+    if not rows.numel:
+        return
+    x, apart = _spaced(x, rows)
+    stride = -(-rows.inner * bits // 8)
+    tile = _tile(stride)
+    blocks = -(-stride // tile["WIDTH"])
+    form = rows.count, rows.outer, rows.groups, rows.inner, apart, stride, blocks, fold_seed(seed)
+    programs = -(-rows.count // tile["ROWS"]) * blocks
+    own, half = raw(x)
+    run(_quantize, programs, own, out, low, step, *form, on=x, HALF=half, BITS=bits, STOCHASTIC=stochastic, **tile)
+
+
+def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+    if not rows.numel:
+        return
+    stride = -(-rows.inner * bits // 8)
+    tile = _tile(stride)
+    blocks = -(-stride // tile["WIDTH"])
+    form = rows.count, rows.outer, rows.groups, rows.inner, stride, blocks
+    programs = -(-rows.count // tile["ROWS"]) * blocks
+    own, half = raw(out)
+    run(_dequantize, programs, codes, own, low, step, *form, on=out, HALF=half, BITS=bits, **tile)
+
+
+def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    size, device = rows.parts * rows.groups, x.device
+    if not rows.numel:
+        return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
+    x, apart = _spaced(x, rows)
+    least, most = (torch.empty(rows.count, dtype=torch.int32, device=device) for _ in range(2))
+    tile = _tile(rows.inner)
+    form = rows.count, rows.groups, rows.inner, apart
+    own, half = raw(x)
+    run(_extremes, -(-rows.count // tile["ROWS"]), own, least, most, *form, on=x, HALF=half, **tile)
+    shape = rows.parts, rows.outer, rows.groups
+    low, high = least.view(shape).amin(1).view(-1), most.view(shape).amax(1).view(-1)
+    finite = (high < INFINITE.value) & (low >= -INFINITE.value)
+    floats = ((at ^ ((at >> 31) & 0x7FFFFFFF)).view(torch.float32) for at in (low, high))
+    least, most = (torch.where(finite, at, torch.nan) for at in floats)
+    return least, most
+
+
+def quantize_rows_extremes(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    return row_extremes(x, rows)
