@@ -124,6 +124,13 @@ def _backends() -> Iterator[_Finding]:
     yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
     if torch.cuda.is_available():
         yield _Finding("CUDA", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
+        fast = kernels.backend_for("cuda").name == "cuda"
+        how = (
+            "Triton, and plain torch where Triton has none"
+            if fast
+            else "plain torch: Triton is missing, or this GPU is too old for it"
+        )
+        yield _Finding("loops on GPU", fast, how)
     else:
         built = torch.version.cuda
         why = (

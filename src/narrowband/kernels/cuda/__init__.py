@@ -14,6 +14,7 @@ from narrowband.kernels.cuda.compensation import all_finite, compensate, differe
 from narrowband.kernels.cuda.masks import apply_mask, mask_positive
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cuda.rows import dequantize_rows, quantize_rows, quantize_rows_extremes, row_extremes
+from narrowband.kernels.cuda.sparse import sparse_accumulate, sparse_sum
 from narrowband.kernels.cuda.stores import keep_in_8, keep_in_16, read_from_8
 
 FUSES = False
@@ -35,5 +36,7 @@ __all__ = [
     "quantize_rows_extremes",
     "read_from_8",
     "row_extremes",
+    "sparse_accumulate",
+    "sparse_sum",
     "take_difference",
 ]
