@@ -20,12 +20,16 @@ __all__ = ["front", "page", "records"]
 
 _RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
+#: Among how many ranks sparse sums were counted.
+_SUMS = (4, 8, 16, 32)
+
 #: What a record is about → its file.
 _FILES = {
     "slow": "ddp-200mbit.json",
     "fast": "ddp-1gbit.json",
     "machines": "ddp-2x2-200mbit.json",
     "sharded": "fsdp-200mbit.json",
+    **{f"sums-{ranks}": f"sparse-sums-{ranks}.json" for ranks in _SUMS},
     "stages": "pipeline-100mbit.json",
     "memory": "memory-deit-tiny-jemalloc.json",
     "demo": "demo/summary.json",
@@ -230,6 +234,21 @@ def page(found: Records, path: Path) -> None:
                 for name, row in _rows(found, "machines").items()
             ],
             found["machines"],
+        ),
+        *_table(
+            "Top-k among more ranks",
+            "A GPT of 3.3 million parameters; the largest 1 % of every layer is added up by owners, and the largest "
+            "sums are sent to all ([how](sums.md)). Sent: by one rank in a step, as the library says, and as the kernel "
+            "counted it, with the headers of many small messages. A rank sends about three payloads times (N−1)/N; gathered, it "
+            "would send N−1.",
+            ("ranks", "sent", "counted"),
+            [
+                (str(ranks), format_bytes(row["sent_bytes_per_step"]), format_bytes(row["link_bytes_per_step"]))
+                for ranks in _SUMS
+                for name, row in _rows(found, f"sums-{ranks}").items()
+                if name.startswith("topk")
+            ],
+            *(found[f"sums-{ranks}"] for ranks in _SUMS),
         ),
         *_table(
             "One model on all machines",
