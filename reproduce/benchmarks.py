@@ -238,9 +238,9 @@ def page(found: Records, path: Path) -> None:
         *_table(
             "Top-k among more ranks",
             "A GPT of 3.3 million parameters; the largest 1 % of every layer is added up by owners, and the largest "
-            "sums are sent to all ([how](sums.md)). Sent: by one rank in a step, as the library says, and as the kernel "
-            "counted it, with the headers of many small messages. A rank sends about three payloads times (N−1)/N; gathered, it "
-            "would send N−1.",
+            "sums are sent to all ([how](sums.md)). Sent: by one rank in a step, as the library says, and as the "
+            "kernel counted it, with the headers of many small messages. A rank sends about three payloads times "
+            "(N−1)/N; gathered, it would send N−1.",
             ("ranks", "sent", "counted"),
             [
                 (str(ranks), format_bytes(row["sent_bytes_per_step"]), format_bytes(row["link_bytes_per_step"]))
