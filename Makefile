@@ -7,7 +7,7 @@ DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough lint bench docs clean
+.PHONY: help demo test thorough lint bench gpu docs clean
 
 help:  ## show this list
 	@echo "narrowband: make TARGET"
@@ -32,6 +32,11 @@ lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, a
 
 bench: $(DEV)  ## time every kernel against a plain copy of the same tensor
 	$(BIN)/narrowband bench kernels
+
+gpu: $(DEV)  ## on a machine with a GPU: test its loops byte for byte, time them, and write gpu.json to send us
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "no GPU that this build of torch can use: narrowband doctor says why")'
+	$(PYTEST) tests/kernels/backends
+	$(BIN)/narrowband bench kernels --device cuda --backend all --numel 64000000 --json gpu.json
 
 docs: $(DOCS)  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

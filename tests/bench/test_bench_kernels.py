@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
+import torch
 
 from narrowband.bench.kernels import Config, count, loops, run
+from narrowband.bench.loops import LOOPS, Data
+from narrowband.errors import UnsupportedError
+from narrowband.kernels.backends import Backend
+from tests.kernels.backends.common import assert_same
 
 NUMEL = 5000
 
@@ -53,6 +60,26 @@ def test_every_loop_runs_on_every_backend():
         assert row["ratio_to_copy"] == pytest.approx(row["ms"] / row["copy_ms"])
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_loop_does_the_same_on_tritons_backend(name):
+    """On the CPU, in Triton's interpreter."""
+    outcomes = []
+    for backend in ("cuda", "reference"):
+        data = Data(1024, 0)
+        loop = LOOPS[name](data, Backend(f"narrowband.kernels.{backend}"))
+        if loop.restore is not None:
+            loop.restore()
+        outcomes.append([loop.body(1), data.y])
+    assert_same(*outcomes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(UnsupportedError, match="there is no GPU here"):
+        next(run(Config(numel=NUMEL, device="cuda")))
+
+
 def test_loops_can_be_chosen():
     rows = list(run(Config(numel=NUMEL, repeats=2, loops=("all-finite", "group-minmax"))))
     assert [row["loop"] for row in rows] == ["all-finite", "group-minmax"]
@@ -65,6 +92,7 @@ def test_loops_can_be_chosen():
         ({"numel": 2**31}, "numel=2147483648"),
         ({"repeats": 0}, "repeats=0"),
         ({"backend": "gpu"}, "backend='gpu'"),
+        ({"device": "tpu"}, "device='tpu'"),
         ({"loops": ("topk",)}, "unknown loop topk; there are: .*topk-exact-select"),
     ],
 )

@@ -5,6 +5,9 @@ copy alternate, so both see the same neighbours; ``ratio_to_copy`` is the smalle
 time of the copy, because on a shared machine noise only adds. ``ratio_median``, the median of the ratios of
 neighbouring repeats, stands beside it: where the two differ much, the run was disturbed.
 
+On a GPU (``device=cuda``) a repeat ends when the device has done what it was told, so launching a loop counts, and
+``gigabytes_per_s`` says what the copy reaches: the card's limit for what goes through its memory once each way.
+
 Every repeat starts from a like state: what a loop changes is restored before it, outside the timed region. The copy
 goes into the tensor that loops write to, so that its place in memory favours neither.
 """
@@ -15,17 +18,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from narrowband.bench.loops import BASELINES, LOOPS, Data, Loop
+from narrowband.bench.loops import BASELINES, LOOPS, Data, Loop, Maker
 from narrowband.bench.ranks import check_seed
+from narrowband.errors import UnsupportedError
+from narrowband.kernels import backend_for
+from narrowband.kernels.backends import Backend
 
-__all__ = ["BACKENDS", "Config", "count", "loops", "run"]
-
-BACKENDS = ("cpu", "reference")
+__all__ = ["Config", "backends", "count", "loops", "run"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Config:
 
     Attributes:
         numel: Elements of the float32 tensor.
-        backend: cpu (Numba), reference (plain torch), or all.
+        device: cpu or cuda.
+        backend: fast (Numba on the CPU, Triton on a GPU), reference (plain torch), or all.
         repeats: Timed repeats of each loop.
         loops: Only these; all when none is named.
         baselines: Also time what a user would write in plain torch.
@@ -42,7 +46,8 @@ class Config:
     """
 
     numel: int = 25_000_000
-    backend: Literal["cpu", "reference", "all"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
+    backend: Literal["fast", "reference", "all"] = "fast"
     repeats: int = 15
     loops: tuple[str, ...] = ()
     baselines: bool = False
@@ -54,8 +59,9 @@ class Config:
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats} must be at least 1")
         check_seed(self.seed)
-        if self.backend not in (*BACKENDS, "all"):
-            raise ValueError(f"backend={self.backend!r} is none of {', '.join((*BACKENDS, 'all'))}")
+        for name, there in (("device", ("cpu", "cuda")), ("backend", ("fast", "reference", "all"))):
+            if getattr(self, name) not in there:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(there)}")
         unknown = [name for name in self.loops if name not in loops()]
         if unknown:
             raise ValueError(f"unknown loop {', '.join(unknown)}; there are: {', '.join(loops())}")
@@ -65,6 +71,12 @@ _BASELINE_REPEATS = 2
 _REST_S = 0.02
 
 
+def backends(config: Config) -> tuple[str, ...]:
+    """The names of what is measured."""
+    fast, every = config.device, (config.device, "reference")
+    return every if config.backend == "all" else (fast if config.backend == "fast" else "reference",)
+
+
 def loops() -> tuple[str, ...]:
     """The names of all loops, in the order in which they run."""
     return tuple(LOOPS)
@@ -72,43 +84,65 @@ def loops() -> tuple[str, ...]:
 
 def count(config: Config) -> int:
     """How many rows :func:`run` yields."""
-    backends = len(BACKENDS) if config.backend == "all" else 1
-    return backends * len(config.loops or LOOPS) + (len(BASELINES) if config.baselines else 0)
+    return len(backends(config)) * len(_chosen(config)) + (len(BASELINES) if config.baselines else 0)
+
+
+def _chosen(config: Config) -> tuple[str, ...]:
+    """Loops that there are on the device: samples of AQ-SGD are kept in the memory of the CPU."""
+    asked = config.loops or loops()
+    return asked if config.device == "cpu" else tuple(name for name in asked if not name.startswith("aq-sgd"))
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
     """Measure, and yield one row per loop and backend as it is done.
 
     Rows hold ``loop``, ``backend``, ``numel``, ``ms`` (smallest), ``ratio_to_copy``, and beside these ``ratio_median``,
-    ``copy_ms`` and ``threads``.
+    ``copy_ms``, ``gigabytes_per_s`` (of the copy), ``device`` and ``threads``.
+
+    Raises:
+        UnsupportedError: there is no such device, or no Triton for it.
 
     Example:
         >>> rows = list(run(Config(numel=4096, loops=("all-finite",), repeats=2)))
         >>> rows[0]["loop"]
         'all-finite'
     """
-    data = Data(config.numel, config.seed)
-    chosen = config.loops or loops()
-    backends = BACKENDS if config.backend == "all" else (config.backend,)
-    for backend in backends:
-        module = import_module(f"narrowband.kernels.{backend}")
-        for name in chosen:
-            yield _row(name, backend, data, LOOPS[name](data, module), config.repeats)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("there is no GPU here that this build of torch can use; narrowband doctor says why")
+    if config.device == "cuda" and "cuda" in backends(config) and backend_for("cuda").name != "cuda":
+        raise UnsupportedError("Triton is missing, or this GPU is too old for it; ask for --backend reference")
+    data = Data(config.numel, config.seed, config.device)
+    for backend in backends(config):
+        table = Backend(f"narrowband.kernels.{backend}")
+        for name in _chosen(config):
+            yield _row(name, backend, data, _made(LOOPS[name], data, table), config.repeats)
     if config.baselines:
         for name, make in BASELINES.items():
-            yield _row(name, "torch", data, make(data, None), min(config.repeats, _BASELINE_REPEATS))
+            yield _row(name, "torch", data, _made(make, data, None), min(config.repeats, _BASELINE_REPEATS))
 
 
-def _timed(body: Callable[[], object]) -> float:
+def _made(make: Maker, data: Data, backend: Backend | None) -> Loop:
+    """A loop, with its tensors where the data is."""
+    place = cast("Any", torch.device(data.device))
+    with place:
+        return make(data, backend)
+
+
+def _timed(body: Callable[[], object], device: str) -> float:
     """Seconds of one call, begun when the machine is at rest.
 
     The pause keeps a loop out of the wake of the copy before it, whose worker threads may still hold a core. It is
     spent awake, for a core that has slept is slow to begin with.
     """
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    place = cast("Any", torch.device(device))
+    wait()
     end = time.perf_counter() + _REST_S
     while (start := time.perf_counter()) < end:
         pass
-    body()
+    with place:
+        body()
+    wait()
     return time.perf_counter() - start
 
 
@@ -117,8 +151,8 @@ def _row(name: str, backend: str, data: Data, loop: Loop, repeats: int) -> dict[
     for repeat in range(-1, repeats):  # the first compiles and touches memory
         if loop.restore is not None:
             loop.restore()
-        copy_s = _timed(lambda: data.y.copy_(data.x))
-        taken_s = _timed(lambda turn=repeat + 1: loop.body(turn))  # type: ignore[misc]
+        copy_s = _timed(lambda: data.y.copy_(data.x), data.device)
+        taken_s = _timed(lambda turn=repeat + 1: loop.body(turn), data.device)  # type: ignore[misc]
         if repeat >= 0:
             copied.append(copy_s)
             taken.append(taken_s)
@@ -130,5 +164,7 @@ def _row(name: str, backend: str, data: Data, loop: Loop, repeats: int) -> dict[
         "ratio_to_copy": min(taken) / min(copied),
         "ratio_median": statistics.median(t / c for t, c in zip(taken, copied, strict=True)),
         "copy_ms": min(copied) * 1e3,
+        "gigabytes_per_s": 8e-9 * data.numel / min(copied),
+        "device": torch.cuda.get_device_name() if data.device == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
     }

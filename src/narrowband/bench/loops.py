@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.feedback import SampleStore
 
-__all__ = ["BASELINES", "LOOPS", "Data", "Loop"]
+__all__ = ["BASELINES", "LOOPS", "Data", "Loop", "Maker"]
 
 #: The group of the quantizers and the density of the sparse loops, as in the table of targets.
 GROUP = 128
@@ -48,13 +48,17 @@ class Loop:
 class Data:
     """The tensors that loops share: ``x`` ~ N(0, 1), ``y`` an output, both float32."""
 
-    def __init__(self, numel: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, numel: int, seed: int, device: str = "cpu") -> None:
         self.numel = numel
+        self.device = device
         self.k = max(1, round(numel * DENSITY))
-        self.x = torch.randn(numel, generator=generator)
-        self.y = torch.zeros(numel)
-        self.generator = generator
+        self._generator = torch.Generator().manual_seed(seed)
+        self.x = self.normal(numel)
+        self.y = torch.zeros(numel, device=device)
+
+    def normal(self, *shape: int) -> Tensor:
+        """More of the same kind: the same numbers on every device."""
+        return torch.randn(*shape, generator=self._generator, device="cpu").to(self.device)
 
 
 Maker = Callable[[Data, Any], Loop]
@@ -96,7 +100,7 @@ def _select(sampled: bool) -> Maker:
 
 def _take_difference(data: Data, backend: Any) -> Loop:
     """An update and the parameters before it change places, so that two calls leave what was there."""
-    base = torch.randn(data.numel, generator=data.generator)
+    base = data.normal(data.numel)
     return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x))
 
 
@@ -106,7 +110,7 @@ def _ef_topk_encode(data: Data, backend: Any) -> Loop:
     The residual of a run in progress is as large as the gradient or larger, so both start as N(0, 1).
     """
     n, k = data.numel, data.k
-    residual_before = torch.randn(n, generator=data.generator)
+    residual_before = data.normal(n)
     x, residual = torch.empty(n), torch.empty(n)
     out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
 
@@ -222,7 +226,7 @@ def _low_rank_product(data: Data, backend: Any) -> Loop:
     """Rank 4, into the largest square matrix that the tensor holds."""
     side = math.isqrt(data.numel)
     out = data.y[: side * side]
-    p, q = (torch.randn(4, side, generator=data.generator) for _ in range(2))
+    p, q = (data.normal(4, side) for _ in range(2))
     return Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
 
 
@@ -233,7 +237,7 @@ def _dgc(sampled: bool) -> Maker:
 
     def make(data: Data, backend: Any) -> Loop:
         n, k = data.numel, data.k
-        states = [torch.randn(n, generator=data.generator) for _ in range(2)]
+        states = [data.normal(n) for _ in range(2)]
         x, now, before = (torch.empty(n) for _ in range(3))
         hint = 0.0
 
@@ -255,7 +259,7 @@ def _dgc(sampled: bool) -> Maker:
 
 
 def _orthonormalize(data: Data, backend: Any) -> Loop:
-    p = torch.randn(1, *_TALL, generator=data.generator)
+    p = data.normal(1, *_TALL)
     return Loop(lambda _: backend.orthonormalize(p))
 
 
@@ -431,7 +435,7 @@ def _baseline_threshold(data: Data, _: Any) -> Loop:
 
 
 def _baseline_qr(data: Data, _: Any) -> Loop:
-    p = torch.randn(*reversed(_TALL), generator=data.generator)
+    p = data.normal(*reversed(_TALL))
     return Loop(lambda _: torch.linalg.qr(p))
 
 

@@ -30,6 +30,7 @@ class BenchKernels:
       narrowband bench kernels
       narrowband bench kernels --loops topk-exact-select ef-topk-encode --repeats 20
       narrowband bench kernels --backend all --baselines --json kernels.json
+      narrowband bench kernels --device cuda --numel 64000000 --json kernels-gpu.json
     """
 
     config: Annotated[kernels.Config, tyro.conf.arg(name="")] = field(default_factory=kernels.Config)
