@@ -14,7 +14,13 @@ from narrowband.kernels.cuda.compensation import all_finite, compensate, differe
 from narrowband.kernels.cuda.masks import apply_mask, mask_positive
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cuda.rows import dequantize_rows, quantize_rows, quantize_rows_extremes, row_extremes
-from narrowband.kernels.cuda.sparse import sparse_accumulate, sparse_sum
+from narrowband.kernels.cuda.sparse import (
+    elias_fano_decode,
+    elias_fano_encode,
+    sparse_accumulate,
+    sparse_sum,
+    sparse_sum_rows,
+)
 from narrowband.kernels.cuda.stores import keep_in_8, keep_in_16, read_from_8
 
 FUSES = False
@@ -27,6 +33,8 @@ __all__ = [
     "dequantize_groups",
     "dequantize_rows",
     "difference",
+    "elias_fano_decode",
+    "elias_fano_encode",
     "group_minmax",
     "keep_in_8",
     "keep_in_16",
@@ -38,5 +46,6 @@ __all__ = [
     "row_extremes",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_rows",
     "take_difference",
 ]
