@@ -91,6 +91,35 @@ def _header(v, inside, m, levels, SCALE: tl.constexpr):
 
 
 @kernel
+def _write_plane(
+    x, codes, at, begin, m, low, inverse, finite, shift, top, folded,
+    BITS: tl.constexpr, PLANE: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The bytes of a plane of this width; how many each row has."""
+    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits
+    t = tl.arange(0, WIDTH * PLANE // 8)
+    stride = (m * PLANE + 7) >> 3
+    there = t[None, :] < stride[:, None]
+    byte = tl.zeros((ROWS, WIDTH * PLANE // 8), tl.int32)
+    for part in tl.static_range(8 // PLANE):
+        index = part * stride[:, None] + t[None, :]
+        ok = there & (index < m[:, None])
+        element = begin[:, None] + index
+        v = tl.load(x + element, mask=ok, other=0.0)
+        if SCALE == _MEAN:
+            code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
+        else:
+            own = tl.zeros_like(v) + shift
+            if STOCHASTIC:
+                own = own + uniform(element, folded)
+            code = code_of(v, low[:, None], inverse[:, None], own, top)
+        byte |= tl.where(ok, ((code >> down) & ((1 << PLANE) - 1)) << (part * PLANE), 0)
+    tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
+    return stride
+
+
+@kernel
 def _quantize(
     x, lows, steps, codes, n, groups, group, group_bytes, levels, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -107,27 +136,21 @@ def _quantize(
     at = g * group_bytes
     for plane in tl.static_range(4):
         if BITS & (8 >> plane):
-            width: tl.constexpr = 8 >> plane
-            down: tl.constexpr = BITS // (2 * width) * (2 * width)  # wider planes hold lower bits
-            t = tl.arange(0, WIDTH * width // 8)
-            stride = (m * width + 7) >> 3
-            there = t[None, :] < stride[:, None]
-            byte = tl.zeros((ROWS, WIDTH * width // 8), tl.int32)
-            for part in tl.static_range(8 // width):
-                index = part * stride[:, None] + t[None, :]
-                ok = there & (index < m[:, None])
-                element = begin[:, None] + index
-                v = tl.load(x + element, mask=ok, other=0.0)
-                if SCALE == _MEAN:
-                    code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
-                else:
-                    own = tl.zeros_like(v) + shift
-                    if STOCHASTIC:
-                        own = own + uniform(element, folded)
-                    code = code_of(v, low[:, None], inverse[:, None], own, top)
-                byte |= tl.where(ok, ((code >> down) & ((1 << width) - 1)) << (part * width), 0)
-            tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
-            at += stride
+            at += _write_plane(
+                x, codes, at, begin, m, low, inverse, finite, shift, top, folded,
+                BITS, 8 >> plane, SCALE, STOCHASTIC, ROWS, WIDTH,
+            )  # fmt: skip
+
+
+@kernel
+def _read_plane(codes, at, j, m, inside, BITS: tl.constexpr, PLANE: tl.constexpr):
+    """The bits of codes that a plane of this width holds, in their place; how many bytes of it each row has."""
+    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
+    stride = tl.maximum((m * PLANE + 7) >> 3, 1)
+    part = j[None, :] // stride[:, None]
+    place = at[:, None] + (j[None, :] - part * stride[:, None])
+    byte = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    return ((byte >> (part * PLANE).to(tl.int32)) & ((1 << PLANE) - 1)) << down, stride
 
 
 @kernel
@@ -146,13 +169,8 @@ def _dequantize(
     at = g * group_bytes
     for plane in tl.static_range(4):
         if BITS & (8 >> plane):
-            width: tl.constexpr = 8 >> plane
-            down: tl.constexpr = BITS // (2 * width) * (2 * width)
-            stride = tl.maximum((m * width + 7) >> 3, 1)
-            part = j[None, :] // stride[:, None]
-            place = at[:, None] + (j[None, :] - part * stride[:, None])
-            byte = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
-            code |= ((byte >> (part * width).to(tl.int32)) & ((1 << width) - 1)) << down
+            part, stride = _read_plane(codes, at, j, m, inside, BITS, 8 >> plane)
+            code |= part
             at += stride
     value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
     element = begin[:, None] + j[None, :]

@@ -1,0 +1,88 @@
+"""Compiles every Triton loop for a GPU, without one, and prints what the machine code must not hold, as JSON.
+
+``python -m tests.kernels.backends.compiled CAPABILITY``, without ``TRITON_INTERPRET``. Wrappers are called with small
+tensors, and where they would start a loop it is compiled instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from narrowband import kernels
+from narrowband.errors import PayloadError
+from narrowband.kernels import Rows, cuda
+
+_TYPES = {
+    torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+
+#: Products that are added without being rounded, and divisions and roots that are only near.
+_INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
+
+
+def _type(value):
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def main(capability: int) -> None:
+    found: dict[str, list[str]] = {}
+
+    def compiled(loop, programs, *arguments, on, **constants):
+        names = [name for name in loop.arg_names if name not in constants]
+        types = {name: _type(value) for name, value in zip(names, arguments, strict=True)}
+        source = ASTSource(fn=loop, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        target = GPUTarget("cuda", capability, 32)
+        binary = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+        told = f"{loop.__module__.rpartition('.')[2]}.{loop.__name__} {constants}"
+        found[told] = sorted(set(_INEXACT.findall(binary.asm["ptx"])))
+
+    for family in ("compensation", "masks", "quantized", "rows", "sparse", "stores"):
+        importlib.import_module(f"narrowband.kernels.cuda.{family}").run = compiled
+    x, half = torch.randn(5000), torch.empty(5000, dtype=torch.bfloat16)
+    out = torch.zeros(20_000, dtype=torch.uint8)
+    for scale, bits, stochastic in (
+        ("minmax", 4, True), ("minmax", 7, False), ("absmax", 8, True), ("l2", 3, True), ("mean", 1, False),
+    ):  # fmt: skip
+        cuda.quantize_groups(x, out, bits=bits, group=128, scale=scale, stochastic=stochastic)
+        cuda.dequantize_groups(out, x, bits=bits, group=100, scale=scale, weight=0.5, accumulate=stochastic)
+    cuda.group_minmax(x, 8192)
+    cuda.keep_in_16(x, half, seed=1)
+    codes, exponents = torch.empty(5000, dtype=torch.int8), torch.empty(79, dtype=torch.int8)
+    for seed in (1, None):
+        cuda.keep_in_8(x, codes, exponents, seed=seed)
+    cuda.read_from_8(codes, exponents, x)
+    cuda.all_finite(x)
+    cuda.compensate(x, x.clone(), decay=0.9)
+    cuda.difference(x, x.clone(), x.clone())
+    cuda.take_difference(x, x.clone())
+    at = torch.arange(0, 5000, 5, dtype=torch.int32)
+    cuda.sparse_accumulate(x, at, x[: at.numel()].clone())
+    payload = torch.zeros(kernels.elias_fano_nbytes(1000, 5000), dtype=torch.uint8)
+    cuda.elias_fano_encode(at, 5000, payload)
+    with contextlib.suppress(PayloadError):  # nothing was computed
+        cuda.elias_fano_decode(payload, 1000, 5000)
+    rows, low = Rows(1, 25, 2, 100), torch.zeros(2)
+    for y in (x, half):
+        for bits in (8, 4, 2):
+            cuda.quantize_rows(y, out[: rows.nbytes(bits)], rows, low, low + 1, bits=bits, stochastic=bits > 2)
+            cuda.dequantize_rows(out[: rows.nbytes(bits)], y, rows, low, low + 1, bits=bits)
+        cuda.row_extremes(y, rows)
+        cuda.mask_positive(y, out[:625])
+        cuda.apply_mask(out[:625], y, half)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,35 @@
+"""Triton's loops become machine code for GPUs, also where there is no GPU, and it rounds as the reference does."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.thorough import thorough
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.mark.parametrize("capability", [80, *thorough(90)])
+def test_every_loop_compiles_for_a_gpu_and_rounds_every_operation(capability, tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.kernels.backends.compiled", str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not {loop: inexact for loop, inexact in found.items() if inexact}
+    families = {loop.partition(".")[0] for loop in found}
+    assert families == {"compensation", "masks", "quantized", "rows", "sparse", "stores"}
+    for family in families:  # all of its loops
+        source = inspect.getsource(importlib.import_module(f"narrowband.kernels.cuda.{family}"))
+        own = {f"{family}.{name}" for name in re.findall(r"\b(?:run|_below)\(\s*(_\w+),", source)}
+        assert own == {loop.partition(" ")[0] for loop in found if loop.startswith(family)}
