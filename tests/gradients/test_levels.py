@@ -198,16 +198,22 @@ def test_policies_plan_for_shards():
 # ---- what is not finite, and what goes wrong -------------------------------------------------------------------------
 
 
-def not_finite(rank, world_size, cap):
-    model = wrap(mlp(), cap=cap)
+def narrow():
+    """The parameter whose gradient comes last has one row, which is the second rank's of a node."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(24, 1, bias=False), nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 8))
+
+
+def not_finite(rank, world_size, cap, make, where):
+    model = wrap(make(), cap=cap)
     handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
     train(model, rank, range(2))
     before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
     model.zero_grad()
     loss = loss_of(model, 2, rank)
-    if rank == 1:
-        # Of the first layer's last row: a shard of one rank of the node.
-        model.module[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([39]), math.inf))
+    if rank == 1:  # one row of a layer: a shard of one rank of the node
+        layer, row = where
+        model.module[layer].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([row]), math.inf))
     loss.backward()
     bad = [bool(p.grad.isnan().all()) for p in model.parameters()]
     after = handle.state_dict()["feedback"]
@@ -215,9 +221,12 @@ def not_finite(rank, world_size, cap):
     return bad, same, handle.stats().total.skipped
 
 
-@pytest.mark.parametrize("cap", [HUGE, TINY])
-def test_where_one_shard_is_not_finite_no_rank_of_any_node_commits(cap):
-    for bad, same, skipped in run_ranks(not_finite, 4, cap):
+@pytest.mark.parametrize(
+    ("cap", "make", "where"),
+    [(HUGE, mlp, (0, 39)), (TINY, mlp, (0, 39)), (TINY, narrow, (1, 0)), (TINY, narrow, (1, 39))],
+)
+def test_where_one_shard_is_not_finite_no_rank_of_any_node_commits(cap, make, where):
+    for bad, same, skipped in run_ranks(not_finite, 4, cap, make, where):
         assert all(bad) or cap == TINY
         assert any(bad)
         assert same

@@ -11,7 +11,8 @@ Who has slow links between machines mostly has fast ones inside. With L ranks in
 So the bytes between nodes, and the residuals of a rank, are a part in L of what they are where every rank is a node.
 
 A gradient that is not finite in one shard would leave the others' feedback committed. So the ranks of a node tell each
-other before the last bucket, and where one of them has seen inf or NaN, all have NaN.
+other before the last bucket, and where one of them has seen inf or NaN, all have NaN. A rank that has no part of the
+last bucket keeps its last part back until then.
 
 Everything here runs on a thread of its own, in the order in which buckets come, which is the same on all ranks.
 """
@@ -197,6 +198,10 @@ class TwoLevelCompression(DDPCompression):
         self._end = weakref.finalize(self, _end, self._executor, self._inside)
         self._on_way: list[_Bucket] = []
         self._finite = True
+        self._own_numel = self._left = shares[
+            rank
+        ]  # elements of this rank's shards, and those still to come in this step
+        self._kept_back: tuple[_Bucket, Sequence[str]] | None = None
         self._stopped: BaseException | None = None
         self._told = self._raises_later = False
         super().__init__(model, hook, settings, levels.between, tensors=named, norms=small)
@@ -244,6 +249,7 @@ class TwoLevelCompression(DDPCompression):
                 self._tell_other_nodes()
         if last or self._stopped is not None:
             buckets, self._on_way, self._finite = self._on_way, [], True
+            self._left, self._kept_back = self._own_numel, None
             for each in buckets:
                 self._resolve(each)
 
@@ -274,21 +280,30 @@ class TwoLevelCompression(DDPCompression):
         send.div_(self._size)  # before they are added up, as in DDP: 16 bits may not hold the sum
         bucket.own = self._node.sum_of_own(send)
         bucket.numel = sum(span.stop - span.start for span in bucket.pieces[self._rank])
-        own = bucket.own[: bucket.numel]
-        self._finite &= kernels.all_finite(own.float())
+        self._finite &= kernels.all_finite(bucket.own[: bucket.numel].float())
+        self._left -= bucket.numel
+        if not last and not self._left:
+            if bucket.numel:
+                self._kept_back = bucket, names
+            return
+        sent = bucket
         if last:
+            if self._kept_back is not None:
+                sent, names = self._kept_back
             flag = torch.tensor(float(self._finite), device=buffer.device)
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside.group)
-            if not bool(flag):  # on all ranks of the node; one that has nothing of the last bucket commits the others
-                own.fill_(math.nan)
-        bucket.averaged = self.feed(own, names, last=last)
+            assert sent.own is not None
+            if not bool(flag):  # on all ranks of the node
+                sent.own[: sent.numel].fill_(math.nan)
+        assert sent.own is not None
+        sent.averaged = self.feed(sent.own[: sent.numel], names, last=last)
 
     def _gather(self) -> None:
         """All shards of the node, in DDP's buckets."""
         for bucket in self._on_way:
             assert bucket.own is not None
-            assert bucket.averaged is not None
-            bucket.averaged.wait()
+            if bucket.averaged is not None:  # there is nothing of this rank's in it otherwise
+                bucket.averaged.wait()
             for row, piece in zip(self._node.gathered(bucket.own), bucket.pieces, strict=True):
                 at = 0
                 for span in piece:
