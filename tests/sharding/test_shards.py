@@ -452,6 +452,41 @@ def test_a_layer_called_by_itself_gets_its_present_parameters():
         assert moved > 0.05
 
 
+def evaluated_between(rank, world_size):
+    found = []
+    for ours in (True, False):
+        model = shard(mlp(), mesh_of(world_size))
+        if ours:
+            compress(model, **FINE)
+        losses = train(model, rank, range(3), adamw(model))
+        with torch.inference_mode():
+            losses.append(loss_of(model, 0, rank).item())
+        found.append(losses + train(model, rank, range(3), adamw(model)))
+    return found
+
+
+def test_inference_mode_between_steps():
+    """In new processes: what FSDP2 keeps of inference mode disturbs checkpoints later."""
+    for losses, its in run_ranks(evaluated_between, 2, fresh=True):
+        assert losses == pytest.approx(its, rel=5e-3)
+
+
+def replaced(rank, world_size):
+    """Parameters that the handle does not know of: changes would never be seen."""
+    model = shard(mlp(), mesh_of(world_size))
+    compress(model, **FINE)
+    train(model, rank, range(2), adamw(model))
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    optimizer = adamw(model)
+    return refusal(lambda: train(model, rank, range(2, 4), optimizer))
+
+
+def test_parameters_that_take_the_place_of_others_are_an_error():
+    for kind, message in run_ranks(replaced, 2):
+        assert kind == "RuntimeError"
+        assert "no longer those that compress_shards was given" in message
+
+
 def smaller_groups(rank, world_size):
     model = shard(mlp(), mesh_of(world_size), reshard_after_forward=2)
     handle = compress(model, **FINE)

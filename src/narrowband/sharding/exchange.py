@@ -162,6 +162,7 @@ class ParameterExchange(_Exchange):
         self.mark: int | None = None
         self.referenced = referenced and codec is not None
         self._seen: int | None = None
+        self._sent: int | None = None  # as FSDP2 gave it
         self._agree = agree
         self._broken = False
 
@@ -182,6 +183,11 @@ class ParameterExchange(_Exchange):
                 here = own.to(there.device, self.reference.dtype).float()
                 far, norm = far + squared_norm(there - here), norm + squared_norm(here)
         return DIFFERENCES if far <= _FAR**2 * norm else WHOLE  # WHOLE where one of them is NaN, too
+
+    def forget(self) -> None:
+        """Send everything next."""
+        self.reference = self.mark = self._sent = None
+        self.due = WHOLE
 
     def sum_of_reference(self) -> int:
         """Of its bits, to be compared between ranks: in half of the range of integers, so that it has a negative."""
@@ -229,7 +235,9 @@ class ParameterExchange(_Exchange):
             if self.reference is None:
                 self.layout.check(own)
             _gather(out, own, peers)
-            self.reference = out.clone()
+            with torch.inference_mode(mode=False):  # so that it can be changed in training, too
+                self.reference = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            self.reference.copy_(out)
             self._count(raw, raw)
         elif self.due == DIFFERENCES:
             message = self._message(self.layout, self._codec, own.dtype)
@@ -239,9 +247,16 @@ class ParameterExchange(_Exchange):
                 message.update(part, row)
             self._count(raw, all_gather_nbytes(message.nbytes, peers.size))
         else:
+            if self._sent not in (None, _sum_of_bits(own)):
+                raise RuntimeError(
+                    f"parameters of {self.layout.module or 'the model'} are no longer those that compress_shards was "
+                    "given, or have changed in the middle of a step; call it after everything that replaces "
+                    "parameters, such as to_empty() and load_state_dict(assign=True), and step the optimizer after "
+                    "backward"
+                )
             self._count(raw, 0)
         if self.due != NOTHING:
-            self.mark = self._seen
+            self.mark, self._sent = self._seen, _sum_of_bits(own)
         self.due = NOTHING
         out.copy_(self.reference)
 

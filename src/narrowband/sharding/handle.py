@@ -13,7 +13,7 @@ import torch.distributed as dist
 from narrowband.averaging.agreement import Agreement
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
-from narrowband.sharding.exchange import NOTHING, WHOLE, GradientExchange, ParameterExchange, in_backward
+from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange, in_backward
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import format_bytes
 
@@ -191,14 +191,14 @@ class ShardCompression:
             sender.calls = state["calls"][sender.layout.module]
         for each in self._parameters:
             kept = state["sent"].get(each.layout.module)
-            each.reference, each.mark, each.due = None, None, WHOLE
+            each.forget()
             if kept is None:
                 continue
             peers, part = self._peers_of(each), kept["reference"].to(self._device)
-            each.reference = torch.empty(peers.size, part.numel(), dtype=part.dtype, device=self._device)
-            if (work := all_gather(each.reference, part, peers)) is not None:
+            reference = torch.empty(peers.size, part.numel(), dtype=part.dtype, device=self._device)
+            if (work := all_gather(reference, part, peers)) is not None:
                 work.wait()
-            each.mark, each.calls, each.due = kept["mark"], kept["calls"], NOTHING
+            each.reference, each.mark, each.calls, each.due = reference, kept["mark"], kept["calls"], NOTHING
         self._total, self._last = ShardStats(), ShardStats()
 
     def remove(self) -> None:

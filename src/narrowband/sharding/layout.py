@@ -86,7 +86,9 @@ class Layout:
     def own(self) -> Iterator[tuple[Shard, Tensor]]:
         """Each shard, and this rank's elements of it, flat, without padding."""
         for shard in self.shards:
-            yield shard, local(shard.parameter).reshape(-1)
+            with torch.inference_mode(mode=False):  # in which FSDP2's parameters cannot be looked at
+                own = local(shard.parameter).reshape(-1)
+            yield shard, own
 
     def check(self, sent: Tensor) -> None:
         """What is about to be sent are these shards.
