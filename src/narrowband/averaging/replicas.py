@@ -6,7 +6,8 @@ averaged is then averaged part by part, among the ranks that hold the same part 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,14 @@ from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, re
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 __all__ = ["begin_with_the_first", "check_replica"]
+
+#: Bytes that travel or not as one.
+_PIECE_NBYTES = 1 << 20
 
 
 def check_replica(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -45,18 +51,79 @@ def check_replica(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 @torch.no_grad()
-def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All ranks of a group get the parameters and buffers of its first, those that are not trained, too."""
-    if dist.get_world_size(group) == 1:
-        return
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> int:
+    """All ranks of a group get the parameters and buffers of its first, those that are not trained, too. A collective.
+
+    Ranks compare fingerprints of pieces, and only pieces that differ travel: none where all have drawn the same
+    numbers, and only the rest where an earlier attempt broke off. A piece goes from rank to rank among those that lack
+    it, so the first sends it once, however many these are; others send and receive nothing.
+
+    Returns:
+        Bytes that this rank received.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return 0
     everything: dict[int, Tensor] = {}
     for x in (*model.parameters(), *model.buffers()):
         everything.setdefault(id(x), local(x))
-    for together in groups_of(everything.values()):
-        flat = empty_like(together)
-        for x, part in zip(together, parts_of(flat, together), strict=True):
-            part.copy_(real(x))
-        dist.broadcast(flat, first, group=group)
-        for x, part in zip(together, parts_of(flat, together), strict=True):
-            real(x).copy_(part)
+    groups = list(groups_of(everything.values()))
+    own = [[_fingerprint(piece) for piece in _pieces(_flat(together))] for together in groups]
+    of_all: list[Any] = [None] * size
+    dist.all_gather_object(of_all, own, group=group)
+    received = 0
+    for at, together in enumerate(groups):
+        first = of_all[0][at]
+        lacking = [[r for r in range(1, size) if of_all[r][at][i] != mark] for i, mark in enumerate(first)]
+        if not any(rank in chain or (rank == 0 and chain) for chain in lacking):
+            continue
+        flat = _flat(together)
+        got = _relay(_pieces(flat), lacking, rank, group)
+        if got:
+            received += got
+            for x, part in zip(together, parts_of(flat, together), strict=True):
+                real(x).copy_(part)
+    return received
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of tensors, end to end."""
+    flat = empty_like(tensors)
+    for x, part in zip(tensors, parts_of(flat, tensors), strict=True):
+        part.copy_(real(x))
+    return flat
+
+
+def _pieces(flat: Tensor) -> list[Tensor]:
+    """Bytes, so many at a time."""
+    return list(torch.split(flat.view(torch.uint8), _PIECE_NBYTES))
+
+
+def _fingerprint(piece: Tensor) -> bytes:
+    array: Any = piece.cpu().numpy()
+    return hashlib.blake2b(array, digest_size=16).digest()
+
+
+def _relay(
+    pieces: Sequence[Tensor], lacking: Sequence[Sequence[int]], rank: int, group: dist.ProcessGroup | None
+) -> int:
+    """Each piece from the first rank to those that lack it, one after the other. Bytes that this rank received."""
+    received = 0
+    sending = []
+    for piece, needy in zip(pieces, lacking, strict=True):
+        chain = [0, *needy]
+        if len(chain) == 1 or rank not in chain:
+            continue
+        place = chain.index(rank)
+        # Gloo sends from the memory of the CPU.
+        memory = piece.cpu() if dist.get_backend(group) == "gloo" else piece
+        if place:
+            dist.recv(memory, group=group, group_src=chain[place - 1])
+            piece.copy_(memory)
+            received += piece.numel()
+        if place + 1 < len(chain):
+            sending.append((dist.isend(memory, group=group, group_dst=chain[place + 1]), memory))
+    for work, _ in sending:
+        if work is not None:
+            work.wait()
+    return received

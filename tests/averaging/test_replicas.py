@@ -1,0 +1,74 @@
+"""How copies of a model become equal: what travels, and between whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from narrowband.averaging import replicas
+from tests.ranks import run_ranks
+
+PIECE = 4096
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of all kinds, tied, empty, and not in the order of their indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(60, 50).t())
+        self.small = nn.Parameter(torch.randn(33, dtype=torch.bfloat16), requires_grad=False)
+        self.pairs = nn.Parameter(torch.randn(7, 3, dtype=torch.complex64))
+        self.tied = self.matrix
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.rand(1000) > 0.5)
+        self.register_buffer("nothing", torch.empty(0))
+
+
+def bits_of(model):
+    tensors = [*model.parameters(), *model.buffers()]
+    return [torch.view_as_real(x.detach()) if x.is_complex() else x.detach() for x in tensors]
+
+
+def begun(rank, world_size, seeds):
+    replicas._PIECE_NBYTES = PIECE
+    torch.manual_seed(seeds[rank])
+    model = Odd()
+    received = replicas.begin_with_the_first(model, None)
+    return [x.clone() for x in bits_of(model)], received
+
+
+@pytest.mark.parametrize(
+    ("seeds", "gets"),
+    [([5, 5, 5], [False, False, False]), ([5, 5, 9], [False, False, True]), ([5, 8, 5, 9], [False, True, False, True])],
+)
+def test_all_get_what_the_first_has_and_nobody_what_it_has_already(seeds, gets):
+    answers = run_ranks(begun, len(seeds), seeds, fresh=True)
+    torch.manual_seed(seeds[0])
+    expected = bits_of(Odd())
+    for (found, received), lacks in zip(answers, gets, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert (received > 0) is lacks
+    whole = sum(x.numel() * x.element_size() for x in expected)
+    assert all(0.9 * whole < received <= whole for (_, received), lacks in zip(answers, gets, strict=True) if lacks)
+
+
+def interrupted(rank, world_size):
+    """One rank has all but the last third of what the first has, as after a transfer that broke off."""
+    replicas._PIECE_NBYTES = PIECE
+    torch.manual_seed(1)
+    model = nn.Linear(100, 300, bias=False)
+    if rank == 2:
+        with torch.no_grad():
+            model.weight[200:] = 0
+    received = replicas.begin_with_the_first(model, None)
+    return model.weight.detach().clone(), received
+
+
+def test_a_transfer_that_broke_off_goes_on_where_it_was():
+    answers = run_ranks(interrupted, 3, fresh=True)
+    assert all(torch.equal(weight, answers[0][0]) for weight, _ in answers)
+    received = [nbytes for _, nbytes in answers]
+    assert received[:2] == [0, 0]
+    assert 40_000 <= received[2] <= 40_000 + 2 * PIECE
