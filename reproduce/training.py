@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
 from narrowband.bench.ranks import Loopback, RankProcess, run_ranks
-from narrowband.collectives import all_reduce_nbytes, choose
+from narrowband.collectives import all_reduce_nbytes, choose, collective
 from narrowband.lab import LabConfig
 from narrowband.report.record import commit, read_json, write_json
 from narrowband.stats import StepRecord
@@ -495,22 +495,21 @@ def _payload_ratios(
     else:
         chosen = spec if row.small == "fused" else row.small
         own = nb.compression(chosen).codec.payload_nbytes((small,)) if small else 0
-        sent_small = own * _times_sent(chosen, 4 * numel if row.small == "fused" else own, size)
-    payload = (sent - sent_small) / _times_sent(spec, 4 * numel, size)
+        sent_small = own * _times_sent(chosen, 4 * numel if row.small == "fused" else own, size, row.collective)
+    payload = (sent - sent_small) / _times_sent(spec, 4 * numel, size, row.collective)
     return {
         "payload_ratio": every * 4 * numel / (payload + own),
         "matrix_ratio": every * 4 * (numel - small) / payload if payload > 0 else None,
     }
 
 
-def _times_sent(spec: str, nbytes: int, size: int) -> float:
-    """How many times its payload a rank sends: to every other where payloads are gathered, and otherwise as a ring
-    all-reduce does.
-    """
+def _times_sent(spec: str, nbytes: int, size: int, asked: str = "auto") -> float:
+    """How many times its payload a rank sends, by the collective that it travels by."""
     chosen = nb.compression(spec)
-    adds_up = chosen.feedback is not None and chosen.feedback.collective is not None  # PowerSGD's factors
-    gathered = not adds_up and choose(chosen.codec, nbytes, size, chosen.feedback).name == "all_gather"
-    return size - 1 if gathered else 2 * (size - 1) / size
+    if chosen.feedback is not None and chosen.feedback.collective is not None:  # PowerSGD's factors
+        return 2 * (size - 1) / size
+    kind = choose(chosen.codec, nbytes, size, chosen.feedback) if asked == "auto" else collective(asked)
+    return kind.traffic_nbytes(1_000_000, size) / 1_000_000
 
 
 def _finite(value: float) -> float | None:
