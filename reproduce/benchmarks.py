@@ -253,9 +253,9 @@ def page(found: Records, path: Path) -> None:
         *_table(
             "One model on all machines",
             "A GPT of 13.3 million parameters, sharded by FSDP2 among four ranks, each behind its own link of 200 "
-            "Mbit/s. Rows say what gradients and parameters are compressed with. Sent: by one rank in a step, as the kernel "
-            "counted it; gloo's own reduce-scatter sends more than a ring would. Step: over the same step of a whole "
-            "model with no communication at all. [Inside FSDP2](sharded.md) says what each does to the loss.",
+            "Mbit/s. Rows say what gradients and parameters are compressed with. Sent: by one rank in a step, as the "
+            "kernel counted it; gloo's own reduce-scatter sends more than a ring would. Step: over the same step of a "
+            "whole model with no communication at all. [Inside FSDP2](sharded.md) says what each does to the loss.",
             ("gradients / parameters", "sent", "step", "over a step that sends nothing"),
             [
                 (_code(name), format_bytes(row["link_bytes_per_step"]), format_seconds(row["step_s"]), _times(row, 2))
