@@ -18,6 +18,8 @@ KINDS = {name: module._load(name) for name in module._COMMANDS} | {
 }
 #: What else a command line needs to be read.
 NEEDED = {"adapt": ["gradients.pt"], "memory": ["gpt"]}
+#: What a flag needs beside it.
+WITH = {("bench ddp", "sharded"): ["--codecs", "none/none"]}
 
 
 def flags(kind, path=()):
@@ -50,7 +52,8 @@ def test_a_flag_does_what_its_name_says(name, path, default, capsys):
 
     option = path[-1].replace("_", "-")
     assert not option.startswith("no-")
-    assert [read(), read(f"--{option}"), read(f"--no-{option}")] == [default, True, False]
+    with_it = WITH.get((name, path[-1]), [])
+    assert [read(), read(f"--{option}", *with_it), read(f"--no-{option}")] == [default, True, False]
 
     with pytest.raises(SystemExit):
         tyro.cli(KINDS[name], args=["--help"], prog=name)

@@ -27,7 +27,9 @@ RATIOS = {DENSE: 1.0, "8 and 8 bits": 6.0, "4 and 4 bits": 11.0, "8 and 8 bits, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_all(tmp_path_factory.mktemp("data"))
+    there = tmp_path_factory.mktemp("data")
+    write_all(there, images=16)
+    return there
 
 
 def row(name, loss, seed):
