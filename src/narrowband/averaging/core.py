@@ -235,8 +235,8 @@ class Averaging:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         result = buffer if out is None else out
         step = self._current
-        if step is None and self._engine.error is not None:
-            return self._refused(result, future, last=last)
+        if step is None and (cause := self._stopped_by) is not None:
+            return self._refused(result, future, cause, last=last)
         if step is None:
             step = self._current = self._open_step = self._new_step()
         if last:
@@ -278,11 +278,17 @@ class Averaging:
         step.raises_later = self._later(step.raise_error)
         return step
 
+    @property
+    def _stopped_by(self) -> BaseException | None:
+        """What stopped the exchange. A step knows before the engine does, which is told when all is undone."""
+        if self._engine.error is None and self._open_step is not None:
+            return self._open_step.error
+        return self._engine.error
+
     def _refused(
-        self, result: Tensor, future: torch.futures.Future[Tensor], *, last: bool
+        self, result: Tensor, future: torch.futures.Future[Tensor], cause: BaseException, *, last: bool
     ) -> torch.futures.Future[Tensor]:
         """What a place gets in steps after one in which the exchange stopped."""
-        cause = self._engine.error
 
         def stopped() -> None:
             raise RuntimeError(f"gradient exchange stopped at an earlier step: {cause}") from cause

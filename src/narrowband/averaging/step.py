@@ -441,6 +441,11 @@ class Step:
             else:
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the exchange in this step, if anything did."""
+        return self._error
+
     def raise_error(self) -> None:
         """Raise what ended the exchange in this step, if anything did. In the caller's thread."""
         if self._error is not None:
