@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from narrowband.collectives.executor import SerialExecutor
     from narrowband.collectives.peers import Peers
 
-__all__ = ["all_gather", "all_to_all", "concatenated", "spans_of"]
+__all__ = ["all_gather", "all_gather_single", "all_to_all", "concatenated", "reduce_scatter_single", "spans_of"]
 
 #: Named all_gather_into_tensor before PyTorch 2.13.
 all_gather_single: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 all_to_all_single: Callable[..., dist.Work | None] = dist.all_to_all_single
 

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from narrowband.collectives.primitives import all_gather_single, reduce_scatter_single
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Node"]
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FOLDER = Path("/dev/shm")
 
@@ -73,7 +72,7 @@ class Node:
             dist.all_to_all_single(received.view(-1), rows.view(-1), group=self.group)
             return received.sum(0)
         own = torch.empty_like(rows[0])
-        _reduce_scatter(own, rows.view(-1), group=self.group)
+        reduce_scatter_single(own, rows.view(-1), group=self.group)
         return own
 
     def gathered(self, own: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ class Node:
             self._wait()
             return rows
         rows = torch.empty(self.size, own.numel(), dtype=own.dtype, device=own.device)
-        _all_gather(rows.view(-1), own, group=self.group)
+        all_gather_single(rows.view(-1), own, group=self.group)
         return rows
 
     # ---- shared memory -----------------------------------------------------------------------------------------------

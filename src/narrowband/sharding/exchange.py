@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import Peers, all_gather_nbytes
-from narrowband.collectives.primitives import all_gather, all_to_all
+from narrowband.collectives.primitives import all_gather, all_to_all, reduce_scatter_single
 from narrowband.errors import UnsupportedError
 from narrowband.sharding.layout import Message
 
@@ -109,7 +109,7 @@ class GradientExchange(_Exchange):
         if self._codec is None or layout.numel != numel or layout.world_size != size:
             # Or the gradients of some parameters are not there: then others are elsewhere.
             self._count(raw, raw)
-            return _reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+            return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         message = self._message(layout, self._codec, input_tensor.dtype)
         peers = self._among(group)
         peers.open_pairs()
@@ -305,9 +305,3 @@ def _weight(op: Any, size: int) -> float:
         "gradients are reduced with a factor of their own (set_gradient_divide_factor); call "
         "set_force_sum_reduction_for_comms(True) on the model's FSDP modules, too, and FSDP2 applies it afterwards"
     )
-
-
-def _reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool) -> dist.Work | None:
-    """Named reduce_scatter_tensor before PyTorch 2.13."""
-    call: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(out, x, group=group, op=op, async_op=async_op)

@@ -191,9 +191,6 @@ class Message:
             self._pieces.append((span, compressed, slice(at, at + nbytes)))
             at = aligned(at + nbytes)
         self.nbytes = at
-        self.share = sum(span.stop - span.start for span, compressed, _ in self._pieces if compressed) / max(
-            layout.numel, 1
-        )
 
     def write(self, part: Tensor, out: Tensor, *, minus: Tensor | None = None, seed: int = 0) -> None:
         """Into ``out``, bytes.
