@@ -44,6 +44,7 @@ import pickle
 import queue
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -253,6 +254,15 @@ def _serve(pipe: Connection, stacks: str) -> None:
             pipe.send_bytes(pickle.dumps(_work(*pickle.loads(message))))
         elif dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers results together with their mesh, and a mesh its groups by names that the next group reuses."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _listen(pipe: Connection, messages: queue.SimpleQueue[bytes]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import RankError, run_ranks
 
@@ -97,6 +99,19 @@ def test_fresh_processes_leave_no_trace():
 def test_a_function_may_be_left_to_make_its_own_group():
     assert run_ranks(has_a_group, 2, group=False) == [False, False]
     assert run_ranks(has_a_group, 2) == [True, True]
+
+
+def total_over_a_mesh(rank, world_size, groups_before):
+    """A distributed tensor's norm, whose reduction DTensor remembers together with the name of the mesh's group."""
+    for _ in range(groups_before):
+        dist.new_group(list(range(world_size)))
+    mesh = init_device_mesh("cpu", (2, 2))
+    return torch.linalg.vector_norm(DTensor.from_local(torch.ones(4), mesh, [Shard(0), Shard(0)])).full_tensor().item()
+
+
+def test_a_call_sees_nothing_of_the_meshes_of_earlier_calls():
+    for groups_before in (3, 0):
+        assert run_ranks(total_over_a_mesh, 4, groups_before) == [4.0] * 4
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
