@@ -23,9 +23,11 @@ Candidates are written here in plain PyTorch, with no payload: their bytes are t
   of a layer whose rank has changed, and errors of what the last ten steps of a window add up to (here: ``last=10``);
 * DGC's warm-up in the authors' code (github.com/synxlin/deep-gradient-compression): a list of densities, by default
   powers of the (n+1)-th root of the density, instead of the paper's powers of a quarter; and clipping each layer by
-  itself, for which that code has a place.
+  itself, for which that code has a place;
+* momentum in the place of updates where every rank has an optimizer of its own (DeMo, 0/1 Adam), and moments that are
+  averaged over ranks: :mod:`reproduce.candidates_steps`.
 
-Run ``python -m reproduce.candidates`` (an hour on two cores), ``--quick`` (seconds), ``--help``.
+Run ``python -m reproduce.candidates`` (an hour and a half on two cores), ``--quick`` (seconds), ``--help``.
 
 Shapes: R ranks, N elements of a tensor.
 """
@@ -48,6 +50,7 @@ from narrowband.bench.models import GPT, GPTConfig
 from narrowband.report.record import provenance, read_json, write_json
 from reproduce.candidates_page import LAYOUT, TITLES, claims, lines, page
 from reproduce.candidates_senders import DENSE, SUBJECTS, OfLibrary, Sender, Subject, sender
+from reproduce.candidates_steps import BETAS, WEIGHT_DECAY, Stepping, stepping
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.data import Text, wikitext2
 from reproduce.tasks import Wikitext
@@ -58,9 +61,8 @@ if TYPE_CHECKING:
 __all__ = ["Options", "main", "stream", "train"]
 
 _MIN_NUMEL = 1024
-_BETAS, _WEIGHT_DECAY = (0.9, 0.999), 0.01
 _RISES = 0.1
-#: Learning rates: of plain SGD, of AdamW, and of SGD with momentum.
+#: Learning rates where a row has none: of plain SGD, of AdamW, and of SGD with momentum.
 _RATES = {"stream": 0.3, "adamw": 4e-3, "sgd": 0.05}
 
 
@@ -183,12 +185,14 @@ def stream(options: Options, seed: int, subjects: Sequence[Subject]) -> list[dic
 
 def train(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
     """The row of one subject, trained with it: ``nbytes`` per step and rank, and ``perplexity``."""
+    if subject.kind == "own":
+        return _train_own(options, seed, subject)
     adamw = subject.kind == "adamw"
-    run = _Run(options, seed, lr=_RATES[subject.kind])
+    run = _Run(options, seed, lr=subject.rate or _RATES[subject.kind])
     own = sender(subject, options.ranks, seed, options.steps)
     optimizer: torch.optim.Optimizer
     if adamw:
-        optimizer = torch.optim.AdamW(run.model.parameters(), lr=run.lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY)
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     else:  # DGC has the momentum
         plain = subject.spec == DENSE
         optimizer = torch.optim.SGD(run.model.parameters(), lr=run.lr, momentum=0.9 if plain else 0.0)
@@ -203,11 +207,22 @@ def train(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
     return _row(subject, seed, run, own, options) | {"cumulated": None, "perplexity": run.perplexity()}
 
 
+def _train_own(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
+    """The row of one subject whose ranks have optimizers of their own."""
+    run = _Run(options, seed, lr=subject.rate)
+    own = stepping(subject, frozenset(run.compressed), options.ranks, seed, options.steps)
+    parameters = {name: p.detach() for name, p in run.named.items()}
+    for step, gradients in enumerate(run.gradients()):
+        for name, move in own.moves(gradients, parameters, run.rate(step), step).items():
+            parameters[name].view(-1).add_(move)
+    return _row(subject, seed, run, own, options) | {"cumulated": None, "perplexity": run.perplexity()}
+
+
 def _alone(options: Options, seed: int, subject: Subject) -> list[dict[str, Any]]:
     return [train(options, seed, subject)]
 
 
-def _row(subject: Subject, seed: int, run: _Run, own: Sender, options: Options) -> dict[str, Any]:
+def _row(subject: Subject, seed: int, run: _Run, own: Sender | Stepping, options: Options) -> dict[str, Any]:
     shapes = [run.named[name].shape for name in run.compressed]
     return {
         "group": subject.group, "name": subject.name, "spec": subject.spec, "kind": subject.kind, "seed": seed,

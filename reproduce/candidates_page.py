@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from narrowband.units import format_bytes
-from reproduce.candidates_senders import CANDIDATES, DGC, DGC_8, DGC_16, DGC_STORES, STORED, STORES
+from reproduce.candidates_senders import (
+    CANDIDATES,
+    DGC,
+    DGC_8,
+    DGC_16,
+    DGC_STORES,
+    MOMENTS,
+    MOMENTUM,
+    STORED,
+    STORES,
+    at_rate,
+    rates,
+)
 from reproduce.pairs import Difference, difference
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
@@ -101,7 +113,39 @@ def claims(found: Sequence[Line]) -> list[Claim]:
             said.append(claimed(text, _beside(found, group, one, other).better()))
         except LookupError:
             said.append(Claim(text, None, "not measured"))
-    return [*said, *_stored(found), _planned(found)]
+    return [*said, *_stored(found), _planned(found), *_momentum(found)]
+
+
+#: What is said of rows that were trained with several learning rates, and the rows of which the first is better.
+_OF_OWN = (
+    ("updates are better than DeMo at equal bytes", "updates, top 1 %", "DeMo"),
+    ("signs of updates are better than 0/1 Adam, and are fewer bytes", "updates, signs", "0/1 Adam"),
+    ("two bits of updates are better than 0/1 Adam at equal bytes", "updates, 2 bits", "0/1 Adam, rarer"),
+    ("moments that are averaged make whole updates better", MOMENTS, "updates"),
+    ("whole updates are better than whole gradients", "updates", "gradients"),
+)
+
+
+def _momentum(found: Sequence[Line]) -> Iterator[Claim]:
+    """Each at its best learning rate."""
+    for what, one, other in _OF_OWN:
+        text = f"{what}, each at its best learning rate"
+        try:
+            own = [_at_best(found, name) for name in (one, other)]
+        except LookupError:
+            yield Claim(text, None, "not measured")
+            continue
+        yield claimed(text, _beside(found, "own", *(line.name for line in own)).better())
+
+
+def _at_best(found: Sequence[Line], name: str) -> Line:
+    """Of the rows of one name with different learning rates that of the least loss.
+
+    Raises:
+        LookupError: one of them is not there.
+    """
+    there = {line.name: line for line in found if line.group == "own"}
+    return min((there[at_rate(name, rate)] for rate in rates(name)), key=lambda line: line.mean)
 
 
 def _stored(found: Sequence[Line]) -> Iterator[Claim]:
@@ -134,6 +178,7 @@ TITLES = {
     "stores": "Residuals in fewer bits",
     "stores, trained": "Residuals in fewer bits: training with AdamW",
     "dgc": "Deep Gradient Compression",
+    "own": "An optimizer on every rank: updates, and momentum as in DeMo and 0/1 Adam",
 }
 
 
@@ -144,7 +189,7 @@ def _score(line: Line) -> str:
 
 
 def _columns(group: str) -> Sequence[Column]:
-    trained = group in ("training", "dgc")
+    trained = group in ("training", "stores, trained", "dgc", "own")
     return (
         ("row", lambda line: line.name),
         ("in the library", lambda line: "no" if _is_candidate(line) else "yes"),
@@ -155,11 +200,15 @@ def _columns(group: str) -> Sequence[Column]:
 
 
 def _is_candidate(line: Line) -> bool:
-    return line.spec.removesuffix("+ef") in CANDIDATES or "authors" in line.name or line.name in _OF_AUTHORS
+    return (
+        line.spec.removesuffix("+ef") in {*CANDIDATES, *MOMENTUM.values()}
+        or "authors" in line.name
+        or line.name in _OF_AUTHORS
+    )
 
 
 #: Rows that have a setting of authors' code which the library has not.
-_OF_AUTHORS = ("clipped by layers", "five rounds for new ranks")
+_OF_AUTHORS = ("clipped by layers", "five rounds for new ranks", *(at_rate(MOMENTS, rate) for rate in rates(MOMENTS)))
 
 LAYOUT = Layout(
     tables=lambda found: [(group, [line for line in found if line.group == group]) for group in _of_groups(found)],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,7 +106,7 @@ CANDIDATES = {
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
-Kind = Literal["stream", "adamw", "sgd"]
+Kind = Literal["stream", "adamw", "sgd", "own"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Subject:
         group: the table that it stands in.
         name: unique there.
         spec: of the library, or ``NAME[+ef]`` of one of ``CANDIDATES``.
-        kind: the stream, or the optimizer that trains with it.
+        kind: the stream, or the optimizer that trains with it, or that every rank has one of its own.
         densities: of DGC's warm-up, each for equally many steps.
         warmup: the share of steps over which these are, or in which everything is sent.
         clip: the norm at which the average gradient is clipped, before it is sent: each rank's at so much times √R.
@@ -125,6 +125,8 @@ class Subject:
         every: steps between two plans of L-GreCo, whose reference ``spec`` then is; 0: no plans.
         last: of how many of these steps, the last ones, a plan sees the averages; 0: of all.
         rounds: of power iteration in the first step of a layer whose rank has changed.
+        rate: of learning; 0: that of the kind.
+        moments: of AdamW are averaged over ranks once in so many steps; 0: never.
     """
 
     group: str
@@ -138,6 +140,8 @@ class Subject:
     every: int = 0
     last: int = 0
     rounds: int = 1
+    rate: float = 0.0
+    moments: int = 0
 
 
 def _of(group: str, kind: Kind, *specs: str) -> tuple[Subject, ...]:
@@ -157,6 +161,35 @@ _PLANNED, _EVERY, _LAST, _ROUNDS = "powersgd:rank=4", 100, 10, 5
 STORED = ("topk:density=0.01", "uniform:bits=2,symmetric=true")
 STORES = (":store=bf16", ":store=int8")
 DGC_STORES = (",store=bf16", ",store=int8")
+
+#: What ranks with optimizers of their own send, the rates that each was trained with, and in what: as many coefficients
+#: of DeMo as take the bytes of the top 1 %, and κ of 0/1 Adam as in DeepSpeed and for about the bytes of two bits.
+UPDATES = {"updates": DENSE, "updates, top 1 %": "topk:density=0.01+ef", "updates, signs": "sign+ef",
+           "updates, 2 bits": "qsgd:bits=2+ef"}  # fmt: skip
+DEMO, ZERO_ONE, ZERO_ONE_RARE = "DeMo of 37", "0/1 Adam of 16", "0/1 Adam of 3"
+MOMENTUM = {"DeMo": DEMO, "0/1 Adam": ZERO_ONE, "0/1 Adam, rarer": ZERO_ONE_RARE}
+MOMENTS = "updates, moments averaged every 10 steps"
+GRADIENTS = "gradients"
+
+
+def rates(name: str) -> tuple[float, ...]:
+    """Those that a row was trained with. DeMo goes along signs, and updates along a length of up to √R."""
+    if name == "DeMo":
+        return (0.0005, 0.001, 0.002)
+    return (0.001, 0.002, 0.004) if name.startswith("updates") else (0.002, 0.004, 0.008)
+
+
+def at_rate(name: str, rate: float) -> str:
+    """The name of one of several rows with different learning rates."""
+    return f"{name}, rate {rate:g}"
+
+
+def _own() -> Iterator[Subject]:
+    for name, spec in {GRADIENTS: DENSE, MOMENTS: DENSE, **UPDATES, **MOMENTUM}.items():
+        for rate in rates(name):
+            kind: Kind = "adamw" if name == GRADIENTS else "own"
+            yield Subject("own", at_rate(name, rate), spec, kind, rate=rate, moments=10 * (name == MOMENTS))
+
 
 SUBJECTS: tuple[Subject, ...] = (
     *_of("bits", "stream", "qsgd:bits=8", "natural compression", "natural compression+ef", "qsgd:bits=4+ef"),
@@ -183,6 +216,7 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("dgc", "warm-up by everything", DGC, "sgd", (), _WARM),
     Subject("dgc", "clipped as a whole", DGC, "sgd", clip=_CLIP),
     Subject("dgc", "clipped by layers", DGC, "sgd", clip=_CLIP, by_layer=True),
+    *_own(),
 )
 
 

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
+import narrowband as nb
 from reproduce import candidates
 from reproduce.candidates import Options, main
 from reproduce.candidates_page import claims, lines
 from reproduce.candidates_senders import (
     CANDIDATES,
+    DEMO,
     SUBJECTS,
+    ZERO_ONE,
+    ZERO_ONE_RARE,
     Subject,
     block,
     natural,
@@ -18,6 +23,7 @@ from reproduce.candidates_senders import (
     sender,
     ternary,
 )
+from reproduce.candidates_steps import BETAS, WEIGHT_DECAY, demo_coefficients, stepping
 from tests.reproduce.synthetic import write_all
 
 
@@ -140,6 +146,83 @@ def test_rows_that_are_compared_send_as_much():
     assert values[0] >= max(values[1:]) > 0.95 * values[0]
 
 
+def own(spec, parameters, ranks=2, steps=9, moments=0):
+    return stepping(Subject("own", "row", spec, "own", moments=moments), frozenset({"w"}), ranks, 0, steps)
+
+
+def test_whole_updates_of_one_rank_are_adamw():
+    start = {"w": torch.randn(40, 30, generator=chance(1)), "bias": torch.randn(7, generator=chance(2))}
+    parameters = {name: x.clone() for name, x in start.items()}
+    ours = own("none", parameters, ranks=1)
+    theirs = [torch.nn.Parameter(x.clone()) for x in start.values()]
+    adamw = torch.optim.AdamW(theirs, lr=0.01, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    for step in range(9):
+        gradients = {name: torch.randn(1, x.numel(), generator=chance(step)) for name, x in start.items()}
+        for name, move in ours.moves(gradients, parameters, 0.01, step).items():
+            parameters[name].view(-1).add_(move)
+        for p, g in zip(theirs, gradients.values(), strict=True):
+            p.grad = g.view_as(p)
+        adamw.step()
+    torch.testing.assert_close(list(parameters.values()), [p.detach() for p in theirs], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [1, 37, 64 * 64])
+def test_demo_takes_the_largest_cosines_of_a_chunk_out_of_the_momentum_and_nothing_else(kept):
+    """With an orthonormal transform, what is sent and what stays have the squares of the whole."""
+    x = torch.randn(128, 192, generator=chance(3))
+    sent = demo_coefficients(x, kept)
+    assert sent.shape == (2, 3, 64, 64)
+    assert ((sent != 0).sum((2, 3)) == kept).all()
+    ours = own(f"DeMo of {kept}", {"w": x})
+    move = ours.moves({"w": x.reshape(1, -1).expand(2, -1).clone()}, {"w": torch.zeros_like(x)}, 1.0, 0)["w"]
+    stayed = ours.momentum["w"][0]
+    arrived = x.reshape(-1) - stayed
+    torch.testing.assert_close(sent.square().sum() + stayed.square().sum(), x.square().sum())
+    assert torch.equal(move, -arrived.sign()) or kept == 64 * 64
+    if kept == 64 * 64:
+        torch.testing.assert_close(stayed, torch.zeros_like(stayed), atol=1e-5, rtol=0)
+
+
+def test_zero_one_adam_is_adam_without_corrections_where_all_is_sent_and_ranks_agree():
+    """One rank, a second moment in every step, and a momentum of one magnitude: signs and a scale have it whole."""
+    g = 0.5 * torch.randn(30, 40, generator=chance(4)).sign()
+    ours = own("0/1 Adam of 1000", {"w": g}, ranks=1)
+    m = v = 0.0
+    for step in range(5):
+        move = ours.moves({"w": g.reshape(1, -1).clone()}, {"w": torch.zeros_like(g)}, 0.01, step)["w"]
+        m, v = BETAS[0] * m + (1 - BETAS[0]) * 0.5, BETAS[1] * v + (1 - BETAS[1]) * 0.25
+        torch.testing.assert_close(move, -0.01 * m / (math.sqrt(v) + 1e-8) * g.sign().view(-1), rtol=1e-4, atol=0)
+
+
+def test_second_moments_lie_further_and_further_apart():
+    shape, whole = torch.Size((100, 100)), 4 * 100 * 100
+    signs = nb.compression("sign+ef").codec.payload_nbytes(shape)
+    for kappa, count in ((2, 6), (1000, 20)):  # 0, 1, 2, 4, 6, 10, 14: the last one is not reached in 14 steps
+        steps = 14 if kappa == 2 else 20
+        ours = own(f"0/1 Adam of {kappa}", {}, steps=steps)
+        assert ours.mean_nbytes([shape], steps) == pytest.approx(signs + whole * count / steps)
+
+
+def test_averaged_moments_are_the_same_on_all_ranks_and_count():
+    ours = own("none", {}, moments=2)
+    for step in range(2):
+        gradients = {"w": torch.randn(2, 1200, generator=chance(step))}
+        ours.moves(gradients, {"w": torch.zeros(30, 40)}, 0.01, step)
+        assert torch.equal(ours.first["w"][0], ours.first["w"][1]) == (step == 1)
+    assert ours.mean_nbytes([torch.Size((30, 40))], 9) == 4 * 1200 + 2 * 4 * 1200 / 2
+
+
+def test_updates_and_momentum_that_are_compared_send_as_much():
+    shapes = [torch.Size((256, 64)), torch.Size((192, 64)), torch.Size((64, 64))]
+
+    def sent(spec):
+        return own(spec, {}, steps=600).mean_nbytes(shapes, 600)
+
+    assert sent(DEMO) == pytest.approx(sent("topk:density=0.01+ef"), rel=0.05)
+    assert sent(ZERO_ONE_RARE) == pytest.approx(sent("qsgd:bits=2+ef"), rel=0.05)
+    assert sent(ZERO_ONE) > 2 * sent(ZERO_ONE_RARE)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A quick run of a few subjects."""
@@ -149,7 +232,8 @@ def finished(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     chosen = [
         subject for subject in SUBJECTS
-        if subject.name in ("none", "TernGrad", "qsgd:bits=2", "powersgd:rank=4,halves=1", "clipped by layers")
+        if subject.name in ("DeMo, rate 0.001", "none", "TernGrad", "qsgd:bits=2", "powersgd:rank=4,halves=1",
+                            "clipped by layers")
     ]  # fmt: skip
     patch.setattr(candidates, "SUBJECTS", tuple(chosen))
     assert main(words) == 0
@@ -165,6 +249,7 @@ def test_a_quick_run_has_a_row_for_every_subject(finished):
     assert summary["config"]["steps"] == 2
     assert rows["bits", "TernGrad"]["cumulated"] > 0
     assert rows["training", "none"]["nbytes"] == rows["training", "none"]["dense_nbytes"]
+    assert rows["own", "DeMo, rate 0.001"]["dense_nbytes"] > 70 * rows["own", "DeMo, rate 0.001"]["nbytes"]
     assert 1 < rows["training", "none"]["perplexity"] != rows["training", "TernGrad"]["perplexity"]
 
 
