@@ -1,0 +1,56 @@
+"""Peers at two sites train one model: two workstations in an office, and two at home, whose links send slowly.
+
+One comes later than the others. On this machine, with emulated links (Linux; root, or unprivileged user namespaces):
+
+    narrowband lab --nodes 4 --up 1gbit,1gbit,10mbit,10mbit --down 1gbit,1gbit,50mbit,50mbit \
+        -- python examples/two_sites.py
+"""
+
+import argparse
+import os
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import narrowband as nb
+from narrowband.updates.rendezvous import serve
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")
+parser.add_argument("--every", default="30", help="steps from one round to the next, or a time: 10s, 20min")
+parser.add_argument("--rounds", type=int, default=20)
+parser.add_argument("--late", type=float, default=10.0, help="seconds after which the last peer comes")
+options = parser.parse_args()
+rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+
+sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(32 * 64, 512), nn.ReLU(), nn.Linear(512, 256))
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+store = serve(29400) if rank == 0 else None  # on a machine that stays up; else: narrowband rendezvous
+time.sleep(options.late if rank == size - 1 else 0.0)
+peers = nb.Rendezvous(f"{host}:29400", begin_with=size - 1, name=str(rank), grace_s=5, exchange_s=60)
+every = int(options.every) if options.every.isdigit() else options.every
+began = time.monotonic()
+handle = nb.compress_updates(model, optimizer, options.spec, every=every, outer="auto", peers=peers)
+print(f"in round {handle.rounds} after {time.monotonic() - began:.1f} s", flush=True)
+
+torch.manual_seed(1 + rank)  # every peer reads elsewhere
+while handle.rounds < options.rounds:
+    at_BL = torch.randint(len(text) - 33, (64, 1)) + torch.arange(33)
+    loss = nn.functional.cross_entropy(model(text[at_BL[:, :-1]]), text[at_BL[:, -1]])
+    optimizer.zero_grad()
+    loss.backward()
+    began, before = time.monotonic(), handle.rounds
+    optimizer.step()
+    if handle.rounds != before and handle.rounds % 5 == 0:
+        took = time.monotonic() - began
+        print(f"round {handle.rounds} of {len(handle.peers)} peers took {took:.2f} s, loss {loss:.2f}", flush=True)
+print(f"parameters {sum(p.detach().double().sum() for p in model.parameters()):.12e}", flush=True)
+handle.remove()
+time.sleep(1.0 if rank == 0 else 0.0)  # the store ends with this process
