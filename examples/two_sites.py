@@ -34,7 +34,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 store = serve(29400) if rank == 0 else None  # on a machine that stays up; else: narrowband rendezvous
 time.sleep(options.late if rank == size - 1 else 0.0)
-peers = nb.Rendezvous(f"{host}:29400", begin_with=size - 1, name=str(rank), grace_s=5, exchange_s=60)
+peers = nb.Rendezvous(f"{host}:29400", begin_with=size - 1, name=str(rank), grace_s=30, exchange_s=60)
 every = int(options.every) if options.every.isdigit() else options.every
 began = time.monotonic()
 handle = nb.compress_updates(model, optimizer, options.spec, every=every, outer="auto", peers=peers)

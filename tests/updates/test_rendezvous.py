@@ -199,6 +199,24 @@ def test_peers_that_are_behind_wait_for_one_that_is_not():
     assert views[1].some_are_behind
 
 
+def test_who_is_late_for_the_last_round_is_told_that_the_run_is_over():
+    """It would wait for hours otherwise. Whoever has the last round's parameters, say from a checkpoint, goes on."""
+    store = dist.HashStore()
+    a, b, c = begun(store, "a", "b", "c", grace_s=0.1)
+    views = together(lambda: a.arrive(1, 1.0), lambda: b.arrive(1, 1.0))
+    assert together(lambda: a.vote(views[0], good=True), lambda: b.vote(views[1], good=True)) == [True, True]
+    a.leave()
+    with pytest.raises(RendezvousError, match="no round was held"):  # b may come yet
+        meeting(store, "d", grace_s=0.1, patience_s=0.4).arrive(-1, 0.0)
+    b.leave()
+    with pytest.raises(RendezvousError, match=r"ended with round 2: .* has those of round 1\. To begin anew"):
+        c.arrive(1, 1.0)
+    with pytest.raises(RendezvousError, match="has none of them"):
+        meeting(store, "e", grace_s=0.1).arrive(-1, 0.0)
+    resumed = meeting(store, "f", grace_s=0.1).arrive(2, 0.0)
+    assert (resumed.size, resumed.round, resumed.behind) == (1, 2, False)
+
+
 def test_where_all_of_a_view_are_gone_a_current_peer_goes_on_alone():
     store = dist.HashStore()
     a, b, c = begun(store, "a", "b", "c", grace_s=0.1)

@@ -33,7 +33,7 @@ from torch import distributed
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
 
@@ -206,7 +206,8 @@ class Meeting:
             weight: of its update.
 
         Raises:
-            RendezvousError: the store does not answer, or no round was held for too long.
+            RendezvousError: the store does not answer, no round was held for too long, or nobody is left who has the
+                parameters of the last one.
         """
         own = Entry(self.peer, round_number, weight)
         end = time.monotonic() + self._rules.patience_s
@@ -246,12 +247,29 @@ class Meeting:
                         {"round": round_number, "beginning": beginning, "entries": [asdict(entry) for entry in entries]}
                     )
                     self._store.compare_set(f"{turn}/view", "", said)
+            if now - began >= self._rules.grace_s and self._is_over(before, here.values()):
+                self.leave()
+                assert before is not None
+                raise RendezvousError(
+                    f"the run {self._rules.run!r} ended with round {before.round + 1}: all peers that were in it have "
+                    f"left, and took its parameters with them; this peer has "
+                    f"{f'those of round {own.round}' if own.round >= 0 else 'none of them'}. To begin anew, give "
+                    "another run= or start the store again"
+                )
             if now > end:
                 self.leave()
                 raise RendezvousError(
                     f"no round was held for {self._rules.patience_s:g} s: {len(here)} peers are here "
                     f"(least={self._rules.least}), and none of them may have the parameters of the last round"
                 )
+
+    def _is_over(self, last: View | None, here: Iterable[Entry]) -> bool:
+        """Whether nobody has the parameters of the last round: those who were in it left, and who is here is behind."""
+        if last is None or self._outcome(last.turn) != "commit":
+            return False
+        if any(entry.round > last.round for entry in here):
+            return False
+        return all(self._store.check([f"left/{entry.peer}"]) for entry in last.entries)
 
     def _current_round(self, turn: int, waited: float) -> int | None:
         """How many rounds were committed up to this turn; None while that is open."""
