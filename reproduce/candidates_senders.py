@@ -176,7 +176,7 @@ def rates(name: str) -> tuple[float, ...]:
     """Those that a row was trained with. DeMo goes along signs, and updates along a length of up to √R."""
     if name == "DeMo":
         return (0.0005, 0.001, 0.002)
-    return (0.001, 0.002, 0.004) if name.startswith("updates") else (0.002, 0.004, 0.008)
+    return (0.004, 0.008, 0.016) if name == GRADIENTS else (0.002, 0.004, 0.008)
 
 
 def at_rate(name: str, rate: float) -> str:
