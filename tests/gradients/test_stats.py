@@ -166,6 +166,55 @@ def test_the_relative_error_is_the_share_of_the_gradient_the_residual():
         assert measured == pytest.approx(expected, rel=1e-4)
 
 
+def by_layer(rank, world_size, spec, collective):
+    model = wrap(mlp())
+    handle = compress(model, spec, min_numel=64, collective=collective)
+    before = handle.layer_stats()
+    local = mlp()
+    loss_of(local, 0, rank).backward()
+    loss_of(model, 0, rank).backward()
+    squares = {name: float(p.grad.double().square().sum()) for name, p in local.named_parameters() if p.dim() == 2}
+    kept = residuals(handle) if "+ef" in spec and "ef21" not in spec else {}
+    norms = {name: float(x.double().norm()) for name, x in kept.items() if name in squares}
+    return before, handle.layer_stats(), handle.stats().last, squares, norms
+
+
+@pytest.mark.parametrize(
+    ("spec", "collective"),
+    [
+        ("topk:density=0.05+ef", "all_gather"),
+        ("topk:density=0.05+ef", "sparse_reduce"),
+        ("qsgd:bits=4+ef", "scatter_reduce"),
+        ("qsgd:bits=4", "all_gather"),
+        ("fp16", "auto"),
+        ("powersgd:rank=2", "auto"),
+        ("powersgd:rank=2,halves=1", "auto"),
+        ("dgc:density=0.05", "auto"),
+        ("topk:density=0.05+ef21", "auto"),
+    ],
+)
+def test_each_layer_has_its_bytes_error_and_residual(spec, collective):
+    for before, after, last, squares, norms in run_ranks(by_layer, 2, spec, collective):
+        assert after.keys() == before.keys() == squares.keys()
+        assert {layer.relative_error for layer in before.values()} == {None}
+        assert [(layer.numel, layer.raw_bytes) for layer in after.values()] == [
+            (math.prod(shape), ring(4 * math.prod(shape), 2)) for shape in WEIGHTS
+        ]
+        assert {layer.spec for layer in after.values()} == {str(nb.compression(spec))}
+        lost = sum(layer.relative_error * squares[name] for name, layer in after.items())  # of this rank's gradients
+        if not spec.startswith("powersgd"):  # whose factors are of the average
+            assert lost / sum(squares.values()) == pytest.approx(last.relative_error, rel=1e-3, abs=1e-7)
+        assert all(0 <= layer.relative_error < 1 for layer in after.values())
+        sent = sum(layer.sent_bytes for layer in after.values())
+        assert sent <= last.sent_bytes <= sent + ring(REST, 2) + 16 * TRAILER
+        for name, norm in norms.items():  # without what owners of chunks keep
+            assert after[name].residual_norm == pytest.approx(norm, rel=1e-5)
+            if collective == "all_gather":
+                assert after[name].relative_error == pytest.approx(norm**2 / squares[name], rel=1e-3)
+        if not norms and spec in ("qsgd:bits=4", "fp16", "topk:density=0.05+ef21"):
+            assert {layer.residual_norm for layer in after.values()} == {None}
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 WIDTH = 4096  # one matrix of 4096 × 4096: 64 MiB

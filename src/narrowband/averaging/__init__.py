@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from narrowband.averaging.averager import Averager
-from narrowband.averaging.stats import StepStats
+from narrowband.averaging.stats import LayerStats, StepStats
 
-__all__ = ["Averager", "StepStats"]
+__all__ = ["Averager", "LayerStats", "StepStats"]

@@ -91,6 +91,7 @@ class Averaging:
         self._open_step: Step | None = None  # the step that the engine works on
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
+        self._errors: dict[str, float] = {}
         self._connect(group)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
@@ -299,8 +300,9 @@ class Averaging:
         future.set_result(result)
         return future
 
-    def _finished(self, step: StepStats) -> None:
+    def _finished(self, step: StepStats, errors: Mapping[str, float]) -> None:
         with self._lock:
+            self._errors.update(errors)
             self._step += 1
             self._open_step = None
             self._last = step

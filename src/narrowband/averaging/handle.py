@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from narrowband.averaging.core import Averaging
 from narrowband.averaging.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
-from narrowband.averaging.stats import StepStats
+from narrowband.averaging.stats import LayerStats, StepStats
 from narrowband.averaging.step import ADVICE
+from narrowband.codecs.base import squared_norm
+from narrowband.collectives import all_reduce_nbytes
 from narrowband.stats import Stats
 from narrowband.units import format_bytes, format_count
 
@@ -65,6 +68,34 @@ class Handle(Averaging):
         """Bytes, seconds and relative error: in total, and of the last finished step."""
         with self._lock:
             return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
+
+    def layer_stats(self) -> dict[str, LayerStats]:
+        """What becomes of each compressed parameter, by name. Call between steps; it reads all residuals once.
+
+        Raises:
+            RuntimeError: called inside backward.
+
+        Example:
+            >>> worst = max(handle.layer_stats().items(), key=lambda item: item[1].relative_error or 0.0)
+        """
+        self._check_between_steps("layer_stats")
+        layers, found = self.layers, {}
+        with self._lock:
+            errors = dict(self._errors)
+        for p, own in layers.parameters.by_tensor.items():
+            if not own.compressed:
+                continue
+            name, numel = own.name, own.shape.numel()
+            kept = [x for state in layers.states.values() if (x := state.residual(name)) is not None]
+            found[name] = LayerStats(
+                spec=str(layers.spec_for(name)),
+                numel=numel,
+                raw_bytes=all_reduce_nbytes(numel * p.element_size(), self.size),
+                sent_bytes=layers.sent_nbytes(name),
+                relative_error=errors.get(name),
+                residual_norm=math.sqrt(math.fsum(squared_norm(x) for x in kept)) if kept else None,
+            )
+        return found
 
     def log_dict(self, prefix: str = "") -> dict[str, float]:
         """What a logger plots, as numbers by name: of the last step, and ``total_…`` since the start.

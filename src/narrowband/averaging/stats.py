@@ -6,7 +6,28 @@ from dataclasses import dataclass
 
 from narrowband.stats import StepRecord, latest
 
-__all__ = ["StepStats"]
+__all__ = ["LayerStats", "StepStats"]
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What becomes of one compressed parameter, on this rank.
+
+    Attributes:
+        spec: what it is compressed with from the next step on.
+        numel: its elements.
+        raw_bytes: what a step would send for it uncompressed, by a ring all-reduce.
+        sent_bytes: what a step sends.
+        relative_error: as :class:`StepStats` has it, of this layer in the latest step that measured it; None before.
+        residual_norm: ‖residual‖, of what this rank has not sent yet; None where there is none.
+    """
+
+    spec: str
+    numel: int
+    raw_bytes: int
+    sent_bytes: int
+    relative_error: float | None
+    residual_norm: float | None
 
 
 @dataclass

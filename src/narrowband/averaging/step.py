@@ -119,7 +119,8 @@ class Step:
         measure: whether the relative error is measured.
         seed: of the run.
         facts: what this rank is about to do.
-        finished: called with the step's statistics when all averages are written, before any future is resolved.
+        finished: called with the step's statistics, and with relative errors by layer if they were measured, when all
+            averages are written, before any future is resolved.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Step:
         measure: bool,
         seed: int,
         facts: Facts,
-        finished: Callable[[StepStats], None],
+        finished: Callable[[StepStats, Mapping[str, float]], None],
     ) -> None:
         self._parts = parts
         self._layers, self._peers, self._engine = parts.layers, parts.peers, parts.engine
@@ -418,11 +419,16 @@ class Step:
         stats.wire_s = self._engine.wire_seconds - self._wire_before
         now = time.perf_counter()
         stats.waiting_s, stats.exchange_s = now - self.closed_at, now - self.opened_at
-        norms = [n for exchange in self._exchanges for n in exchange.norms]
-        encoded = sum(n.encoded for n in norms)
+        norms = [
+            (operand.key, n)
+            for exchange in self._exchanges
+            if exchange.norms  # none after a step that was skipped
+            for operand, n in zip(exchange.operands, exchange.norms, strict=True)
+        ]
+        encoded = sum(n.encoded for _, n in norms)
         if norms and math.isfinite(encoded):
-            stats.relative_error = sum(n.lost for n in norms) / encoded if encoded else 0.0
-        self._finished(stats)
+            stats.relative_error = sum(n.lost for _, n in norms) / encoded if encoded else 0.0
+        self._finished(stats, {key: n.lost / n.encoded if n.encoded else 0.0 for key, n in norms})
 
     def abandon(self, error: BaseException) -> None:
         """The engine broke: put the feedback back, and pass the error on to whoever waits."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from narrowband.averaging.optim import DGCSGD
-from narrowband.averaging.stats import StepStats
+from narrowband.averaging.stats import LayerStats, StepStats
 from narrowband.gradients.handle import GradientCompression
 from narrowband.gradients.setup import compress_gradients
 from narrowband.gradients.timing import measure_times
 
-__all__ = ["DGCSGD", "GradientCompression", "StepStats", "compress_gradients", "measure_times"]
+__all__ = ["DGCSGD", "GradientCompression", "LayerStats", "StepStats", "compress_gradients", "measure_times"]
