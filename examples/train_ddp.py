@@ -1,9 +1,7 @@
 """Train a small language model on the source of Python's standard library, with compressed gradients.
 
-On two ranks of this machine, or on four behind links of 100 Mbit/s:
-
-    torchrun --nproc-per-node 2 examples/train_ddp.py
-    narrowband lab --nodes 4 --rate 100mbit -- python examples/train_ddp.py --spec qsgd:bits=4
+torchrun --nproc-per-node 2 examples/train_ddp.py
+narrowband lab --nodes 4 --rate 100mbit -- python examples/train_ddp.py --spec qsgd:bits=4
 """
 
 import argparse
@@ -21,11 +19,10 @@ import narrowband as nb
 class Reader(nn.Module):
     """Guesses the next byte."""
 
-    def __init__(self, width: int = 256) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(256, width)
-        self.body = nn.GRU(width, width, num_layers=2, batch_first=True)
-        self.head = nn.Linear(width, 256)
+        self.embed, self.head = nn.Embedding(256, 256), nn.Linear(256, 256)
+        self.body = nn.GRU(256, 256, num_layers=2, batch_first=True)
 
     def forward(self, text_BL: Tensor) -> Tensor:
         return self.head(self.body(self.embed(text_BL))[0])
@@ -34,8 +31,8 @@ class Reader(nn.Module):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")
 parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--record", help="file for: narrowband report")
 options = parser.parse_args()
-
 dist.init_process_group("gloo")
 sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
@@ -43,6 +40,7 @@ text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources
 torch.manual_seed(0)
 model = DistributedDataParallel(Reader())
 handle = nb.compress_gradients(model, options.spec)  # the one line
+recorder = nb.Recorder(handle, options.record)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 torch.manual_seed(1 + dist.get_rank())  # every rank reads elsewhere
@@ -53,7 +51,9 @@ for step in range(options.steps):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    recorder.step(loss=loss)
     if dist.get_rank() == 0 and (step + 1) % 20 == 0:
         ratio = handle.stats().total.ratio
         print(f"step {step + 1}: loss {loss.item():.2f}, {ratio:.0f} times less sent", flush=True)
+recorder.close()
 dist.destroy_process_group()

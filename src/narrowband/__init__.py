@@ -27,6 +27,7 @@ from narrowband.updates import ElasticUpdateCompression, Rendezvous, UpdateCompr
 
 if TYPE_CHECKING:
     from narrowband.pipeline import CompressedStage
+    from narrowband.report import Recorder
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PowerSGD",
+    "Recorder",
     "Rendezvous",
     "ShardCompression",
     "ShardStats",
@@ -82,4 +84,8 @@ def __getattr__(name: str) -> Any:
         from narrowband.pipeline import CompressedStage
 
         return CompressedStage
+    if name == "Recorder":
+        from narrowband.report import Recorder
+
+        return Recorder
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

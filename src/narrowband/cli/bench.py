@@ -204,10 +204,16 @@ class BenchMemory:
 def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if path is None:
         return
-    from narrowband.report.record import provenance, write_json
+    from narrowband.report.page import can_make_pages, record_page
+    from narrowband.report.record import provenance, write_json, write_text
 
-    write_json(path, provenance(config["seed"]) | {"config": config, "rows": rows})
+    record = provenance(config["seed"]) | {"config": config, "rows": rows}
+    write_json(path, record)
     console.print(f"written to {path}", style="dim", markup=False, highlight=False)
+    if can_make_pages():
+        page = path.with_suffix(".html")
+        write_text(page, record_page(record, path.stem))
+        console.print(f"a page of it: {page}", style="dim", markup=False, highlight=False)
 
 
 @dataclass(frozen=True)

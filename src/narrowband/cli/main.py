@@ -29,6 +29,7 @@ _COMMANDS = {
     "rendezvous": ("rendezvous", "Rendezvous"),
     "adapt": ("adapt", "Adapt"),
     "memory": ("memory", "Memory"),
+    "report": ("report", "Report"),
     "codecs": ("codecs", "Codecs"),
     "doctor": ("doctor", "Doctor"),
 }

@@ -16,12 +16,11 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import narrowband
-
-__all__ = ["commit", "machine", "provenance", "read_json", "versions", "write_json"]
+__all__ = ["commit", "machine", "provenance", "read_json", "versions", "write_json", "write_text"]
 
 #: Distributions whose versions change results, besides this one.
 _DISTRIBUTIONS = ("torch", "numpy", "numba")
@@ -44,7 +43,7 @@ def machine() -> dict[str, str | int | float | None]:
 def versions() -> dict[str, str]:
     """Python and the distributions that results depend on; those not installed are left out."""
     # Not the installed distribution's version: that is of another name, and of another project where that is installed.
-    found = {"python": platform.python_version(), "narrowband": narrowband.__version__}
+    found = {"python": platform.python_version(), "narrowband": import_module("narrowband").__version__}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
@@ -100,12 +99,16 @@ def environment() -> dict[str, str]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` to ``path``, whole or not at all, creating the directories above it."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """The same of a text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, allow_nan=False)
-            file.write("\n")
+            file.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -1,0 +1,55 @@
+"""``narrowband report``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from narrowband.cli.exits import DONE, check_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Make one HTML page of a recorded run: bytes, times, errors and residuals by layer, what policies chose when.
+
+    Two lines in the training loop record a run: ``recorder = nb.Recorder(handle, "run.jsonl")`` before it, and
+    ``recorder.step(loss=loss)`` after every optimizer step. The page needs no network and no other files. A run that
+    is still going may be looked at, too. Of what a benchmark wrote with --json, a page is made as well.
+
+    Examples:
+      narrowband report run.jsonl
+      narrowband report run.jsonl --beside uncompressed.jsonl --output report.html
+    narrowband report ddp-200mbit.json
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """File that the recorder wrote (.jsonl), or a benchmark (.json)."""
+    beside: Path | None = None
+    """The same training without compression (spec none), to be shown beside it."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
+    """Where the page goes; left out: beside the run, with .html."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.report.page import record_page, run_page
+        from narrowband.report.record import read_json, write_text
+        from narrowband.report.recorder import read_run
+
+        output = self.run.with_suffix(".html") if self.output is None else self.output
+        check_output(output)
+        if self.run.suffix == ".json":
+            if self.beside is not None:
+                raise ValueError(f"--beside is for recorded runs, and {self.run} is a record of a benchmark")
+            page = record_page(read_json(self.run), self.run.stem)
+        else:
+            page = run_page(read_run(self.run), self.run.stem, None if self.beside is None else read_run(self.beside))
+        write_text(output, page)
+        console.print(f"written: {output}", style="dim", markup=False, highlight=False)
+        return DONE

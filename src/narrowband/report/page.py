@@ -1,0 +1,513 @@
+"""A run as one HTML page: no network, no other files, light and dark.
+
+Charts are `Vega-Lite <https://vega.github.io/vega-lite/>`_ (through Altair), which makes the smallest self-contained
+page of the libraries that were weighed: 0.9 MB, where Bokeh's is 1.3 MB and Plotly's 4.8 MB. They have tooltips, and
+lines can be zoomed into.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from narrowband.errors import UnsupportedError, pip_install
+from narrowband.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from narrowband.report.recorder import LayerRecord, Run
+
+__all__ = ["can_make_pages", "record_page", "run_page"]
+
+#: Records that a line has at most; where there are more, neighbours are put together, so that pages stay small.
+_POINTS = 1000
+
+#: Layers that are shown one by one: those that send the most.
+_LAYERS = 60
+
+#: Height of one of them, in pixels.
+_ROW = 16
+
+_PLAIN = "uncompressed"
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A chart with its words.
+
+    Attributes:
+        name: of its place on the page.
+        title: above it.
+        says: what it shows, below that.
+        spec: of Vega-Lite.
+    """
+
+    name: str
+    title: str
+    says: str
+    spec: str
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Numbers, folded in unless it is open; the first column is words."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    open: bool = False
+
+
+def run_page(run: Run, name: str, beside: Run | None = None) -> str:
+    """A run as a page.
+
+    Args:
+        run: what a recorder wrote.
+        name: what it is called.
+        beside: the same training without compression, if there is one.
+
+    Returns:
+        HTML, in one piece.
+
+    Raises:
+        UnsupportedError: Altair is not installed.
+    """
+    alt = _altair()
+    layers = [
+        (layer, own.spec, f"{own.numel:,}", format_bytes(own.sent_bytes), format_bytes(own.raw_bytes),
+         _number(own.relative_error), _number(own.residual_norm))
+        for layer, own in _last_layers(run)
+    ]  # fmt: skip
+    columns = ("layer", "spec", "elements", "sent", _PLAIN, "relative error", "‖residual‖")
+    note = "" if run.ended else "This run is still going, or was stopped: the page shows what was written so far."
+    return _page(
+        alt,
+        name,
+        [chart for make in _CHARTS for chart in make(alt, run, beside)],
+        [_Table("All layers, as numbers", columns, layers)] if layers else [],
+        run.start,
+        note=note,
+        verdict=_verdict(run, beside),
+        cards=list(_cards(run, beside)),
+    )
+
+
+def record_page(record: Mapping[str, Any], name: str) -> str:
+    """The rows of a benchmark's record as a page: a chart for every number, and a table.
+
+    Args:
+        record: with ``rows``, and what :func:`~narrowband.report.record.provenance` says.
+        name: what it is called.
+
+    Raises:
+        ValueError: it has no rows.
+        UnsupportedError: Altair is not installed.
+    """
+    rows = record.get("rows")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError(f"{name} has no rows to show: it is neither a record of a benchmark nor a run")
+    alt = _altair()
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    words = [key for key in names if any(isinstance(row.get(key), str) for row in rows)]
+    numbers = [key for key in names if key not in words and _differ([row.get(key) for row in rows])]
+    label = [" · ".join(str(row[key]) for key in words if _differ_at(rows, key) and row.get(key)) for row in rows]
+    label = [own or str(number) for number, own in enumerate(label, 1)]
+    charts = [
+        _Chart(f"chart{at}", _words(key), "", _bars(alt, label, [row.get(key) for row in rows], key))
+        for at, key in enumerate(numbers)
+    ]
+    shown = [key for key in names if key not in words and any(_is_number(row.get(key)) for row in rows)]
+    cells = [[own, *(_cell(row.get(key)) for key in shown)] for own, row in zip(label, rows, strict=True)]
+    table = _Table("All rows", ["", *map(_words, shown)], cells, open=True)
+    return _page(alt, name, charts, [table], record, note="", verdict="", cards=[])
+
+
+def can_make_pages() -> bool:
+    """Whether Altair and what it needs are installed."""
+    return all(find_spec(name) is not None for name in ("altair", "jinja2", "vl_convert"))
+
+
+def _altair() -> Any:
+    try:
+        import altair as alt
+        import jinja2  # noqa: F401  a page needs all three
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a report needs Altair, Jinja2 and vl-convert ({error}): {pip_install('report')}"
+        ) from error
+    return alt
+
+
+def _page(
+    alt: Any,
+    name: str,
+    charts: Sequence[_Chart],
+    tables: Sequence[_Table],
+    start: Mapping[str, Any],
+    *,
+    note: str,
+    verdict: str,
+    cards: Sequence[tuple[str, str]],
+) -> str:
+    from jinja2 import Environment
+
+    template = files("narrowband.report").joinpath("page.html").read_text("utf-8")
+    return (
+        Environment(autoescape=True)
+        .from_string(template)
+        .render(
+            name=name,
+            note=note,
+            verdict=verdict,
+            cards=cards,
+            charts=charts,
+            tables=tables,
+            specs=_in_script(json.dumps({chart.name: json.loads(chart.spec) for chart in charts})),
+            script=_in_script(_drawing_program(alt.SCHEMA_VERSION.rpartition(".")[0])),
+            facts=_facts(start),
+        )
+    )
+
+
+@functools.cache
+def _drawing_program(version: str) -> str:
+    """Vega, Vega-Lite of this version and Vega-Embed, in one piece; it takes seconds to put together."""
+    import vl_convert
+
+    program: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
+    return program
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def _verdict(run: Run, beside: Run | None) -> str:
+    """One plain sentence."""
+    sent, raw = run.mean("sent_bytes") or 0.0, run.mean("raw_bytes") or 0.0
+    seconds, waiting = run.mean("seconds") or 0.0, run.mean("waiting_s")
+    if not sent:
+        said = "Nothing was sent in these steps"
+    else:
+        said = f"A step sent {format_bytes(sent)} instead of {format_bytes(raw)}, {raw / sent:.3g} times less"
+    if seconds:
+        said += f", and took {_seconds(seconds)}"
+    if seconds and waiting is not None:
+        said += f", of which it waited {_seconds(waiting)} ({waiting / seconds:.0%}) for averages"
+    if beside is not None and (plain := beside.mean("seconds")) and seconds:
+        change = seconds / plain
+        judged = (
+            f"compression made steps {1 / change:.2f} times as fast" if change < 1
+            else f"compression made steps {change:.2f} times as slow: on this link, do not compress"
+        )  # fmt: skip
+        said += f". Without compression a step took {_seconds(plain)}, so {judged}"
+        if (own := _last_loss(run)) is not None and (other := _last_loss(beside)) is not None and other > 0:
+            side = "above" if own >= other else "below"
+            said += f". The loss of the last steps is {abs(own / other - 1):.1%} {side} that without compression"
+    return f"{said}."
+
+
+def _last_loss(run: Run) -> float | None:
+    """Of the last tenth of the steps."""
+    losses = [values["loss"] for values in run.steps.values() if math.isfinite(values.get("loss", math.nan))]
+    last = losses[-max(1, len(losses) // 10) :]
+    return math.fsum(last) / len(last) if last else None
+
+
+def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
+    steps = list(run.steps)
+    yield "steps", format_count(steps[-1]) if steps[0] == 1 else f"{steps[0]} to {steps[-1]}"
+    sent, raw = run.mean("sent_bytes"), run.mean("raw_bytes")
+    if sent and raw:
+        yield "fewer bytes", f"{raw / sent:.3g} ×"
+    waiting = run.mean("waiting_s")
+    if waiting is not None:
+        yield "waiting, per step", _seconds(waiting)
+    error = [values["relative_error"] for values in run.steps.values() if "relative_error" in values]
+    if error:
+        yield "relative error", _number(error[-1])
+    losses = [values["loss"] for values in run.steps.values() if "loss" in values]
+    if losses:
+        yield "last loss", _number(losses[-1])
+    if beside is not None and (plain := [values["loss"] for values in beside.steps.values() if "loss" in values]):
+        yield "last loss, uncompressed", _number(plain[-1])
+    skipped = sum(values.get("skipped", 0.0) for values in run.steps.values())
+    yield "skipped steps", format_count(round(skipped))
+
+
+def _facts(start: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How it was made."""
+    machine, versions = start.get("machine", {}), start.get("versions", {})
+    found = {
+        "command": start.get("command"),
+        "spec": start.get("spec"),
+        "ranks": start.get("ranks"),
+        "handle": start.get("handle"),
+        "machine": f"{machine.get('cpu')}, {machine.get('usable_cores')} cores, GPU: {machine.get('gpu') or 'none'}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "commit": start.get("commit"),
+        "date": start.get("date"),
+    }
+    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _seconds(x: float) -> str:
+    return f"{x:.2f} s" if x >= 1 else f"{1000 * x:.3g} ms"
+
+
+def _number(x: float | None) -> str:
+    return "–" if x is None else f"{x:.3g}"
+
+
+def _in_script(code: str) -> str:
+    """JSON or a program, as it may stand in a script element."""
+    return re.sub("</(script)", r"<\\/\1", code, flags=re.IGNORECASE).replace("<!--", "<\\!--")
+
+
+def _last_layers(run: Run) -> list[tuple[str, LayerRecord]]:
+    if not run.layers:
+        return []
+    last = run.layers[max(run.layers)]
+    return sorted(last.items(), key=lambda item: -item[1].sent_bytes)
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+def _points(run: Run, names: Mapping[str, str], **more: str) -> list[dict[str, Any]]:
+    """Rows of step, what (by the names given) and value, as means over neighbours where there are many."""
+    at = [step for step, values in run.steps.items() if any(name in values for name in names)]
+    size = math.ceil(len(at) / _POINTS) or 1
+    rows = []
+    for first in range(0, len(at), size):
+        together = [run.steps[step] for step in at[first : first + size]]
+        for name, said in names.items():
+            own = [values[name] for values in together if math.isfinite(values.get(name, math.nan))]
+            if own:
+                rows.append({"step": at[first], "what": said, "value": math.fsum(own) / len(own), **more})
+    return rows
+
+
+def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> str:
+    """One bar for each row."""
+    rows = [{"row": own, "value": x} for own, x in zip(labels, values, strict=True) if _is_number(x)]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            x=alt.X("value:Q", title=_words(unit)),
+            y=alt.Y("row:N", sort=None, title=None, axis=alt.Axis(labelLimit=300)),
+            tooltip=["row:N", alt.Tooltip("value:Q", format=".4g")],
+        )
+        .properties(width="container", height=_ROW * len(rows))
+    )
+    return _written(alt, chart)
+
+
+def _written(alt: Any, chart: Any) -> str:
+    """As JSON; a chart is as wide as the page."""
+    return str(chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding")).to_json())
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether there is something to compare."""
+    own = [x for x in values if _is_number(x)]
+    return len(own) > 1 and len(set(own)) > 1
+
+
+def _differ_at(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return len({str(row.get(key)) for row in rows}) > 1
+
+
+def _words(name: str) -> str:
+    """A field's name, with its unit written out."""
+    stem, _, unit = name.rpartition("_")
+    units = {"s": "seconds", "ms": "milliseconds", "nbytes": "bytes"}
+    return f"{stem}, {units[unit]}".replace("_", " ") if stem and unit in units else name.replace("_", " ")
+
+
+def _cell(x: Any) -> str:
+    return f"{x:,}" if isinstance(x, int) else f"{x:.4g}" if _is_number(x) else "–" if x is None else str(x)
+
+
+def _lines(alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str = "step", log: bool = False) -> str:
+    """One line for each "what"."""
+    scale = alt.Scale(type="log") if log else alt.Scale(zero=False)
+    chart = (
+        alt.Chart(alt.Data(values=list(rows)))
+        .mark_line(interpolate="linear", point=len(rows) < 60)
+        .encode(
+            x=alt.X("step:Q", title=over, axis=alt.Axis(tickMinStep=1, format="d")),
+            y=alt.Y("value:Q", title=unit, scale=scale),
+            color=alt.Color("what:N", title=None, sort=None, legend=alt.Legend(orient="top")),
+            tooltip=[alt.Tooltip("step:Q", title=over), "what:N", alt.Tooltip("value:Q", format=".4g")],
+        )
+        .properties(width="container", height=240)
+        .interactive(bind_y=False)
+    )
+    return _written(alt, chart)
+
+
+def _loss(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
+    rows = _points(run, {"loss": "this run"})
+    if beside is not None:
+        rows += _points(beside, {"loss": _PLAIN})
+    if rows:
+        yield _Chart("loss", "Loss", "As the training loop gave it.", _lines(alt, rows, "loss"))
+    if rows and beside is not None:
+        for row in rows:
+            row["step"] = _clock(run if row["what"] == "this run" else beside)[row["step"]]
+        says = "The same over the time of training: what counts where steps are faster and learn less each."
+        yield _Chart("clock", "Loss over time", says, _lines(alt, rows, "loss", over="seconds"))
+
+
+def _clock(run: Run) -> dict[int, float]:
+    """Step → seconds since the first record."""
+    found, seconds, before = {}, 0.0, None
+    for step, values in run.steps.items():
+        seconds += values.get("seconds", 0.0) * (step - (step if before is None else before))
+        found[step], before = seconds, step
+    return found
+
+
+def _step_time(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
+    rows = _points(run, {"seconds": "whole step", "waiting_s": "waiting for averages"})
+    if beside is not None:
+        rows += _points(beside, {"seconds": f"whole step, {_PLAIN}"})
+    for row in rows:
+        row["value"] *= 1000
+    if rows:
+        says = "What a step took, and how long training waited after backward's own work: what compression costs you."
+        yield _Chart("time", "Step time", says, _lines(alt, rows, "milliseconds"))
+    parts = {"encode_s": "encode", "wire_s": "on the wire", "decode_s": "decode", "decide_s": "policy"}
+    rows = _points(run, {name: said for name, said in parts.items() if (run.mean(name) or 0.0) > 0})
+    for row in rows:
+        row["value"] *= 1000
+    if rows:
+        says = "On the engine's thread, most of it while backward still computes; the parts overlap with each other."
+        yield _Chart("parts", "What compression does in a step", says, _lines(alt, rows, "milliseconds"))
+
+
+def _sent(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
+    rows = _points(run, {"sent_bytes": "sent", "raw_bytes": _PLAIN})
+    rows = [row | {"value": row["value"] / 1e6} for row in rows if row["value"] > 0]
+    if rows:
+        says = "By this rank, per step; uncompressed: what a ring all-reduce of the same gradients would send."
+        yield _Chart("sent", "Bytes", says, _lines(alt, rows, "megabytes", log=True))
+
+
+def _error(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
+    rows = _points(run, {"relative_error": "all layers"})
+    if rows:
+        says = (
+            "‖p − C(p)‖² / ‖p‖² of what was encoded, p, with the residual where there is feedback; measured at times."
+        )
+        yield _Chart("error", "Relative error", says, _lines(alt, rows, "share of the squared norm"))
+
+
+def _layer_bytes(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
+    layers = _last_layers(run)[:_LAYERS]
+    if not layers:
+        return
+    rows = [
+        {"layer": name, "sent": own.sent_bytes / 1e3, "less": own.raw_bytes / own.sent_bytes if own.sent_bytes else 1.0,
+         "spec": own.spec, "error": own.relative_error}
+        for name, own in layers
+    ]  # fmt: skip
+    base = alt.Chart(alt.Data(values=rows)).properties(width="container", height=_ROW * len(rows))
+    layer = alt.Y("layer:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
+    tip = ["layer:N", "spec:N", alt.Tooltip("sent:Q", format=".4g", title="kB sent"),
+           alt.Tooltip("less:Q", format=".3g", title="times less"),
+           alt.Tooltip("error:Q", format=".3g", title="relative error")]  # fmt: skip
+    bars = base.mark_bar().encode(x=alt.X("sent:Q", title="kilobytes per step"), y=layer, color="spec:N", tooltip=tip)
+    says = f"Of the last record{_most(run)}."
+    yield _Chart("layers", "Bytes by layer", says, _written(alt, bars))
+    if any(row["error"] is not None for row in rows):
+        errors = base.mark_bar().encode(
+            x=alt.X("error:Q", title="relative error"), y=layer, color="spec:N", tooltip=tip
+        )
+        yield _Chart("errors", "Relative error by layer", says, _written(alt, errors))
+
+
+def _most(run: Run) -> str:
+    count = len(_last_layers(run))
+    return f", the {_LAYERS} of {count} layers that send the most" if count > _LAYERS else ""
+
+
+def _over_time(run: Run, of: Callable[[LayerRecord], Any]) -> list[dict[str, Any]]:
+    """Rows of layer, step and value, at no more than 60 steps."""
+    shown = {name for name, _ in _last_layers(run)[:_LAYERS]}
+    steps = sorted(run.layers)
+    steps = steps[:: math.ceil(len(steps) / 60) or 1]
+    return [
+        {"layer": name, "step": step, "value": of(own)}
+        for step in steps
+        for name, own in run.layers[step].items()
+        if name in shown and of(own) is not None
+    ]
+
+
+def _policies(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
+    rows = _over_time(run, lambda own: own.spec)
+    if len({row["value"] for row in rows}) < 2:
+        return
+    heat = _heat(alt, rows, "N", alt.Color("value:N", title="spec", scale=alt.Scale(scheme="tableau20")))
+    yield _Chart("policy", "What was chosen when", f"The spec of each layer{_most(run)}.", heat)
+
+
+def _residuals(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
+    rows = [row for row in _over_time(run, lambda own: own.residual_norm) if math.isfinite(row["value"])]
+    if rows:
+        says = f"Norms of what this rank has not sent yet{_most(run)}. A layer that grows and grows keeps too little."
+        color = alt.Color("value:Q", title="‖residual‖", scale=alt.Scale(scheme="viridis"))
+        yield _Chart("residuals", "Residuals", says, _heat(alt, rows, "Q", color))
+
+
+def _heat(alt: Any, rows: Sequence[Mapping[str, Any]], kind: str, color: Any) -> str:
+    chart = (
+        alt.Chart(alt.Data(values=list(rows)))
+        .mark_rect()
+        .encode(
+            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            y=alt.Y("layer:N", sort=None, title=None, axis=alt.Axis(labelLimit=260)),
+            color=color,
+            tooltip=["layer:N", "step:O", f"value:{kind}"],
+        )
+        .properties(width="container", height=_ROW * len({row["layer"] for row in rows}))
+    )
+    return _written(alt, chart)
+
+
+def _skipped(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
+    rows = [{"step": step, "steps": values["skipped"]} for step, values in run.steps.items() if values.get("skipped")]
+    if rows:
+        chart = (
+            alt.Chart(alt.Data(values=rows))
+            .mark_tick(thickness=2)
+            .encode(x=alt.X("step:Q", axis=alt.Axis(format="d")), tooltip=["step:Q", "steps:Q"])
+            .properties(width="container", height=40)
+        )
+        says = "Steps in which a gradient was inf or NaN on some rank. They changed no residual."
+        yield _Chart("skipped", "Skipped steps", says, _written(alt, chart))
+
+
+_CHARTS: Sequence[Callable[[Any, Run, Run | None], Iterator[_Chart]]] = (
+    _loss,
+    _step_time,
+    _sent,
+    _error,
+    _layer_bytes,
+    _policies,
+    _residuals,
+    _skipped,
+)

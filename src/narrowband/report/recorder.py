@@ -1,0 +1,300 @@
+"""What a run did, written down as it goes: one JSON object per line, by one rank.
+
+A line is whole or, where the process died, the last one is torn; :func:`read_run` then leaves it out. So a run that is
+still going can be read, and one that was killed, too. A run that goes on from a checkpoint appends to its file: of
+steps that were taken twice the later ones count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+
+from narrowband.report.record import provenance
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor
+    from typing_extensions import Self
+
+__all__ = ["LayerRecord", "Recorder", "Run", "read_run"]
+
+#: Of the file's format.
+_VERSION = 1
+
+#: Sums that are recorded per step, where a place has them: seconds and bytes.
+_SUMS = ("raw_bytes", "sent_bytes", "encode_s", "wire_s", "decode_s", "waiting_s", "exchange_s", "decide_s")
+
+
+class _Handle(Protocol):
+    """What is recorded: an Averager, or the handle of a model."""
+
+    def stats(self) -> Any:
+        """Totals, and the last step."""
+        ...
+
+
+class Recorder:
+    """Write down what compression does in each step, for ``narrowband report`` and for loggers.
+
+    Make one on all ranks, and call :meth:`step` on all after every optimizer step; one rank writes.
+
+    Args:
+        handle: of ``nb.compress_gradients``, ``nb.compress_updates``, ``nb.compress_shards``, or an ``nb.Averager``.
+        path: of the file, say ``run.jsonl``. An earlier part of the same run that is there is kept, and appended to.
+            None: nothing but the writer.
+        every: steps from one record to the next, which then has means over these.
+        layers_every: steps from one record of all layers to the next; it reads all residuals once.
+        writer: of TensorBoard (``add_scalar``), or a run of Weights & Biases (``log``): gets the same numbers.
+        rank: which one writes; None: each, to a path of its own.
+
+    Raises:
+        ValueError: a number below 1, or a file that holds something else.
+        TypeError: a writer that is neither.
+
+    Example:
+        >>> with nb.Recorder(handle, "run.jsonl") as recorder:  # doctest: +SKIP
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         loss = loss_of(model(x), y)
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         recorder.step(loss=loss)
+    """
+
+    def __init__(
+        self,
+        handle: _Handle,
+        path: str | Path | None = None,
+        *,
+        every: int = 1,
+        layers_every: int = 50,
+        writer: Any = None,
+        rank: int | None = 0,
+    ) -> None:
+        for name, value in (("every", every), ("layers_every", layers_every)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1: steps from one record to the next")
+        if writer is not None and not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
+            raise TypeError(
+                f"writer={writer!r} has neither add_scalar, as TensorBoard's SummaryWriter has, nor log, as a run of "
+                "Weights & Biases"
+            )
+        self._handle, self._writer = handle, writer
+        self._every, self._layers_every = every, layers_every
+        self._writes = rank is None or not dist.is_initialized() or dist.get_rank() == rank
+        self._path = None if path is None or not self._writes else Path(path)
+        if self._path is not None and self._path.exists():
+            read_run(self._path)  # it would be a pity to spoil another file
+        self._file: Any = None
+        self._number: int | None = None
+        self._before = self._sums()
+        self._since = self._count = 0
+        self._began: float | None = None
+
+    def step(self, *, loss: float | Tensor | None = None, step: int | None = None, **scalars: float | Tensor) -> None:
+        """An optimizer step was taken. Call on all ranks.
+
+        Args:
+            loss: of it; a tensor is read, which waits for a GPU, only where a record is due.
+            step: its number; by default they are counted, from the handle's own on.
+            scalars: what else is to be recorded: numbers.
+        """
+        if self._number is None:
+            self._number = max(0, int(getattr(self._handle, "step", 1)) * int(getattr(self._handle, "every", 1)) - 1)
+        self._number = self._number + 1 if step is None else step
+        self._since += 1
+        self._count += 1
+        if not self._writes or self._since < self._every:
+            return
+        now, sums = time.perf_counter(), self._sums()
+        if sums.get("raw_bytes", 0.0) < self._before.get("raw_bytes", 0.0):
+            self._before = {}  # a state was loaded, from which sums begin anew
+        # The first record has no time: nobody knows when its steps began.
+        values: dict[str, float] = {} if self._began is None else {"seconds": (now - self._began) / self._since}
+        values |= {name: (total - self._before.get(name, 0.0)) / self._since for name, total in sums.items()}
+        values["skipped"] = sums.get("skipped", 0.0) - self._before.get("skipped", 0.0)
+        error = getattr(self._handle.stats().total, "relative_error", None)
+        values |= {} if error is None else {"relative_error": error}
+        values |= {} if loss is None else {"loss": _float(loss)}
+        values |= {name: _float(value) for name, value in scalars.items()}
+        self._write({"kind": "step", "step": self._number, "steps": self._since, "values": values})
+        self._tell(values)
+        earlier = self._count - self._since
+        if not earlier or earlier // self._layers_every != self._count // self._layers_every:
+            self._layers()
+        self._before, self._since, self._began = sums, 0, time.perf_counter()
+
+    def close(self) -> None:
+        """Write the end. The handle stays."""
+        if self._file is not None:
+            self._write({"kind": "end", "step": self._number or 0})
+            self._file.close()
+            self._file = self._path = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._file is not None:
+            self._file.close()
+
+    def _sums(self) -> dict[str, float]:
+        total = self._handle.stats().total
+        return {name: float(getattr(total, name)) for name in (*_SUMS, "skipped") if hasattr(total, name)}
+
+    def _layers(self) -> None:
+        layer_stats = getattr(self._handle, "layer_stats", None)
+        if layer_stats is None or self._path is None:
+            return
+        layers = {
+            name: [own.spec, own.numel, own.raw_bytes, own.sent_bytes, own.relative_error, own.residual_norm]
+            for name, own in layer_stats().items()
+        }
+        self._write({"kind": "layers", "step": self._number, "layers": layers})
+
+    def _tell(self, values: Mapping[str, float]) -> None:
+        named = {f"narrowband/{name}": value for name, value in values.items()}
+        if hasattr(self._writer, "add_scalar"):
+            for name, value in named.items():
+                self._writer.add_scalar(name, value, self._number)
+        elif self._writer is not None:
+            self._writer.log(named, step=self._number)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+            self._file = self._path.open("a", encoding="utf-8")
+            if torn and self._path.stat().st_size:
+                self._file.write("\n")  # of an earlier process that died
+            self._file.write(json.dumps(self._start()) + "\n")
+        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.flush()
+
+    def _start(self) -> dict[str, Any]:
+        own = self._handle
+        return {
+            "kind": "start",
+            "narrowband_run": _VERSION,
+            "handle": type(own).__name__,
+            "spec": str(getattr(own, "compression", "")),
+            "ranks": int(getattr(own, "size", 1)),
+            **provenance(),
+        }
+
+
+def _float(x: float | Tensor) -> float:
+    return float(x if isinstance(x, (int, float)) else x.detach())
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no inf and NaN; a loss that is one is said in words."""
+    if isinstance(x, Mapping):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, Sequence) and not isinstance(x, str):
+        return [_finite(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What became of a layer, at one step: see :class:`~narrowband.averaging.LayerStats`."""
+
+    spec: str
+    numel: int
+    raw_bytes: int
+    sent_bytes: int
+    relative_error: float | None
+    residual_norm: float | None
+
+
+@dataclass
+class Run:
+    """What a :class:`Recorder` wrote.
+
+    Attributes:
+        start: of the latest process: spec, ranks, machine, versions, commit.
+        steps: step → values by name, means over the steps since the record before.
+        layers: step → name → what became of it.
+        ended: whether it was closed.
+        torn: whether the last line was cut off.
+    """
+
+    start: dict[str, Any]
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    layers: dict[int, dict[str, LayerRecord]] = field(default_factory=dict)
+    ended: bool = False
+    torn: bool = False
+
+    def mean(self, name: str) -> float | None:
+        """Of a value over all records but the first, whose step has what happens once; None where it is nowhere."""
+        found = [values[name] for values in self.steps.values() if name in values]
+        own = [x for x in (found[1:] or found) if math.isfinite(x)]
+        return math.fsum(own) / len(own) if own else None
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a file that a :class:`Recorder` wrote, or is still writing.
+
+    Raises:
+        ValueError: it holds no records, or something else.
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no file of an nb.Recorder: {error}") from error
+    run: Run | None = None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+            if kind == "start":
+                if record["narrowband_run"] > _VERSION:
+                    raise ValueError("a newer version of narrowband wrote it")
+                run = Run(record) if run is None else Run(record, run.steps, run.layers)
+            elif run is None:
+                raise ValueError("it does not begin with a start")
+            elif kind == "step":
+                run.ended = False
+                _take_back(run.steps, record["step"])
+                run.steps[record["step"]] = {name: float(value) for name, value in record["values"].items()}
+            elif kind == "layers":
+                _take_back(run.layers, record["step"])
+                run.layers[record["step"]] = {name: LayerRecord(*own) for name, own in record["layers"].items()}
+            elif kind == "end":
+                run.ended = True
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            begins_anew = number < len(lines) and '"kind": "start"' in lines[number]
+            if run is not None and (number == len(lines) or begins_anew):
+                run.torn = True  # the process died as it wrote
+                continue
+            raise ValueError(f"{path} is no file of an nb.Recorder, or is damaged: line {number}: {error}") from error
+    if run is None or not run.steps:
+        raise ValueError(f"{path} has no records yet: call recorder.step() after every optimizer step")
+    return run
+
+
+def _take_back(records: dict[int, Any], step: int) -> None:
+    """Forget what was recorded of this step and later ones, before the run went on from a checkpoint."""
+    for later in [number for number in records if number >= step]:
+        del records[later]

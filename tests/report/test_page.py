@@ -1,0 +1,185 @@
+"""Pages of runs and of records, in a real browser: they load by themselves, and every chart has its marks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from narrowband.cli import main
+from narrowband.report.page import record_page, run_page
+from narrowband.report.recorder import LayerRecord, Run, read_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)")
+
+SPECS = ("powersgd:rank=4", "powersgd:rank=2")
+
+
+def layer(step, at, error=0.3):
+    return LayerRecord(SPECS[(step + at) % 2], 64 * 64, 32768, 1024 * (at + 1), error, 0.1 * step * (at + 1))
+
+
+def a_run(*, seconds=0.2, skipped=(7,), losses=True, ended=True, layers=3):
+    values = {
+        step: {
+            "seconds": seconds, "waiting_s": 0.05, "encode_s": 0.01, "wire_s": 0.1, "decode_s": 0.01, "decide_s": 0.0,
+            "sent_bytes": 2e4, "raw_bytes": 4e5, "skipped": float(step in skipped), "relative_error": 0.3,
+            **({"loss": 2.0 / step} if losses else {}),
+        }
+        for step in range(1, 21)
+    }  # fmt: skip
+    of_layers = {step: {f"blocks.{at}.</script>w": layer(step, at) for at in range(layers)} for step in (1, 10, 20)}
+    start = {"spec": "powersgd:rank=4", "ranks": 4, "machine": {"cpu": "<b>x</b>"}, "versions": {"torch": "2"}}
+    return Run(start, values, of_layers, ended=ended)
+
+
+#: The kind of mark that each chart of a whole run has, and how many at least.
+MARKS = {"loss": ("line", 2), "clock": ("line", 2), "time": ("line", 3), "parts": ("line", 3), "sent": ("line", 2),
+         "error": ("line", 1), "layers": ("rect", 3), "errors": ("rect", 3), "policy": ("rect", 9),
+         "residuals": ("rect", 9), "skipped": ("rect", 1)}  # fmt: skip
+
+
+def seen(page, tmp_path, *flags):
+    """What a browser makes of a page: its document, and what went wrong, on a machine without any network."""
+    path = tmp_path / "page.html"
+    path.write_text(page)
+    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'browser'}"]
+    command = [CHROMIUM, "--headless", "--no-sandbox", *quiet, "--enable-logging=stderr", *flags]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=20000", "--dump-dom", path.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def charts_of(document):
+    """Name → the chart's drawing."""
+    parts = re.split(r'<div class="chart[^"]*" id="(\w+)"', document)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@needs_browser
+def test_every_chart_of_a_run_has_its_marks_and_nothing_is_fetched(tmp_path):
+    page = run_page(a_run(), "a run", beside=a_run(seconds=0.1, skipped=()))
+    document, errors = seen(page, tmp_path)
+    assert errors == []
+    charts = charts_of(document)
+    assert charts.keys() == MARKS.keys()
+    for name, (kind, least) in MARKS.items():
+        marks = re.findall(rf'class="mark-{kind} role-mark[^"]*".*?</g>', charts[name])
+        assert sum(mark.count("<path") for mark in marks) >= least, name
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page.partition("<script>")[0])
+
+
+@needs_browser
+def test_it_is_light_or_dark_as_the_reader_has_it(tmp_path):
+    page = run_page(a_run(), "a run")
+    inks = set()
+    for flags in ([], ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]):
+        document, errors = seen(page, tmp_path, *flags)
+        assert errors == []
+        axis = charts_of(document)["loss"]
+        inks |= {tuple(sorted(set(re.findall(r'fill="(#\w+)"', axis))))}
+    assert len(inks) == 2
+
+
+@needs_browser
+def test_a_benchmark_has_a_chart_for_every_number_that_differs(tmp_path):
+    rows = [
+        {"codec": "none", "rate": "1gbit", "step_s": 0.5, "sent_bytes": 100, "nodes": 4, "rounds": [1, 2]},
+        {"codec": "topk", "rate": "1gbit", "step_s": 0.2, "sent_bytes": 10, "nodes": 4, "error": None},
+    ]
+    page = record_page({"rows": rows, "command": "narrowband bench"}, "a record")
+    document, errors = seen(page, tmp_path)
+    assert errors == []
+    charts = charts_of(document)
+    assert len(charts) == 2  # nodes are the same everywhere
+    assert "step, seconds" in document
+    for chart in charts.values():
+        assert ">none<" in chart
+        assert ">topk<" in chart
+        assert re.search(r'class="mark-rect role-mark[^"]*".*?<path.*?<path', chart)
+
+
+def test_the_sentence_says_what_compression_did_and_when_it_was_not_worth_it():
+    def verdict(page):
+        return re.search(r'<p class="verdict">(.*?)</p>', page)[1].replace("&#39;", "'")
+
+    slower = verdict(run_page(a_run(), "x", beside=a_run(seconds=0.1)))
+    assert "A step sent 20 kB instead of 400 kB, 20 times less, and took 200 ms" in slower
+    assert "waited 50 ms (25%) for averages" in slower
+    assert "compression made steps 2.00 times as slow: on this link, do not compress." in slower
+    assert slower.endswith("The loss of the last steps is 0.0% above that without compression.")
+    better = a_run(seconds=0.8)
+    for values in better.steps.values():
+        values["loss"] *= 0.8
+    faster = verdict(run_page(a_run(), "x", beside=better))
+    assert "made steps 4.00 times as fast. The loss of the last steps is 25.0% above" in faster
+    assert verdict(run_page(a_run(losses=False), "x", beside=a_run(seconds=0.8))).endswith("4.00 times as fast.")
+
+
+def test_what_was_not_recorded_has_no_chart_and_a_run_that_goes_on_says_so():
+    page = run_page(a_run(losses=False, skipped=(), layers=0, ended=False), "x")
+    assert "still going" in page
+    for name in ("loss", "skipped", "layers", "policy", "residuals"):
+        assert f'id="{name}"' not in page
+    assert 'id="time"' in page
+
+
+def test_names_from_the_run_cannot_become_code():
+    page = run_page(a_run(), "<script>alert(1)</script>")
+    assert "<script>alert" not in page
+    assert "<b>x</b>" not in page
+    charts = page[page.index("const charts") : page.index("const darkness")]
+    assert "</script" not in charts
+
+
+def test_a_long_run_makes_no_long_page():
+    run = a_run()
+    short = len(run_page(run, "x"))
+    values = run.steps[20]
+    long = Run(run.start, dict.fromkeys(range(1, 200000), values), run.layers)
+    assert len(run_page(long, "x")) < short + 1_000_000
+
+
+def written(path, run):
+    start = {"kind": "start", "narrowband_run": 1, **run.start}
+    steps = [{"kind": "step", "step": step, "steps": 1, "values": values} for step, values in run.steps.items()]
+    path.write_text("\n".join(map(json.dumps, [start, *steps])) + "\n")
+    return path
+
+
+def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
+    path = written(tmp_path / "run.jsonl", a_run())
+    assert main(["report", str(path)]) == 0
+    assert "<h1>run</h1>" in (tmp_path / "run.html").read_text()
+    record = tmp_path / "bench.json"
+    record.write_text(json.dumps({"rows": [{"codec": "a", "ms": 1.0}, {"codec": "b", "ms": 2.0}]}))
+    assert main(["report", str(record), "--output", str(tmp_path / "b.html")]) == 0
+    assert "ms" in (tmp_path / "b.html").read_text()
+    assert read_run(path).steps
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.jsonl", None, "No such file"),
+        ("run.jsonl", "", "no records yet"),
+        ("run.jsonl", '{"kind": "step"}\n', "line 1"),
+        ("bench.json", '{"rows": [', "torn or no JSON"),
+        ("bench.json", '{"config": {}}', "has no rows"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_one_sentence_and_nothing_is_written(tmp_path, capsys, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    assert main(["report", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ([] if content is None else [name])

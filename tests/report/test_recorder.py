@@ -1,0 +1,193 @@
+"""What a recorder writes, from real ranks, and what is read of it whatever happened to the file."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import narrowband as nb
+from narrowband.report.recorder import read_run
+from tests.ranks import run_ranks
+
+
+def trained(rank, world_size, path, spec, steps, options):
+    """Losses, and what the handle counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model = nn.parallel.DistributedDataParallel(model)
+    handle = nb.compress_gradients(model, spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    with nb.Recorder(handle, path, **options) as recorder:
+        for step in range(steps):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            loss = model(x).square().sum() * (math.inf if step == 3 and spec == "qsgd:bits=4+ef" else 1.0)
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss=loss, rate=0.01)
+            losses.append(loss.item())
+    return losses, handle.stats().total.to_dict(), {name: own.sent_bytes for name, own in handle.layer_stats().items()}
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_one_rank_writes_all_that_the_handle_counts(tmp_path, every):
+    path = tmp_path / "runs" / "run.jsonl"
+    answers = run_ranks(trained, 2, str(path), "topk:density=0.05+ef", 12, {"every": every, "layers_every": 8})
+    assert [each.name for each in path.parent.iterdir()] == ["run.jsonl"]
+    losses, total, sent = answers[0]
+    run = read_run(path)
+    assert run.ended
+    assert list(run.steps) == list(range(every, 13, every))
+    assert [values["loss"] for values in run.steps.values()] == pytest.approx(losses[every - 1 :: every])
+    assert {values["rate"] for values in run.steps.values()} == {0.01}
+    assert (run.start["spec"], run.start["ranks"]) == ("topk:density=0.05+ef", 2)
+    for name in ("sent_bytes", "raw_bytes"):
+        assert every * sum(values[name] for values in run.steps.values()) == pytest.approx(total[name])
+    assert ["seconds" in values for values in run.steps.values()] == [False] + [True] * (12 // every - 1)
+    assert {name for values in run.steps.values() for name in values} >= {"encode_s", "waiting_s", "relative_error"}
+    assert list(run.layers) == ([1, 8] if every == 1 else [4, 8])
+    assert {name: own.sent_bytes for name, own in run.layers[8].items()} == sent
+    assert all(own.residual_norm > 0 for own in run.layers[8].values())
+
+
+def test_a_skipped_step_and_a_loss_that_is_no_number_are_told(tmp_path):
+    path = tmp_path / "run.jsonl"
+    run_ranks(trained, 2, str(path), "qsgd:bits=4+ef", 6, {})
+    run = read_run(path)
+    assert math.isinf(run.steps[4]["loss"]) or math.isnan(run.steps[4]["loss"])
+    assert sum(values["skipped"] for values in run.steps.values()) >= 1
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+class Scalars:
+    """As TensorBoard's."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, step):
+        self.seen.setdefault(step, {})[name] = value
+
+
+class Log:
+    """As a run of Weights & Biases."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def log(self, values, step):
+        self.seen[step] = values
+
+
+def told(rank, world_size):
+    x = nn.Linear(64, 64)
+    handle = nb.Averager(x.named_parameters(), "qsgd:bits=4")
+    scalars, log = Scalars(), Log()
+    recorders = [nb.Recorder(handle, writer=writer, every=2) for writer in (scalars, log)]
+    for _ in range(4):
+        x.zero_grad()
+        x(torch.ones(1, 64)).sum().backward()
+        handle.average()
+        for recorder in recorders:
+            recorder.step(loss=torch.tensor(0.5))
+    return scalars.seen, log.seen
+
+
+def test_loggers_get_the_same_numbers_on_one_rank():
+    (scalars, log), (other, _) = run_ranks(told, 2)
+    assert other == {}
+    assert list(scalars) == list(log) == [2, 4]
+    for seen in (scalars, log):
+        assert seen[4]["narrowband/loss"] == 0.5
+        assert seen[4]["narrowband/sent_bytes"] > 0
+    with pytest.raises(TypeError, match="neither add_scalar"):
+        nb.Recorder(object(), writer=3)
+
+
+def lines(*steps, ended=True, start='{"kind": "start", "narrowband_run": 1, "spec": "none", "ranks": 2}'):
+    own = [json.dumps({"kind": "step", "step": step, "steps": 1, "values": {"loss": loss}}) for step, loss in steps]
+    return "\n".join([start, *own, *(['{"kind": "end", "step": 9}'] if ended else [])]) + "\n"
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_takes_steps_back(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(lines((1, 0.9), (2, 0.8), (3, 0.7), ended=False) + lines((3, 0.75), (4, 0.6)))
+    run = read_run(path)
+    assert {step: values["loss"] for step, values in run.steps.items()} == {1: 0.9, 2: 0.8, 3: 0.75, 4: 0.6}
+    assert run.ended
+
+
+@pytest.mark.parametrize("cut", [1, 20, 40])
+def test_a_line_that_was_cut_off_is_left_out_also_where_a_new_process_went_on(tmp_path, cut):
+    path = tmp_path / "run.jsonl"
+    whole = lines((1, 0.9), (2, 0.8), ended=False)
+    path.write_text(whole[: -1 - cut])
+    assert list(read_run(path).steps) == [1]
+    assert read_run(path).torn
+    recorder = nb.Recorder(Still(), path, every=1)
+    recorder.step(loss=0.5, step=2)
+    recorder.close()
+    assert {step: values["loss"] for step, values in read_run(path).steps.items()} == {1: 0.9, 2: 0.5}
+
+
+class Still:
+    """A handle that has nothing to tell."""
+
+    def stats(self):
+        return nb.Stats(nb.StepStats(), nb.StepStats())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no records yet"),
+        (b"\x80\x04\x95", "is no file of an nb.Recorder"),
+        (b'{"rows": []}\n{}\n', "line 1"),
+        (lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'), "newer version"),
+        (lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"stop": 2'), "damaged: line 3"),
+    ],
+)
+def test_what_is_no_run_is_not_read_and_never_written_to(tmp_path, content, message):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_run(path)
+    if content:
+        with pytest.raises(ValueError, match=message):
+            nb.Recorder(Still(), path)
+        assert path.read_bytes() == content
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    for options in ({"every": 0}, {"layers_every": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            nb.Recorder(Still(), **options)
+
+
+def several(rank, world_size, path):
+    """Updates, whose handle counts rounds: steps are those of the optimizer."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = nb.compress_updates(model, optimizer, "sign+ef", every=3)
+    with nb.Recorder(handle, path) as recorder:
+        for _ in range(7):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            recorder.step()
+    dist.barrier()
+
+
+def test_steps_of_rounds_are_those_of_the_optimizer(tmp_path):
+    path = tmp_path / "run.jsonl"
+    run_ranks(several, 2, str(path))
+    run = read_run(path)
+    assert list(run.steps) == list(range(1, 8))
+    assert [step for step, values in run.steps.items() if values["sent_bytes"]] == [3, 6]
