@@ -174,9 +174,9 @@ GRADIENTS = "gradients"
 
 def rates(name: str) -> tuple[float, ...]:
     """Those that a row was trained with. DeMo goes along signs, and updates along a length of up to √R."""
-    if name == "DeMo":
-        return (0.0005, 0.001, 0.002)
-    return (0.004, 0.008, 0.016) if name == GRADIENTS else (0.002, 0.004, 0.008)
+    if name == GRADIENTS:
+        return (0.004, 0.008, 0.016)
+    return (0.001, 0.002, 0.004) if name in MOMENTUM else (0.002, 0.004, 0.008)
 
 
 def at_rate(name: str, rate: float) -> str:
