@@ -31,7 +31,7 @@ def pip_install(extra: str) -> str:
     """The command that installs this library with an optional part; for messages that say that the part is missing.
 
     Args:
-        extra: ``adapt``, ``plots``, ``report`` or ``reproduce``, as in pyproject.toml.
+        extra: ``adapt`` or ``plots``, for example, as in pyproject.toml.
 
     Example:
         >>> pip_install("plots")

@@ -1,0 +1,86 @@
+"""Accelerate: its prepared model is in DistributedDataParallel, and its ``save_state`` folders get every rank's state.
+
+Accelerate's own setting for communication hooks is a closed list, so the hook is put into the prepared model. Objects
+given to ``register_for_checkpointing`` are written by the main process only, which would lose the residuals of all
+other ranks. So each rank writes and reads a file of its own, when Accelerate saves and loads and calls its hooks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from narrowband import gradients
+from narrowband.integrations.packages import need
+from narrowband.integrations.states import load, read, write
+from narrowband.integrations.wrapped import ddp_in
+
+need("accelerate", "1.1", "1", extra="accelerate")
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+    from narrowband.adapt import Plan, Policy
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression, Method
+    from narrowband.gradients import GradientCompression
+
+__all__ = ["compress_gradients"]
+
+
+def compress_gradients(
+    accelerator: Accelerator,
+    model: nn.Module,
+    spec: str | Codec | Compression | Method | Plan | Policy,
+    *,
+    strict: bool = True,
+    **options: Any,
+) -> GradientCompression:
+    """Compress what a prepared model sends, and let ``save_state`` and ``load_state`` of Accelerate include it.
+
+    Call it on all ranks, after ``accelerator.prepare`` and before ``accelerator.load_state``.
+
+    Args:
+        accelerator: that prepared the model. Its gradient scaler is used, if it has one.
+        model: as ``prepare`` returned it.
+        spec: codec and feedback, see :func:`narrowband.compress_gradients`.
+        strict: whether ``load_state`` is an error where the checkpoint has no state of compression, or that of another
+            number of ranks. Otherwise residuals begin empty, or are shared out.
+        options: more for :func:`narrowband.compress_gradients`.
+
+    Returns:
+        The handle.
+
+    Raises:
+        UnsupportedError: the model is not prepared, or not for data parallelism.
+        RuntimeError: training has begun.
+
+    Example:
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> handle = compress_gradients(accelerator, model, "topk:density=0.01+ef")
+    """
+    ddp = ddp_in(
+        model, "call accelerator.prepare(model) first, in two processes or more; without GPUs of Accelerator(cpu=True)"
+    )
+    if accelerator.step:
+        raise RuntimeError(
+            f"accelerator has counted {accelerator.step} batches: call compress_gradients before training begins and "
+            "before load_state, which otherwise has left out the residuals"
+        )
+    options.setdefault("grad_scaler", accelerator.scaler)
+    handle = gradients.compress_gradients(ddp, spec, **options)
+
+    def name(models: list[nn.Module]) -> str:
+        """Accelerate counts its models, and names the files of all but the first by their number."""
+        number = next((i for i, each in enumerate(models) if ddp.module in each.modules()), 0)
+        return f"narrowband_{number}" if number else "narrowband"
+
+    def save(models: list[nn.Module], _: list[Any], folder: str) -> None:
+        write(handle, folder, name(models))
+
+    def restore(models: list[nn.Module], folder: str) -> None:
+        load(handle, read(folder, name(models)), folder, strict=strict)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(restore)
+    return handle

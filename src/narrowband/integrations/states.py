@@ -1,0 +1,122 @@
+"""Every rank's state of compression in a checkpoint that is not ours.
+
+Each rank has residuals of its own, and trainers let rank 0 write what they save. Where a checkpoint is a folder, every
+rank puts a file of its own into it (:func:`write`). Where it is one file, rank 0 is sent what the others have
+(:func:`gather`). Either way ranks tell each other what they have found before any of them loads it (:func:`load`): one
+that found nothing would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from narrowband.gradients import GradientCompression
+
+__all__ = ["gather", "load", "read", "write"]
+
+log = logging.getLogger(__name__)
+
+State = Mapping[str, Any]
+
+
+# ---- a checkpoint that is a folder -----------------------------------------------------------------------------------
+
+
+def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str = "narrowband") -> Path:
+    """Write this rank's state into a folder: ``narrowband-rank0-of-2.pt``. Call on all ranks, between steps.
+
+    The file is there as a whole, or not at all. Those of another number of ranks, which a former run left in the same
+    folder, are taken away.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-rank{rank}-of-{size}.pt"
+    part = path.with_suffix(".part")
+    torch.save(handle.state_dict(), part)
+    os.replace(part, path)
+    for other in folder.glob(f"{name}-rank*-of-*.pt"):
+        if not other.stem.endswith(f"-of-{size}"):
+            other.unlink(missing_ok=True)
+    return path
+
+
+def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | list[State]:
+    """This rank's state from a folder, or else those of all ranks there were, or an empty list."""
+    folder = Path(folder)
+    own = folder / f"{name}-rank{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+    if own.is_file():
+        return _read(own)
+    files = sorted(folder.glob(f"{name}-rank*-of-*.pt"))
+    return (
+        [] if any(file.stem.endswith(f"-of-{dist.get_world_size()}") for file in files) else [_read(f) for f in files]
+    )
+
+
+# ---- a checkpoint that is one file -----------------------------------------------------------------------------------
+
+
+def gather(handle: GradientCompression) -> list[State]:
+    """The states of all ranks, in the order of ranks, on the first one; an empty list on the others. Call on all ranks.
+
+    They come one after the other, so that no device has to hold more than one of them beside its own.
+    """
+    stream = io.BytesIO()
+    torch.save(handle.state_dict(), stream)
+    written: list[Any] = [stream.getvalue()]
+    if dist.get_rank():
+        dist.send_object_list(written, dst=0)
+        return []
+    states = [_read(io.BytesIO(written[0]))]  # a copy, as those of the others are: it may be written later
+    for source in range(1, dist.get_world_size()):
+        dist.recv_object_list(written, src=source)
+        states.append(_read(io.BytesIO(written[0])))
+    return states
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def load(handle: GradientCompression, found: State | Sequence[State], where: str, *, strict: bool) -> None:
+    """Go on from what this rank has found in a checkpoint. Call on all ranks.
+
+    Args:
+        found: its own state; those of all ranks there were, if these were others than now; or nothing.
+        where: the checkpoint, for messages.
+        strict: whether every rank needs a state of its own. Otherwise residuals of another number of ranks are shared
+            out, and where there are none they begin empty.
+
+    Raises:
+        ValueError: no state, or those of another number of ranks; on all ranks.
+    """
+    of_all: list[Any] = [None] * handle.size
+    dist.all_gather_object(of_all, -1 if isinstance(found, Mapping) else len(found), group=handle.process_group)
+    if set(of_all) == {-1}:
+        handle.load_state_dict(found)
+        return
+    if len(set(of_all)) > 1:
+        lacking = ", ".join(str(rank) for rank, count in enumerate(of_all) if count != -1)
+        raise ValueError(f"{where} has no state of compression for rank {lacking}, but for others: it is incomplete")
+    if not found:
+        what, then = "no state of compression", "begins with empty residuals"
+    else:
+        what = f"the compression states of {len(found)} ranks, and here are {dist.get_world_size()}"
+        then = "shares their residuals out among the ranks there are"
+    if strict:
+        raise ValueError(f"{where} has {what}; strict=False {then}, which are other bits than those of the former run")
+    log.warning("%s has %s: this run %s", where, what, then)
+    if found:
+        handle.load_state_dict(found)
+
+
+def _read(written: Path | io.BytesIO) -> State:
+    return cast("State", torch.load(written, map_location="cpu", weights_only=True))

@@ -1,0 +1,156 @@
+"""Hugging Face Transformers: its Trainer, and those derived from it.
+
+The Trainer wraps the model when ``train()`` is called, and no argument reaches that place. A callback is told when the
+model is wrapped and nothing has been trained, but not where it is, nor which checkpoint the run resumes from. So
+:func:`compress_gradients` is given the Trainer, and listens to its ``train``.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowband import gradients
+from narrowband.errors import UnsupportedError
+from narrowband.integrations.packages import need
+from narrowband.integrations.states import load, read, write
+from narrowband.integrations.wrapped import check_clipping, ddp_in
+
+need("transformers", "5.0", "5", extra="transformers")
+need("accelerate", "1.1", "1", extra="transformers")
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from narrowband.adapt import Plan, Policy
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression, Method
+    from narrowband.gradients import GradientCompression
+
+__all__ = ["CompressGradients", "compress_gradients"]
+
+_ADVICE = "start two processes or more with torchrun, without FSDP; without GPUs with TrainingArguments(use_cpu=True)"
+
+
+def compress_gradients(
+    trainer: Trainer,
+    spec: str | Codec | Compression | Method | Plan | Policy,
+    *,
+    strict: bool = True,
+    **options: Any,
+) -> CompressGradients:
+    """Compress what the model of a Trainer sends, and put every rank's state into its checkpoints.
+
+    Call it on all ranks, before ``trainer.train()``.
+
+    Args:
+        trainer: of Transformers, or derived from it.
+        spec: codec and feedback, see :func:`narrowband.compress_gradients`.
+        strict: whether to resume is an error where the checkpoint has no state of compression, or that of another
+            number of ranks. Otherwise residuals begin empty, or are shared out.
+        options: more for :func:`narrowband.compress_gradients`. Gradient scaler and optimizer are found.
+
+    Returns:
+        The callback; its ``handle`` is there when training has begun.
+
+    Raises:
+        RuntimeError: training has begun.
+
+    Example:
+        >>> compression = compress_gradients(trainer, "topk:density=0.01+ef")
+        >>> trainer.train()
+        >>> print(compression.handle.stats().total.ratio)
+    """
+    if trainer.is_in_train:
+        raise RuntimeError("this Trainer has begun to train: call compress_gradients before trainer.train()")
+    callback = CompressGradients(trainer, spec, strict, options)
+    trainer.add_callback(callback)
+    train = trainer.train
+
+    @functools.wraps(train)
+    def listened(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        callback.resume_from = (
+            get_last_checkpoint(trainer.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        )
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    trainer.train = listened
+    return callback
+
+
+class CompressGradients(TrainerCallback):
+    """What :func:`compress_gradients` adds to a Trainer."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        spec: str | Codec | Compression | Method | Plan | Policy,
+        strict: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self._trainer, self._spec, self._strict, self._options = trainer, spec, strict, options
+        self._ddp: DistributedDataParallel | None = None
+        self._handle: GradientCompression | None = None
+        #: The folder that this call of ``train`` goes on from.
+        self.resume_from: str | bool | None = None
+
+    @property
+    def handle(self) -> GradientCompression:
+        """The handle of the model that is trained, or was last.
+
+        Raises:
+            RuntimeError: nothing has been trained.
+        """
+        if self._handle is None:
+            raise RuntimeError("there is no handle before trainer.train() has wrapped the model")
+        return self._handle
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compress the model that the Trainer has wrapped.
+
+        Raises:
+            UnsupportedError: it is not in DistributedDataParallel, gradients are clipped that are sums, or a search of
+                hyperparameters, whose folders a callback is not told.
+            ValueError: the checkpoint lacks something.
+            RuntimeError: the run resumes, and nobody said from where.
+        """
+        if state.is_hyper_param_search:
+            raise UnsupportedError("hyperparameter_search keeps checkpoints in folders that callbacks are not told")
+        ddp = ddp_in(self._trainer.model_wrapped, _ADVICE)
+        if ddp is not self._ddp:
+            accelerator = self._trainer.accelerator
+            options = {"grad_scaler": accelerator.scaler, "optimizer": self._trainer.optimizer.optimizer}
+            self._handle = gradients.compress_gradients(ddp, self._spec, **{**options, **self._options})
+            check_clipping(self._handle, args.max_grad_norm, "max_grad_norm")
+            self._ddp = ddp
+        folder = self.resume_from
+        if state.global_step and not folder:
+            raise RuntimeError(
+                f"this run resumes at step {state.global_step}, and nobody said from where: call trainer.train(…) "
+                "itself, after compress_gradients(trainer, …)"
+            )
+        if folder:
+            load(self.handle, read(str(folder)), str(folder), strict=self._strict)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to train uncompressed.
+
+        Raises:
+            RuntimeError: the callback was added when training had begun.
+        """
+        if self._handle is None:
+            raise RuntimeError("this callback was added when training had begun: use compress_gradients(trainer, …)")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write this rank's state into the checkpoint's folder, where the Trainer has put its own."""
+        if not args.save_only_model:
+            write(self.handle, Path(args.output_dir, f"checkpoint-{state.global_step}"))

@@ -1,0 +1,53 @@
+"""What a trainer has made of a model, and of the training around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from narrowband.gradients import GradientCompression
+
+__all__ = ["check_clipping", "ddp_in"]
+
+
+def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
+    """The DistributedDataParallel in what a trainer calls, whatever it has put around that.
+
+    Args:
+        model: what the trainer calls in a step.
+        advice: what to do where there is none.
+
+    Raises:
+        UnsupportedError: there is none, or more than one.
+    """
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(found) == 1:
+        return found[0]
+    given = f"{type(model).__name__} {f'with {len(found)} of them' if found else 'without one'}"
+    raise UnsupportedError(
+        f"compression needs a model in DistributedDataParallel, and the trainer has a {given}; {advice}"
+    )
+
+
+def check_clipping(handle: GradientCompression, max_norm: float | None, setting: str) -> None:
+    """Refuse a trainer that clips averages where these are sums of many gradients, as with ``dgc``.
+
+    Args:
+        handle: of the model.
+        max_norm: the norm at which the trainer clips; None or 0: not.
+        setting: its name in the trainer.
+
+    Raises:
+        UnsupportedError: it clips them.
+    """
+    feedback = handle.compression.feedback
+    if max_norm and feedback is not None and feedback.observes_uncompressed:
+        raise UnsupportedError(
+            f"{setting}={max_norm} clips what arrives, and with {feedback.name} these are sums of many gradients: "
+            f"set it to 0, and clip before the wire by {feedback.name}:clip={max_norm}"
+        )

@@ -1,0 +1,111 @@
+"""What every trainer is compared with: a loop of one's own around ``nb.compress_gradients``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import narrowband as nb
+from tests.gradients.training import flat, loss_of, mlp, residuals, sgd, wrap
+
+SPEC = "topk:density=0.05+ef"
+OPTIONS = {"min_numel": 64, "seed": 5}
+#: Batches per step, steps, and the norm at which averages are clipped: it is less than that of any average here.
+ACCUMULATE, STEPS, CLIP = 2, 4, 0.05
+
+
+def needs(*packages):
+    """Skip where one of them is not installed. What is installed and cannot be imported is no reason to skip."""
+    lacking = [package for package in packages if find_spec(package) is None]
+    return pytest.mark.skipif(bool(lacking), reason=f"{' and '.join(lacking)} not installed: pip install '.[dev]'")
+
+
+def direct(rank):
+    """Train by hand, with accumulation and clipping."""
+    model = wrap(mlp())
+    handle = nb.compress_gradients(model, SPEC, **OPTIONS)
+    optimizer = sgd(model, momentum=0.9)
+    losses = []
+    for batch in range(ACCUMULATE * STEPS):
+        last = (batch + 1) % ACCUMULATE == 0
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = loss_of(model, batch, rank)
+            (loss / ACCUMULATE).backward()
+        losses.append(loss.item())
+        if last:
+            assert clip_grad_norm_(model.parameters(), CLIP) > CLIP
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcome(model, losses, handle)
+
+
+def outcome(model, losses, handle):
+    """What two runs are compared by."""
+    return {
+        "losses": losses,
+        "parameters": flat(model),
+        "bytes": handle.stats().total.sent_bytes,
+        "steps": handle.step,
+        "residuals": torch.cat([each.flatten() for each in residuals(handle).values()]),
+    }
+
+
+def agree(a, b, but=()):
+    """Names of what is not equal, to the bit."""
+    assert a.keys() == b.keys()
+    return [
+        name
+        for name, value in a.items()
+        if name not in but
+        and not (torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name])
+    ]
+
+
+def example(rank, world_size, name, *words):
+    """Run a script of examples/ as a rank of torchrun does; what it printed."""
+    script = Path(__file__).parent.parent.parent / "examples" / name
+    before, printed = sys.argv, io.StringIO()
+    sys.argv = [str(script), *words]
+    try:
+        with launched(rank, world_size), contextlib.redirect_stdout(printed):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = before
+    return printed.getvalue()
+
+
+def learned(printed):
+    """The losses that a script printed, and the least number of times that it says to have sent less."""
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", printed)]
+    return losses, min(int(ratio) for ratio in re.findall(r"(\d+) times less sent", printed))
+
+
+@contextlib.contextmanager
+def launched(rank, world_size):
+    """What torchrun tells a process, whose group is there already."""
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+        "OMP_NUM_THREADS": 1,
+    }
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in told.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

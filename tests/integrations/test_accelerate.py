@@ -1,0 +1,126 @@
+"""Accelerate: the same bits as a loop of one's own, and its ``save_state`` folders hold every rank's residuals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.gradients.training import loss_of, mlp, refusal, sgd
+from tests.integrations.direct import (
+    ACCUMULATE,
+    CLIP,
+    OPTIONS,
+    SPEC,
+    STEPS,
+    agree,
+    direct,
+    example,
+    launched,
+    learned,
+    needs,
+    outcome,
+)
+from tests.ranks import run_ranks
+
+pytestmark = needs("accelerate")
+
+
+class Run:
+    """A model, prepared and compressed, of this rank."""
+
+    def __init__(self, rank, world_size, spec=SPEC, **options):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState
+
+        from narrowband.integrations.accelerate import compress_gradients
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        self.rank = rank
+        with launched(rank, world_size):
+            self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+        model = mlp()
+        self.model, self.optimizer = self.accelerator.prepare(model, sgd(model, momentum=0.9))
+        self.handle = compress_gradients(self.accelerator, self.model, spec, **(OPTIONS | options))
+        self.losses = []
+
+    def train(self, steps):
+        for batch in range(ACCUMULATE * steps.start, ACCUMULATE * steps.stop):
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, batch, self.rank)
+                self.accelerator.backward(loss)
+                self.losses.append(loss.item())
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return outcome(self.model, self.losses, self.handle)
+
+
+def by_hand_whole_and_resumed(rank, world_size, folder):
+    by_hand = direct(rank)
+    whole = Run(rank, world_size).train(range(STEPS))
+
+    stopped = Run(rank, world_size)
+    stopped.train(range(STEPS // 2))
+    stopped.accelerator.save_state(folder)
+    del stopped
+    dist.barrier()
+    resumed = Run(rank, world_size)
+    resumed.accelerator.load_state(folder)
+    return by_hand, whole, resumed.train(range(STEPS // 2, STEPS))
+
+
+def test_a_prepared_model_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
+    answers = run_ranks(by_hand_whole_and_resumed, 2, str(tmp_path))
+    for by_hand, whole, resumed in answers:
+        assert agree(by_hand, whole) == []
+        assert whole["steps"] == STEPS
+        assert agree(whole, resumed, but=("losses", "bytes")) == []
+        assert resumed["losses"] == whole["losses"][ACCUMULATE * STEPS // 2 :]
+    (_, first, _), (_, second, _) = answers
+    assert not torch.equal(first["residuals"], second["residuals"])
+    assert sorted(path.name for path in tmp_path.glob("narrowband*")) == [
+        "narrowband-rank0-of-2.pt",
+        "narrowband-rank1-of-2.pt",
+    ]
+
+
+def refused(rank, world_size, folder):
+    from narrowband.integrations.accelerate import compress_gradients
+
+    run = Run(rank, world_size)
+    run.train(range(1))
+    late = refusal(lambda: compress_gradients(run.accelerator, run.model, SPEC))
+    bare = refusal(lambda: compress_gradients(run.accelerator, mlp(), SPEC))
+    run.accelerator.save_state(folder)
+    run.handle.remove()
+    dist.barrier()
+    for path in Path(folder).glob("narrowband*"):
+        path.unlink(missing_ok=True)
+    dist.barrier()
+    strict = Run(rank, world_size)
+    without = refusal(lambda: strict.accelerator.load_state(folder))
+    lenient = Run(rank, world_size, strict=False)
+    lenient.accelerator.load_state(folder)
+    return late, bare, without, lenient.accelerator.step, lenient.handle.step
+
+
+def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
+    for late, bare, without, step, compressed in run_ranks(refused, 2, str(tmp_path)):
+        assert late[0] == "RuntimeError"
+        assert "has counted 2 batches: call compress_gradients before training begins" in late[1]
+        assert bare[0] == "UnsupportedError"
+        assert "has a Sequential without one; call accelerator.prepare(model) first" in bare[1]
+        assert without[0] == "ValueError"
+        assert "has no state of compression; strict=False begins with empty residuals" in without[1]
+        assert (step, compressed) == (ACCUMULATE, 0)
+
+
+def test_the_example_learns_and_sends_less(tmp_path):
+    words = ("train_accelerate.py", "--steps", "20", "--folder", str(tmp_path))
+    losses, ratio = learned(run_ranks(example, 2, *words)[0])
+    assert losses[-1] < 4.5  # guessing bytes evenly would be ln 256 = 5.5
+    assert ratio >= 40

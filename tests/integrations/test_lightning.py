@@ -1,0 +1,209 @@
+"""Lightning: the same bits as a loop of one's own, on a CPU too, and one checkpoint with every rank's residuals."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gradients.training import loss_of, mlp, refusal, sgd
+from tests.integrations.direct import (
+    ACCUMULATE,
+    CLIP,
+    OPTIONS,
+    SPEC,
+    STEPS,
+    agree,
+    direct,
+    example,
+    launched,
+    learned,
+    needs,
+    outcome,
+)
+from tests.ranks import run_ranks
+from tests.thorough import thorough
+
+pytestmark = needs("lightning")
+
+#: Batches of an epoch. A checkpoint is written after each.
+EPOCH = ACCUMULATE * STEPS // 2
+
+
+def fit(
+    rank,
+    world_size,
+    folder,
+    *,
+    resume=None,
+    spec=SPEC,
+    package="lightning.pytorch",
+    callbacks=(),
+    strict=True,
+    **options,
+):
+    """Fit with Lightning's Trainer, with a checkpoint and a validation after each epoch."""
+    pl = importlib.import_module(package)
+    from narrowband.integrations.lightning import CompressGradients
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+            self.losses = []
+
+        def training_step(self, batch, index):
+            number = self.current_epoch * EPOCH + index
+            loss = loss_of(self.net, number, rank)
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log("validation", loss_of(self.net, 1000, rank), sync_dist=True)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.arange(EPOCH))
+
+        val_dataloader = train_dataloader
+
+        def configure_optimizers(self):
+            return sgd(self.net, momentum=0.9)
+
+    compression = CompressGradients(spec, strict=strict, **OPTIONS)
+    options = {"strategy": "ddp", "devices": world_size, **options}
+    with launched(rank, world_size):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=options.pop("max_epochs", 2),
+            accumulate_grad_batches=ACCUMULATE,
+            gradient_clip_val=options.pop("clip", CLIP),
+            callbacks=[
+                compression,
+                pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
+                *callbacks,
+            ],
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        module = Module()
+        trainer.fit(module, ckpt_path=resume)
+    return outcome(module.net, module.losses, compression.handle)
+
+
+def by_hand_whole_and_resumed(rank, world_size, folder, package):
+    by_hand = direct(rank)
+    whole = fit(rank, world_size, f"{folder}/whole", package=package)
+    resumed = fit(rank, world_size, f"{folder}/resumed", resume=f"{folder}/whole/epoch=0.ckpt", package=package)
+    return by_hand, whole, resumed
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", *thorough("pytorch_lightning")])
+def test_what_the_trainer_fits_and_resumes_has_the_bits_of_a_loop_of_ones_own(package, tmp_path):
+    answers = run_ranks(by_hand_whole_and_resumed, 2, str(tmp_path), package)
+    for by_hand, whole, resumed in answers:
+        assert agree(by_hand, whole) == []
+        assert whole["steps"] == STEPS
+        assert agree(whole, resumed, but=("losses", "bytes")) == []
+        assert resumed["losses"] == whole["losses"][EPOCH:]
+    (_, first, _), (_, second, _) = answers
+    assert not torch.equal(first["residuals"], second["residuals"])
+
+
+def train_with_fabric(rank, world_size, steps, folder, resume=False):
+    from lightning.fabric import Fabric
+
+    from narrowband.integrations.lightning import Stateful, compress_gradients
+
+    with launched(rank, world_size):
+        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world_size)
+        fabric.launch()
+        net = mlp()
+        model, optimizer = fabric.setup(net, sgd(net, momentum=0.9))
+        handle = compress_gradients(fabric, model, SPEC, **OPTIONS)
+        state = {"model": model, "optimizer": optimizer, "compression": Stateful(handle)}
+        if resume:
+            fabric.load(f"{folder}/state.ckpt", state)
+        losses = []
+        for batch in range(ACCUMULATE * steps.start, ACCUMULATE * steps.stop):
+            last = (batch + 1) % ACCUMULATE == 0
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = loss_of(model, batch, rank)
+                fabric.backward(loss / ACCUMULATE)
+            losses.append(loss.item())
+            if last:
+                fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+        fabric.save(f"{folder}/state.ckpt", state)
+    return outcome(net, losses, handle)
+
+
+def by_hand_and_with_fabric(rank, world_size, folder):
+    by_hand = direct(rank)
+    first = train_with_fabric(rank, world_size, range(STEPS // 2), folder)
+    dist.barrier()
+    return by_hand, first, train_with_fabric(rank, world_size, range(STEPS // 2, STEPS), folder, resume=True)
+
+
+def test_fabric_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
+    for by_hand, first, resumed in run_ranks(by_hand_and_with_fabric, 2, str(tmp_path)):
+        assert first["losses"] + resumed["losses"] == by_hand["losses"]
+        assert first["bytes"] + resumed["bytes"] == by_hand["bytes"]
+        assert agree(by_hand, resumed, but=("losses", "bytes")) == []
+
+
+def refused(rank, world_size, folder):
+    from lightning.pytorch import Callback
+
+    from narrowband.integrations.lightning import CompressGradients
+
+    class AddsOne(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            trainer.callbacks.append(CompressGradients(SPEC))
+
+    early = refusal(lambda: CompressGradients(SPEC).handle)
+    late = refusal(lambda: fit(rank, world_size, folder, callbacks=[AddsOne()]))
+    one = refusal(lambda: fit(rank, world_size, folder, strategy="auto", devices=1))
+    sums = refusal(lambda: fit(rank, world_size, folder, spec="dgc:density=0.05,momentum=0"))
+    twice = refusal(lambda: fit(rank, world_size, folder, spec="dgc:density=0.05"))
+    fit(rank, world_size, folder, max_epochs=1)
+    dist.barrier()
+    checkpoint = torch.load(f"{folder}/epoch=0.ckpt", weights_only=False)
+    of_all = [state["rank"] for state in checkpoint.pop("narrowband")]
+    other = f"{folder}/without-{rank}.ckpt"
+    torch.save(checkpoint, other)
+    without = refusal(lambda: fit(rank, world_size, folder, resume=other))
+    lenient = fit(rank, world_size, folder, resume=other, strict=False)
+    return early, late, one, sums, twice, of_all, without, lenient["steps"]
+
+
+def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
+    for early, late, one, sums, twice, of_all, without, steps in run_ranks(refused, 2, str(tmp_path)):
+        assert [each[0] for each in (early, late, one, sums, twice, without)] == [
+            "RuntimeError",
+            "RuntimeError",
+            "UnsupportedError",
+            "UnsupportedError",
+            "ValueError",
+            "ValueError",
+        ]
+        assert "no handle before trainer.fit" in early[1]
+        assert "added when training had begun: give it to Trainer(callbacks=…)" in late[1]
+        assert "has a Module without one; use Trainer(strategy='ddp', devices=…)" in one[1]
+        assert "gradient_clip_val=0.05 clips what arrives, and with dgc these are sums" in sums[1]
+        assert "momentum" in twice[1]
+        assert of_all == [0, 1]
+        assert "ckpt has no state of compression; strict=False begins with empty residuals" in without[1]
+        assert steps == STEPS // 2
+
+
+def test_the_example_learns_and_sends_less(tmp_path):
+    words = ("train_lightning.py", "--steps", "20", "--folder", str(tmp_path))
+    losses, ratio = learned(run_ranks(example, 2, *words)[0])
+    assert losses[-1] < 4.5  # guessing bytes evenly would be ln 256 = 5.5
+    assert ratio >= 40

@@ -1,0 +1,189 @@
+"""Transformers' Trainer: the same bits as a loop of one's own, and its checkpoints hold every rank's residuals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.gradients.training import data, mlp, refusal, sgd
+from tests.integrations.direct import (
+    ACCUMULATE,
+    CLIP,
+    OPTIONS,
+    SPEC,
+    STEPS,
+    agree,
+    direct,
+    example,
+    launched,
+    learned,
+    needs,
+    outcome,
+)
+from tests.ranks import run_ranks
+
+pytestmark = needs("transformers", "accelerate")
+
+#: Batches of an epoch.
+BATCHES = ACCUMULATE * STEPS
+
+
+class WithLoss(nn.Module):
+    """What a Trainer trains; it keeps the losses of its training."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.losses = []
+
+    def forward(self, x, y):
+        loss = (self.net(x) - y).square().mean()
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss}
+
+
+class OfRank(torch.utils.data.IterableDataset):
+    """The batches of a rank, one by one."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __iter__(self):
+        for batch in range(BATCHES):
+            x, y = data(batch, self.rank)
+            yield {"x": x, "y": y}
+
+
+def trainer_of(rank, folder, steps):
+    """A Trainer that saves and evaluates in the middle."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import Trainer, TrainingArguments
+
+    class OwnData(Trainer):
+        """Every rank reads its own batches; a Trainer would deal out those of one data set."""
+
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(OfRank(rank), batch_size=None)
+
+        def get_eval_dataloader(self, eval_dataset=None):
+            return self.get_train_dataloader()
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=steps,
+        gradient_accumulation_steps=ACCUMULATE,
+        max_grad_norm=CLIP,
+        save_steps=STEPS // 2,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        label_names=["y"],
+        prediction_loss_only=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    model = WithLoss()
+    optimizer = sgd(model, momentum=0.9)
+    rates = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    return OwnData(model, arguments, eval_dataset=OfRank(rank), optimizers=(optimizer, rates))
+
+
+def train(rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True):
+    from narrowband.integrations.transformers import compress_gradients
+
+    with launched(rank, world_size):
+        trainer = trainer_of(rank, folder, steps)
+        compression = compress_gradients(trainer, spec, strict=strict, **OPTIONS)
+        for callback in callbacks:
+            trainer.add_callback(callback(trainer))
+        trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer.model.net, trainer.model.losses, compression.handle)
+
+
+def by_hand_whole_and_resumed(rank, world_size, folder):
+    by_hand = direct(rank)
+    whole = train(rank, world_size, f"{folder}/whole")
+    train(rank, world_size, f"{folder}/stopped", steps=STEPS // 2)
+    dist.barrier()
+    return by_hand, whole, train(rank, world_size, f"{folder}/stopped", resume=True)
+
+
+def test_a_trainer_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
+    answers = run_ranks(by_hand_whole_and_resumed, 2, str(tmp_path))
+    for by_hand, whole, resumed in answers:
+        assert agree(by_hand, whole) == []
+        assert whole["steps"] == STEPS
+        assert agree(whole, resumed, but=("losses", "bytes")) == []
+        assert resumed["losses"] == whole["losses"][BATCHES // 2 :]
+    (_, first, _), (_, second, _) = answers
+    assert not torch.equal(first["residuals"], second["residuals"])
+    assert sorted(path.name for path in tmp_path.glob("stopped/checkpoint-2/narrowband*")) == [
+        "narrowband-rank0-of-2.pt",
+        "narrowband-rank1-of-2.pt",
+    ]
+
+
+def refused(rank, world_size, folder):
+    from transformers import TrainerCallback
+
+    from narrowband.integrations.transformers import CompressGradients, compress_gradients
+
+    class Adds(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            compress_gradients(self.trainer, SPEC)
+
+    class AddsCallback(Adds):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            self.trainer.add_callback(CompressGradients(self.trainer, SPEC, True, {}))
+
+    late = refusal(lambda: train(rank, world_size, folder, callbacks=[Adds]))
+    later = refusal(lambda: train(rank, world_size, folder, callbacks=[AddsCallback]))
+    sums = refusal(lambda: train(rank, world_size, folder, spec="dgc:density=0.05,momentum=0"))
+    twice = refusal(lambda: train(rank, world_size, folder, spec="dgc:density=0.05"))
+    with launched(rank, world_size):
+        trainer = trainer_of(rank, folder, STEPS)
+        early = refusal(lambda: compress_gradients(trainer, SPEC).handle)
+    train(rank, world_size, folder, steps=STEPS // 2)
+    dist.barrier()
+    for path in Path(folder).glob("checkpoint-2/narrowband*"):
+        path.unlink(missing_ok=True)
+    dist.barrier()
+    without = refusal(lambda: train(rank, world_size, folder, resume=f"{folder}/checkpoint-2"))
+    lenient = train(rank, world_size, folder, resume=f"{folder}/checkpoint-2", strict=False)
+    return late, later, sums, twice, early, without, lenient["steps"]
+
+
+def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
+    for late, later, sums, twice, early, without, steps in run_ranks(refused, 2, str(tmp_path)):
+        assert [each[0] for each in (late, later, sums, twice, early, without)] == [
+            "RuntimeError",
+            "RuntimeError",
+            "UnsupportedError",
+            "ValueError",
+            "RuntimeError",
+            "ValueError",
+        ]
+        assert "has begun to train: call compress_gradients before trainer.train()" in late[1]
+        assert "added when training had begun: use compress_gradients(trainer, …)" in later[1]
+        assert "max_grad_norm=0.05 clips what arrives, and with dgc these are sums" in sums[1]
+        assert "momentum" in twice[1]
+        assert "no handle before trainer.train()" in early[1]
+        assert "checkpoint-2 has no state of compression; strict=False begins with empty residuals" in without[1]
+        assert steps == STEPS // 2
+
+
+def test_the_example_learns_and_sends_less(tmp_path):
+    words = ("train_transformers.py", "--steps", "20", "--folder", str(tmp_path))
+    losses, ratio = learned(run_ranks(example, 2, *words)[0])
+    assert losses[0] < 5.0  # the mean of the first 20 steps; guessing bytes evenly would be ln 256 = 5.5
+    assert ratio >= 40
