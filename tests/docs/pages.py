@@ -88,6 +88,10 @@ class Page:
         """Its path in the repository."""
         return str(self.path.relative_to(ROOT)) if self.path.is_relative_to(ROOT) else self.path.name
 
+    def imports(self, package: str) -> bool:
+        """Whether its blocks import this package."""
+        return any(re.search(rf"^(from|import) {package}\b", block.text, re.MULTILINE) for block in self.of("python"))
+
     def of(self, language: str) -> list[Block]:
         """Its blocks in one language."""
         return [block for block in self.blocks if block.language == language]

@@ -31,6 +31,9 @@ ELSEWHERE = {
     "narrowband.pipeline.stage.CompressedStage": "needs four ranks; docs/how-to/pipeline.md runs these lines",
 }
 
+#: Modules that import what few have installed; docs/how-to/trainers.md runs what their examples show.
+OF_TRAINERS = {f"narrowband.integrations.{trainer}" for trainer in ("accelerate", "lightning", "transformers")}
+
 #: Names that need a process group.
 ON_RANKS = {"model", "handle"}
 
@@ -51,7 +54,11 @@ def examples(modules):
 
 @functools.cache
 def all_examples():
-    modules = [m.name for m in pkgutil.walk_packages(narrowband.__path__, "narrowband.") if "__main__" not in m.name]
+    modules = [
+        m.name
+        for m in pkgutil.walk_packages(narrowband.__path__, "narrowband.")
+        if "__main__" not in m.name and m.name not in OF_TRAINERS
+    ]
     return examples(["narrowband", *modules])
 
 

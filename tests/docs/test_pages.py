@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from narrowband.cli import main
@@ -14,6 +16,8 @@ PATHS = [
 ]
 PAGES = [pages.read(path) for path in PATHS]
 WITH_PYTHON = [page for page in PAGES if page.runs]
+#: What pages import beside this library and what it needs.
+TRAINERS = ("accelerate", "lightning", "transformers")
 WITH_COMMANDS = [page for page in PAGES if commands.lines(page) or commands.inline(page)]
 
 
@@ -35,6 +39,9 @@ def run_main(capsys, monkeypatch):
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_in_order_and_then_its_commands(page, tmp_path, monkeypatch, run_main):
+    lacking = [name for name in TRAINERS if page.imports(name) and find_spec(name) is None]
+    if lacking:
+        pytest.skip(f"{' and '.join(lacking)} not installed: pip install '.[dev]'")
     pages.run(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     for line in commands.lines(page):
