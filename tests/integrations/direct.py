@@ -30,21 +30,30 @@ def needs(*packages):
     return pytest.mark.skipif(bool(lacking), reason=f"{' and '.join(lacking)} not installed: pip install '.[dev]'")
 
 
-def direct(rank):
+def growing_scaler():
+    """A gradient scaler whose scale doubles with every step, so residuals have to follow."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+
+
+def direct(rank, fp16=False, accumulate=ACCUMULATE):
     """Train by hand, with accumulation and clipping."""
     model = wrap(mlp())
-    handle = nb.compress_gradients(model, SPEC, **OPTIONS)
+    scaler = growing_scaler() if fp16 else torch.amp.GradScaler(enabled=False)
+    handle = nb.compress_gradients(model, SPEC, grad_scaler=scaler if fp16 else None, **OPTIONS)
     optimizer = sgd(model, momentum=0.9)
     losses = []
     for batch in range(ACCUMULATE * STEPS):
-        last = (batch + 1) % ACCUMULATE == 0
+        last = (batch + 1) % accumulate == 0
         with contextlib.nullcontext() if last else model.no_sync():
-            loss = loss_of(model, batch, rank)
-            (loss / ACCUMULATE).backward()
+            with torch.autocast("cpu", torch.float16, enabled=fp16):
+                loss = loss_of(model, batch, rank)
+            scaler.scale(loss / accumulate).backward()
         losses.append(loss.item())
         if last:
+            scaler.unscale_(optimizer)
             assert clip_grad_norm_(model.parameters(), CLIP) > CLIP
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
     return outcome(model, losses, handle)
 

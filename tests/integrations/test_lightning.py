@@ -18,6 +18,7 @@ from tests.integrations.direct import (
     agree,
     direct,
     example,
+    growing_scaler,
     launched,
     learned,
     needs,
@@ -77,7 +78,7 @@ def fit(
         trainer = pl.Trainer(
             accelerator="cpu",
             max_epochs=options.pop("max_epochs", 2),
-            accumulate_grad_batches=ACCUMULATE,
+            accumulate_grad_batches=options.pop("accumulate", ACCUMULATE),
             gradient_clip_val=options.pop("clip", CLIP),
             callbacks=[
                 compression,
@@ -112,6 +113,25 @@ def test_what_the_trainer_fits_and_resumes_has_the_bits_of_a_loop_of_ones_own(pa
         assert resumed["losses"] == whole["losses"][EPOCH:]
     (_, first, _), (_, second, _) = answers
     assert not torch.equal(first["residuals"], second["residuals"])
+
+
+def by_hand_and_in_other_ways(rank, world_size, folder):
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import DDPStrategy
+
+    by_hand, halves_by_hand = direct(rank), direct(rank, fp16=True)
+    every_batch = direct(rank, accumulate=1)  # DDP cannot begin a static graph in no_sync
+    static = fit(rank, world_size, folder, strategy=DDPStrategy(static_graph=True), accumulate=1)
+    unused = fit(rank, world_size, folder, strategy="ddp_find_unused_parameters_true")
+    halves = fit(rank, world_size, folder, plugins=[MixedPrecision("16-mixed", "cpu", growing_scaler())])
+    return [(every_batch, static), (by_hand, unused), (halves_by_hand, halves)]
+
+
+def test_static_graphs_unused_parameters_and_a_gradient_scaler_change_no_bit(tmp_path):
+    for pairs in run_ranks(by_hand_and_in_other_ways, 2, str(tmp_path)):
+        for by_hand, fitted in pairs:
+            assert agree(by_hand, fitted) == []
+        assert len({tuple(by_hand["losses"]) for by_hand, _ in pairs}) == 3
 
 
 def train_with_fabric(rank, world_size, steps, folder, resume=False):
