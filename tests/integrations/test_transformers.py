@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +26,7 @@ from tests.integrations.direct import (
     needs,
     outcome,
 )
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -128,6 +131,35 @@ def test_a_trainer_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_pa
         "narrowband-rank0-of-2.pt",
         "narrowband-rank1-of-2.pt",
     ]
+
+
+def killed(rank, world_size, folder):
+    """Rank 1 dies in the step after the checkpoint, without a word."""
+    from transformers import TrainerCallback
+
+    class Dies(TrainerCallback):
+        def __init__(self, trainer):
+            pass
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == STEPS // 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    train(rank, world_size, folder, callbacks=[Dies])
+
+
+def whole_and_resumed(rank, world_size, folder):
+    whole = train(rank, world_size, f"{folder}/whole")
+    return whole, train(rank, world_size, f"{folder}/killed", resume=True)
+
+
+@pytest.mark.thorough
+def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(killed, 2, f"{tmp_path}/killed")
+    for whole, resumed in run_ranks(whole_and_resumed, 2, str(tmp_path)):
+        assert agree(whole, resumed, but=("losses", "bytes")) == []
+        assert resumed["losses"] == whole["losses"][BATCHES // 2 :]
 
 
 def refused(rank, world_size, folder):

@@ -112,7 +112,7 @@ class CompressGradients(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put the states of all ranks into what rank 0 writes."""
-        states = gather(self.handle)
+        states = None if self._handle is None else gather(self._handle)  # a Trainer may save what it has not fitted
         if states:
             checkpoint[KEY] = states
 
