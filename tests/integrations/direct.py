@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import narrowband as nb
 from tests.gradients.training import flat, loss_of, mlp, residuals, sgd, wrap
+from tests.ranks import run_ranks
 
 SPEC = "topk:density=0.05+ef"
 OPTIONS = {"min_numel": 64, "seed": 5}
@@ -28,6 +29,11 @@ def needs(*packages):
     """Skip where one of them is not installed. What is installed and cannot be imported is no reason to skip."""
     lacking = [package for package in packages if find_spec(package) is None]
     return pytest.mark.skipif(bool(lacking), reason=f"{' and '.join(lacking)} not installed: pip install '.[dev]'")
+
+
+def on_two_ranks(fn, *args):
+    """Run ``fn`` on two ranks, with time to import a trainer: thousands of files, from a busy disk."""
+    return run_ranks(fn, 2, *args, timeout_s=240.0)
 
 
 def growing_scaler():

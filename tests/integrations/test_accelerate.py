@@ -20,9 +20,9 @@ from tests.integrations.direct import (
     launched,
     learned,
     needs,
+    on_two_ranks,
     outcome,
 )
-from tests.ranks import run_ranks
 
 pytestmark = needs("accelerate")
 
@@ -74,7 +74,7 @@ def by_hand_whole_and_resumed(rank, world_size, folder):
 
 
 def test_a_prepared_model_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
-    answers = run_ranks(by_hand_whole_and_resumed, 2, str(tmp_path))
+    answers = on_two_ranks(by_hand_whole_and_resumed, str(tmp_path))
     for by_hand, whole, resumed in answers:
         assert agree(by_hand, whole) == []
         assert whole["steps"] == STEPS
@@ -109,7 +109,7 @@ def refused(rank, world_size, folder):
 
 
 def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
-    for late, bare, without, step, compressed in run_ranks(refused, 2, str(tmp_path)):
+    for late, bare, without, step, compressed in on_two_ranks(refused, str(tmp_path)):
         assert late[0] == "RuntimeError"
         assert "has counted 2 batches: call compress_gradients before training begins" in late[1]
         assert bare[0] == "UnsupportedError"
@@ -121,6 +121,6 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
 
 def test_the_example_learns_and_sends_less(tmp_path):
     words = ("train_accelerate.py", "--steps", "20", "--folder", str(tmp_path))
-    losses, ratio = learned(run_ranks(example, 2, *words)[0])
+    losses, ratio = learned(on_two_ranks(example, *words)[0])
     assert losses[-1] < 4.5  # guessing bytes evenly would be ln 256 = 5.5
     assert ratio >= 40

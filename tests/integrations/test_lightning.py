@@ -22,9 +22,9 @@ from tests.integrations.direct import (
     launched,
     learned,
     needs,
+    on_two_ranks,
     outcome,
 )
-from tests.ranks import run_ranks
 from tests.thorough import thorough
 
 pytestmark = needs("lightning")
@@ -105,7 +105,7 @@ def by_hand_whole_and_resumed(rank, world_size, folder, package):
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", *thorough("pytorch_lightning")])
 def test_what_the_trainer_fits_and_resumes_has_the_bits_of_a_loop_of_ones_own(package, tmp_path):
-    answers = run_ranks(by_hand_whole_and_resumed, 2, str(tmp_path), package)
+    answers = on_two_ranks(by_hand_whole_and_resumed, str(tmp_path), package)
     for by_hand, whole, resumed in answers:
         assert agree(by_hand, whole) == []
         assert whole["steps"] == STEPS
@@ -128,7 +128,7 @@ def by_hand_and_in_other_ways(rank, world_size, folder):
 
 
 def test_static_graphs_unused_parameters_and_a_gradient_scaler_change_no_bit(tmp_path):
-    for pairs in run_ranks(by_hand_and_in_other_ways, 2, str(tmp_path)):
+    for pairs in on_two_ranks(by_hand_and_in_other_ways, str(tmp_path)):
         for by_hand, fitted in pairs:
             assert agree(by_hand, fitted) == []
         assert len({tuple(by_hand["losses"]) for by_hand, _ in pairs}) == 3
@@ -171,7 +171,7 @@ def by_hand_and_with_fabric(rank, world_size, folder):
 
 
 def test_fabric_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
-    for by_hand, first, resumed in run_ranks(by_hand_and_with_fabric, 2, str(tmp_path)):
+    for by_hand, first, resumed in on_two_ranks(by_hand_and_with_fabric, str(tmp_path)):
         assert first["losses"] + resumed["losses"] == by_hand["losses"]
         assert first["bytes"] + resumed["bytes"] == by_hand["bytes"]
         assert agree(by_hand, resumed, but=("losses", "bytes")) == []
@@ -203,7 +203,7 @@ def refused(rank, world_size, folder):
 
 
 def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
-    for early, late, one, sums, twice, of_all, without, steps in run_ranks(refused, 2, str(tmp_path)):
+    for early, late, one, sums, twice, of_all, without, steps in on_two_ranks(refused, str(tmp_path)):
         assert [each[0] for each in (early, late, one, sums, twice, without)] == [
             "RuntimeError",
             "RuntimeError",
@@ -224,6 +224,6 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
 
 def test_the_example_learns_and_sends_less(tmp_path):
     words = ("train_lightning.py", "--steps", "20", "--folder", str(tmp_path))
-    losses, ratio = learned(run_ranks(example, 2, *words)[0])
+    losses, ratio = learned(on_two_ranks(example, *words)[0])
     assert losses[-1] < 4.5  # guessing bytes evenly would be ln 256 = 5.5
     assert ratio >= 40

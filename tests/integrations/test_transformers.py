@@ -24,9 +24,10 @@ from tests.integrations.direct import (
     launched,
     learned,
     needs,
+    on_two_ranks,
     outcome,
 )
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -119,7 +120,7 @@ def by_hand_whole_and_resumed(rank, world_size, folder):
 
 
 def test_a_trainer_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
-    answers = run_ranks(by_hand_whole_and_resumed, 2, str(tmp_path))
+    answers = on_two_ranks(by_hand_whole_and_resumed, str(tmp_path))
     for by_hand, whole, resumed in answers:
         assert agree(by_hand, whole) == []
         assert whole["steps"] == STEPS
@@ -156,8 +157,8 @@ def whole_and_resumed(rank, world_size, folder):
 @pytest.mark.thorough
 def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(killed, 2, f"{tmp_path}/killed")
-    for whole, resumed in run_ranks(whole_and_resumed, 2, str(tmp_path)):
+        on_two_ranks(killed, f"{tmp_path}/killed")
+    for whole, resumed in on_two_ranks(whole_and_resumed, str(tmp_path)):
         assert agree(whole, resumed, but=("losses", "bytes")) == []
         assert resumed["losses"] == whole["losses"][BATCHES // 2 :]
 
@@ -196,7 +197,7 @@ def refused(rank, world_size, folder):
 
 
 def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
-    for late, later, sums, twice, early, without, steps in run_ranks(refused, 2, str(tmp_path)):
+    for late, later, sums, twice, early, without, steps in on_two_ranks(refused, str(tmp_path)):
         assert [each[0] for each in (late, later, sums, twice, early, without)] == [
             "RuntimeError",
             "RuntimeError",
@@ -216,6 +217,6 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
 
 def test_the_example_learns_and_sends_less(tmp_path):
     words = ("train_transformers.py", "--steps", "20", "--folder", str(tmp_path))
-    losses, ratio = learned(run_ranks(example, 2, *words)[0])
+    losses, ratio = learned(on_two_ranks(example, *words)[0])
     assert losses[0] < 5.0  # the mean of the first 20 steps; guessing bytes evenly would be ln 256 = 5.5
     assert ratio >= 40
