@@ -21,7 +21,7 @@ else:
 
 TRAINERS = ("accelerate", "lightning", "pytorch_lightning", "transformers")
 #: Imported where they are used, so that ``import narrowband`` costs next to nothing beside ``import torch``.
-LATE = ("numba", "llvmlite", "rich", "tyro", "pyroute2", "matplotlib", "triton", *TRAINERS)
+LATE = ("numba", "llvmlite", "rich", "tyro", "pyroute2", "matplotlib", "triton", "altair", *TRAINERS)
 
 LOADED_BY = """
 import json, sys
@@ -65,8 +65,9 @@ def test_the_distribution_has_a_name_of_its_own_and_the_command_that_of_the_pack
 def test_what_messages_tell_to_install_exists(project):
     extras = project["optional-dependencies"]
     assert pip_install("plots") == "pip install -U 'torch-narrowband[plots]'"
-    assert {"adapt", "plots", "reproduce", "accelerate", "lightning", "transformers"} <= extras.keys()
-    assert f"{DISTRIBUTION}[adapt,plots,reproduce,accelerate,lightning,transformers]" in extras["dev"]
+    optional = "adapt,plots,report,reproduce,accelerate,lightning,transformers"
+    assert set(optional.split(",")) <= extras.keys()
+    assert f"{DISTRIBUTION}[{optional}]" in extras["dev"]
 
 
 def test_nothing_recommends_to_install_the_project_that_has_our_name_on_pypi():
