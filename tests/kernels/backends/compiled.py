@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import Rows, cuda
+from narrowband.kernels import Rows, Windows, cuda
 
 _TYPES = {
     torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
@@ -33,7 +33,9 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 def _type(value):
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def main(capability: int) -> None:
@@ -81,6 +83,10 @@ def main(capability: int) -> None:
         cuda.row_extremes(y, rows)
         cuda.mask_positive(y, out[:625])
         cuda.apply_mask(out[:625], y, half)
+    cuda.learn_ranges(torch.zeros(2, 9), low.repeat(5)[:9], low.repeat(5)[:9], 0.9)
+    windows, position = Windows(2, 10, 10, 1, 20, 3, (2, 2), (1, 1)), torch.zeros(200, dtype=torch.int64)
+    cuda.pool_places(position, out[:200], windows)
+    cuda.pool_positions(out[:200], position, windows)
     print(json.dumps(found))
 
 

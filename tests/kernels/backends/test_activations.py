@@ -22,10 +22,12 @@ from tests.kernels.backends.common import (
     KINDS,
     SIZES,
     assert_same,
+    back,
     dtypes,
     lean,
     make,
     make_as,
+    place,
     seeds,
     some_rows,
     written,
@@ -75,14 +77,17 @@ def test_learning_ranges(groups: int, kinds: tuple[str, str], decay: float, seed
     low, high = torch.minimum(*low), torch.maximum(*low)
     known = others[0].abs()
     expected, whole, far = reference.learn_ranges(known, low, high, decay)
-    learned, finite, moved = cpu.learn_ranges(known, low, high, decay)
-    assert finite == whole == bool(torch.isfinite(2 * torch.maximum(high, -low)).all())
-    if finite and bool(torch.isfinite(known).all()):
-        assert_same(learned, expected)
-        assert moved == far or (math.isnan(moved) and math.isnan(far))
+    assert whole == bool(torch.isfinite(2 * torch.maximum(high, -low)).all())
+    for backend in BACKENDS[:-1]:
+        learned, finite, moved = back(backend.learn_ranges(*(place(backend, x) for x in (known, low, high)), decay))
+        assert finite == whole
+        if finite and bool(torch.isfinite(known).all()):
+            assert_same(learned, expected)
+            assert moved == far or (math.isnan(moved) and math.isnan(far))
+    if whole and bool(torch.isfinite(known).all()):
         wide = known.double() * decay + torch.stack((high.double() - low.double(), low.double())) * (1 - decay)
         scale = (known.abs() + torch.stack((high.abs() + low.abs(), low.abs()))).double() * 2.0**-22 + 2.0**-148
-        assert bool(((learned.double() - wide).abs() <= scale).all())
+        assert bool(((expected.double() - wide).abs() <= scale).all())
 
 
 def test_how_far_an_end_has_moved() -> None:

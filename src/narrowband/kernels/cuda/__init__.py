@@ -11,9 +11,15 @@ round to the nearest, and sums are taken in float64.
 from __future__ import annotations
 
 from narrowband.kernels.cuda.compensation import all_finite, compensate, difference, take_difference
-from narrowband.kernels.cuda.masks import apply_mask, mask_positive
+from narrowband.kernels.cuda.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
-from narrowband.kernels.cuda.rows import dequantize_rows, quantize_rows, quantize_rows_extremes, row_extremes
+from narrowband.kernels.cuda.rows import (
+    dequantize_rows,
+    learn_ranges,
+    quantize_rows,
+    quantize_rows_extremes,
+    row_extremes,
+)
 from narrowband.kernels.cuda.sparse import (
     elias_fano_decode,
     elias_fano_encode,
@@ -38,7 +44,10 @@ __all__ = [
     "group_minmax",
     "keep_in_8",
     "keep_in_16",
+    "learn_ranges",
     "mask_positive",
+    "pool_places",
+    "pool_positions",
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_extremes",

@@ -1,4 +1,7 @@
-"""Masks in Triton. A program has some bytes of a mask, and eight elements for each."""
+"""Masks and places of maxima in Triton.
+
+A program has some bytes of a mask, and eight elements for each; or some results of pooling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from narrowband.kernels.cuda.common import BLOCK, kernel, load, raw, run, store
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["apply_mask", "mask_positive"]
+    from narrowband.kernels.masks import Windows
+
+__all__ = ["apply_mask", "mask_positive", "pool_places", "pool_positions"]
 
 _BYTES = BLOCK // 8
 
@@ -50,3 +55,47 @@ def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> Non
     (own, half), (into, half_out) = raw(x.view(-1)), raw(out.view(-1))
     halves = {"HALF": half, "HALF_OUT": half_out}
     run(_apply, -(-mask.numel() // _BYTES), mask, own, into, *form, on=x, **halves, WIDTH=_BYTES)
+
+
+# ---- places of maxima ------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _begin(i, rows, columns, inner, down, across, above, before):
+    """The row and the column at which the window of each result begins."""
+    line = i // inner
+    return line // columns % rows * down - above, line % columns * across - before
+
+
+@kernel
+def _to_places(
+    position, out, n, rows, columns, inner, width, window, down, across, above, before, WIDTH: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    row, column = _begin(i, rows, columns, inner, down, across, above, before)
+    at = tl.load(position + i, mask=i < n, other=0)
+    place = (at // width - row) * window + (at % width - column)
+    tl.store(out + i, place.to(tl.uint8), mask=i < n)
+
+
+@kernel
+def _to_positions(
+    places, out, n, rows, columns, inner, width, window, down, across, above, before, WIDTH: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    row, column = _begin(i, rows, columns, inner, down, across, above, before)
+    place = tl.load(places + i, mask=i < n, other=0).to(tl.int64)
+    tl.store(out + i, (row + place // window) * width + (column + place % window), mask=i < n)
+
+
+def _form(windows: Windows) -> tuple[int, ...]:
+    own = windows.numel, windows.rows, windows.columns, windows.inner, windows.width, windows.kernel
+    return *own, *windows.stride, *windows.padding
+
+
+def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
+    run(_to_places, -(-windows.numel // BLOCK), position, out, *_form(windows), on=position, WIDTH=BLOCK)
+
+
+def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
+    run(_to_positions, -(-windows.numel // BLOCK), places, out, *_form(windows), on=places, WIDTH=BLOCK)

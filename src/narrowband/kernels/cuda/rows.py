@@ -1,4 +1,7 @@
-"""Rows of codes with shared ranges, in Triton. A program has some bytes of some rows, and the elements in these."""
+"""Rows of codes with shared ranges, in Triton.
+
+A program has some bytes of some rows, and the elements in these; or some of the ranges.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import triton.language as tl
 from narrowband.kernels.cuda.common import (
     BLOCK,
     INFINITE,
+    MAGNITUDE,
     TINY,
     code_of,
     fold_seed,
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
     from narrowband.kernels.rows import Rows
 
-__all__ = ["dequantize_rows", "quantize_rows", "quantize_rows_extremes", "row_extremes"]
+__all__ = ["dequantize_rows", "learn_ranges", "quantize_rows", "quantize_rows_extremes", "row_extremes"]
 
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
@@ -104,6 +108,32 @@ def _extremes(
     tl.store(most + r, high, mask=r < count)
 
 
+@kernel
+def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl.constexpr):
+    """New estimates; and of this program's ranges the largest share by which an end has moved, or NaN, and whether
+    twice an end is infinite.
+    """
+    g = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    there = g < groups
+    low, high = tl.load(lows + g, mask=there, other=0.0), tl.load(highs + g, mask=there, other=0.0)
+    width, begin = tl.load(estimates + g, mask=there, other=0.0), tl.load(estimates + groups + g, mask=there, other=0.0)
+    wider = width * decay + (high - low) * rest
+    later = begin * decay + low * rest
+    tl.store(learned + g, wider, mask=there)
+    tl.store(learned + groups + g, later, mask=there)
+    first = later - begin
+    last = tl.abs(first + (wider - width))
+    first = tl.abs(first)
+    moved = tl.where((first > last) | (first != first), first, last)  # noqa: PLR0124 - NaN stays NaN
+    share = tl.where(moved == 0.0, 0.0, tl.div_rn(moved, tl.where(there, wider, 1.0)))
+    share = tl.where(there, share, float("-inf"))
+    top = tl.where((high > -low) | (high != high), high, -low) * 2.0  # noqa: PLR0124
+    unknown = tl.max((share != share).to(tl.int32), 0) > 0  # noqa: PLR0124
+    tl.store(seen + tl.program_id(0), tl.where(unknown, float("nan"), tl.max(share, 0)))
+    infinite = (top.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE
+    tl.store(seen + tl.num_programs(0) + tl.program_id(0), tl.max((there & infinite).to(tl.int32), 0).to(tl.float32))
+
+
 def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
     """A tensor, and how far neighbouring lines of rows are apart in it."""
     line = rows.groups * rows.inner
@@ -170,3 +200,16 @@ def quantize_rows_extremes(
 ) -> tuple[Tensor, Tensor]:
     quantize_rows(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
     return row_extremes(x, rows)
+
+
+def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    groups = low.numel()
+    learned = torch.empty_like(estimates)
+    if not groups:
+        return learned, True, 0.0
+    programs = -(-groups // BLOCK)
+    seen = estimates.new_empty(2, programs)
+    arrays = (x.contiguous() for x in (estimates, low, high))
+    run(_learn, programs, *arrays, learned, seen, groups, float(decay), 1.0 - decay, on=estimates, WIDTH=BLOCK)
+    far, infinite = seen.amax(1).tolist()
+    return learned, not infinite, far
