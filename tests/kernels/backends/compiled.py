@@ -30,6 +30,10 @@ _TYPES = {
 _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 
+#: Files of loops.
+FAMILIES = ("compensation", "fixed", "levels", "masks", "quantized", "rows", "shares", "sparse", "stores")
+
+
 def _type(value):
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
@@ -48,9 +52,9 @@ def main(capability: int) -> None:
         target = GPUTarget("cuda", capability, 32)
         binary = triton.compile(source, target=target, options={"enable_fp_fusion": False})
         told = f"{loop.__module__.rpartition('.')[2]}.{loop.__name__} {constants}"
-        found[told] = sorted(set(_INEXACT.findall(binary.asm["ptx"])))
+        found[told] = sorted({*found.get(told, ()), *_INEXACT.findall(binary.asm["ptx"])})  # of any dtypes
 
-    for family in ("compensation", "masks", "quantized", "rows", "sparse", "stores"):
+    for family in FAMILIES:
         importlib.import_module(f"narrowband.kernels.cuda.{family}").run = compiled
     x, half = torch.randn(5000), torch.empty(5000, dtype=torch.bfloat16)
     out = torch.zeros(20_000, dtype=torch.uint8)
@@ -87,6 +91,19 @@ def main(capability: int) -> None:
     windows, position = Windows(2, 10, 10, 1, 20, 3, (2, 2), (1, 1)), torch.zeros(200, dtype=torch.int64)
     cuda.pool_places(position, out[:200], windows)
     cuda.pool_positions(out[:200], position, windows)
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        codes = torch.zeros(5000, dtype=dtype)
+        cuda.fixed_quantize(x, codes, 0.5, 100)
+        for into in (codes[:999], torch.zeros(999, dtype=torch.int32)):
+            cuda.fixed_sum(codes, [0, 999, 7], into)
+        cuda.fixed_decode(codes[:999], codes, [7], torch.zeros(999, dtype=torch.int32))
+    cuda.fixed_dequantize(torch.zeros(999, dtype=torch.int32), x[:999], 0.1)
+    table, values = torch.zeros(8, 300, dtype=torch.int32), torch.zeros(8, 300)
+    cuda.split_shares(at, x[: at.numel()].clone(), table, values, n=5000, turn=1)
+    cuda.from_share(table, turn=1)
+    for bits in (4, 2):
+        cuda.levels_encode(x, out, bits=bits, group=256)
+        cuda.levels_decode(out, 5000, bits=bits, group=256)
     print(json.dumps(found))
 
 

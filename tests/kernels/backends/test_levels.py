@@ -8,21 +8,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from tests.kernels.backends.common import BACKENDS, KINDS, MILLION, SIZES, assert_all_same, lean, make
+from narrowband.kernels.backends import Backend
+from tests.kernels.backends.common import (
+    BACKENDS,
+    FAST_BACKENDS,
+    KINDS,
+    MILLION,
+    SIZES,
+    assert_all_same,
+    back,
+    lean,
+    make,
+    place,
+)
 
 
-def both(kind: str, n: int, bits: int, group: int, seed: int = 0) -> None:
+def both(kind: str, n: int, bits: int, group: int, seed: int = 0, backends: list[Backend] = BACKENDS) -> None:
     x = make(kind, n, seed)
-    payloads = []
-    for backend in BACKENDS:
+    payloads, decoded = [], []
+    for backend in backends:
         around = torch.full((kernels.levels_nbytes(n, bits, group) + 3 + 16,), 0xAA, dtype=torch.uint8)
-        backend.levels_encode(x.clone(), around[8:-8], bits=bits, group=group)
+        around = place(backend, around)
+        backend.levels_encode(place(backend, x), around[8:-8], bits=bits, group=group)
         assert (around[:8] == 0xAA).all()
         assert (around[-8:] == 0xAA).all()
-        payloads.append(around[8:-8].clone())
-    assert_all_same(payloads)
-    decoded = [backend.levels_decode(payloads[0].clone(), n, bits=bits, group=group) for backend in BACKENDS]
-    assert_all_same(decoded)
+        payloads.append(back(around[8:-8]))
+        decoded.append(back(backend.levels_decode(place(backend, payloads[0]), n, bits=bits, group=group)))
+    assert_all_same(payloads, backends)
+    assert_all_same(decoded, backends)
 
 
 @given(kind=st.sampled_from(KINDS), n=st.sampled_from(SIZES), bits=st.sampled_from([2, 4]),
@@ -34,7 +47,7 @@ def test_levels(kind: str, n: int, bits: int, group: int, seed: int) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_many_levels(bits: int) -> None:
-    both("normal", MILLION, bits, 256)
+    both("normal", MILLION, bits, 256, backends=FAST_BACKENDS)
 
 
 @given(payload=st.binary(min_size=16, max_size=16), bits=st.sampled_from([2, 4]))
@@ -42,4 +55,5 @@ def test_many_levels(bits: int) -> None:
 def test_any_bytes_decode_to_the_same(payload: bytes, bits: int) -> None:
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     k = 8 * 12 // bits
-    assert_all_same([backend.levels_decode(raw.clone(), k, bits=bits, group=256) for backend in BACKENDS])
+    results = [backend.levels_decode(place(backend, raw), k, bits=bits, group=256) for backend in BACKENDS]
+    assert_all_same(back(results))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from tests.kernels.backends.common import BACKENDS, assert_all_same, lean
+from tests.kernels.backends.common import BACKENDS, assert_all_same, back, lean, place
 
 
 def sorted_indices(n: int, k: int, seed: int) -> torch.Tensor:
@@ -19,10 +19,11 @@ def sorted_indices(n: int, k: int, seed: int) -> torch.Tensor:
 
 def split(backend, at: torch.Tensor, values: torch.Tensor, ranks: int, room: int, n: int, turn: int):
     """A table inside a larger one, as tensors of one message have."""
-    local = torch.full((ranks, room + 5), -7, dtype=torch.int32)
-    sorted_values = torch.full((ranks, room + 5), -7.0)
-    most = backend.split_shares(at, values, local[:, 2:-3], sorted_values[:, 2:-3], n=n, turn=turn)
-    return local, sorted_values, most
+    local = place(backend, torch.full((ranks, room + 5), -7, dtype=torch.int32))
+    sorted_values = place(backend, torch.full((ranks, room + 5), -7.0))
+    arrays = place(backend, at), place(backend, values), local[:, 2:-3], sorted_values[:, 2:-3]
+    most = backend.split_shares(*arrays, n=n, turn=turn)
+    return back((local, sorted_values, most))
 
 
 @given(n=st.integers(1, 200_000), k=st.integers(0, 3000), ranks=st.integers(1, 33), turn=st.integers(0, 2000),
@@ -42,7 +43,7 @@ def test_every_element_has_one_owner_and_comes_back(
     local, sorted_values = local[:, 2:-3], sorted_values[:, 2:-3]
     assert bool((local[:, 1:] >= local[:, :-1]).all())
     assert not room or 0 <= int(local.min()) <= int(local.max()) < max(1, kernels.share_numel(n, ranks))
-    found = [backend.from_share(local, turn=turn) for backend in BACKENDS]
+    found = [back(backend.from_share(place(backend, local), turn=turn)) for backend in BACKENDS]
     assert_all_same(found)
     there = sorted_values != 0
     whole, order = found[0][there].sort()

@@ -11,6 +11,8 @@ round to the nearest, and sums are taken in float64.
 from __future__ import annotations
 
 from narrowband.kernels.cuda.compensation import all_finite, compensate, difference, take_difference
+from narrowband.kernels.cuda.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
+from narrowband.kernels.cuda.levels import levels_decode, levels_encode
 from narrowband.kernels.cuda.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cuda.rows import (
@@ -20,6 +22,7 @@ from narrowband.kernels.cuda.rows import (
     quantize_rows_extremes,
     row_extremes,
 )
+from narrowband.kernels.cuda.shares import from_share, split_shares
 from narrowband.kernels.cuda.sparse import (
     elias_fano_decode,
     elias_fano_encode,
@@ -41,10 +44,17 @@ __all__ = [
     "difference",
     "elias_fano_decode",
     "elias_fano_encode",
+    "fixed_decode",
+    "fixed_dequantize",
+    "fixed_quantize",
+    "fixed_sum",
+    "from_share",
     "group_minmax",
     "keep_in_8",
     "keep_in_16",
     "learn_ranges",
+    "levels_decode",
+    "levels_encode",
     "mask_positive",
     "pool_places",
     "pool_positions",
@@ -56,5 +66,6 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "split_shares",
     "take_difference",
 ]

@@ -24,9 +24,11 @@ __all__ = [
     "kernel",
     "load",
     "mix",
+    "nearest",
     "ordered",
     "raw",
     "run",
+    "signed",
     "store",
     "uniform",
 ]
@@ -62,8 +64,12 @@ def raw(x: Tensor) -> tuple[Tensor, bool]:
 
 def fold_seed(seed: int) -> int:
     """A seed in the 32 bits that :func:`mix` is given, as a signed number: Triton then takes one type for all."""
-    folded = fold(seed)
-    return folded - (1 << 32) if folded >> 31 else folded
+    return signed(fold(seed))
+
+
+def signed(word: int) -> int:
+    """32 bits as a signed number."""
+    return word - (1 << 32) if word >> 31 else word
 
 
 @kernel
@@ -95,6 +101,15 @@ def code_of(v, low, inverse, shift, top):
     at = (v - low) * inverse + shift
     at = tl.where(at > 0.0, at, 0.0)
     return tl.where(at < top, at, top).to(tl.int32)
+
+
+@kernel
+def nearest(v):
+    """To the nearest whole number, and of two as near to the even one; NaN and infinities stay."""
+    below = tl.floor(v)
+    rest = v - below
+    odd = below * 0.5 != tl.floor(below * 0.5)
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1.0, below)
 
 
 @kernel

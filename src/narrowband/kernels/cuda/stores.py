@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, run, uniform
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, nearest, run, uniform
 from narrowband.kernels.stores import STORE_GROUP
 
 if TYPE_CHECKING:
@@ -37,14 +37,12 @@ def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.con
     exponent = tl.where(top >> 23 == 0, -126, tl.maximum(exponent, -126))
     tl.store(exponents + g, exponent.to(tl.int8), mask=g * _GROUP < n)
     scaled = v * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    below = tl.floor(scaled)
-    rest = scaled - below
     if STOCHASTIC:
-        up = uniform(element, folded) < rest
-    else:  # to the nearest, and of two as near to the even one
-        odd = below * 0.5 != tl.floor(below * 0.5)
-        up = (rest > 0.5) | ((rest == 0.5) & odd)
-    tl.store(codes + element, (below.to(tl.int32) + up.to(tl.int32)).to(tl.int8), mask=element < n)
+        below = tl.floor(scaled)
+        code = below.to(tl.int32) + (uniform(element, folded) < scaled - below).to(tl.int32)
+    else:
+        code = nearest(scaled).to(tl.int32)
+    tl.store(codes + element, code.to(tl.int8), mask=element < n)
 
 
 @kernel

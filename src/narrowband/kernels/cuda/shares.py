@@ -1,0 +1,113 @@
+"""Shares of a flat tensor in Triton.
+
+Sorted by owners: first every program counts how many of its elements each owner has. Where an owner's elements of a
+program go then follows from the counts of the programs before it, and their order stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from narrowband.kernels.cuda.common import BLOCK, kernel, run, signed
+from narrowband.kernels.shares import SHARE_BLOCK, share_numel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["from_share", "split_shares"]
+
+_SHARE = tl.constexpr(SHARE_BLOCK)
+#: Elements, and elements times owners, that a program sorts at once.
+_SORTED, _TABLE = 1024, 8192
+
+
+@kernel
+def _shift(row, ranks, folded):
+    """By how many ranks the owners of a row's blocks are shifted."""
+    h = row.to(tl.uint32) * 0x9E3779B1 + folded.to(tl.uint32)
+    h = (h ^ (h >> 15)) * 0x2C1B3C6D
+    return (h ^ (h >> 13)).to(tl.int64) % ranks
+
+
+@kernel
+def _owner(at, ranks, folded):
+    """Whose element this is, and which of that owner's."""
+    block = at // _SHARE
+    row = block // ranks
+    return (block % ranks + _shift(row, ranks, folded)) % ranks, row * _SHARE + at % _SHARE
+
+
+@kernel
+def _belongs(indices, k, ranks, folded, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of this program's elements: numbers, owners and places; and a table of who owns which, (elements, ranks)."""
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    owner, local = _owner(tl.load(indices + i, mask=i < k, other=0).to(tl.int64), ranks, folded)
+    owns = (owner[:, None] == tl.arange(0, RANKS)[None, :]) & (i < k)[:, None]
+    return i, owner, local, owns.to(tl.int32)
+
+
+@kernel
+def _count(indices, counts, k, ranks, folded, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+    _, _, _, owns = _belongs(indices, k, ranks, folded, RANKS, WIDTH)
+    rank = tl.arange(0, RANKS)
+    tl.store(counts + rank * tl.num_programs(0) + tl.program_id(0), tl.sum(owns, 0), mask=rank < ranks)
+
+
+@kernel
+def _deal(
+    indices, values, ends, counts, local, sorted_values, k, ranks, room, apart, values_apart, folded,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """``ends``: how many elements an owner has in the programs up to this one, of which ``counts`` are this one's."""
+    i, owner, own, owns = _belongs(indices, k, ranks, folded, RANKS, WIDTH)
+    rank = tl.arange(0, RANKS)
+    column = rank * tl.num_programs(0) + tl.program_id(0)
+    end = tl.load(ends + column, mask=rank < ranks, other=0)
+    first = end - tl.load(counts + column, mask=rank < ranks, other=0)
+    place = tl.sum(owns * (first[None, :] + tl.cumsum(owns, 0) - 1), 1)
+    fits = (i < k) & (place < room)
+    tl.store(local + owner * apart + place, own.to(tl.int32), mask=fits)
+    tl.store(sorted_values + owner * values_apart + place, tl.load(values + i, mask=i < k, other=0.0), mask=fits)
+
+
+@kernel
+def _whole(local, out, n, ranks, room, apart, folded, WIDTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    owner = i // room
+    at = tl.load(local + owner * apart + i % room, mask=i < n, other=0).to(tl.int64)
+    row = at // _SHARE
+    block = (owner + ranks - _shift(row, ranks, folded)) % ranks
+    tl.store(out + i, ((row * ranks + block) * _SHARE + at % _SHARE).to(tl.int32), mask=i < n)
+
+
+def _folded(turn: int) -> int:
+    return signed(turn * 0x85EBCA77 & 0xFFFFFFFF)
+
+
+def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> int:
+    (ranks, room), k = local.shape, indices.numel()
+    local.fill_(max(0, share_numel(n, ranks) - 1))
+    sorted_values.zero_()
+    if not k:
+        return 0
+    columns = triton.next_power_of_2(ranks)
+    width = max(16, min(_SORTED, _TABLE // columns))
+    programs, tile = -(-k // width), {"RANKS": columns, "WIDTH": width}
+    counts = torch.empty(ranks, programs, dtype=torch.int32, device=indices.device)
+    run(_count, programs, indices, counts, k, ranks, _folded(turn), on=indices, **tile)
+    ends = counts.cumsum(1, dtype=torch.int32)
+    tables = local, sorted_values, k, ranks, room, local.stride(0), sorted_values.stride(0)
+    run(_deal, programs, indices, values, ends, counts, *tables, _folded(turn), on=indices, **tile)
+    return int(ends[:, -1].amax())
+
+
+def from_share(local: Tensor, *, turn: int) -> Tensor:
+    ranks, room = local.shape
+    out = torch.empty((ranks, room), dtype=torch.int32, device=local.device)
+    form = out.numel(), ranks, room, local.stride(0), _folded(turn)
+    run(_whole, -(-out.numel() // BLOCK), local, out, *form, on=local, WIDTH=BLOCK)
+    return out
