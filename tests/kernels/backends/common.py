@@ -30,6 +30,12 @@ _GPU = "cuda" if torch.cuda.is_available() else "cpu"
 #: Those that are given a million elements: in its interpreter Triton would take its time.
 FAST_BACKENDS = [backend for backend in BACKENDS if backend.name != "cuda" or _GPU == "cuda"]
 
+
+def backends_for(numel: int) -> list[Backend]:
+    """The backends that are given so many elements in many examples."""
+    return BACKENDS if numel <= 20_000 else FAST_BACKENDS
+
+
 MILLION = 1_000_003  # ends in a short group, a short block and uneven ranges per thread
 SIZES = [0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1000, 5000]
 KINDS = [

@@ -22,8 +22,8 @@ from narrowband.errors import PayloadError
 from narrowband.kernels import Rows, Windows, cuda
 
 _TYPES = {
-    torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
+    torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 #: Products that are added without being rounded, and divisions and roots that are only near.
@@ -31,7 +31,7 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 
 #: Files of loops.
-FAMILIES = ("compensation", "fixed", "levels", "masks", "quantized", "rows", "shares", "sparse", "stores")
+FAMILIES = ("compensation", "fixed", "levels", "lowrank", "masks", "quantized", "rows", "shares", "sparse", "stores")
 
 
 def _type(value):
@@ -104,6 +104,12 @@ def main(capability: int) -> None:
     for bits in (4, 2):
         cuda.levels_encode(x, out, bits=bits, group=256)
         cuda.levels_decode(out, 5000, bits=bits, group=256)
+    p, q = torch.randn(4, 50), torch.randn(4, 100)
+    for accumulate in (False, True):
+        cuda.low_rank_product(x, p, q, weight=-1.0, accumulate=accumulate)
+    cuda.compensate_project(x, x.clone(), q, p, sent=(p, q))
+    cuda.compensate_project(x, x.clone(), torch.randn(20, 100), torch.randn(20, 50))
+    cuda.orthonormalize(torch.randn(2, 4, 1000))
     print(json.dumps(found))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from narrowband.kernels.cuda.compensation import all_finite, compensate, difference, take_difference
 from narrowband.kernels.cuda.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.cuda.levels import levels_decode, levels_encode
+from narrowband.kernels.cuda.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cuda.masks import apply_mask, mask_positive, pool_places, pool_positions
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cuda.rows import (
@@ -39,6 +40,7 @@ __all__ = [
     "all_finite",
     "apply_mask",
     "compensate",
+    "compensate_project",
     "dequantize_groups",
     "dequantize_rows",
     "difference",
@@ -55,7 +57,9 @@ __all__ = [
     "learn_ranges",
     "levels_decode",
     "levels_encode",
+    "low_rank_product",
     "mask_positive",
+    "orthonormalize",
     "pool_places",
     "pool_positions",
     "quantize_groups",

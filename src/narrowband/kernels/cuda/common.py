@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "INFINITE",
     "MAGNITUDE",
     "TINY",
+    "all_below",
     "code_of",
     "fold_seed",
     "kernel",
@@ -52,6 +54,12 @@ def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any)
         # The interpreter computes in NumPy, which would speak of every NaN.
         with torch.cuda.device_of(on) if on.is_cuda else np.errstate(all="ignore"):
             loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def all_below(tops: Tensor, below: float) -> bool:
+    """Whether all magnitudes, which programs noted as integers, are smaller."""
+    limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
+    return bool(tops.amax().cpu() < limit)
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:

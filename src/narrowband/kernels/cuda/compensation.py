@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below, kernel, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +66,7 @@ def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -
     programs = -(-n // BLOCK)
     tops = torch.empty(programs, dtype=torch.int32, device=arrays[0].device)
     run(loop, programs, *arrays, tops, n, *scalars.values(), on=arrays[0], WIDTH=BLOCK)
-    limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
-    return bool(tops.amax().cpu() < limit)
+    return all_below(tops, below)
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
