@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu import momentum
-from tests.kernels.backends.common import BACKENDS, assert_all_same
+from tests.kernels.backends.common import BACKENDS, assert_all_same, back, place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,19 +48,19 @@ def test_momentum_topk_and_forget(
     form = {"momentum": momentum, "nesterov": nesterov}
     outcomes = []
     for backend in BACKENDS:
-        gradient, now, before = x.clone(), make("normal", n, 1), make("few-levels", n, 2)
+        gradient, now, before = (place(backend, t) for t in (x, make("normal", n, 1), make("few-levels", n, 2)))
         held = now.clone(), before.clone()
         finite, indices, values, _ = backend.momentum_topk(
             gradient, now, before, k, **form, scale=scale, threshold=threshold, sampled=sampled, seed=seed
         )
         assert torch.equal(gradient, held[1])
-        outcomes.append([finite, gradient, now.clone(), before.clone(), indices, values])
+        outcomes.append(back([finite, gradient, now.clone(), before.clone(), indices, values]))
         if finite:
             old = backend.forget(now, before, indices, **form, masking=masking)
             owed = before + (before - now) * momentum if nesterov else before
             parts = values.abs() + before[indices].abs() + now[indices].abs()  # which may cancel out
             assert (owed[indices].abs() <= 1e-6 * parts).all()
-            outcomes[-1] += [old, now.clone(), before.clone()]
+            outcomes[-1] += back([old, now.clone(), before.clone()])
             now[indices] = old
         before.copy_(gradient)
         assert torch.equal(now, held[0])

@@ -10,11 +10,19 @@ round to the nearest, and sums are taken in float64.
 
 from __future__ import annotations
 
-from narrowband.kernels.cuda.compensation import all_finite, compensate, difference, take_difference
+from narrowband.kernels.cuda.compensation import (
+    all_finite,
+    compensate,
+    compensate_select_topk,
+    difference,
+    encode_topk,
+    take_difference,
+)
 from narrowband.kernels.cuda.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.cuda.levels import levels_decode, levels_encode
 from narrowband.kernels.cuda.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cuda.masks import apply_mask, mask_positive, pool_places, pool_positions
+from narrowband.kernels.cuda.momentum import forget, momentum_topk
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cuda.rows import (
     dequantize_rows,
@@ -23,6 +31,7 @@ from narrowband.kernels.cuda.rows import (
     quantize_rows_extremes,
     row_extremes,
 )
+from narrowband.kernels.cuda.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
 from narrowband.kernels.cuda.shares import from_share, split_shares
 from narrowband.kernels.cuda.sparse import (
     elias_fano_decode,
@@ -41,15 +50,18 @@ __all__ = [
     "apply_mask",
     "compensate",
     "compensate_project",
+    "compensate_select_topk",
     "dequantize_groups",
     "dequantize_rows",
     "difference",
     "elias_fano_decode",
     "elias_fano_encode",
+    "encode_topk",
     "fixed_decode",
     "fixed_dequantize",
     "fixed_quantize",
     "fixed_sum",
+    "forget",
     "from_share",
     "group_minmax",
     "keep_in_8",
@@ -59,14 +71,19 @@ __all__ = [
     "levels_encode",
     "low_rank_product",
     "mask_positive",
+    "momentum_topk",
     "orthonormalize",
     "pool_places",
     "pool_positions",
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_extremes",
+    "randomk_indices",
     "read_from_8",
     "row_extremes",
+    "select_threshold",
+    "select_topk",
+    "select_topk_rows",
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",

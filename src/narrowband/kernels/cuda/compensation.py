@@ -1,4 +1,5 @@
-"""Sums and differences of whole tensors, and whether these are finite, in one pass each, in Triton.
+"""Sums and differences of whole tensors, and whether these are finite, in one pass each, in Triton. A selection takes
+its first look at a sum in the same pass.
 
 Every program notes the largest magnitude that it has seen, as an integer; the largest of these says whether all are
 finite.
@@ -13,11 +14,14 @@ import torch
 import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below, kernel, run
+from narrowband.kernels.cuda.selection import COMPENSATE, Source, choose, choose_sampled
+from narrowband.kernels.cuda.sparse import elias_fano_encode
+from narrowband.kernels.sparse import elias_fano_nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["all_finite", "compensate", "difference", "take_difference"]
+__all__ = ["all_finite", "compensate", "compensate_select_topk", "difference", "encode_topk", "take_difference"]
 
 
 @kernel
@@ -83,3 +87,40 @@ def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf)
 
 def take_difference(x: Tensor, base: Tensor) -> bool:
     return _below(_take_difference, math.inf, x.numel(), x, base)
+
+
+def compensate_select_topk(
+    x: Tensor, residual: Tensor, k: int, *, decay: float = 1.0, sampled: bool = False, seed: int = 0
+) -> tuple[bool, Tensor, Tensor]:
+    n = x.numel()
+    if not k:
+        empty = torch.empty(0, dtype=torch.int32, device=x.device)
+        return compensate(x, residual, decay=decay), empty, x.new_empty(0)
+    source = Source(COMPENSATE, x, residual, residual, float(decay))
+    chosen = choose_sampled(source, k, seed) if sampled and k < n else choose(source, k, n)
+    return all_below(chosen.tops, math.inf), chosen.indices, chosen.values
+
+
+def encode_topk(
+    x: Tensor,
+    residual: Tensor,
+    k: int,
+    out: Tensor,
+    *,
+    decay: float = 1.0,
+    sampled: bool = False,
+    seed: int = 0,
+    subtract: bool = False,
+) -> bool:
+    finite, at, values = compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
+    if finite:
+        n, number, cut = x.numel(), at.numel(), 4 * k
+        end = cut + elias_fano_nbytes(k, n)
+        out[4 * number : cut] = 0
+        out[end:] = 0
+        out[: 4 * number].view(torch.float32).copy_(values)
+        lacking = [at.new_full((k - number,), n - 1)] if number < k else []
+        elias_fano_encode(torch.cat([at, *lacking]) if lacking else at, n, out[cut:end])
+        if subtract:
+            residual.index_fill_(0, at.long(), 0.0)
+    return finite

@@ -1,0 +1,73 @@
+"""Momentum correction in Triton: the step of momentum is made where a selection takes its first look at the sums."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+
+from narrowband.kernels.cuda.common import BLOCK, all_below, kernel, run
+from narrowband.kernels.cuda.selection import MOMENTUM, NESTEROV, Source, choose, choose_sampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["forget", "momentum_topk"]
+
+
+def momentum_topk(
+    x: Tensor,
+    now: Tensor,
+    before: Tensor,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    scale: float = 1.0,
+    threshold: float = 0.0,
+    sampled: bool = False,
+    seed: int = 0,
+) -> tuple[bool, Tensor, Tensor, float]:
+    """As :func:`narrowband.kernels.momentum_topk`. A threshold saves nothing here: the k-th largest is found in as many
+    launches without one.
+    """
+    n = x.numel()
+    empty = torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
+    if not n:
+        return True, *empty, 0.0
+    source = Source(NESTEROV if nesterov else MOMENTUM, x, now, before, float(momentum), float(scale))
+    sampled = sampled and 0 < k < n
+    chosen = choose_sampled(source, k, seed) if sampled else choose(source, max(k, 1), n)
+    if not all_below(chosen.tops, math.inf):
+        return False, *empty, threshold
+    return True, chosen.indices[:k], chosen.values[:k], 0.0
+
+
+@kernel
+def _forget(now, before, indices, old, k, against, NESTEROV: tl.constexpr, MASKING: tl.constexpr, WIDTH: tl.constexpr):
+    """``against`` is the momentum with its sign turned."""
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    there = i < k
+    at = tl.load(indices + i, mask=there, other=0).to(tl.int64)
+    value = tl.load(now + at, mask=there, other=0.0)
+    tl.store(old + i, value, mask=there)
+    velocity = tl.zeros_like(value)
+    if not MASKING:
+        velocity = tl.load(before + at, mask=there, other=0.0) - value
+    left = tl.zeros_like(value)
+    if NESTEROV:
+        left = velocity * against
+    tl.store(before + at, left, mask=there)
+    tl.store(now + at, left - velocity, mask=there)
+
+
+def forget(
+    now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
+) -> Tensor:
+    k = indices.numel()
+    old = torch.empty(k, device=now.device)
+    form = {"NESTEROV": nesterov, "MASKING": masking, "WIDTH": BLOCK}
+    run(_forget, -(-k // BLOCK), now, before, indices, old, k, -float(momentum), on=now, **form)
+    return old
