@@ -31,7 +31,10 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 
 #: Files of loops.
-FAMILIES = ("compensation", "fixed", "levels", "lowrank", "masks", "quantized", "rows", "shares", "sparse", "stores")
+FAMILIES = (
+    "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows", "selection", "shares",
+    "sparse", "stores",
+)  # fmt: skip
 
 
 def _type(value):
@@ -45,12 +48,14 @@ def _type(value):
 def main(capability: int) -> None:
     found: dict[str, list[str]] = {}
 
-    def compiled(loop, programs, *arguments, on, **constants):
+    torch.empty = torch.zeros  # nothing is computed, and what is read should be possible
+
+    def compiled(loop, programs, *arguments, on, num_warps=4, **constants):
         names = [name for name in loop.arg_names if name not in constants]
         types = {name: _type(value) for name, value in zip(names, arguments, strict=True)}
         source = ASTSource(fn=loop, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
         target = GPUTarget("cuda", capability, 32)
-        binary = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+        binary = triton.compile(source, target=target, options={"enable_fp_fusion": False, "num_warps": num_warps})
         told = f"{loop.__module__.rpartition('.')[2]}.{loop.__name__} {constants}"
         found[told] = sorted({*found.get(told, ()), *_INEXACT.findall(binary.asm["ptx"])})  # of any dtypes
 
@@ -110,6 +115,19 @@ def main(capability: int) -> None:
     cuda.compensate_project(x, x.clone(), q, p, sent=(p, q))
     cuda.compensate_project(x, x.clone(), torch.randn(20, 100), torch.randn(20, 50))
     cuda.orthonormalize(torch.randn(2, 4, 1000))
+    for n in (1000, 5000, 20_000):  # four warps, eight, and several programs for a row
+        y = torch.zeros(n)
+        cuda.select_topk(y, 100)
+        cuda.compensate_select_topk(y, y, 100)
+        for nesterov in (False, True):
+            cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov)
+    cuda.compensate_select_topk(y, y, 100, sampled=True)
+    for nesterov in (False, True):
+        cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov, sampled=True)
+        cuda.forget(y, y, at, momentum=0.9, nesterov=nesterov, masking=nesterov)
+    cuda.select_threshold(y, 1.0)
+    cuda.randomk_indices(5000, 100, 1, torch.device("cpu"))
+    cuda.check_indices(at, 5000)
     print(json.dumps(found))
 
 

@@ -1,6 +1,9 @@
 """The loops of :mod:`narrowband.kernels` on GPUs, in Triton.
 
-A loop that is not here runs in plain torch (:mod:`narrowband.kernels.reference`). Where ``TRITON_INTERPRET=1`` is set
+Two are not here: the knapsack is on the CPU by its contract, and ``all_zero`` is one reduction of PyTorch's own. A loop
+waits for the device only where its contract says so, because it returns a Python value or as many elements as there
+are: whether all is finite or damaged, ``fixed_quantize``, ``learn_ranges``, ``split_shares``, thresholds and samples.
+Every loop gives the same bits each time. Where ``TRITON_INTERPRET=1`` is set
 before the first import, Triton runs these loops on the CPU, one operation of NumPy after the other: slow, and enough to
 test every byte without a GPU.
 
@@ -34,6 +37,7 @@ from narrowband.kernels.cuda.rows import (
 from narrowband.kernels.cuda.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
 from narrowband.kernels.cuda.shares import from_share, split_shares
 from narrowband.kernels.cuda.sparse import (
+    check_indices,
     elias_fano_decode,
     elias_fano_encode,
     sparse_accumulate,
@@ -42,12 +46,14 @@ from narrowband.kernels.cuda.sparse import (
 )
 from narrowband.kernels.cuda.stores import keep_in_8, keep_in_16, read_from_8
 
-FUSES = False
+#: What is bound by memory goes through it once, and a launch costs more than what it does to a small matrix.
+FUSES = True
 
 __all__ = [
     "FUSES",
     "all_finite",
     "apply_mask",
+    "check_indices",
     "compensate",
     "compensate_project",
     "compensate_select_topk",

@@ -86,6 +86,7 @@ def _project(
         value = tl.load(residual + place, mask=there, other=0.0)
         if COMPENSATE:
             gradient = tl.load(x + place, mask=there, other=0.0)
+            tl.debug_barrier()  # threads that have the same element have read it, too
             tl.store(x + place, value, mask=there)
             if SENT:
                 value -= _sum_up(sent_p, sent_q, row, column, n, m, sent)

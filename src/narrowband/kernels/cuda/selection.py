@@ -92,7 +92,10 @@ class Source:
 
 @kernel
 def _look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
-    """Elements of a source, and their magnitudes as integers: −1 where there is none."""
+    """Elements of a source, and their magnitudes as integers: −1 where there is none.
+
+    In a small tile several threads have the same element: all have to have read before one writes.
+    """
     value = tl.load(a + i, mask=there, other=0.0)
     if KIND > 0:
         gradient, old = value, tl.load(b + i, mask=there, other=0.0)
@@ -101,12 +104,14 @@ def _look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
         elif KIND == _COMPENSATE:
             value = old * f + gradient
             if WRITE:
+                tl.debug_barrier()
                 tl.store(a + i, old, mask=there)
                 tl.store(b + i, value, mask=there)
         else:
             oldest = tl.load(c + i, mask=there, other=0.0)
             value = old + ((old - oldest) * f + gradient * g)
             if WRITE:
+                tl.debug_barrier()
                 tl.store(a + i, oldest, mask=there)
                 tl.store(c + i, value, mask=there)
             if KIND == _NESTEROV:

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from narrowband.errors import PayloadError
-from narrowband.kernels.cuda.common import kernel, run
+from narrowband.kernels.cuda.common import BLOCK, kernel, run
 from narrowband.kernels.sparse import elias_fano_low_bits, elias_fano_nbytes
 
 if TYPE_CHECKING:
@@ -16,9 +16,36 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["elias_fano_decode", "elias_fano_encode", "sparse_accumulate", "sparse_sum", "sparse_sum_rows"]
+__all__ = [
+    "check_indices",
+    "elias_fano_decode",
+    "elias_fano_encode",
+    "sparse_accumulate",
+    "sparse_sum",
+    "sparse_sum_rows",
+]
 
 _BLOCK = 1024
+
+
+@kernel
+def _check(indices, bad, k, n, WIDTH: tl.constexpr):
+    """Whether any of a program's indices is outside [0, n), or smaller than the one before it."""
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    at = tl.load(indices + i, mask=i < k, other=0)
+    before = tl.load(indices + i - 1, mask=(i > 0) & (i < k), other=0)
+    wrong = (i < k) & ((at < before) | (at >= n))  # the first is compared with zero
+    tl.store(bad + tl.program_id(0), tl.max(wrong.to(tl.int32), 0))
+
+
+def check_indices(indices: Tensor, n: int) -> None:
+    k = indices.numel()
+    if not k:
+        return
+    bad = torch.empty(-(-k // BLOCK), dtype=torch.int32, device=indices.device)
+    run(_check, bad.numel(), indices, bad, k, n, on=indices, WIDTH=BLOCK)
+    if bool(bad.any()):
+        raise PayloadError(f"indices must be sorted and in [0, {n}): the payload is damaged, or not for this tensor")
 
 
 @kernel
