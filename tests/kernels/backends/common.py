@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,13 +26,45 @@ if TYPE_CHECKING:
 #: Every backend; the reference is the last. A new one joins here. Triton's loops run on a GPU if there is one, and
 #: otherwise one operation after the other in its interpreter (``tests/conftest.py`` asks for that).
 NAMES = ["cpu", *(["cuda"] if find_spec("triton") else []), "reference"]
-BACKENDS = [Backend(f"narrowband.kernels.{name}") for name in NAMES]
 _GPU = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class OnGpu:
+    """A GPU's backend for tensors on the CPU: they go there, and come back as the loop has left them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self._backend = backend.name, backend
+
+    def __getattr__(self, loop: str) -> Any:
+        function = getattr(self._backend, loop)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            moved: dict[int, tuple[Tensor, Tensor]] = {}  # one that is given twice is one there
+
+            def there(value: Any) -> Any:
+                if isinstance(value, (tuple, list)):
+                    return type(value)(map(there, value))
+                if not isinstance(value, torch.Tensor) or value.is_cuda:
+                    return value
+                return moved.setdefault(id(value), (value, value.to(_GPU, copy=True)))[1]
+
+            result = function(*map(there, arguments), **{name: there(value) for name, value in options.items()})
+            for here, own in moved.values():
+                here.copy_(own)
+            return back(result) if moved else result
+
+        return call
+
+
+BACKENDS: list[Any] = [Backend(f"narrowband.kernels.{name}") for name in NAMES]
+if _GPU == "cuda":
+    BACKENDS = [OnGpu(backend) if backend.name == "cuda" else backend for backend in BACKENDS]
 #: Those that are given a million elements: in its interpreter Triton would take its time.
 FAST_BACKENDS = [backend for backend in BACKENDS if backend.name != "cuda" or _GPU == "cuda"]
 
 
-def backends_for(numel: int) -> list[Backend]:
+def backends_for(numel: int) -> list[Any]:
     """The backends that are given so many elements in many examples."""
     return BACKENDS if numel <= 20_000 else FAST_BACKENDS
 
@@ -129,14 +162,14 @@ def assert_same(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-def assert_all_same(outcomes: list[Any], backends: list[Backend] = BACKENDS) -> None:
+def assert_all_same(outcomes: list[Any], backends: list[Any] = BACKENDS) -> None:
     """What each backend gave, in the order of ``BACKENDS``: equal to what the reference gave, which is the last."""
     assert len(outcomes) == len(backends)
     for outcome in outcomes[:-1]:
         assert_same(outcome, outcomes[-1])
 
 
-def on_all(name: str, *arguments: Any, backends: list[Backend] = BACKENDS, **options: Any) -> Any:
+def on_all(name: str, *arguments: Any, backends: list[Any] = BACKENDS, **options: Any) -> Any:
     """One function on all backends, each with its own copy of the tensors; they must leave the same. The result."""
     outcomes = []
     for backend in backends:
