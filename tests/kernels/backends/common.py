@@ -66,7 +66,7 @@ FAST_BACKENDS = [backend for backend in BACKENDS if backend.name != "cuda" or _G
 
 def backends_for(numel: int) -> list[Any]:
     """The backends that are given so many elements in many examples."""
-    return BACKENDS if numel <= 20_000 else FAST_BACKENDS
+    return BACKENDS if numel <= 5000 else FAST_BACKENDS
 
 
 MILLION = 1_000_003  # ends in a short group, a short block and uneven ranges per thread

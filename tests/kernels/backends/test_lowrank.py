@@ -16,7 +16,6 @@ from tests.kernels.backends.common import (
     assert_same,
     back,
     backends_for,
-    lean,
     make,
     place,
     seeds,
@@ -32,7 +31,7 @@ def every_way(numel: int) -> list[tuple[Any, int]]:
 
 @given(n=st.sampled_from([1, 7, 300]), m=st.sampled_from([1, 33, COLUMNS, 2 * COLUMNS + 5]), seed=seeds,
        r=st.integers(1, 10), weight=st.sampled_from([1.0, -1 / 3]), accumulate=st.booleans())  # fmt: skip
-@lean
+@settings(max_examples=examples(80), deadline=None)
 def test_low_rank_product(n: int, m: int, r: int, seed: int, weight: float, accumulate: bool) -> None:
     p, q = make("normal", n * r, seed % 1000).view(r, n), make("normal", m * r, 1).view(r, m)
     before = make("normal" if accumulate else "nan", n * m, 2)
