@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from narrowband.lab.supervisor import Link, Shape
 
-__all__ = ["MAX_NODES", "LabConfig", "parse_delay", "parse_loss", "parse_rate"]
+__all__ = ["MAX_NODES", "LabConfig", "parse_delay", "parse_loss", "parse_rate", "read_rate"]
 
 MAX_NODES = 256  # the supervisor keeps three descriptors per rank, and the usual limit is 1,024 descriptors
 
@@ -32,6 +32,17 @@ _ETHERNET_HEADER = 14
 _HEADERS = 66  # Ethernet, IPv4 and TCP with a timestamp
 
 
+def read_rate(text: str) -> int:
+    """Bits per second in ``text``, any number of them: a number and ``bit``, ``kbit``, ``mbit`` or ``gbit``.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    expected = "a number and bit, kbit, mbit or gbit per second, e.g. 200mbit, 1gbit, 2.5gbit"
+    number, unit = _quantity("rate", text, r"([kmg]?bit)(?:/s)?", expected)
+    return round(number * _RATE_UNITS[unit])
+
+
 def parse_rate(text: str) -> int:
     """Bits per second in ``text``: a number and ``bit``, ``kbit``, ``mbit`` or ``gbit`` (decimal units).
 
@@ -42,9 +53,7 @@ def parse_rate(text: str) -> int:
         >>> parse_rate("200mbit"), parse_rate("1.5 Gbit/s")
         (200000000, 1500000000)
     """
-    expected = "a number and bit, kbit, mbit or gbit per second, e.g. 200mbit, 1gbit, 2.5gbit"
-    number, unit = _quantity("rate", text, r"([kmg]?bit)(?:/s)?", expected)
-    rate = round(number * _RATE_UNITS[unit])
+    rate = read_rate(text)
     if not _MIN_RATE <= rate <= _MAX_RATE:
         raise ValueError(f"rate {text!r} is outside what can be emulated, 8kbit to 32gbit; no rate means unshaped")
     return rate

@@ -1,0 +1,80 @@
+"""A process group of one process that answers as many ranks would, if all of them sent what this one sends.
+
+So an exchange among N ranks can be run, and timed, in one process: what it encodes and decodes is real, and nothing is
+on a wire. The sum of N equal tensors is N times one; what all ranks gather, or send to this one, is N copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Call", "EchoGroup"]
+
+
+class Call(NamedTuple):
+    """A collective that was asked for: its name, and the bytes of this rank's tensor."""
+
+    name: str
+    nbytes: int
+
+
+class _Done:
+    """A collective that is over when it begins."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        del timeout
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class EchoGroup(dist.ProcessGroup):
+    """The group of rank 0 among so many ranks that all do the same.
+
+    Attributes:
+        calls: what was asked of it, in order.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from narrowband.planning.echo import EchoGroup
+        >>> x = torch.ones(2)
+        >>> work = dist.all_reduce(x, group=EchoGroup(4), async_op=True)
+        >>> x
+        tensor([4., 4.])
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(0, ranks)
+        self._ranks = ranks
+        self.calls: list[Call] = []
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> _Done:  # type: ignore[override]
+        """A sum."""
+        self.calls.append(Call("all_reduce", tensors[0].nbytes))
+        tensors[0].mul_(self._ranks)
+        return _Done()
+
+    def all_gather_single(self, out: Tensor, x: Tensor, *_: Any) -> _Done:
+        """``out[r]`` ← ``x``."""
+        self.calls.append(Call("all_gather", x.nbytes))
+        out.view(self._ranks, -1).copy_(x.reshape(1, -1))
+        return _Done()
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: list[int], *_: Any) -> _Done:
+        """Every rank sends what this one sends to itself."""
+        self.calls.append(Call("all_to_all", x.nbytes))
+        own = x.view(-1)[: out_sizes[0]]
+        out.view(self._ranks, -1).copy_(own.reshape(1, -1))
+        return _Done()
+
+    # Their names before PyTorch 2.13.
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single

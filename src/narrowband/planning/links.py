@@ -1,0 +1,104 @@
+"""The link between machines, as users write it, and what a collective takes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from narrowband.lab.config import parse_delay, read_rate
+from narrowband.units import format_rate, format_seconds
+
+__all__ = ["PAYLOAD_SHARE", "Cluster", "Host", "Link"]
+
+#: What of a link's rate is left for what is sent: of 1,514 bytes of an Ethernet frame, 66 are headers of Ethernet,
+#: IPv4 and TCP with its timestamp.
+PAYLOAD_SHARE = (1514 - 66) / 1514
+
+
+@dataclass(frozen=True)
+class Host:
+    """What messages take of this machine's software, whatever the link; measured.
+
+    Attributes:
+        hop_s: from one rank to the next, of a message of a few bytes.
+        cpu_s_per_byte: seconds of a core to send a byte, and receive one.
+    """
+
+    hop_s: float = 0.0
+    cpu_s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What machines are connected by.
+
+    Attributes:
+        up: bits per second at which a machine sends.
+        down: at which it receives.
+        delay_s: one way.
+
+    Example:
+        >>> from narrowband.planning import Link
+        >>> str(Link.of("200mbit", "20ms"))
+        '200 Mbit/s, 20 ms one way'
+    """
+
+    up: float
+    down: float
+    delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.up > 0 and self.down > 0 and math.isfinite(self.delay_s) and self.delay_s >= 0):
+            raise ValueError(f"a link of {self.up} and {self.down} bit/s with {self.delay_s} s of delay cannot be")
+
+    @classmethod
+    def of(cls, rate: str, delay: str | None = None) -> Link:
+        """What users write: ``200mbit``, or ``20mbit/100mbit`` where machines send slower than they receive.
+
+        Raises:
+            ValueError: it cannot be read, or is zero.
+        """
+        up, slash, down = rate.replace("/s", "").partition("/")
+        rates = [read_rate(up), read_rate(down if slash else up)]
+        if not all(rates):
+            raise ValueError(f"a link of {rate!r} carries nothing; give its rate, such as 200mbit or 20mbit/100mbit")
+        return cls(rates[0], rates[1], 0.0 if delay is None else parse_delay(delay))
+
+    @property
+    def rate(self) -> float:
+        """Bits per second at which every machine sends and receives at the same time, as in a collective."""
+        return min(self.up, self.down)
+
+    def __str__(self) -> str:
+        rates = format_rate(self.up)
+        if self.down != self.up:
+            rates += f" up and {format_rate(self.down)} down"
+        return rates + (f", {format_seconds(self.delay_s)} one way" if self.delay_s else "")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Who trains.
+
+    Attributes:
+        nodes: machines.
+        per_node: ranks on each; they share its link.
+    """
+
+    nodes: int
+    per_node: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def ranks(self) -> int:
+        """On all machines."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        if self.per_node == 1:
+            return f"{self.nodes} ranks"
+        return f"{self.nodes} machines of {self.per_node} ranks"

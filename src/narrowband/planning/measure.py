@@ -1,0 +1,363 @@
+"""Measure, in one process, what a step of a model takes and what codecs take with its gradients.
+
+The model trains some steps in DistributedDataParallel among one rank, whose hook notes when each bucket is complete.
+Then every codec encodes and decodes the gradients of the last step, bucket by bucket, by the exchanges that training
+uses, among as many ranks as :class:`~narrowband.planning.echo.EchoGroup` pretends. Of several repetitions the fastest
+counts for codecs, since others of this machine's programs only ever make them slower; for the model the median.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from narrowband.averaging.parameters import Parameters, norms_of
+from narrowband.averaging.settings import EARLY_NBYTES
+from narrowband.averaging.warmup import use_all, use_shares
+from narrowband.collectives import Exchange, LayerCollectives, Operand, Peers, collective
+from narrowband.feedback import Compression, Feedback, Layout, compression
+from narrowband.planning.echo import EchoGroup
+from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile
+
+__all__ = ["MIN_NUMEL", "Measured", "OptimizerName", "measure_codec", "measure_step", "optimizer_of", "scalar_of"]
+
+#: As in :func:`narrowband.compress_gradients`.
+MIN_NUMEL = 1024
+
+#: What codecs are measured among: two points make a line.
+RANKS = (2, 8)
+
+_WARM_UP_STEPS = 4  # DDP lays out its buckets anew after the first
+_REPEATS = 3
+
+OptimizerName = Literal["adamw", "sgd"]
+
+
+def optimizer_of(name: OptimizerName, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, or SGD with momentum 0.9. Nothing is learned, so rates are small."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-6)
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
+def scalar_of(output: Any) -> Tensor:
+    """Something to go backward from, of whatever a model returns.
+
+    Raises:
+        ValueError: nothing in it needs gradients.
+    """
+    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not found:
+        raise ValueError(
+            f"the model returned {type(output).__name__} with nothing in it that needs gradients, so there is no "
+            "backward; return a tensor that depends on parameters with requires_grad"
+        )
+    return found[0].float().square().mean()
+
+
+@dataclass(eq=False)
+class Measured:
+    """A model's step, and its gradients for codecs to be measured with.
+
+    Attributes:
+        profile: without codecs.
+        gradients: of the last step, by layer.
+    """
+
+    profile: Profile
+    gradients: dict[str, Tensor]
+
+
+def measure_step(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    bucket_cap_mb: float = 25.0,
+    steps: int = 10,
+) -> Measured:
+    """Train some steps with nothing sent, and note when each bucket is complete.
+
+    Args:
+        model: on the CPU; it is trained, so do not go on with it.
+        inputs: of its forward.
+        optimizer: makes one of the model.
+        bucket_cap_mb: of DistributedDataParallel.
+        steps: that are timed.
+
+    Raises:
+        ValueError: a model that has nothing to train, or not in float32, or returns nothing to go backward from.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("nothing to average: no parameter requires a gradient")
+    odd = sorted({str(p.dtype) for _, p in trained if p.dtype != torch.float32} | _elsewhere(trained))
+    if odd:
+        raise ValueError(f"gradients are measured in float32 on the CPU, and this model has {', '.join(odd)}")
+    model.train()
+    watch = _Watch()
+    with _alone() as group:
+        wrapped = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
+        )
+        wrapped.register_comm_hook(None, lambda _, bucket: watch.on_bucket(bucket))
+        made = optimizer(model)
+        found = [_timed(wrapped, inputs, made, watch) for _ in range(_WARM_UP_STEPS + steps)][_WARM_UP_STEPS:]
+        missing = [name for name, p in trained if p.grad is None]
+        if missing:
+            raise ValueError(f"backward left {', '.join(missing[:3])} without a gradient; freeze what is not used")
+    names = {id(p): name for name, p in trained}
+    parameters = Parameters(
+        list(model.named_parameters()), norms_of(model), min_numel=MIN_NUMEL, fuse_small=False, early_nbytes=EARLY_NBYTES
+    )
+    median = {key: statistics.median(each[key] for each in found) for key in ("forward", "backward", "optimizer")}
+    ready = [statistics.median(times) for times in zip(*(each["ready"] for each in found), strict=True)]
+    totals = sorted(each["forward"] + each["backward"] + each["optimizer"] for each in found)
+    buckets = _buckets([[names[id(p)] for p in bucket] for bucket in watch.buckets], ready, parameters)
+    profile = Profile(
+        median["forward"],
+        max(median["backward"], ready[-1]),
+        median["optimizer"],
+        buckets,
+        threads=torch.get_num_threads(),
+        spread=totals[-1] / statistics.median(totals) - 1.0,
+    )
+    by_name = dict(trained)
+    gradients = {name: by_name[name].grad for name, _ in profile.layers}
+    return Measured(profile, {name: x.detach().flatten().clone() for name, x in gradients.items() if x is not None})
+
+
+def _elsewhere(trained: Sequence[tuple[str, Tensor]]) -> set[str]:
+    return {str(p.device) for _, p in trained if p.device.type != "cpu"}
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[dist.ProcessGroup]:
+    """A process group of this rank by itself."""
+    if dist.is_initialized():
+        groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
+        yield groups[dist.get_rank()]
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD  # type: ignore[misc]
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(eq=False)
+class _Watch:
+    """DDP's buckets of the last step, and when they were complete."""
+
+    buckets: list[list[Tensor]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self.times.append(time.perf_counter())
+        self.buckets.append(bucket.parameters())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+
+def _timed(model: nn.Module, inputs: Sequence[Any], optimizer: torch.optim.Optimizer, watch: _Watch) -> dict[str, Any]:
+    watch.buckets, watch.times = [], []
+    begin = time.perf_counter()
+    optimizer.zero_grad()
+    loss = scalar_of(model(*inputs))
+    forward = time.perf_counter()
+    torch.autograd.backward(loss)
+    backward = time.perf_counter()
+    optimizer.step()
+    end = time.perf_counter()
+    return {
+        "forward": forward - begin,
+        "backward": backward - forward,
+        "optimizer": end - backward,
+        "ready": [x - forward for x in watch.times],
+    }
+
+
+def _buckets(names: Sequence[Sequence[str]], ready: Sequence[float], parameters: Parameters) -> tuple[Bucket, ...]:
+    """Which layers are in each bucket, and after which the vectors of small parameters are complete."""
+    of = parameters.by_name
+    missing = dict(parameters.vectors)
+    found = []
+    for at, (own, ready_s) in enumerate(zip(names, ready, strict=True)):
+        last = at == len(names) - 1
+        for name in own:
+            if not of[name].compressed:
+                missing[of[name].vector] -= of[name].shape.numel()
+        done = [vector for vector in missing if last or (vector.early and not missing[vector])]
+        vectors = tuple(parameters.vectors[vector] * vector.dtype.itemsize for vector in done)
+        for vector in done:
+            del missing[vector]
+        numel = sum(of[name].shape.numel() for name in own)
+        x, y = torch.ones(numel), torch.empty(numel)
+        found.append(
+            Bucket(
+                ready_s,
+                tuple((name, tuple(of[name].shape)) for name in own if of[name].compressed),
+                numel,
+                _fastest(lambda x=x: x.div_(2.0)),  # type: ignore[misc]
+                _fastest(lambda x=x, y=y: y.copy_(x)),  # type: ignore[misc]
+                vectors,
+            )
+        )
+    return tuple(found)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+# ---- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def measure_codec(measured: Measured, spec: str, name: str) -> Codec:
+    """What encoding and decoding the gradients takes, bucket by bucket.
+
+    Args:
+        measured: the model.
+        spec: of the codec and its feedback.
+        name: of the collective.
+
+    Raises:
+        ValueError: there is no such spec.
+    """
+    chosen = compression(spec)
+    device = torch.device("cpu")
+    use_all([chosen], device)
+    if name == "sparse_reduce":
+        use_shares(device)
+    runs = {ranks: [_Run(measured, chosen, name, ranks) for _ in range(1)][0] for ranks in RANKS}
+    for run in runs.values():
+        for _ in range(1 + _REPEATS):
+            run.repeat()
+    pieces = []
+    for at, bucket in enumerate(measured.profile.buckets):
+        timings = {ranks: run.timings[at] for ranks, run in runs.items()}
+        pieces.append(_piece(timings) if bucket.layers else Piece())
+    return Codec(spec, name, tuple(pieces), runs[RANKS[0]].residual_nbytes)
+
+
+@dataclass(eq=False)
+class _Timing:
+    """The fastest of all repetitions of one bucket."""
+
+    phases: list[float] = field(default_factory=list)  # encode, begin, work after each collective, deliver
+    calls: list[str] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)  # by each, relative to each other
+
+    def add(self, phases: list[float]) -> None:
+        self.phases = phases if not self.phases else [min(a, b) for a, b in zip(self.phases, phases, strict=True)]
+
+
+class _Run:
+    """One rank of so many that exchanges all buckets."""
+
+    def __init__(self, measured: Measured, chosen: Compression, name: str, ranks: int) -> None:
+        self._measured, self._chosen, self._kind, self._ranks = measured, chosen, collective(name), ranks
+        self._state = chosen.new_feedback()
+        self._step = -1
+        layers = measured.profile.layers
+        if self._state is not None:
+            self._state.reserve([Layout(key, chosen.codec, shape, torch.device("cpu")) for key, shape in layers])
+            if self._state.needs_learning_rates:
+                self._state.set_learning_rates({key: 1.0 for key, _ in layers})
+        self._index = {key: at for at, (key, _) in enumerate(layers)}
+        self.timings = [_Timing() for _ in measured.profile.buckets]
+
+    @property
+    def residual_nbytes(self) -> int:
+        return 0 if self._state is None else self._state.nbytes
+
+    def repeat(self) -> None:
+        """All buckets once. The first time is not timed: residuals begin, memory is new."""
+        self._step += 1
+        for timing, bucket in zip(self.timings, self._measured.profile.buckets, strict=True):
+            if bucket.layers:
+                self._exchange(timing, bucket)
+
+    def _exchange(self, timing: _Timing, bucket: Bucket) -> None:
+        group = EchoGroup(self._ranks)
+        feedback = self._state if isinstance(self._state, Feedback) else None
+        codec, gradients = self._chosen.codec, self._measured.gradients
+        operands = [
+            Operand(key, gradients[key].clone(), shape, codec, feedback, self._seed, self._index[key])
+            for key, shape in bucket.layers
+        ]
+        exchange = self._kind(operands, Peers(group, 0, self._ranks), measure=False, state=self._state)
+        phases = [_seconds(exchange.encode)]
+        phases += _phases(exchange)
+        phases.append(_seconds(lambda: exchange.deliver(good=True)))
+        if self._step:
+            timing.add(phases)
+        timing.calls = [call.name for call in group.calls]
+        factor = {"all_reduce": 2 / self._ranks, "all_gather": 1.0, "all_to_all": 1 / self._ranks}
+        timing.sent = [call.nbytes * factor[call.name] for call in group.calls]  # times N − 1
+
+    def _seed(self, rank: int) -> int:
+        return (self._step << 32) + rank
+
+
+def _phases(exchange: Exchange) -> list[float]:
+    """The seconds of work between two collectives of an exchange."""
+    job, found = exchange.job(), []
+    while True:
+        begin = time.perf_counter()
+        transfer = next(job, None)
+        found.append(time.perf_counter() - begin)
+        if transfer is None:
+            return found
+        transfer.issue()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _piece(timings: dict[int, _Timing]) -> Piece:
+    grows = any(name != "all_reduce" for timing in timings.values() for name in timing.calls)
+
+    def line(at: int) -> Line:
+        points = [(ranks, timing.phases[at]) for ranks, timing in timings.items()]
+        return Line.through(points) if grows else Line(min(seconds for _, seconds in points))
+
+    many = timings[max(timings)]
+    count, sent = len(many.phases), sum(many.sent)
+    return Piece(
+        encode=line(0),
+        begin=line(1),
+        calls=tuple(many.calls),
+        shares=tuple(x / sent if sent else 1.0 / len(many.sent) for x in many.sent),
+        work=tuple(line(at) for at in range(2, count - 1)),
+        deliver=line(count - 1),
+    )
+
+
+def collectives_of(profile: Profile, spec: str, sizes: Sequence[int]) -> dict[str, int]:
+    """By which collectives layers with a spec travel among these numbers of ranks: name → one of these numbers."""
+    chosen = compression(spec)
+    found: dict[str, int] = {}
+    for size in sizes:
+        kind = LayerCollectives([(chosen, shape) for _, shape in profile.layers], size).of(chosen)
+        found.setdefault(kind.name, size)
+    return found

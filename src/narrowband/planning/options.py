@@ -1,0 +1,270 @@
+"""What there is to choose from, and the step that each choice makes, ready to be simulated.
+
+A step has the messages that :mod:`narrowband.averaging.step` sends: ranks compare eight bytes before anything else;
+payloads of several buckets travel together until a rank has ``message_nbytes`` to send; small parameters go
+uncompressed at the end, or before it where they are many. Bytes are those that the library says its collectives send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from narrowband.averaging.settings import MESSAGE_NBYTES
+from narrowband.collectives import Exchange, LayerCollectives, all_gather_nbytes, all_reduce_nbytes, collective
+from narrowband.feedback import Compression, compression
+from narrowband.planning.links import PAYLOAD_SHARE, Cluster, Host, Link
+from narrowband.planning.profile import Bucket, Line, Piece, Profile, side_by_side, total
+from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Outcome, Step, Transfer, simulate
+
+__all__ = ["DDP", "Network", "Option", "Predicted", "predict", "way_of"]
+
+#: The name of DistributedDataParallel without a hook: what everybody has.
+DDP = "DDP, float32"
+
+#: The comparison of ranks before a step: eight bytes of each.
+_AGREEMENT_NBYTES = 8
+
+#: The flag behind the small parameters, in float32.
+_FLAG_NBYTES = 4
+
+#: How often a bucket is copied on two levels: into rows and out of the sums; its averages into rows, and back.
+_COPIES_IN, _COPIES_OUT = 2, 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train.
+
+    Attributes:
+        spec: codec and feedback; None: DDP as it is.
+        levels: whether gradients are summed inside machines first.
+        every: optimizer steps from one round of updates to the next; 0: gradients, in every step.
+    """
+
+    spec: str | None
+    levels: bool = False
+    every: int = 0
+
+    @property
+    def compresses(self) -> bool:
+        """Whether what is sent loses more than 16 bits do, or is sent more rarely."""
+        return bool(self.every) or self.spec not in (None, "none", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Everything between ranks, and the cores that they have.
+
+    Attributes:
+        link: of every machine.
+        cluster: who trains.
+        host: of the machine.
+        cores: of a machine, for all its ranks.
+        slots: collectives that a process group has under way at a time: 2 with gloo, 1 with NCCL.
+    """
+
+    link: Link
+    cluster: Cluster
+    host: Host
+    cores: float
+    slots: int = 2
+
+    def machine(self, threads: int) -> Machine:
+        """What one rank has to itself."""
+        return Machine(
+            rate=self.link.rate * PAYLOAD_SHARE / 8,
+            cores=self.cores / self.cluster.per_node,
+            threads=threads,
+            cpu_s_per_byte=self.host.cpu_s_per_byte,
+            slots=self.slots,
+        )
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What an option takes.
+
+    Attributes:
+        option: it.
+        collective: by which layers travel.
+        outcome: seconds of a step, on average where there are rounds.
+        sent_nbytes: that a rank sends in a step.
+        link_nbytes: that a machine's link carries in each direction.
+        residual_nbytes: memory on a rank, of feedback and of what updates are measured from.
+    """
+
+    option: Option
+    collective: str
+    outcome: Outcome
+    sent_nbytes: float
+    link_nbytes: float
+    residual_nbytes: int
+
+
+def way_of(profile: Profile, spec: str, ranks: int) -> type[Exchange]:
+    """The collective that training would choose for all layers with a spec."""
+    chosen = compression(spec)
+    return LayerCollectives([(chosen, shape) for _, shape in profile.layers], ranks).of(chosen)
+
+
+def predict(profile: Profile, option: Option, network: Network) -> Predicted:
+    """Simulate a step.
+
+    Raises:
+        KeyError: the codec was not measured by the collective that it would travel by.
+    """
+    plan = _Plan(profile, option, network)
+    machine = network.machine(profile.threads)
+    if option.every:
+        return plan.with_rounds(machine)
+    step = Step(
+        profile.forward_s + profile.backward_s,
+        plan.arrivals([profile.forward_s + bucket.ready_s for bucket in profile.buckets]),
+        profile.optimizer_s,
+        transaction=plan.stateful,
+    )
+    outcome = simulate(step, machine)
+    return Predicted(option, plan.collective, outcome, plan.sent_nbytes, step.nbytes, plan.residual_nbytes)
+
+
+class _Plan:
+    """The messages of one option."""
+
+    def __init__(self, profile: Profile, option: Option, network: Network) -> None:
+        self._profile, self._option, self._network = profile, option, network
+        cluster = network.cluster
+        self._levels = option.levels and cluster.per_node > 1
+        #: Among how many ranks payloads travel, and what part of the model each of them has.
+        self._size = cluster.nodes if self._levels else cluster.ranks
+        self._part = cluster.per_node if self._levels else 1
+        self._chosen = None if option.spec is None else compression(option.spec)
+        self.stateful = self._chosen is not None and self._chosen.feedback is not None
+        self._whole = self._chosen is None or (self._chosen.codec.exact and not self.stateful)
+        self.sent_nbytes = 0.0
+        self.residual_nbytes = 0
+        self._kind = collective("all_reduce")
+        self._pieces: Sequence[Piece] = [Piece() for _ in profile.buckets]
+        self._layer_nbytes: Callable[[tuple[int, ...]], int] = lambda _: 0
+        if self._chosen is not None and not self._whole:
+            self._use(self._chosen)
+
+    def _use(self, chosen: Compression) -> None:
+        profile, size = self._profile, self._size
+        shapes = [(chosen, shape) for _, shape in profile.layers]
+        collectives = LayerCollectives(shapes, size)
+        self._kind = collectives.of(chosen)
+        if size > 1 and profile.layers:
+            codec = profile.codec(str(self._option.spec), self._kind.name)
+            self._pieces, self.residual_nbytes = codec.pieces, codec.residual_nbytes // self._part
+        self._layer_nbytes = lambda shape: collectives.sent_nbytes(chosen, shape)
+
+    @property
+    def collective(self) -> str:
+        """By which layers travel."""
+        return self._kind.name
+
+    # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    def with_rounds(self, machine: Machine) -> Predicted:
+        """Nothing of a round overlaps with compute: it begins when the optimizer has stepped."""
+        profile, every = self._profile, self._option.every
+        # What the optimizer changed is a difference to a copy, and the mean is added to that copy.
+        differences = sum(2 * bucket.copy_s for bucket in profile.buckets)
+        step = Step(0.0, self.arrivals([0.0 for _ in profile.buckets]), transaction=self.stateful)
+        took = simulate(step, machine)
+        outcome = Outcome(
+            profile.compute_s + (took.step_s + differences) / every,
+            profile.compute_s,
+            (took.codec_s + differences) / every,
+            took.wire_s / every,
+            took.latency_s / every,
+        )
+        copies = 4 * profile.numel
+        sent, link = self.sent_nbytes / every, step.nbytes / every
+        return Predicted(self._option, self.collective, outcome, sent, link, self.residual_nbytes + copies)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def arrivals(self, times: Sequence[float]) -> tuple[Arrival, ...]:
+        """What becomes of each bucket, complete at these times."""
+        if self._size == 1 and not self._levels:
+            return ()
+        found: list[Arrival] = []
+        held: list[tuple[Bucket, Piece]] = []
+        buckets = self._profile.buckets
+        early = not self._whole and self.stateful and self._kind.decided_by_encoding
+        for at, (bucket, at_s) in enumerate(zip(buckets, times, strict=True)):
+            last = at == len(buckets) - 1
+            messages = [self._agreement()] if not at and self._chosen is not None else []
+            piece = self._pieces[at]
+            if self._whole:
+                messages.append(self._dense(4 * bucket.numel, bucket.divide_s))
+            else:
+                held += [(bucket, piece)] if bucket.layers else []
+                vectors = list(bucket.vectors)
+                if last and early:
+                    vectors = [*vectors[:-1], (vectors[-1] if vectors else 0) + _FLAG_NBYTES]
+                messages += [self._dense(nbytes) for nbytes in vectors]
+                if held and (last or self._first_nbytes(held) >= MESSAGE_NBYTES):
+                    messages.append(self._message(held, decides=not early))
+                    held = []
+            encode_s = self._seconds(piece.encode)
+            found.append(Arrival(at_s, encode_s, tuple(messages), self._inside(bucket)))
+        return tuple(found)
+
+    def _agreement(self) -> Message:
+        nbytes = all_gather_nbytes(_AGREEMENT_NBYTES, self._size)
+        return Message(0.0, (self._transfer("all_gather", nbytes),), (0.0,), exclusive=True)
+
+    def _dense(self, nbytes: int, begin_s: float = 0.0) -> Message:
+        """An all-reduce of what is not compressed."""
+        sent = all_reduce_nbytes(nbytes // self._part, self._size)
+        return Message(begin_s / self._part, (self._transfer("all_reduce", sent),), (0.0,))
+
+    def _sent(self, held: Sequence[tuple[Bucket, Piece]]) -> list[float]:
+        """Bytes that a rank sends in each collective of a message."""
+        longest = max((piece.calls for _, piece in held), key=len)
+        sent = [0.0] * len(longest)
+        for bucket, piece in held:
+            nbytes = sum(self._layer_nbytes(shape) for _, shape in bucket.layers) / self._part
+            for at, share in enumerate(piece.shares):
+                sent[at] += share * nbytes
+        return sent
+
+    def _first_nbytes(self, held: Sequence[tuple[Bucket, Piece]]) -> float:
+        return self._sent(held)[0]
+
+    def _message(self, held: Sequence[tuple[Bucket, Piece]], *, decides: bool) -> Message:
+        pieces = [piece for _, piece in held]
+        names = max((piece.calls for piece in pieces), key=len)
+        transfers = [self._transfer(name, nbytes) for name, nbytes in zip(names, self._sent(held), strict=True)]
+        return Message(
+            self._seconds(total(piece.begin for piece in pieces)),
+            tuple(transfers),
+            tuple(map(self._seconds, side_by_side(pieces))),
+            self._seconds(total(piece.deliver for piece in pieces)),
+            decides=decides,
+        )
+
+    def _seconds(self, line: Line) -> float:
+        return line.at(self._size) / self._part
+
+    def _transfer(self, name: str, nbytes: float) -> Transfer:
+        """One collective, by its name and the bytes that a rank sends."""
+        self.sent_nbytes += nbytes
+        cluster, hop_s = self._network.cluster, self._network.host.hop_s + self._network.link.delay_s
+        hops = (2 if name == "all_reduce" else 1) * (self._size - 1)
+        if self._levels:
+            nbytes *= cluster.per_node  # each rank of a machine sends its part
+        elif name == "all_to_all" and cluster.per_node > 1:  # in a ring one rank of a machine sends, here all do
+            nbytes *= cluster.per_node * (cluster.ranks - cluster.per_node) / (cluster.ranks - 1)
+        elif cluster.nodes == 1:
+            nbytes = 0.0
+        return Transfer(nbytes, hops * hop_s, "pairs" if name == "all_to_all" else "group")
+
+    def _inside(self, bucket: Bucket) -> Inside | None:
+        if not self._levels:
+            return None
+        waits_s = 2 * (self._part - 1) * self._network.host.hop_s  # a small all-reduce, after which all have written
+        return Inside(_COPIES_IN * bucket.copy_s + waits_s, _COPIES_OUT * bucket.copy_s + waits_s)

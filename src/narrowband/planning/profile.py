@@ -1,0 +1,154 @@
+"""What was measured of a model, and of codecs with its gradients. Plain numbers: nothing here needs the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Bucket", "Codec", "Line", "Piece", "Profile", "total"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds among N ranks: ``fixed + each · N``."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def at(self, ranks: int) -> float:
+        """Among so many ranks."""
+        return self.fixed + self.each * ranks
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.each + other.each)
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> Line:
+        """The line through what was measured among few and among many ranks; level where more of them took less.
+
+        Example:
+            >>> Line.through([(2, 0.5), (6, 1.5)]).at(10)
+            2.5
+        """
+        (few, low), (many, high) = points[0], points[-1]
+        if many == few or high <= low:
+            return cls(min(low, high))
+        each = (high - low) / (many - few)
+        return cls(max(0.0, low - each * few), each)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the layers of a bucket take with a codec, by one collective.
+
+    Attributes:
+        encode: before they are part of a message.
+        begin: of that message, before its first transfer.
+        calls: the collectives, by name, one after the other.
+        shares: of the bytes that a rank sends for these layers, by collective.
+        work: after each.
+        deliver: decoding, and what feedback does at the end.
+    """
+
+    encode: Line = field(default_factory=Line)
+    begin: Line = field(default_factory=Line)
+    calls: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
+    work: tuple[Line, ...] = ()
+    deliver: Line = field(default_factory=Line)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A spec, by one collective.
+
+    Attributes:
+        spec: its string.
+        collective: the name.
+        pieces: one per bucket.
+        residual_nbytes: memory that its feedback takes on a rank.
+    """
+
+    spec: str
+    collective: str
+    pieces: tuple[Piece, ...]
+    residual_nbytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of DDP's.
+
+    Attributes:
+        ready_s: when it is complete, from the start of backward.
+        layers: name and shape of what is compressed.
+        numel: elements in all.
+        divide_s: what dividing it by the number of ranks takes, which is all that is done to it uncompressed.
+        copy_s: what copying it takes; on two levels it is copied a few times.
+        vectors: bytes of the small parameters that travel once this bucket is there, one entry per message.
+    """
+
+    ready_s: float
+    layers: tuple[tuple[str, tuple[int, ...]], ...]
+    numel: int
+    divide_s: float = 0.0
+    copy_s: float = 0.0
+    vectors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's step, and codecs with it.
+
+    Attributes:
+        forward_s, backward_s, optimizer_s: alone, with nothing sent.
+        buckets: in the order in which backward completes them.
+        codecs: what was measured, by spec and collective.
+        threads: that arithmetic had.
+        spread: how much longer the slowest of the measured steps took than the median; what to expect of noise.
+    """
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    buckets: tuple[Bucket, ...]
+    codecs: tuple[Codec, ...] = ()
+    threads: int = 1
+    spread: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """A step without communication."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    @property
+    def numel(self) -> int:
+        """Elements of all that is averaged."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def layers(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of all that is compressed, in the order of backward."""
+        return [layer for bucket in self.buckets for layer in bucket.layers]
+
+    def codec(self, spec: str, collective: str) -> Codec:
+        """What was measured of a spec.
+
+        Raises:
+            KeyError: it was not, by this collective.
+        """
+        for codec in self.codecs:
+            if (codec.spec, codec.collective) == (spec, collective):
+                return codec
+        raise KeyError(f"{spec} was not measured by {collective}")
+
+
+def total(lines: Iterable[Line]) -> Line:
+    """The sum."""
+    return sum(lines, Line())
+
+
+def side_by_side(pieces: Sequence[Piece]) -> list[Line]:
+    """The work after each collective, of pieces that make one message."""
+    return [total(each) for each in itertools.zip_longest(*(piece.work for piece in pieces), fillvalue=Line())]
