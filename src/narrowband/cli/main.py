@@ -27,6 +27,7 @@ _COMMANDS = {
     "bench memory": ("bench", "BenchMemory"),
     "lab": ("lab", "Lab"),
     "rendezvous": ("rendezvous", "Rendezvous"),
+    "plan": ("plan", "Plan"),
     "adapt": ("adapt", "Adapt"),
     "memory": ("memory", "Memory"),
     "report": ("report", "Report"),
@@ -38,6 +39,7 @@ _EXAMPLES = (
     ("narrowband demo", "see what compression does, in a few minutes"),
     ("narrowband codecs", "every codec, its keys and what it costs"),
     ("narrowband bench ddp --rate 200mbit", "step times behind slow links"),
+    ("narrowband plan train.py:build --link 200mbit --nodes 4", "does compression pay, and which?"),
     ("narrowband memory model.py:build --budget 8GB", "what backward keeps, and what would fit"),
     ("narrowband lab --nodes 4 -- python train.py", "your script behind slow links"),
 )

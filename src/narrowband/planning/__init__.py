@@ -7,6 +7,10 @@ choose from, and ``advice.py`` which of it to take. ``facts.py`` knows what it c
 
 from __future__ import annotations
 
+from narrowband.planning.advice import LOSS_TOLERANCE, Advice, Row, advise, call_of
+from narrowband.planning.choices import DEFAULT_CODECS, measured, options, plan_of
+from narrowband.planning.facts import Fact, facts, known
+from narrowband.planning.host import measure_host
 from narrowband.planning.links import Cluster, Host, Link
 from narrowband.planning.measure import Measured, measure_codec, measure_step, optimizer_of
 from narrowband.planning.options import DDP, Network, Option, Predicted, predict, way_of
@@ -15,10 +19,14 @@ from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Ou
 
 __all__ = [
     "DDP",
+    "DEFAULT_CODECS",
+    "LOSS_TOLERANCE",
+    "Advice",
     "Arrival",
     "Bucket",
     "Cluster",
     "Codec",
+    "Fact",
     "Host",
     "Inside",
     "Line",
@@ -32,11 +40,20 @@ __all__ = [
     "Piece",
     "Predicted",
     "Profile",
+    "Row",
     "Step",
     "Transfer",
+    "advise",
+    "call_of",
+    "facts",
+    "known",
     "measure_codec",
+    "measure_host",
     "measure_step",
+    "measured",
     "optimizer_of",
+    "options",
+    "plan_of",
     "predict",
     "simulate",
     "way_of",

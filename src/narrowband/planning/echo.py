@@ -62,13 +62,13 @@ class EchoGroup(dist.ProcessGroup):
         tensors[0].mul_(self._ranks)
         return _Done()
 
-    def all_gather_single(self, out: Tensor, x: Tensor, *_: Any) -> _Done:
+    def all_gather_single(self, out: Tensor, x: Tensor, *_: Any) -> _Done:  # type: ignore[override]
         """``out[r]`` ← ``x``."""
         self.calls.append(Call("all_gather", x.nbytes))
         out.view(self._ranks, -1).copy_(x.reshape(1, -1))
         return _Done()
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: list[int], *_: Any) -> _Done:
+    def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: list[int], *_: Any) -> _Done:  # type: ignore[override]
         """Every rank sends what this one sends to itself."""
         self.calls.append(Call("all_to_all", x.nbytes))
         own = x.view(-1)[: out_sizes[0]]
@@ -76,5 +76,5 @@ class EchoGroup(dist.ProcessGroup):
         return _Done()
 
     # Their names before PyTorch 2.13.
-    _allgather_base = all_gather_single
-    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]

@@ -2,8 +2,8 @@
 
 The model trains some steps in DistributedDataParallel among one rank, whose hook notes when each bucket is complete.
 Then every codec encodes and decodes the gradients of the last step, bucket by bucket, by the exchanges that training
-uses, among as many ranks as :class:`~narrowband.planning.echo.EchoGroup` pretends. Of several repetitions the fastest
-counts for codecs, since others of this machine's programs only ever make them slower; for the model the median.
+uses, among as many ranks as :class:`~narrowband.planning.echo.EchoGroup` pretends. Of several repetitions the median
+counts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore  # what dist.HashStore is, for type checkers
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from narrowband.averaging.parameters import Parameters, norms_of
 from narrowband.averaging.settings import EARLY_NBYTES
 from narrowband.averaging.warmup import use_all, use_shares
-from narrowband.collectives import Exchange, LayerCollectives, Operand, Peers, collective
+from narrowband.collectives import Exchange, Operand, Peers, collective
 from narrowband.feedback import Compression, Feedback, Layout, compression
 from narrowband.planning.echo import EchoGroup
 from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile
@@ -38,7 +39,7 @@ MIN_NUMEL = 1024
 RANKS = (2, 8)
 
 _WARM_UP_STEPS = 4  # DDP lays out its buckets anew after the first
-_REPEATS = 3
+_REPEATS = 5
 
 OptimizerName = Literal["adamw", "sgd"]
 
@@ -51,7 +52,7 @@ def optimizer_of(name: OptimizerName, model: nn.Module) -> torch.optim.Optimizer
 
 
 def scalar_of(output: Any) -> Tensor:
-    """Something to go backward from, of whatever a model returns.
+    """Something to go backward from, of whatever a model returns: the loss itself, where it returns that.
 
     Raises:
         ValueError: nothing in it needs gradients.
@@ -62,7 +63,7 @@ def scalar_of(output: Any) -> Tensor:
             f"the model returned {type(output).__name__} with nothing in it that needs gradients, so there is no "
             "backward; return a tensor that depends on parameters with requires_grad"
         )
-    return found[0].float().square().mean()
+    return found[0] if not found[0].dim() else found[0].float().square().mean()
 
 
 @dataclass(eq=False)
@@ -83,6 +84,7 @@ def measure_step(
     inputs: Sequence[Any],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     *,
+    loss: Callable[[Any], Tensor] = scalar_of,
     bucket_cap_mb: float = 25.0,
     steps: int = 10,
 ) -> Measured:
@@ -92,6 +94,7 @@ def measure_step(
         model: on the CPU; it is trained, so do not go on with it.
         inputs: of its forward.
         optimizer: makes one of the model.
+        loss: of what the model returns.
         bucket_cap_mb: of DistributedDataParallel.
         steps: that are timed.
 
@@ -112,13 +115,17 @@ def measure_step(
         )
         wrapped.register_comm_hook(None, lambda _, bucket: watch.on_bucket(bucket))
         made = optimizer(model)
-        found = [_timed(wrapped, inputs, made, watch) for _ in range(_WARM_UP_STEPS + steps)][_WARM_UP_STEPS:]
+        found = [_timed(wrapped, inputs, made, watch, loss) for _ in range(_WARM_UP_STEPS + steps)][_WARM_UP_STEPS:]
         missing = [name for name, p in trained if p.grad is None]
         if missing:
             raise ValueError(f"backward left {', '.join(missing[:3])} without a gradient; freeze what is not used")
     names = {id(p): name for name, p in trained}
     parameters = Parameters(
-        list(model.named_parameters()), norms_of(model), min_numel=MIN_NUMEL, fuse_small=False, early_nbytes=EARLY_NBYTES
+        list(model.named_parameters()),
+        norms_of(model),
+        min_numel=MIN_NUMEL,
+        fuse_small=False,
+        early_nbytes=EARLY_NBYTES,
     )
     median = {key: statistics.median(each[key] for each in found) for key in ("forward", "backward", "optimizer")}
     ready = [statistics.median(times) for times in zip(*(each["ready"] for each in found), strict=True)]
@@ -130,7 +137,7 @@ def measure_step(
         median["optimizer"],
         buckets,
         threads=torch.get_num_threads(),
-        spread=totals[-1] / statistics.median(totals) - 1.0,
+        spread=totals[3 * len(totals) // 4] / totals[len(totals) // 4] - 1.0,
     )
     by_name = dict(trained)
     gradients = {name: by_name[name].grad for name, _ in profile.layers}
@@ -148,7 +155,7 @@ def _alone() -> Iterator[dist.ProcessGroup]:
         groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
         yield groups[dist.get_rank()]
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD  # type: ignore[misc]
     finally:
@@ -170,11 +177,17 @@ class _Watch:
         return future
 
 
-def _timed(model: nn.Module, inputs: Sequence[Any], optimizer: torch.optim.Optimizer, watch: _Watch) -> dict[str, Any]:
+def _timed(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    watch: _Watch,
+    loss_of: Callable[[Any], Tensor],
+) -> dict[str, Any]:
     watch.buckets, watch.times = [], []
     begin = time.perf_counter()
     optimizer.zero_grad()
-    loss = scalar_of(model(*inputs))
+    loss = loss_of(model(*inputs))
     forward = time.perf_counter()
     torch.autograd.backward(loss)
     backward = time.perf_counter()
@@ -209,21 +222,16 @@ def _buckets(names: Sequence[Sequence[str]], ready: Sequence[float], parameters:
                 ready_s,
                 tuple((name, tuple(of[name].shape)) for name in own if of[name].compressed),
                 numel,
-                _fastest(lambda x=x: x.div_(2.0)),  # type: ignore[misc]
-                _fastest(lambda x=x, y=y: y.copy_(x)),  # type: ignore[misc]
+                _median(lambda x=x: x.div_(2.0)),  # type: ignore[misc]
+                _median(lambda x=x, y=y: y.copy_(x)),  # type: ignore[misc]
                 vectors,
             )
         )
     return tuple(found)
 
 
-def _fastest(work: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+def _median(work: Callable[[], object]) -> float:
+    return statistics.median(_seconds(work) for _ in range(_REPEATS))
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------
@@ -245,7 +253,7 @@ def measure_codec(measured: Measured, spec: str, name: str) -> Codec:
     use_all([chosen], device)
     if name == "sparse_reduce":
         use_shares(device)
-    runs = {ranks: [_Run(measured, chosen, name, ranks) for _ in range(1)][0] for ranks in RANKS}
+    runs = {ranks: _Run(measured, chosen, name, ranks) for ranks in RANKS}
     for run in runs.values():
         for _ in range(1 + _REPEATS):
             run.repeat()
@@ -258,14 +266,15 @@ def measure_codec(measured: Measured, spec: str, name: str) -> Codec:
 
 @dataclass(eq=False)
 class _Timing:
-    """The fastest of all repetitions of one bucket."""
+    """All repetitions of one bucket."""
 
-    phases: list[float] = field(default_factory=list)  # encode, begin, work after each collective, deliver
+    found: list[list[float]] = field(default_factory=list)  # encode, begin, work after each collective, deliver
     calls: list[str] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)  # by each, relative to each other
 
-    def add(self, phases: list[float]) -> None:
-        self.phases = phases if not self.phases else [min(a, b) for a, b in zip(self.phases, phases, strict=True)]
+    @property
+    def phases(self) -> list[float]:
+        return [statistics.median(each) for each in zip(*self.found, strict=True)]
 
 
 class _Run:
@@ -307,7 +316,7 @@ class _Run:
         phases += _phases(exchange)
         phases.append(_seconds(lambda: exchange.deliver(good=True)))
         if self._step:
-            timing.add(phases)
+            timing.found.append(phases)
         timing.calls = [call.name for call in group.calls]
         factor = {"all_reduce": 2 / self._ranks, "all_gather": 1.0, "all_to_all": 1 / self._ranks}
         timing.sent = [call.nbytes * factor[call.name] for call in group.calls]  # times N − 1
@@ -351,13 +360,3 @@ def _piece(timings: dict[int, _Timing]) -> Piece:
         work=tuple(line(at) for at in range(2, count - 1)),
         deliver=line(count - 1),
     )
-
-
-def collectives_of(profile: Profile, spec: str, sizes: Sequence[int]) -> dict[str, int]:
-    """By which collectives layers with a spec travel among these numbers of ranks: name → one of these numbers."""
-    chosen = compression(spec)
-    found: dict[str, int] = {}
-    for size in sizes:
-        kind = LayerCollectives([(chosen, shape) for _, shape in profile.layers], size).of(chosen)
-        found.setdefault(kind.name, size)
-    return found

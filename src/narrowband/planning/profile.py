@@ -106,7 +106,7 @@ class Profile:
         buckets: in the order in which backward completes them.
         codecs: what was measured, by spec and collective.
         threads: that arithmetic had.
-        spread: how much longer the slowest of the measured steps took than the median; what to expect of noise.
+        spread: by how much the middle half of the measured steps differed; what to expect of noise.
     """
 
     forward_s: float

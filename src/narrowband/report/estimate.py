@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from narrowband.planning.advice import LOSS_TOLERANCE, WORTH_IT
 from narrowband.units import format_rate, format_seconds
 
 __all__ = ["FORMULA", "LINKS", "Row", "estimated_step", "estimates", "verdict", "worth_it_below"]
@@ -23,12 +24,6 @@ FORMULA = "step = compute + codec + 8 · sent_bytes / rate"
 
 #: The links that a verdict speaks about, in bits per second.
 LINKS = (100e6, 1e9, 10e9)
-
-#: A compressed run's held-out loss may be this much above the uncompressed run's to count as equal.
-LOSS_TOLERANCE = 0.02
-
-#: Compression that saves less than this share of a step is not worth its place in a training script.
-WORTH_IT = 0.05
 
 
 @dataclass(frozen=True)

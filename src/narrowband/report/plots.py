@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband.errors import UnsupportedError, pip_install
+from narrowband.units import format_rate
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan
 
-__all__ = ["can_plot", "loss_curves", "plan_profile"]
+__all__ = ["can_plot", "loss_curves", "plan_profile", "range_picture"]
 
 
 def can_plot() -> bool:
@@ -72,3 +73,43 @@ def plan_profile(plan: Plan, path: Path) -> None:
     axes.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def range_picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """What to send among how many machines on which links: a colour for each choice, as a PNG.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    if not can_plot():
+        raise UnsupportedError(f"pictures need matplotlib: {pip_install('plots')}")
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    nodes = sorted({row["nodes"] for row in rows})
+    rates = sorted({row["rate_bits_per_s"] for row in rows})
+    names = list(dict.fromkeys(_choice(row) for row in sorted(rows, key=lambda row: row["compress"])))
+    cells = {(row["nodes"], row["rate_bits_per_s"]): row for row in rows}
+    grid = [[names.index(_choice(cells[count, rate])) for rate in rates] for count in nodes]
+    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
+    axes = figure.subplots()
+    colours = colormaps["tab20"]
+    axes.imshow(grid, origin="lower", aspect="auto", cmap=colours, vmin=-0.5, vmax=19.5)
+    for at, count in enumerate(nodes):
+        for column, rate in enumerate(rates):
+            if cells[count, rate]["compress"]:
+                axes.text(
+                    column, at, f"{cells[count, rate]['times_as_fast']:.1f}×", ha="center", va="center", fontsize=7
+                )
+    axes.set_xticks(range(len(rates)), [format_rate(rate) for rate in rates], rotation=30, ha="right")
+    axes.set_yticks(range(len(nodes)), [f"{count:,}" for count in nodes])
+    axes.set(xlabel="link of a machine", ylabel="machines")
+    patches = [Patch(color=colours(at / 20 + 1e-3), label=name) for at, name in enumerate(names)]
+    axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _choice(row: dict[str, Any]) -> str:
+    return row["name"] if row["compress"] or row["name"] in ("fp16", "bf16") else "do not compress"

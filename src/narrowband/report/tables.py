@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from narrowband.lab import LabReport
 
 __all__ = [
+    "PARTS",
+    "RANGE",
     "RELATIVE_ERROR",
     "adapt_table",
+    "advice_table",
     "ddp_table",
     "demo_table",
     "estimate_table",
@@ -29,6 +32,7 @@ __all__ = [
     "peers_table",
     "pipeline_table",
     "plan_table",
+    "range_table",
     "saved_table",
 ]
 
@@ -38,6 +42,22 @@ RELATIVE_ERROR = (
     "share of p that does not arrive in that step. 0 loses nothing, 1 everything; with error feedback (+ef) what is "
     "lost is "
     f"sent later. {NOTHING}: not measured, or nothing was compressed."
+)
+
+
+#: What the columns of predicted steps say; printed below the table.
+PARTS = (
+    "step = compute + codec + wire + wait. codec: encoding and decoding that nothing hides, and compute that waits for "
+    "the core they take; wire: bytes that nothing hides; wait: messages, however short. sent: by a rank, per step. "
+    "memory: residuals, and copies of parameters. loss: of a small model with this optimizer, against no compression; "
+    f"{NOTHING}: not measured."
+)
+
+
+#: What the cells of a table of ranges say; printed below it.
+RANGE = (
+    "What to send, and how many times as fast a step is as the best that does not compress. "
+    f"{NOTHING}: do not compress; fp16: send 16 bits, and compress no further."
 )
 
 
@@ -170,6 +190,37 @@ def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
         _error(_relative(whole, math.hypot(*norms.values()))),
     )  # fmt: skip
     return table
+
+
+def advice_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The rows of ``plan``, the fastest first."""
+    table = _table(title, "option", "by", "step", "compute", "codec", "wire", "wait", "sent", "memory", "loss")
+    for row in rows:
+        table.add_row(
+            escape(row["name"]),
+            row["collective"],
+            *(format_seconds(row[part]) for part in ("step_s", "compute_s", "codec_s", "wire_s", "latency_s")),
+            format_bytes(row["sent_bytes_per_step"]),
+            format_bytes(row["residual_bytes"]) if row["residual_bytes"] else "",
+            row["loss"],
+        )
+    return table
+
+
+def range_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The rows of ``plan`` for a range of machines: a line for each number of them, a column for each link."""
+    rates = list(dict.fromkeys(row["rate_bits_per_s"] for row in rows))
+    table = _table(title, "machines", *(format_rate(rate).replace(" ", "\n") for rate in rates))
+    cells = {(row["nodes"], row["rate_bits_per_s"]): row for row in rows}
+    for nodes in dict.fromkeys(row["nodes"] for row in rows):
+        table.add_row(f"{nodes:,}", *(_do(cells[nodes, rate]) for rate in rates))
+    return table
+
+
+def _do(row: dict[str, Any]) -> str:
+    if not row["compress"]:
+        return row["name"] if row["name"] in ("fp16", "bf16") else NOTHING
+    return escape(f"{row['name'].replace(':', ':' + chr(10))}\n{row['times_as_fast']:.1f} ×")
 
 
 def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:

@@ -1,0 +1,74 @@
+"""Write what ``narrowband plan`` knows of losses, from the records in the repository: ``python -m reproduce.facts``.
+
+Nothing is trained: each line is of a record in ``reproduce/results``, and names the command that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TARGET", "main", "table"]
+
+_RESULTS = Path(__file__).parent / "results"
+
+TARGET = Path(__file__).parent.parent / "src" / "narrowband" / "planning" / "facts.json"
+
+#: Rows of ``reproduce.local`` that average updates → steps from one round to the next.
+_ROUNDS = {"updates, top 1%": 1, "every 15, DiLoCo": 15, "every 15, top 1/64, 2 bits": 15}
+
+
+def table() -> list[dict[str, Any]]:
+    """All facts, as :class:`narrowband.planning.facts.Fact` has them."""
+    return [*_optimizers(), *_local()]
+
+
+def _optimizers() -> list[dict[str, Any]]:
+    record = json.loads((_RESULTS / "optimizers" / "summary.json").read_text())
+    return [
+        {
+            "optimizer": line["optimizer"],
+            "spec": line["spec"],
+            "every": 0,
+            "gap": round(line["gap"] / 100, 4),
+            "margin": round(line["margin"] / 100, 4),
+            "seeds": len(line["seeds"]),
+            "what": f"{line['parameters']:,} parameters, {line['steps']} steps, {line['nodes']} ranks",
+            "command": "python -m reproduce.optimizers",
+        }
+        for line in record["lines"]
+        if line["spec"] != "none"
+    ]
+
+
+def _local() -> list[dict[str, Any]]:
+    """Perplexities; a loss is their logarithm."""
+    record = json.loads((_RESULTS / "local" / "summary.json").read_text())
+    groups = {group["name"]: group for group in record["groups"]}
+    dense = math.log(groups["dense"]["mean"])
+    return [
+        {
+            "optimizer": "adamw",
+            "spec": groups[name]["spec"],
+            "every": every,
+            "gap": round(math.log(groups[name]["mean"]) / dense - 1, 4),
+            "margin": None,
+            "seeds": len(groups[name]["seeds"]),
+            "what": f"{groups[name]['parameters']:,} parameters, {groups[name]['epochs']} epochs, "
+            f"{groups[name]['nodes']} ranks" + (", DiLoCo's outer step" if "DiLoCo" in name else ""),
+            "command": "python -m reproduce.local",
+        }
+        for name, every in _ROUNDS.items()
+    ]
+
+
+def main() -> None:
+    """Write the table."""
+    lines = ",\n".join(f" {json.dumps(fact, ensure_ascii=False)}" for fact in table())
+    TARGET.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""``narrowband plan``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from narrowband.bench import plan
+from narrowband.cli.exits import DONE, check_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Does compression pay: predict a step with each codec on your link, before you train.
+
+    Measures your model's step and what codecs take with its gradients, in this process; then plays a step through among
+    as many ranks as you have. The answer may be "do not compress". Nothing is sent anywhere.
+
+    Examples:
+      narrowband plan train.py:build --link 200mbit --nodes 4
+      narrowband plan train.py:build --link 20mbit/100mbit --delay 20ms --nodes 2 --optimizer sgd --json plan-rows.json
+      narrowband plan gpt --link 1gbit --nodes 4 --per-node 2 --apply plan.json
+      narrowband plan train.py:build --nodes 1..10000 --plot range.png
+      narrowband plan train.py:build --link 100mbit --codecs none fp16 qsgd:bits=2+ef --every 10 50
+    """
+
+    model: tyro.conf.Positional[str]
+    """file.py:function, which is called with the batch size and returns a module and the tuple of its inputs; or
+    deit-tiny, deit-small, gpt, resnet18."""
+    config: Annotated[plan.Config, tyro.conf.arg(name="")] = field(default_factory=plan.Config)
+    apply: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write what is advised to this file: a plan that compress_gradients and compress_updates take."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """For a range of machines: draw what to do among how many, on which links."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with all that was measured, machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        if self.apply is not None and self.config.is_range:
+            raise ValueError(
+                "--apply writes the plan for one cluster, and nodes is a range; give one number of machines"
+            )
+        if self.plot is not None and not self.config.is_range:
+            raise ValueError("--plot draws a range of machines; give one, such as --nodes 1..10000")
+        check_output(self.apply, self.plot, self.json)
+        with console.status("building") as status:
+            report = plan.run(self.model, self.config, status.update)
+        if self.config.is_range:
+            self._show_range(console, report)
+        else:
+            self._show_one(console, report)
+        if self.json is not None:
+            from narrowband.report.record import provenance, write_json
+
+            config = {"model": self.model, **asdict(self.config)}
+            write_json(self.json, provenance(self.config.seed) | {"config": config, **report.record()})
+            console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
+        return DONE
+
+    def _show_one(self, console: Console, report: plan.Report) -> None:
+        from narrowband.planning import call_of
+        from narrowband.report.tables import PARTS, advice_table
+
+        found = report.found[0]
+        network, advice = found.network, found.advice
+        title = f"{self.model}, {network.cluster} behind {network.link}: predicted steps"
+        console.print(advice_table(found.rows(), title))
+        console.print(PARTS, style="dim", markup=False, highlight=False)
+        self._note(console, report)
+        console.print(advice.sentence, style="bold", markup=False, highlight=False)
+        if self.apply is not None:
+            found.plan().save(self.apply)
+            console.print(f"written: {self.apply}", style="dim", markup=False, highlight=False)
+        option, name = advice.row.option, None if self.apply is None else str(self.apply)
+        if name is not None or option.spec is not None:
+            line = call_of(option, network.cluster, name)
+            console.print(f"In your script: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _show_range(self, console: Console, report: plan.Report) -> None:
+        from narrowband.report.tables import RANGE, range_table
+
+        rows = [found.summary() for found in report.found]
+        console.print(range_table(rows, f"{self.model}: what to do among how many machines, on which links"))
+        console.print(RANGE, style="dim", markup=False, highlight=False)
+        self._note(console, report)
+        if self.plot is not None:
+            from narrowband.report.plots import range_picture
+
+            range_picture(rows, self.plot)
+            console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
+
+    @staticmethod
+    def _note(console: Console, report: plan.Report) -> None:
+        for note in report.notes:
+            console.print(note, style="yellow", markup=False, highlight=False)

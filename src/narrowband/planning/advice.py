@@ -1,0 +1,166 @@
+"""Which option to take, in a plain sentence: it may be "do not compress".
+
+An option is advised if it saves a twentieth of the step against the best that everybody can have, DDP in 32 or 16 bits,
+and if its loss is known to stay within a tolerance with that optimizer. What is faster, and loses more or was never
+measured, is named beside it, so that nobody has to guess what was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowband.planning.facts import Fact, known
+from narrowband.planning.links import Cluster
+from narrowband.planning.options import DDP, Network, Option, Predicted
+from narrowband.units import format_seconds
+
+__all__ = ["LOSS_TOLERANCE", "WORTH_IT", "Advice", "Row", "advise", "call_of"]
+
+#: A loss may be this much above that without compression to count as equal.
+LOSS_TOLERANCE = 0.02
+
+#: Compression that saves less than this share of a step is not worth its place in a training script.
+WORTH_IT = 0.05
+
+
+#: What rounds of several steps were measured with.
+_DILOCO = ", outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An option, what it takes, and what is known of its loss."""
+
+    predicted: Predicted
+    fact: Fact | None
+
+    @property
+    def option(self) -> Option:
+        """It."""
+        return self.predicted.option
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.predicted.outcome.step_s
+
+    @property
+    def name(self) -> str:
+        """As tables and sentences call it."""
+        option = self.option
+        name = DDP if option.spec is None else option.spec
+        if option.every:
+            name = f"updates every {option.every}, {name}" if option.every > 1 else f"updates, {name}"
+        return f"{name}, two levels" if option.levels else name
+
+    def within(self, tolerance: float) -> bool:
+        """Whether its loss is known to stay within a tolerance; what loses nothing needs no measurement."""
+        if self.option.spec in (None, "none") and not self.option.every:
+            return True
+        return self.fact is not None and self.fact.within(tolerance)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        row: the option to take.
+        compress: whether that is one that compresses.
+        times: as fast as the best that does not.
+        sentence: why, in plain words.
+    """
+
+    row: Row
+    compress: bool
+    times: float
+    sentence: str
+
+
+def advise(
+    predicted: Sequence[Predicted], optimizer: str, network: Network, *, tolerance: float = LOSS_TOLERANCE
+) -> tuple[list[Row], Advice]:
+    """All options, the fastest first, and which to take.
+
+    Args:
+        predicted: at least DDP as it is.
+        optimizer: of the facts.
+        network: for the sentence.
+        tolerance: what may be lost, as a share of the loss.
+
+    Raises:
+        ValueError: DDP as it is, which all else is compared with, is not among the options.
+    """
+    rows = [Row(each, known(optimizer, each.option.spec, each.option.every)) for each in predicted]
+    plain = next((row for row in rows if row.option == Option(None)), None)
+    if plain is None:
+        raise ValueError("there is nothing to compare with: predict Option(None), too")
+    rows.sort(key=lambda row: row.step_s)
+    eligible = [row for row in rows if row.within(tolerance)]
+    # Of two that take about as long, the one that needs less of a script: DDP, then no compression.
+    baseline = _first([row for row in eligible if not row.option.compresses], plain)
+    best = _first([row for row in eligible if row.option.compresses], baseline)
+    sentence = _sentence(best, baseline, plain, optimizer, f"{network.cluster} behind {network.link}", tolerance)
+    faster = [row for row in rows if not row.within(tolerance) and row.step_s < best.step_s * (1 - WORTH_IT)]
+    if faster:
+        sentence += f" {_about(faster[0], optimizer)}"
+    return rows, Advice(best, best.option.compresses, baseline.step_s / best.step_s, sentence)
+
+
+def _first(rows: Sequence[Row], otherwise: Row) -> Row:
+    """The fastest, where it saves enough against another."""
+    best = min(rows, key=lambda row: row.step_s, default=otherwise)
+    return best if best.step_s <= otherwise.step_s * (1 - WORTH_IT) else otherwise
+
+
+def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, tolerance: float) -> str:
+    if best.option.compresses:
+        assert best.fact is not None
+        return (
+            f"Compress: among {where}, {best.name} would take {format_seconds(best.step_s)} per step and "
+            f"{baseline.name} {format_seconds(baseline.step_s)}, so it is {baseline.step_s / best.step_s:.1f} times as fast; with "
+            f"{optimizer} the loss of a small model changed by {best.fact} ({best.fact.what})."
+        )
+    alone = plain.predicted.outcome.compute_s
+    nothing = (
+        f"nothing whose loss with {optimizer} is known to stay within {tolerance:.0%} would save {WORTH_IT:.0%} of that"
+    )
+    if baseline is not plain:
+        return (
+            f"Do not compress, but send 16 bits: among {where}, {baseline.name} would take "
+            f"{format_seconds(baseline.step_s)} per step and {plain.name} {format_seconds(plain.step_s)}; {nothing}."
+        )
+    return (
+        f"Do not compress: among {where}, {plain.name} would take {format_seconds(plain.step_s)} per step, of which "
+        f"{format_seconds(alone)} are compute, and {nothing}."
+    )
+
+
+def _about(row: Row, optimizer: str) -> str:
+    if row.fact is None:
+        return (
+            f"Faster, but its loss with {optimizer} was never measured here: {row.name}, {format_seconds(row.step_s)}."
+        )
+    return (
+        f"Faster, but with {optimizer} the loss of a small model changed by {row.fact}: {row.name}, "
+        f"{format_seconds(row.step_s)}."
+    )
+
+
+def call_of(option: Option, cluster: Cluster, plan: str | None = None) -> str:
+    """The line of a training script that does what an option says.
+
+    Args:
+        option: it.
+        cluster: who trains.
+        plan: the file that holds the plan; None: the spec itself.
+    """
+    if option.spec is None:
+        return "DistributedDataParallel(model)"
+    spec = f'"{option.spec}"' if plan is None else f'nb.Plan.load("{plan}")'
+    if option.every:
+        outer = ', outer="auto"' if option.every == 1 else _DILOCO
+        return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{outer})"
+    levels = f", nodes={cluster.nodes}" if option.levels else ""
+    return f"nb.compress_gradients(model, {spec}{levels})"

@@ -1,0 +1,110 @@
+"""All options of a model in a cluster, what has to be measured for them, and the plan file of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from narrowband.adapt import LayerPlan, Plan
+from narrowband.collectives import LayerCollectives
+from narrowband.feedback import compression
+from narrowband.planning.facts import facts
+from narrowband.planning.links import Cluster
+from narrowband.planning.measure import Measured, measure_codec
+from narrowband.planning.options import Option, way_of
+from narrowband.planning.profile import Codec, Profile
+
+__all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of"]
+
+#: One of each family, at settings whose loss was measured.
+DEFAULT_CODECS = (
+    "none", "fp16", "uniform:bits=8", "qsgd:bits=4", "powersgd:rank=4", "sign+ef", "topk:density=0.01+ef",
+)  # fmt: skip
+
+
+def check_specs(specs: Sequence[str], rounds: Sequence[int]) -> None:
+    """Refuse what is no spec, is not for gradients, or is no number of steps.
+
+    Raises:
+        ValueError: says which.
+    """
+    for spec in specs:
+        chosen = compression(spec)
+        if chosen.feedback is not None and chosen.feedback.per_sample:
+            raise ValueError(f"{spec} is for activations between stages, and not for gradients; leave it out")
+    for every in rounds:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
+
+
+def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequence[int]) -> list[Option]:
+    """DDP as it is, each spec for gradients, on two levels where there are two, and rounds of updates.
+
+    Args:
+        specs: of gradients. In rounds go those of them that can, and ``none``.
+        optimizer: rounds that were measured with it are there, too.
+        cluster: who trains.
+        rounds: optimizer steps from one to the next.
+    """
+    found = [Option(None), *map(Option, specs)]
+    if cluster.per_node > 1 and cluster.nodes > 1:
+        found += [Option(spec, levels=True) for spec in specs]
+    measured_before = [(fact.spec, fact.every) for fact in facts() if fact.optimizer == optimizer and fact.every]
+    asked = [(spec, every) for every in rounds for spec in ("none", *specs) if _takes_updates(spec)]
+    if cluster.per_node == 1:  # a replica of several ranks has a process group of its own, which is not simulated
+        found += [Option(spec, every=every) for spec, every in dict.fromkeys([*measured_before, *asked])]
+    return list(dict.fromkeys(found))
+
+
+def _takes_updates(spec: str) -> bool:
+    feedback = compression(spec).feedback
+    return feedback is None or not feedback.observes_uncompressed
+
+
+def measured(
+    measurement: Measured, chosen: Mapping[Cluster, Sequence[Option]], on_codec: Callable[[str], None]
+) -> Profile:
+    """The profile, with all codecs that these options need.
+
+    Args:
+        measurement: of the model.
+        chosen: who may train, and the options that they have.
+        on_codec: called with each spec before it is measured.
+    """
+    profile = measurement.profile
+    needed = dict.fromkeys(pair for cluster, own in chosen.items() for pair in _needed(profile, own, cluster))
+    codecs: list[Codec] = []
+    for spec, name in needed:
+        on_codec(spec)
+        codecs.append(measure_codec(measurement, spec, name))
+    return replace(profile, codecs=tuple(codecs))
+
+
+def _needed(profile: Profile, chosen: Sequence[Option], cluster: Cluster) -> Iterator[tuple[str, str]]:
+    for option in chosen:
+        size = cluster.nodes if option.levels else cluster.ranks
+        if option.spec is None or size == 1 or not profile.layers:
+            continue
+        if not compression(option.spec).codec.exact:
+            yield option.spec, way_of(profile, option.spec, size).name
+
+
+def plan_of(profile: Profile, option: Option, cluster: Cluster) -> Plan:
+    """What ``nb.compress_gradients`` and ``nb.compress_updates`` take as a plan: one spec for all layers.
+
+    Raises:
+        ValueError: the model has no layers to compress.
+    """
+    if not profile.layers:
+        raise ValueError(
+            "there is nothing to put into a plan: no parameter has 2 dimensions and at least 1024 elements; call "
+            "compress_gradients with a spec, or leave narrowband out"
+        )
+    spec = "none" if option.spec is None else option.spec
+    chosen = compression(spec)
+    size = cluster.nodes if option.levels else cluster.ranks
+    collectives = LayerCollectives([(chosen, shape) for _, shape in profile.layers], size)
+    layers = [
+        LayerPlan(name, shape, spec, collectives.sent_nbytes(chosen, shape), None) for name, shape in profile.layers
+    ]
+    return Plan(tuple(layers), policy="narrowband plan", world_size=size, model=spec)

@@ -1,0 +1,91 @@
+"""What a message takes of this machine's software: gloo between two threads of one process, over loopback.
+
+On a fast link, and for small messages on any, that is most of what they take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # what dist.HashStore is, for type checkers
+
+from narrowband.errors import UnsupportedError
+from narrowband.planning.links import Host
+
+__all__ = ["measure_host"]
+
+_TIMEOUT = timedelta(seconds=60)
+_SMALL, _LARGE = 2, 1 << 20  # elements of float32: 8 bytes, and what is not in the caches
+_TIMES_SMALL, _TIMES_LARGE = 51, 4
+
+
+def measure_host() -> Host:
+    """Measure it, in a fraction of a second.
+
+    Raises:
+        UnsupportedError: this PyTorch has no gloo.
+
+    Example:
+        >>> measure_host().hop_s < 1.0
+        True
+    """
+    if not dist.is_gloo_available():
+        raise UnsupportedError("messages are measured with gloo, and this build of PyTorch has none")
+    store = HashStore()
+    groups: list[Any] = [None, None]
+
+    def make(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, _TIMEOUT)
+
+    _both(make)
+
+    def gather(rank: int) -> float:
+        x, out = torch.zeros(_SMALL), torch.zeros(2 * _SMALL)
+        taken = []
+        for _ in range(_TIMES_SMALL):
+            begin = time.perf_counter()
+            groups[rank].allgather([[*out.view(2, -1)]], [x]).wait()
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken)
+
+    hop_s = max(_both(gather))
+    x = [torch.zeros(_LARGE) for _ in groups]
+
+    def reduce(rank: int) -> None:
+        for _ in range(_TIMES_LARGE):
+            groups[rank].allreduce([x[rank]]).wait()
+
+    _both(reduce)
+    begin = time.process_time()
+    _both(reduce)
+    spent = time.process_time() - begin
+    # Among two, a rank sends as many bytes as the tensor has, and both were in this process.
+    return Host(hop_s, spent / (_TIMES_LARGE * 2 * x[0].nbytes))
+
+
+def _both(work: Callable[[int], Any]) -> Sequence[Any]:
+    """What two threads return, each as one rank."""
+    found: list[Any] = [None, None]
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except BaseException as error:  # raised in the thread that waits
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
