@@ -1,22 +1,23 @@
-"""``narrowband bench kernels``, ``bench ddp``, ``bench pipeline``, ``bench peers``, ``bench adapt`` and
+"""``narrowband bench kernels``, ``bench ddp``, ``bench plan``, ``bench pipeline``, ``bench peers``, ``bench adapt`` and
 ``bench memory``.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, kernels, memory, peers, pipeline
+from narrowband.bench import adapt, ddp, foretold, kernels, memory, peers, pipeline
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline"]
+__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,41 @@ class BenchDDP:
         own = self.config.codecs
         failed = any("error" in row for row in rows if row["codec"].startswith(own))
         return FAILED if failed else DONE  # a hook of PyTorch's that fails is a result
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """Put the steps that ``narrowband plan`` predicts beside measured ones, behind emulated links.
+
+    Needs what ``narrowband lab`` needs (see ``narrowband doctor``).
+
+    Examples:
+      narrowband bench plan --json plan.json
+      narrowband bench plan --model gpt-demo --rates 200mbit --nodes 2 --codecs none qsgd:bits=4
+    """
+
+    config: Annotated[foretold.Config, tyro.conf.arg(name="")] = field(default_factory=foretold.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the rows to this file, with machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from rich.progress import Progress
+
+        from narrowband.report.tables import foretold_table
+
+        check_output(self.json)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("starting ranks", total=foretold.count(self.config))
+            rows = foretold.run(self.config, lambda what: progress.update(task, advance=1, description=what))
+        console.print(foretold_table(rows))
+        errors = sorted(abs(row["error"]) for row in rows if row["error"] is not None)
+        if errors:
+            console.print(
+                f"Predictions are off by {statistics.median(errors):.1%} (median) and {errors[-1]:.1%} (worst).",
+                highlight=False,
+            )
+        _record(console, self.json, asdict(self.config), rows)
+        return DONE if len(errors) == len(rows) else FAILED
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ _COMMANDS = {
     "demo": ("demo", "Demo"),
     "bench kernels": ("bench", "BenchKernels"),
     "bench ddp": ("bench", "BenchDDP"),
+    "bench plan": ("bench", "BenchPlan"),
     "bench pipeline": ("bench", "BenchPipeline"),
     "bench peers": ("bench", "BenchPeers"),
     "bench adapt": ("bench", "BenchAdapt"),

@@ -119,12 +119,12 @@ def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, 
         assert best.fact is not None
         return (
             f"Compress: among {where}, {best.name} would take {format_seconds(best.step_s)} per step and "
-            f"{baseline.name} {format_seconds(baseline.step_s)}, so it is {baseline.step_s / best.step_s:.1f} times as fast; with "
-            f"{optimizer} the loss of a small model changed by {best.fact} ({best.fact.what})."
+            f"{baseline.name} {format_seconds(baseline.step_s)}, so it is {baseline.step_s / best.step_s:.1f} times as "
+            f"fast; with {optimizer} the loss of a small model changed by {best.fact} ({best.fact.what})."
         )
     alone = plain.predicted.outcome.compute_s
     nothing = (
-        f"nothing whose loss with {optimizer} is known to stay within {tolerance:.0%} would save {WORTH_IT:.0%} of that"
+        f"nothing whose loss with {optimizer} is known to stay within {tolerance:.0%} would save {WORTH_IT:.0%} of it"
     )
     if baseline is not plain:
         return (

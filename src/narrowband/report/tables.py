@@ -26,6 +26,7 @@ __all__ = [
     "ddp_table",
     "demo_table",
     "estimate_table",
+    "foretold_table",
     "kernels_table",
     "lab_table",
     "memory_table",
@@ -203,6 +204,24 @@ def advice_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             format_bytes(row["sent_bytes_per_step"]),
             format_bytes(row["residual_bytes"]) if row["residual_bytes"] else "",
             row["loss"],
+        )
+    return table
+
+
+def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench plan``."""
+    table = _table(
+        "Predicted and measured steps", "codec", "ranks", "link", "predicted", "measured", "error", "compute"
+    )
+    for row in rows:
+        table.add_row(
+            escape(row["codec"]),
+            str(row["nodes"]),
+            row["rate"],
+            format_seconds(row["predicted_step_s"]),
+            format_or_dash(format_seconds, row["measured_step_s"]),
+            format_or_dash("{:+.1%}".format, row["error"]),
+            format_or_dash("{:+.1%}".format, row["predicted_compute_s"] / row["measured_compute_s"] - 1.0),
         )
     return table
 

@@ -1,0 +1,250 @@
+"""Predicted steps beside measured ones: does ``narrowband plan`` tell the truth?
+
+Behind each link, the ranks first measure what ``narrowband plan`` measures (a step of the model, codecs with its
+gradients, what a small message takes), all at the same time, since they share this machine's cores; every option is
+then simulated. After that the same ranks train, as in :mod:`narrowband.bench.ddp`, and how long steps take stands
+beside how long they were said to take. Nothing that was measured of these steps enters the predictions.
+
+``run`` starts the ranks and puts rows together; this module run as ``python -m`` is one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowband.bench import ddp
+from narrowband.bench.models import GPT, MODELS
+from narrowband.bench.ranks import RankProcess, check_seed, run_ranks
+from narrowband.collectives import all_reduce_nbytes
+from narrowband.collectives.primitives import all_gather_single
+from narrowband.feedback import compression
+from narrowband.lab import LabConfig
+from narrowband.planning import (
+    Bucket,
+    Cluster,
+    Codec,
+    Host,
+    Line,
+    Link,
+    Network,
+    Option,
+    Piece,
+    Profile,
+    measure_step,
+    measured,
+    predict,
+)
+
+__all__ = ["Config", "count", "run"]
+
+_SMALL, _LARGE = 2, 1 << 20  # elements of float32
+_TIMES_SMALL, _TIMES_LARGE = 51, 2
+_LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to predict and to measure.
+
+    Attributes:
+        model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
+        rates: Of every link in both directions.
+        nodes: Among how many ranks.
+        codecs: Spec strings.
+        rounds: Timed rounds per row.
+        steps: Training steps per round.
+        bucket_cap_mb: DDP's bucket size.
+        seed: Of parameters and data.
+    """
+
+    model: str = "gpt-13m"
+    rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit", "10gbit")
+    nodes: tuple[int, ...] = (2, 4)
+    codecs: tuple[str, ...] = (
+        "none", "fp16", "uniform:bits=8", "qsgd:bits=4", "powersgd:rank=4", "sign+ef", "topk:density=0.01+ef",
+    )  # fmt: skip
+    rounds: int = 3
+    steps: int = 4
+    bucket_cap_mb: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.rates and self.nodes and self.codecs):
+            raise ValueError("nothing to measure: give rates, nodes and codecs")
+        check_seed(self.seed)
+        for rate, nodes in itertools.product(self.rates, self.nodes):
+            if nodes < 2:
+                raise ValueError(f"nodes={nodes}: a single rank sends nothing; give 2 or more")
+            Link.of(rate)
+            self.session(rate, nodes)
+
+    def session(self, rate: str, nodes: int) -> ddp.Config:
+        """What is measured behind one kind of link."""
+        return ddp.Config(
+            nodes=nodes,
+            rate=rate,
+            model=self.model,
+            codecs=self.codecs,
+            rounds=self.rounds,
+            steps=self.steps,
+            bucket_cap_mb=self.bucket_cap_mb,
+            seed=self.seed,
+        )
+
+
+def count(config: Config) -> int:
+    """How many events :func:`run` tells."""
+    return 2 * len(config.rates) * len(config.nodes)
+
+
+def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Predict and measure.
+
+    Rows hold ``codec``, ``rate``, ``nodes``, ``predicted_step_s``, ``measured_step_s``, ``error`` (how far the
+    prediction is from the measurement, as a share of that; None where a row failed), ``predicted_compute_s`` and
+    ``measured_compute_s`` (of the step with nothing sent), ``predicted_sent_bytes`` and ``measured_sent_bytes``.
+
+    Args:
+        on_event: called with what is done next, see :func:`count`.
+
+    Raises:
+        UnsupportedError: this machine cannot emulate links.
+        RankError: a rank ended early.
+    """
+    rows = []
+    for nodes, rate in itertools.product(config.nodes, config.rates):
+        where = f"{nodes} ranks, {rate}"
+        on_event(f"{where}: predicting")
+        foretold = _foretold(config, rate, nodes)
+        on_event(f"{where}: training")
+        rows += [_beside(row, foretold) for row in ddp.run(config.session(rate, nodes)) if row["codec"] in foretold]
+    return rows
+
+
+def _beside(row: dict[str, Any], foretold: dict[str, dict[str, float]]) -> dict[str, Any]:
+    said, took = foretold[row["codec"]], row["step_s"]
+    compute = statistics.median(row["round_compute_s"]) if "round_compute_s" in row else took
+    return {
+        "codec": row["codec"],
+        "rate": row["rate"],
+        "nodes": row["nodes"],
+        "predicted_step_s": said["step_s"],
+        "measured_step_s": took,
+        "error": None if took is None else said["step_s"] / took - 1.0,
+        "predicted_compute_s": said["compute_s"],
+        "measured_compute_s": compute,
+        "predicted_sent_bytes": said["sent_bytes"],
+        "measured_sent_bytes": row["sent_bytes_per_step"],
+    }
+
+
+def _foretold(config: Config, rate: str, nodes: int) -> dict[str, dict[str, float]]:
+    """Name of a row of ``bench ddp`` → what is predicted of it."""
+    place = LabConfig(nodes=nodes, rate=rate)
+    found = run_ranks("narrowband.bench.foretold", asdict(config), place)
+    profile = _profile(found[0]["profile"])
+    host = Host(*(statistics.fmean(rank[key] for rank in found) for key in ("hop_s", "cpu_s_per_byte")))
+    network = Network(Link.of(rate), Cluster(nodes), host, found[0]["cores"])
+    said = {}
+    for spec in config.codecs:
+        predicted = predict(profile, Option(spec), network)
+        said[spec] = {
+            "step_s": predicted.outcome.step_s,
+            "compute_s": predicted.outcome.compute_s,
+            "sent_bytes": predicted.sent_nbytes,
+        }
+    return said
+
+
+def _profile(fields: dict[str, Any]) -> Profile:
+    """The profile that a rank has sent as JSON."""
+    buckets = tuple(
+        Bucket(**{**each, "layers": tuple((n, tuple(s)) for n, s in each["layers"]), "vectors": tuple(each["vectors"])})
+        for each in fields["buckets"]
+    )
+    return Profile(**{**fields, "buckets": buckets, "codecs": tuple(map(_codec, fields["codecs"]))})
+
+
+def _codec(fields: dict[str, Any]) -> Codec:
+    return Codec(**{**fields, "pieces": tuple(map(_piece, fields["pieces"]))})
+
+
+def _piece(fields: dict[str, Any]) -> Piece:
+    lines = {name: Line(**fields[name]) for name in ("encode", "begin", "deliver")}
+    work = tuple(Line(**line) for line in fields["work"])
+    return Piece(**lines, calls=tuple(fields["calls"]), shares=tuple(fields["shares"]), work=work)
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+def _main(rank_process: RankProcess) -> None:
+    fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in rank_process.config.items()}
+    config = Config(**fields)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    shape = MODELS[config.model]
+    torch.manual_seed(config.seed)
+    model = GPT(shape)
+    generator = torch.Generator().manual_seed(rank_process.rank)
+    tokens_BL = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1), generator=generator)
+
+    def loss_of(logits_BLV: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
+
+    def optimizer(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+
+    def together(_: str) -> None:
+        dist.barrier()
+
+    dist.barrier()
+    measurement = measure_step(model, (tokens_BL[:, :-1],), optimizer, loss=loss_of, bucket_cap_mb=config.bucket_cap_mb)
+    chosen = [Option(spec) for spec in config.codecs if not compression(spec).codec.exact]
+    profile = measured(measurement, {Cluster(ranks): chosen}, together)
+    dist.barrier()
+    hop_s, cpu_s_per_byte = _messages(ranks)
+    # All ranks share the cores that the lab gives them; each was measured while all others worked.
+    cores = (os.cpu_count() or 1) / ranks
+    rank_process.finish(
+        {
+            "profile": asdict(profile),
+            "hop_s": hop_s,
+            "cpu_s_per_byte": cpu_s_per_byte,
+            "cores": cores,
+        }
+    )
+
+
+def _messages(ranks: int) -> tuple[float, float]:
+    """Seconds of a hop of a small message, and of a core per byte of a large one."""
+    x, out = torch.zeros(_SMALL), torch.zeros(_SMALL * ranks)
+    taken: list[float] = []
+    for _ in range(_TIMES_SMALL):
+        begin = time.perf_counter()
+        all_gather_single(out, x)
+        taken.append(time.perf_counter() - begin)
+    large = torch.zeros(_LARGE)
+    dist.all_reduce(large)
+    begin = time.process_time()
+    for _ in range(_TIMES_LARGE):
+        dist.all_reduce(large)
+    spent = time.process_time() - begin
+    return statistics.median(taken) / (ranks - 1), spent / (_TIMES_LARGE * all_reduce_nbytes(large.nbytes, ranks))
+
+
+if __name__ == "__main__":
+    _main(RankProcess(sys.argv[1]))
