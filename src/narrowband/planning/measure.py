@@ -108,6 +108,7 @@ def measure_step(
     if odd:
         raise ValueError(f"gradients are measured in float32 on the CPU, and this model has {', '.join(odd)}")
     model.train()
+    _try(model, inputs, loss, trained)
     watch = _Watch()
     with _alone() as group:
         wrapped = DistributedDataParallel(
@@ -116,9 +117,6 @@ def measure_step(
         wrapped.register_comm_hook(None, lambda _, bucket: watch.on_bucket(bucket))
         made = optimizer(model)
         found = [_timed(wrapped, inputs, made, watch, loss) for _ in range(_WARM_UP_STEPS + steps)][_WARM_UP_STEPS:]
-        missing = [name for name, p in trained if p.grad is None]
-        if missing:
-            raise ValueError(f"backward left {', '.join(missing[:3])} without a gradient; freeze what is not used")
     names = {id(p): name for name, p in trained}
     parameters = Parameters(
         list(model.named_parameters()),
@@ -146,6 +144,29 @@ def measure_step(
 
 def _elsewhere(trained: Sequence[tuple[str, Tensor]]) -> set[str]:
     return {str(p.device) for _, p in trained if p.device.type != "cpu"}
+
+
+def _try(
+    model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor], trained: Sequence[tuple[str, Tensor]]
+) -> None:
+    """See that backward works, and reaches everything that is trained, before anything waits for it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    total = loss(model(*inputs))
+    try:
+        torch.autograd.backward(total)
+    except Exception as error:  # whatever a user's own operators raise
+        lines = str(error).strip().splitlines() or [""]
+        raise ValueError(f"the model's backward raised {type(error).__name__}: {lines[0]}") from error
+    missing = [name for name, p in trained if p.grad is None]
+    if missing:
+        raise ValueError(
+            f"backward gives no gradient to {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}: freeze what is "
+            "not used with requires_grad_(False), or return what depends on it"
+        )
+    model.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager
