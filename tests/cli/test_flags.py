@@ -17,7 +17,7 @@ KINDS = {name: module._load(name) for name in module._COMMANDS} | {
     for name in ("command", "cssgd", "fidelity", "lgreco_links", "mesa_memory", "sensitivity")
 }
 #: What else a command line needs to be read.
-NEEDED = {"adapt": ["gradients.pt"], "memory": ["gpt"]}
+NEEDED = {"adapt": ["gradients.pt"], "memory": ["gpt"], "plan": ["gpt"]}
 #: What a flag needs beside it.
 WITH = {("bench ddp", "sharded"): ["--codecs", "none/none"]}
 

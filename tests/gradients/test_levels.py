@@ -104,6 +104,26 @@ def test_between_nodes_travels_a_part_for_each_rank(spec):
         assert residual <= 0.62 * whole_residual
 
 
+def with_a_plan(rank, world_size, spec):
+    """Parameters with a plan for whole parameters, and with its spec; and what a plan of another model meets."""
+    shapes = {name: tuple(p.shape) for name, p in mlp().named_parameters() if p.dim() > 1 and p.numel() >= 32}
+    plan = nb.Plan(tuple(nb.adapt.LayerPlan(name, shape, spec, 1.0, None) for name, shape in shapes.items()), "", 2)
+    found = []
+    for chosen in (plan, spec):
+        model = wrap(mlp(), cap=TINY)
+        compress(model, chosen, nodes=2, min_numel=32)
+        train(model, rank, range(4), sgd(model, 0.2))
+        found.append(flat(model))
+    other = nb.Plan((nb.adapt.LayerPlan("another", (64, 64), spec, 1.0, None),), "", 2)
+    return found, refusal(lambda: compress(wrap(mlp()), other, nodes=2, min_numel=32))
+
+
+def test_a_plan_is_for_whole_parameters():
+    for (planned, plain), refused in run_ranks(with_a_plan, 4, "topk:density=0.05+ef"):
+        assert torch.equal(planned, plain)
+        assert "the plan of another model" in refused[1]
+
+
 def by_memory_and_by_messages(rank, world_size, cap):
     """Parameters where ranks share memory, and where they do not; and what is left in the folder."""
     before = set(node_module._FOLDER.iterdir())

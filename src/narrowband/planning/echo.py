@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowband.collectives import all_gather_nbytes, all_reduce_nbytes
+
 __all__ = ["Call", "EchoGroup"]
 
 
@@ -20,6 +22,14 @@ class Call(NamedTuple):
 
     name: str
     nbytes: int
+
+    def sent_nbytes(self, ranks: int) -> float:
+        """Bytes that a rank sends for it, among so many."""
+        if self.name == "all_reduce":
+            return all_reduce_nbytes(self.nbytes, ranks)
+        if self.name == "all_gather":
+            return all_gather_nbytes(self.nbytes, ranks)
+        return self.nbytes * (ranks - 1) / ranks  # all to all: all but the own piece
 
 
 class _Done:

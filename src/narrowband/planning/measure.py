@@ -339,8 +339,7 @@ class _Run:
         if self._step:
             timing.found.append(phases)
         timing.calls = [call.name for call in group.calls]
-        factor = {"all_reduce": 2 / self._ranks, "all_gather": 1.0, "all_to_all": 1 / self._ranks}
-        timing.sent = [call.nbytes * factor[call.name] for call in group.calls]  # times N − 1
+        timing.sent = [call.sent_nbytes(self._ranks) for call in group.calls]
 
     def _seed(self, rank: int) -> int:
         return (self._step << 32) + rank

@@ -1,0 +1,161 @@
+"""``narrowband plan``: the table, the sentence, the files, and what is said of bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import narrowband as nb
+from narrowband.bench import foretold
+from narrowband.lab import LabConfig, requirements
+
+LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
+
+MODEL = """
+import torch
+from torch import nn
+
+def build(batch):
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), (torch.randn(batch, 64),)
+
+def fails(batch):
+    raise RuntimeError("no data here")
+
+def without_inputs(batch):
+    return nn.Linear(4, 4)
+
+def ends(batch):
+    raise SystemExit(3)
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no way back")
+
+class NoBackward(nn.Linear):
+    def forward(self, x):
+        return Raises.apply(super().forward(x))
+
+def no_backward(batch):
+    return NoBackward(4, 4), (torch.randn(batch, 4),)
+"""
+
+QUICK = ("--steps", "2", "--codecs", "fp16", "qsgd:bits=4", "topk:density=0.05+ef")
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    return f"{tmp_path / 'model.py'}:build"
+
+
+def test_a_table_a_sentence_and_files_that_training_can_follow(narrow, model, tmp_path):
+    apply, told = tmp_path / "plan.json", tmp_path / "rows.json"
+    words = (*QUICK, "--link", "1mbit", "--nodes", "4", "--apply", str(apply), "--json", str(told))
+    code, out, err = narrow("plan", model, *words)
+    assert (code, err) == (0, "")
+    said = " ".join(out.split())
+    assert "Compress: among 4 ranks behind 1 Mbit/s, qsgd:bits=4 would take" in said
+    assert f'nb.compress_gradients(model, nb.Plan.load("{apply}"))' in out.replace("\n", "")
+    plan = nb.Plan.load(apply)
+    assert plan.specs() == {"0.weight": "qsgd:bits=4", "2.weight": "qsgd:bits=4"}
+    assert plan.world_size == 4
+    written = json.loads(told.read_text())
+    assert written.keys() >= {"command", "commit", "machine", "versions", "seed", "config", "profile", "host", "rows"}
+    assert written["advice"]["compress"] is True
+    for row in written["rows"]:
+        parts = [row[key] for key in ("compute_s", "codec_s", "wire_s", "latency_s")]
+        assert row["step_s"] == pytest.approx(sum(parts))
+    assert [row["step_s"] for row in written["rows"]] == sorted(row["step_s"] for row in written["rows"])
+
+
+def test_do_not_compress_is_an_answer_and_a_plan(narrow, model, tmp_path):
+    apply = tmp_path / "plan.json"
+    # Nothing sends less than half of 16 bits, so only the wire could pay for it, and here is none to speak of.
+    words = ("--steps", "2", "--codecs", "none", "--link", "400gbit", "--optimizer", "sgd", "--apply", str(apply))
+    code, out, err = narrow("plan", model, *words)
+    assert (code, err) == (0, "")
+    assert "Do not compress: among 2 ranks behind 400 Gbit/s, DDP, float32 would take" in " ".join(out.split())
+    assert set(nb.Plan.load(apply).specs().values()) == {"none"}
+
+
+def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
+    told, picture = tmp_path / "rows.json", tmp_path / "range.png"
+    words = ("--steps", "2", "--codecs", "fp16", "sign+ef", "--nodes", "1..10000")
+    code, out, err = narrow("plan", model, *words, "--json", str(told), "--plot", str(picture))
+    assert (code, err) == (0, "")
+    assert "10,000" in out
+    rows = json.loads(told.read_text())["rows"]
+    numbers = [2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]
+    assert list(dict.fromkeys(row["nodes"] for row in rows)) == numbers
+    assert len({row["rate_bits_per_s"] for row in rows}) == 9
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--link", "0mbit"), "carries nothing; give its rate, such as 200mbit"),
+        (("--link", "10parsec"), "rate '10parsec' cannot be read"),
+        (("--delay", "5"), "delay '5' cannot be read"),
+        (("--nodes", "1"), "one rank sends nothing"),
+        (("--nodes", "4..2"), "write 4, or 1..10000"),
+        (("--codecs", "topk:densty=1"), "did you mean 'density'?"),
+        (("--every", "0"), "every=0 must be at least 1"),
+        (("--tolerance", "-1"), "must be a share of the loss"),
+        (("--plot", "x.png"), "--plot draws a range of machines"),
+        (("--nodes", "2..4"), "--apply writes the plan for one cluster"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(narrow, model, tmp_path, words, says):
+    before = sorted(tmp_path.iterdir())
+    code, out, err = narrow("plan", model, "--apply", str(tmp_path / "plan.json"), *words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("fails", "raised RuntimeError: no data here"),
+        ("without_inputs", "has to return a module and the tuple of its inputs"),
+        ("ends", "raised SystemExit"),
+        ("missing", "has no function 'missing'; there are: build"),
+        ("no_backward", "backward raised RuntimeError: no way back"),
+    ],
+)
+def test_a_script_that_cannot_be_measured_is_one_line(narrow, model, tmp_path, function, says):
+    target = tmp_path / "plan.json"
+    code, _, err = narrow("plan", model.replace(":build", f":{function}"), "--apply", str(target))
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+    assert not target.exists()
+
+
+@pytest.mark.root
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(LAB_MISSING), reason="; ".join(LAB_MISSING) or "the lab is there")
+def test_predictions_stand_beside_measurements(tmp_path, narrow):
+    told = tmp_path / "plan.json"
+    words = ("--model", "gpt-tiny", "--rates", "100mbit", "--nodes", "2", "--codecs", "none", "qsgd:bits=4")
+    code, out, err = narrow("bench", "plan", *words, "--rounds", "1", "--steps", "2", "--json", str(told))
+    assert (code, err) == (0, "")
+    assert "Predictions are off by" in out
+    rows = json.loads(told.read_text())["rows"]
+    assert [row["codec"] for row in rows] == ["none", "qsgd:bits=4"]
+    for row in rows:
+        assert row["error"] == pytest.approx(row["predicted_step_s"] / row["measured_step_s"] - 1)
+        assert row["predicted_sent_bytes"] == pytest.approx(row["measured_sent_bytes"], abs=64)
+
+
+@pytest.mark.parametrize("wrong", [{"nodes": (1,)}, {"rates": ()}, {"rates": ("0mbit",)}, {"codecs": ("foo",)}])
+def test_a_comparison_that_cannot_be_is_refused_before_ranks_start(wrong):
+    with pytest.raises(ValueError, match=r"a single rank|nothing to measure|carries nothing|unknown codec"):
+        foretold.Config(**wrong)

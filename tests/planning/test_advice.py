@@ -1,0 +1,88 @@
+"""What is advised, and in which words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from narrowband.planning import Cluster, Host, Link, Network, Option, Outcome, Predicted, advise, call_of, facts, known
+from reproduce.facts import TARGET, table
+
+NETWORK = Network(Link.of("200mbit"), Cluster(4), Host(), cores=2)
+
+
+def taking(option, step_s):
+    return Predicted(option, "all_reduce", Outcome(step_s, 0.5, 0.0, step_s - 0.5, 0.0), 1e6, 1e6, 0)
+
+
+def advice(optimizer="adamw", tolerance=0.02, **steps):
+    names = {"ddp": None, "fp16": "fp16", "qsgd": "qsgd:bits=4", "topk": "topk:density=0.01+ef", "mine": "sign"}
+    predicted = [taking(Option(names[name]), step_s) for name, step_s in steps.items()]
+    return advise(predicted, optimizer, NETWORK, tolerance=tolerance)
+
+
+def test_the_fastest_whose_loss_is_known_to_hold_is_advised():
+    rows, found = advice(ddp=4.0, fp16=2.0, qsgd=0.8, topk=0.6)
+    assert (found.row.option.spec, found.compress) == ("qsgd:bits=4", True)
+    assert found.times == pytest.approx(2.5)
+    assert found.sentence.startswith("Compress: among 4 ranks behind 200 Mbit/s, qsgd:bits=4 would take 800 ms")
+    assert "Faster, but with adamw the loss of a small model changed by +18.6%" in found.sentence
+    assert [row.step_s for row in rows] == [0.6, 0.8, 2.0, 4.0]
+
+
+def test_more_may_be_lost_where_somebody_says_so():
+    assert advice(ddp=4.0, fp16=2.0, qsgd=0.8, topk=0.6, tolerance=0.2)[1].row.option.spec == "topk:density=0.01+ef"
+
+
+def test_the_same_codec_is_not_the_same_with_another_optimizer():
+    assert advice("sgd", 0.05, ddp=4.0, fp16=2.0, qsgd=0.8, topk=0.6)[1].row.option.spec == "topk:density=0.01+ef"
+
+
+def test_do_not_compress_where_it_saves_less_than_a_twentieth():
+    _, found = advice(ddp=0.60, fp16=0.59, qsgd=0.58)
+    assert (found.row.option, found.compress, found.times) == (Option(None), False, 1.0)
+    assert found.sentence.startswith("Do not compress: among 4 ranks")
+    assert "would save 5% of it." in found.sentence
+
+
+def test_sixteen_bits_are_what_compression_has_to_beat():
+    _, found = advice(ddp=1.0, fp16=0.6, qsgd=0.59)
+    assert (found.row.option.spec, found.compress) == ("fp16", False)
+    assert found.sentence.startswith("Do not compress, but send 16 bits")
+
+
+def test_what_was_never_measured_is_named_and_not_advised():
+    _, found = advice(ddp=1.0, fp16=0.6, mine=0.2)
+    assert not found.compress
+    assert "its loss with adamw was never measured here: sign, 200 ms" in found.sentence
+
+
+def test_there_has_to_be_something_to_compare_with():
+    with pytest.raises(ValueError, match="nothing to compare with"):
+        advice(qsgd=1.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        (Option("fp16"), 'nb.compress_gradients(model, "fp16")'),
+        (Option("fp16", levels=True), 'nb.compress_gradients(model, "fp16", nodes=4)'),
+        (Option("fp16", every=1), 'nb.compress_updates(model, optimizer, "fp16", every=1, outer="auto")'),
+        (Option(None), "DistributedDataParallel(model)"),
+    ],
+)
+def test_the_line_for_a_script(option, line):
+    assert call_of(option, Cluster(4)) == line
+
+
+def test_facts_are_those_of_the_records():
+    """``python -m reproduce.facts`` writes the table anew."""
+    assert json.loads(TARGET.read_text()) == table()
+    assert all(fact.command.startswith("python -m reproduce.") for fact in facts())
+
+
+def test_what_is_known_depends_on_optimizer_place_and_spec():
+    assert known("adamw", "topk:density=0.01+ef", 0).gap > 0.1 > known("adamw", "topk:density=0.01+ef", 1).gap
+    assert known("adamw", "sign", 0) is None
+    assert known("adamw", None, 0) is None

@@ -1,0 +1,173 @@
+"""What is measured in one process, and the bytes that are predicted of it against those that real ranks send."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowband as nb
+from narrowband.collectives import Operand, Peers, collective
+from narrowband.planning import (
+    DEFAULT_CODECS,
+    Cluster,
+    Host,
+    Link,
+    Network,
+    Option,
+    measure_host,
+    measure_step,
+    measured,
+    optimizer_of,
+    predict,
+)
+from narrowband.planning.echo import EchoGroup
+from tests.ranks import run_ranks
+from tests.thorough import thorough
+
+#: What messages have of their own: flags and trailers, a few bytes each.
+SLACK = 64
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 96), nn.Linear(96, 64))
+
+
+def measure(model, cap=0.05):
+    return measure_step(model, (torch.randn(8, 64),), lambda net: optimizer_of("sgd", net), bucket_cap_mb=cap, steps=3)
+
+
+def network(nodes, per_node=1):
+    return Network(Link.of("1gbit"), Cluster(nodes, per_node), Host(1e-4, 1e-9), cores=per_node)
+
+
+@pytest.fixture(scope="module")
+def measurement():
+    return measure(mlp())
+
+
+def test_every_layer_is_in_one_bucket_and_small_ones_travel_once(measurement):
+    profile = measurement.profile
+    assert len(profile.buckets) > 1
+    assert sorted(profile.layers) == [("0.weight", (256, 64)), ("3.weight", (96, 256)), ("4.weight", (64, 96))]
+    assert measurement.gradients.keys() == dict(profile.layers).keys()
+    assert all(bool(x.any()) for x in measurement.gradients.values())
+    small = 256 + 256 + 256 + 96 + 64
+    assert sum(sum(bucket.vectors) for bucket in profile.buckets) == 4 * small
+    assert profile.numel == sum(p.numel() for p in mlp().parameters())
+
+
+def test_buckets_are_complete_one_after_the_other_within_backward(measurement):
+    profile = measurement.profile
+    ready = [bucket.ready_s for bucket in profile.buckets]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] <= ready[-1] <= profile.backward_s
+    assert min(profile.forward_s, profile.optimizer_s) > 0
+
+
+def test_no_process_group_is_left_behind(measurement):
+    assert not dist.is_initialized()
+
+
+def test_an_echo_is_the_average_among_equals():
+    """What an exchange decodes among ranks that all send the same is what one of them sent."""
+    x = torch.randn(4096)
+    for spec, name in [("fp16", "all_reduce"), ("topk:density=0.05", "all_gather"), ("sign", "scatter_reduce")]:
+        codec = nb.codec(spec)
+        group = EchoGroup(3)
+        operand = Operand("", x.clone(), (64, 64), codec, None, lambda _: 0)
+        exchange = collective(name)([operand], Peers(group, 0, 3), measure=False)
+        exchange.encode()
+        for transfer in exchange.job():
+            transfer.issue()
+        exchange.deliver(good=True)
+        assert [call.name for call in group.calls] == {
+            "all_reduce": ["all_reduce"], "all_gather": ["all_gather"], "scatter_reduce": ["all_to_all", "all_gather"],
+        }[name]  # fmt: skip
+        if name != "scatter_reduce":  # there a rank has its own chunk's mean, and copies of it for the others'
+            sent = codec.decode(codec.encode(x.view(64, 64)), torch.empty(64, 64))
+            torch.testing.assert_close(operand.x.view(64, 64), sent, rtol=1e-3, atol=1e-4)
+
+
+def sent_by_ranks(rank, world_size, specs):
+    found = {}
+    for spec in specs:
+        model = DistributedDataParallel(mlp(), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+        handle = nb.compress_gradients(model, spec)
+        for _ in range(3):
+            model(torch.randn(8, 64)).float().square().mean().backward()
+        found[spec] = handle.stats().last.sent_bytes
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, *thorough(4, 8)])
+def test_predicted_bytes_are_those_that_ranks_send(measurement, ranks):
+    specs = [*DEFAULT_CODECS, "dgc:density=0.01"]
+    options = [Option(spec) for spec in specs]
+    profile = measured(measurement, {Cluster(ranks): options}, lambda _: None)
+    told = {option.spec: predict(profile, option, network(ranks)).sent_nbytes for option in options}
+    for found in run_ranks(sent_by_ranks, ranks, specs):
+        assert found == {spec: pytest.approx(told[spec], abs=SLACK * ranks) for spec in specs}
+
+
+def test_what_codecs_take_is_measured_bucket_by_bucket(measurement):
+    options = [Option("topk:density=0.05+ef"), Option("powersgd:rank=2,min_ratio=1")]
+    told = []
+    profile = measured(measurement, {Cluster(4): options}, told.append)
+    assert told == [option.spec for option in options]
+    topk, powersgd = profile.codecs
+    assert (topk.collective, powersgd.collective) == ("all_gather", "factor_reduce")
+    for codec in profile.codecs:
+        for piece, bucket in zip(codec.pieces, profile.buckets, strict=True):
+            assert bool(piece.calls) == bool(bucket.layers)
+            assert len(piece.work) == len(piece.calls) == len(piece.shares)
+            assert math.isclose(sum(piece.shares), 1.0) or not piece.calls
+            assert piece.encode.at(4) > 0 or not piece.calls
+    assert topk.residual_nbytes == 4 * sum(math.prod(shape) for _, shape in profile.layers)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (nn.Identity(), "no parameter requires a gradient"),
+        (mlp().double(), "float64"),
+        (Unused(), "no gradient to other.weight, other.bias"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_refused_in_words(model, says):
+    with pytest.raises(ValueError, match=says):
+        measure(model)
+    assert not dist.is_initialized()
+
+
+def test_a_model_that_returns_its_loss_goes_backward_from_that():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(x).sum()
+
+    found = measure(WithLoss()).gradients["layer.weight"].view(64, 64)
+    assert torch.equal(found[0], found[1])  # of a sum, every row has the gradient Σ x; of its square mean, none
+
+
+def test_messages_take_time_on_this_machine():
+    host = measure_host()
+    assert host.hop_s > 0
+    assert host.cpu_s_per_byte > 0

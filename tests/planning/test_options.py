@@ -1,0 +1,123 @@
+"""Options against steps that were worked out by hand, from figures that nobody measured: round ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from narrowband.planning import (
+    Bucket,
+    Cluster,
+    Codec,
+    Host,
+    Line,
+    Link,
+    Network,
+    Option,
+    Piece,
+    Profile,
+    predict,
+)
+from narrowband.planning.choices import options, plan_of
+from narrowband.planning.links import PAYLOAD_SHARE
+
+SHAPE = (1000, 1000)
+NUMEL = 1_000_000
+SPEC = "qsgd:bits=8"
+
+GATHERED = Codec(
+    SPEC,
+    "all_gather",
+    (Piece(Line(0.1), Line(), ("all_gather",), (1.0,), (Line(),), Line(0.0, 0.05)),),
+    residual_nbytes=400,
+)
+#: One bucket, at the end of backward.
+PROFILE = Profile(1.0, 2.0, 0.5, (Bucket(2.0, (("weight", SHAPE),), NUMEL),), (GATHERED,))
+
+
+def rate_of(nbytes, seconds):
+    """The link whose payload is so many bytes in so many seconds."""
+    return f"{8 * nbytes / seconds / PAYLOAD_SHARE:.0f}bit"
+
+
+def network(nodes, nbytes, seconds, *, per_node=1, hop_s=0.0):
+    cores = 64 * per_node
+    return Network(Link.of(rate_of(nbytes, seconds)), Cluster(nodes, per_node), Host(hop_s), cores)
+
+
+def test_plain_ddp_is_compute_and_what_a_ring_sends():
+    found = predict(PROFILE, Option(None), network(4, 4 * NUMEL * 2 * 3 / 4, 3.0))
+    assert found.sent_nbytes == 6 * NUMEL
+    assert found.outcome.step_s == pytest.approx(3.5 + 3.0)
+    assert found.outcome.wire_s == pytest.approx(3.0)
+
+
+def test_a_gathered_payload_is_encoded_sent_to_all_and_decoded_of_all():
+    payload = NUMEL + NUMEL // 128 * 4 + 4  # 8 bits each, and the norm of each 128
+    found = predict(PROFILE, Option(SPEC), network(2, payload, 1.0))
+    assert found.collective == "all_gather"
+    assert found.sent_nbytes == pytest.approx(payload, rel=1e-3)
+    assert found.outcome.step_s == pytest.approx(3.5 + 0.1 + 1.0 + 2 * 0.05, rel=1e-3)
+    assert found.residual_nbytes == 400
+
+
+def test_latency_counts_every_hop_of_a_ring():
+    found = predict(PROFILE, Option(None), network(5, 1e9, 1e-6, hop_s=0.01))
+    assert found.outcome.latency_s == pytest.approx(2 * 4 * 0.01)
+    delayed = network(5, 1e9, 1e-6, hop_s=0.01)
+    delayed = replace(delayed, link=replace(delayed.link, delay_s=0.02))
+    assert predict(PROFILE, Option(None), delayed).outcome.latency_s == pytest.approx(2 * 4 * 0.03)
+
+
+def test_on_two_levels_a_machine_sends_what_one_rank_would():
+    flat = predict(PROFILE, Option(None), network(2, NUMEL, 1.0, per_node=4))
+    levels = predict(PROFILE, Option("none", levels=True), network(2, NUMEL, 1.0, per_node=4))
+    agreement = 8 * 4
+    assert levels.sent_nbytes == pytest.approx(NUMEL, abs=agreement)  # 2·(2−1)/2 of a quarter of 4 bytes each
+    assert levels.link_nbytes == pytest.approx(4 * NUMEL, abs=4 * agreement)
+    assert flat.link_nbytes == pytest.approx(2 * 7 / 8 * 4 * NUMEL)
+
+
+def test_a_round_is_shared_by_its_steps_and_hides_behind_nothing():
+    option = Option("none", every=10)
+    found = predict(PROFILE, option, network(2, 4 * NUMEL, 5.0))
+    assert found.outcome.step_s == pytest.approx(3.5 + 5.0 / 10, rel=1e-3)
+    assert found.sent_nbytes == pytest.approx(4 * NUMEL / 10, rel=1e-3)
+    assert found.residual_nbytes == 4 * NUMEL  # the copy that updates are measured from
+
+
+def test_ten_thousand_ranks_send_no_more_than_a_ring_does():
+    found = predict(PROFILE, Option(None), network(10_000, NUMEL, 1.0))
+    assert found.sent_nbytes == pytest.approx(8 * NUMEL, rel=1e-3)
+    assert found.outcome.step_s == pytest.approx(3.5 + 8.0, rel=1e-3)
+
+
+def test_asymmetric_links_go_at_the_slower_rate():
+    link = Link.of("20mbit/100mbit", "20ms")
+    assert (link.up, link.down, link.rate, link.delay_s) == (20e6, 100e6, 20e6, 0.02)
+    assert Link.of("1 Gbit/s").rate == 1e9
+
+
+@pytest.mark.parametrize("rate", ["0mbit", "1gbit/0bit", "fast", "", "5", "10parsec"])
+def test_a_link_that_cannot_be_is_refused(rate):
+    with pytest.raises(ValueError, match="200mbit"):
+        Link.of(rate)
+
+
+def test_options_are_what_the_cluster_allows():
+    flat = options(["none", SPEC], "adamw", Cluster(4), rounds=[30])
+    assert Option(None) in flat
+    assert Option(SPEC, every=30) in flat
+    assert Option("none", every=15) in flat  # was measured with AdamW
+    assert not any(option.levels for option in flat)
+    levels = options(["none", SPEC], "adamw", Cluster(2, 4), rounds=[])
+    assert Option(SPEC, levels=True) in levels
+
+
+@pytest.mark.parametrize("option", [Option(None), Option("topk:density=0.01+ef"), Option("powersgd:rank=4")])
+def test_a_plan_has_the_spec_for_every_layer(option):
+    plan = plan_of(PROFILE, option, Cluster(4))
+    plan.check({"weight": SHAPE})
+    assert plan.default == (option.spec or "none")
+    assert plan.world_size == 4
