@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import re
+import socket
 
 import pytest
+import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.bench import foretold
+from narrowband.cli import main
 from narrowband.lab import LabConfig, requirements
+from tests.ranks import run_ranks
 
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
 
@@ -108,6 +116,8 @@ def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
         (("--every", "0"), "every=0 must be at least 1"),
         (("--tolerance", "-1"), "must be a share of the loss"),
         (("--plot", "x.png"), "--plot draws a range of machines"),
+        (("--measure",), "ranks that torchrun has started"),
+        (("--measure", "--link", "1gbit"), "measure finds out link by itself"),
         (("--nodes", "2..4"), "--apply writes the plan for one cluster"),
     ],
 )
@@ -137,6 +147,31 @@ def test_a_script_that_cannot_be_measured_is_one_line(narrow, model, tmp_path, f
     assert says in err
     assert err.count("\n") == 1
     assert not target.exists()
+
+
+def planned_together(rank, world_size, model, port):
+    """What each of two ranks says that measure together, each a machine of its own."""
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1", "COLUMNS": "160"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = main(["plan", model, "--measure", "--steps", "2", "--codecs", "qsgd:bits=4"])
+    return code, said.getvalue(), dist.is_initialized()
+
+
+def test_ranks_measure_their_links_together_and_one_speaks(model):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (code, out, left), (other_code, silence, other_left) = run_ranks(planned_together, 2, model, port, fresh=True)
+    assert (code, other_code, silence) == (0, 0, "")
+    assert not left
+    assert not other_left
+    assert re.search(r"0 +1 +[\d.]+ [MG]bit/s", out)
+    assert re.search(r"1 +0 +[\d.]+ [MG]bit/s", out)
+    assert "2 ranks behind" in out
+    assert "qsgd:bits=4" in out
 
 
 @pytest.mark.root

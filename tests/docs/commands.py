@@ -184,7 +184,12 @@ def _check_torchrun(words: list[str], folder: Path) -> None:
             given = get_args_parser().parse_args(words)
         except SystemExit:
             raise CommandError(errors.getvalue()) from None
-    _check_script(given.training_script, folder)
+    if given.module:
+        if given.training_script != "narrowband.cli":
+            raise CommandError(f"torchrun -m runs narrowband.cli here, and not {given.training_script}")
+        _check_narrowband(given.training_script_args, folder, complete=True)
+    else:
+        _check_script(given.training_script, folder)
 
 
 def _check_script(name: str, folder: Path) -> None:

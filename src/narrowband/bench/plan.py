@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from narrowband.adapt import Plan
 from narrowband.bench.ranks import check_seed
@@ -23,6 +24,7 @@ from narrowband.planning import (
     Link,
     Measured,
     Network,
+    Option,
     Profile,
     Row,
     advise,
@@ -36,6 +38,7 @@ from narrowband.planning import (
 )
 from narrowband.planning.choices import check_specs
 from narrowband.planning.measure import OptimizerName
+from narrowband.planning.network import Pair, link_of, measure_pairs
 
 __all__ = ["LINKS", "Config", "Found", "Report", "run", "usable_cores"]
 
@@ -52,10 +55,14 @@ class Config:
 
     Attributes:
         batch: Samples of one rank.
-        link: Rate of each machine's link: 200mbit, 1gbit, or 20mbit/100mbit where it sends slower than it receives.
+        link: Rate of each machine's link: 200mbit, or 20mbit/100mbit where it sends slower than it receives; left out:
+            1gbit.
         delay: One-way delay between machines: 20ms, …
-        nodes: Machines: 4; or from some to many, 1..10000, for a table of what to do among how many, on which links.
-        per_node: Ranks on each; they share its link and its cores.
+        measure: Measure the links, and the step on every rank, among ranks that torchrun has started: torchrun … -m
+            narrowband.cli plan model.py:build --measure. Then link, delay, nodes and per_node are not given.
+        nodes: Machines: 4; or from some to many, 1..10000, for a table of what to do among how many, on which links;
+            left out: 2.
+        per_node: Ranks on each; they share its link and its cores. Left out: 1.
         optimizer: Whose step is measured, and with which losses were.
         codecs: Specs to choose from, for gradients.
         every: Optimizer steps from one round of updates to the next; one or several. Those that were measured with the
@@ -67,10 +74,11 @@ class Config:
     """
 
     batch: int = 8
-    link: str = "1gbit"
+    link: str | None = None
     delay: str | None = None
-    nodes: str = "2"
-    per_node: int = 1
+    measure: bool = False
+    nodes: str | None = None
+    per_node: int | None = None
     optimizer: OptimizerName = "adamw"
     codecs: tuple[str, ...] = DEFAULT_CODECS
     every: tuple[int, ...] = ()
@@ -89,25 +97,33 @@ class Config:
             raise ValueError(f"tolerance={self.tolerance} must be a share of the loss, such as 0.02")
         check_seed(self.seed)
         check_specs(self.codecs, self.every)
-        Link.of(self.link, self.delay)
+        given = [name for name in ("link", "delay", "nodes", "per_node") if getattr(self, name) is not None]
+        if self.measure and given:
+            raise ValueError(f"measure finds out {', '.join(given)} by itself: leave that out, or leave measure out")
+        self.told_link()
         if self.clusters[-1].ranks < 2:
             raise ValueError("one rank sends nothing, so there is nothing to compress; give nodes or per_node")
+
+    def told_link(self) -> Link:
+        """The link that users say."""
+        return Link.of(self.link or "1gbit", self.delay)
 
     @property
     def clusters(self) -> list[Cluster]:
         """Who may train; several where ``nodes`` is a range."""
-        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", self.nodes)
+        per_node = 1 if self.per_node is None else self.per_node
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", self.nodes or "2")
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ValueError(f"nodes={self.nodes!r} is no number of machines; write 4, or 1..10000")
         steps = {round(each * 10**power) for power in range(10) for each in (1, 2, 5)}
         numbers = sorted({first, last, *(step for step in steps if first < step < last)})
-        return [Cluster(number, self.per_node) for number in numbers]
+        return [Cluster(number, per_node) for number in numbers]
 
     @property
     def is_range(self) -> bool:
         """Whether ``nodes`` is one."""
-        return ".." in self.nodes
+        return self.nodes is not None and ".." in self.nodes
 
 
 @dataclass(frozen=True)
@@ -165,11 +181,13 @@ class Report:
         profile: of the model and the codecs.
         host: of this machine.
         found: one entry; or, for a range of machines, one for each number of them and each link.
+        pairs: the links that were measured.
     """
 
     profile: Profile
     host: Host
     found: list[Found]
+    pairs: list[Pair] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
@@ -184,7 +202,8 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        measured = {"profile": asdict(self.profile), "host": asdict(self.host)}
+        pairs = {"pairs": [asdict(pair) for pair in self.pairs]} if self.pairs else {}
+        measured = {"profile": asdict(self.profile), "host": asdict(self.host), **pairs}
         advice = [each.summary() for each in self.found]
         if len(self.found) == 1:
             return {**measured, "rows": self.found[0].rows(), "advice": advice[0]}
@@ -202,28 +221,77 @@ def run(model: str, config: Config, on_event: Callable[[str], None] = lambda _: 
     Raises:
         ValueError: a model that cannot be measured; says why.
     """
-    torch.manual_seed(config.seed)
+    if config.measure:
+        return _run_together(model, config, on_event)
     clusters = [cluster for cluster in config.clusters if cluster.ranks > 1]
-    cores = usable_cores()
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, cores // config.per_node)))
-    try:
-        measurement = _measured_step(model, config)
-        chosen = {cluster: options(config.codecs, config.optimizer, cluster, config.every) for cluster in clusters}
-        profile = measured(measurement, chosen, lambda spec: on_event(f"measuring {spec}"))
-    finally:
-        torch.set_num_threads(before)
+    profile = _profile(model, config, clusters, on_event)
     on_event("measuring messages")
     host = measure_host()
-    links = [Link.of(config.link, config.delay)]
+    links = [config.told_link()]
     if config.is_range:
         links = [replace(links[0], up=rate, down=rate) for rate in LINKS]
-    found = []
-    for cluster, link in itertools.product(clusters, links):
-        network = Network(link, cluster, host, cores)
-        predicted = [predict(profile, option, network) for option in chosen[cluster]]
-        found.append(Found(profile, network, *advise(predicted, config.optimizer, network, tolerance=config.tolerance)))
-    return Report(profile, host, found)
+    networks = [Network(link, cluster, host, usable_cores()) for cluster, link in itertools.product(clusters, links)]
+    return Report(profile, host, [_found(config, profile, network) for network in networks])
+
+
+def _run_together(model: str, config: Config, on_event: Callable[[str], None]) -> Report:
+    """The same among ranks that torchrun has started, all at the same time, on the links that there are."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "--measure is for ranks that torchrun has started: torchrun --nnodes 2 … -m narrowband.cli plan "
+            "model.py:build --measure; by yourself, say what the link is, as with --link 200mbit"
+        )
+    ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks % per_node or ranks // per_node < 2:
+        raise ValueError(
+            f"{ranks} ranks with {per_node} on each machine: --measure needs two machines or more, with as many ranks "
+            "on each; narrowband lab --nodes 2 emulates them"
+        )
+    cluster = Cluster(ranks // per_node, per_node)
+    dist.init_process_group("gloo")
+    try:
+        profile = _profile(model, config, [cluster], lambda what: _together(on_event, what))
+        _together(on_event, "measuring links")
+        pairs = measure_pairs(cluster.nodes, cluster.per_node)
+        link, latency_s = link_of(pairs, cluster.nodes)
+        # The same on all ranks: the profile of the slowest, whom the others wait for.
+        profiles: list[Profile] = [profile] * ranks
+        dist.all_gather_object(profiles, profile)
+        slowest = max(profiles, key=lambda each: each.compute_s)
+        host = replace(measure_host(), hop_s=latency_s)
+    finally:
+        dist.destroy_process_group()
+    network = Network(link, cluster, host, usable_cores())
+    return Report(slowest, host, [_found(config, slowest, network)], pairs)
+
+
+def _together(on_event: Callable[[str], None], what: str) -> None:
+    """All ranks measure the same at the same time, since those of a machine share its cores."""
+    on_event(what)
+    dist.barrier()
+
+
+def _profile(model: str, config: Config, clusters: Sequence[Cluster], on_event: Callable[[str], None]) -> Profile:
+    """Measure the model, and all codecs that it may need in these clusters."""
+    torch.manual_seed(config.seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, usable_cores() // clusters[0].per_node)))
+    try:
+        on_event("measuring the model")
+        measurement = _measured_step(model, config)
+        chosen = {cluster: _options(config, cluster) for cluster in clusters}
+        return measured(measurement, chosen, lambda spec: on_event(f"measuring {spec}"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _options(config: Config, cluster: Cluster) -> list[Option]:
+    return options(config.codecs, config.optimizer, cluster, config.every)
+
+
+def _found(config: Config, profile: Profile, network: Network) -> Found:
+    predicted = [predict(profile, option, network) for option in _options(config, network.cluster)]
+    return Found(profile, network, *advise(predicted, config.optimizer, network, tolerance=config.tolerance))
 
 
 def usable_cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +30,7 @@ class Plan:
       narrowband plan train.py:build --link 20mbit/100mbit --delay 20ms --nodes 2 --optimizer sgd --json plan-rows.json
       narrowband plan gpt --link 1gbit --nodes 4 --per-node 2 --apply plan.json
       narrowband plan train.py:build --nodes 1..10000 --plot range.png
+      narrowband lab --nodes 2 --rate 200mbit -- python -m narrowband.cli plan train.py:build --measure
       narrowband plan train.py:build --link 100mbit --codecs none fp16 qsgd:bits=2+ef --every 10 50
     """
 
@@ -53,6 +55,8 @@ class Plan:
         check_output(self.apply, self.plot, self.json)
         with console.status("building") as status:
             report = plan.run(self.model, self.config, status.update)
+        if self.config.measure and os.environ["RANK"] != "0":
+            return DONE  # all ranks know the same, and one says it
         if self.config.is_range:
             self._show_range(console, report)
         else:
@@ -67,8 +71,10 @@ class Plan:
 
     def _show_one(self, console: Console, report: plan.Report) -> None:
         from narrowband.planning import call_of
-        from narrowband.report.tables import PARTS, advice_table
+        from narrowband.report.tables import PARTS, advice_table, pairs_table
 
+        if report.pairs:
+            console.print(pairs_table([asdict(pair) for pair in report.pairs]))
         found = report.found[0]
         network, advice = found.network, found.advice
         title = f"{self.model}, {network.cluster} behind {network.link}: predicted steps"

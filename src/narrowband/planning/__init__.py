@@ -1,8 +1,9 @@
 """Does compression pay: what a step takes on a link, before anything is trained.
 
-``measure.py`` finds out, in one process, when backward has its buckets and how long codecs take with them;
-``simulation.py`` plays a step through on any link, among any number of ranks; ``options.py`` says what there is to
-choose from, and ``advice.py`` which of it to take. ``facts.py`` knows what it costs in loss.
+``measure.py`` finds out, in one process, when backward has its buckets and how long codecs take with them; ``host.py``
+and ``network.py`` what messages take on this machine, and between machines. ``simulation.py`` plays a step through on
+any link, among any number of ranks; ``options.py`` and ``choices.py`` say what there is to choose from, and
+``advice.py`` which of it to take. ``facts.py`` knows what it costs in loss.
 """
 
 from __future__ import annotations

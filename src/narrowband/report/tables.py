@@ -30,6 +30,7 @@ __all__ = [
     "kernels_table",
     "lab_table",
     "memory_table",
+    "pairs_table",
     "peers_table",
     "pipeline_table",
     "plan_table",
@@ -223,6 +224,15 @@ def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
             format_or_dash("{:+.1%}".format, row["error"]),
             format_or_dash("{:+.1%}".format, row["predicted_compute_s"] / row["measured_compute_s"] - 1.0),
         )
+    return table
+
+
+def pairs_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The links between machines that ``plan --measure`` found."""
+    table = _table("Links, one direction at a time, as payload", "from", "to", "rate", "latency")
+    for row in rows:
+        rate, latency = format_rate(row["rate"]), format_seconds(row["latency_s"])
+        table.add_row(str(row["source"]), str(row["target"]), rate, latency)
     return table
 
 
