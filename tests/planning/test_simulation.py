@@ -39,7 +39,7 @@ def test_the_wire_of_a_bucket_hides_behind_the_rest_of_backward():
     # The first is on the wire from 0.5 to 1.25 s. Backward ends at 1.0, and the second is on the wire until 1.5 s.
     step = Step(1.0, (Arrival(0.5, messages=(gathered(3e6),)), Arrival(1.0, messages=(gathered(1e6),))))
     assert seconds(step, rate=4e6, slots=1) == pytest.approx(1.5)
-    assert seconds(step, rate=4e6, slots=2) == pytest.approx(1.5)  # they share it, and take as long together
+    assert seconds(step, rate=4e6, slots=2) == pytest.approx(1.5)  # the second waits for the first
     assert seconds(step, rate=16e6) == pytest.approx(1.0625)  # the first has gone long before
 
 
@@ -97,7 +97,7 @@ def test_what_is_decided_early_is_decoded_while_the_last_payload_is_on_the_wire(
 def test_phases_of_a_message_all_begin_before_those_of_the_next():
     two_phases = Message(0.0, (Transfer(1e6), Transfer(1e6)), (0.5, 0.0))
     step = Step(0.0, (Arrival(0.0, messages=(two_phases, gathered(1e6))),))
-    # 1 s, half a second of work while the wire is idle, then both share it for 2 s.
+    # 1 s, half a second of work while the wire is idle, then 1 s for the second phase and 1 s for what waits.
     assert seconds(step, rate=1e6) == pytest.approx(3.5)
     # An exchange from rank to rank has a queue of its own, but the message behind still waits for the second phase.
     pairs = Message(0.0, (Transfer(1e6, queue="pairs"), Transfer(1e6)), (0.5, 0.0))
@@ -108,6 +108,13 @@ def test_everything_waits_for_a_message_that_is_exclusive():
     first = Message(0.0, (Transfer(0.0, 0.25),), (0.0,), exclusive=True)
     step = Step(0.0, (Arrival(0.0, messages=(first, gathered(1e6))),))
     assert seconds(step, rate=1e6) == pytest.approx(1.25)
+
+
+def test_a_short_message_waits_behind_a_long_one():
+    flag = Message(0.0, (Transfer(1.0),), (0.0,))
+    early = Message(0.0, (Transfer(1e6),), (0.0,), 0.5, decides=False)
+    step = Step(0.0, (Arrival(0.0, messages=(early, flag)),), transaction=True)
+    assert seconds(step, rate=1e6) == pytest.approx(1.5, abs=1e-5)  # decided when both have arrived
 
 
 def test_slots_bound_how_many_latencies_overlap():

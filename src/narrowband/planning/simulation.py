@@ -10,8 +10,9 @@ What there is:
 * *compute*: forward, backward and optimizer, with the moments at which DDP's buckets are complete;
 * *the engine*: one thread with an inbox, as :class:`~narrowband.collectives.Engine` has it. It encodes, begins
   collectives in one order on all ranks, and decodes what has arrived. While a payload is on the wire it goes on;
-* *the wire*: collectives under way share it. A process group has so many at a time, others wait for their turn. Each
-  takes its latency first, and then its bytes;
+* *the wire*: a process group has so many collectives under way at a time, others wait for their turn. Latencies
+  overlap. Bytes go in the order in which collectives began, since all that a rank sends to another goes through one
+  connection: a short message waits behind a long one;
 * *the node's thread*, on two levels: it sums a bucket inside the node before the engine gets it;
 * *cores*: what computes, encodes, and copies bytes into sockets shares them. Each thread gets an equal share of the
   cores, but no more than it can use.
@@ -411,9 +412,10 @@ class _Play:
 
     def _advance(self) -> None:
         """Until the next event."""
-        rates, sending = self._rates(), [x for x in self._wire if x.latency_s <= _OVER_S]
+        rates, sending = self._rates(), self._sending()
         ends = [x.latency_s for x in self._wire if x.latency_s > _OVER_S]
-        ends += [x.nbytes / rates.wire for x in sending]
+        if sending is not None:
+            ends.append(sending.nbytes / rates.wire)
         if not self._is_computed:
             arrivals = self._step.arrivals[self._next_arrival : self._next_arrival + 1]
             until = min([self._step.until_s, *(arrival.at_s for arrival in arrivals)])
@@ -422,33 +424,36 @@ class _Play:
             if thread.current is not None:
                 ends.append(thread.left_s / rate)
         took = min(ends)
-        self._blame(took, rates, sending=bool(sending))
+        self._blame(took, rates, sending=sending is not None)
         self._now += took
         if not self._is_computed:
             self._computed += took * rates.compute
         for thread, rate in ((self._engine, rates.engine), (self._node, rates.node)):
             if thread.current is not None:
                 thread.left_s -= took * rate
+        if sending is not None:
+            sending.nbytes -= took * rates.wire
         for x in self._wire:
-            if x.latency_s > _OVER_S:
-                x.latency_s -= took
-            else:
-                x.nbytes -= took * rates.wire
+            x.latency_s -= min(took, x.latency_s)
+
+    def _sending(self) -> _OnWire | None:
+        """The transfer whose bytes are on the wire: the first that has any left, and whose latency is over."""
+        return next((x for x in self._wire if x.latency_s <= _OVER_S and x.nbytes > _OVER_NBYTES), None)
 
     def _rates(self) -> _Rates:
         machine = self._machine
-        sending = sum(x.latency_s <= _OVER_S for x in self._wire)
-        share = machine.rate / sending if sending else 0.0
-        needs = min(1.0, share * machine.cpu_s_per_byte) if sending else 0.0
+        sending = self._sending() is not None
+        wire = machine.rate
+        needs = min(1.0, wire * machine.cpu_s_per_byte) if sending else 0.0
         computing, encoding = not self._is_computed, self._engine.current is not None
         inside = self._node.current is not None
-        threads = [(machine.threads, 1.0)] * (computing + encoding) + [(1, 1.0)] * inside + [(sending, needs)]
+        threads = [(machine.threads, 1.0)] * (computing + encoding) + [(1, 1.0)] * inside + [(1, needs)] * sending
         level = _level(threads, machine.cores)
         alone = min(1.0, machine.cores / machine.threads)
         arithmetic = min(1.0, level) / alone
         if needs:
-            share = min(share, min(needs, level) / machine.cpu_s_per_byte)
-        return _Rates(arithmetic, arithmetic, min(1.0, level) / min(1.0, machine.cores), share)
+            wire = min(wire, min(needs, level) / machine.cpu_s_per_byte)
+        return _Rates(arithmetic, arithmetic, min(1.0, level) / min(1.0, machine.cores), wire)
 
     def _blame(self, took: float, rates: _Rates, *, sending: bool) -> None:
         """What it is that makes the step longer now."""
