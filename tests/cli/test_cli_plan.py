@@ -91,6 +91,16 @@ def test_do_not_compress_is_an_answer_and_a_plan(narrow, model, tmp_path):
     assert set(nb.Plan.load(apply).specs().values()) == {"none"}
 
 
+def test_on_two_levels_the_line_for_a_script_says_how_many_machines(narrow, model, tmp_path):
+    apply = tmp_path / "plan.json"
+    words = (*QUICK, "--link", "1mbit", "--nodes", "2", "--per-node", "2", "--apply", str(apply))
+    code, out, err = narrow("plan", model, *words)
+    assert (code, err) == (0, "")
+    assert "Compress: among 2 machines of 2 ranks behind 1 Mbit/s, qsgd:bits=4, two levels" in " ".join(out.split())
+    assert ", nodes=2)" in out
+    assert nb.Plan.load(apply).world_size == 2
+
+
 def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
     told, picture = tmp_path / "rows.json", tmp_path / "range.png"
     words = ("--steps", "2", "--codecs", "fp16", "sign+ef", "--nodes", "1..10000")
@@ -113,6 +123,8 @@ def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
         (("--nodes", "1"), "one rank sends nothing"),
         (("--nodes", "4..2"), "write 4, or 1..10000"),
         (("--codecs", "topk:densty=1"), "did you mean 'density'?"),
+        (("--codecs", "threshold:value=0.1+ef"), "depends on the gradients, so nobody can predict it"),
+        (("--codecs", "qsgd:bits=4+aq-sgd"), "is for activations between stages"),
         (("--every", "0"), "every=0 must be at least 1"),
         (("--tolerance", "-1"), "must be a share of the loss"),
         (("--plot", "x.png"), "--plot draws a range of machines"),

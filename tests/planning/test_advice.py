@@ -52,6 +52,17 @@ def test_sixteen_bits_are_what_compression_has_to_beat():
     assert found.sentence.startswith("Do not compress, but send 16 bits")
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [("none", "sum inside each machine first:"), ("fp16", "sum inside each machine first and send 16")],
+)
+def test_two_levels_lose_nothing_and_are_named_in_words(spec, says):
+    predicted = [taking(Option(None), 1.0), taking(Option(spec, levels=True), 0.6)]
+    _, found = advise(predicted, "sgd", NETWORK)
+    assert (found.row.option.levels, found.compress) == (True, False)
+    assert found.sentence.startswith(f"Do not compress, but {says}")
+
+
 def test_what_was_never_measured_is_named_and_not_advised():
     _, found = advice(ddp=1.0, fp16=0.6, mine=0.2)
     assert not found.compress

@@ -23,6 +23,7 @@ from narrowband.planning import (
     measure_step,
     measured,
     optimizer_of,
+    plan_of,
     predict,
 )
 from narrowband.planning.echo import EchoGroup
@@ -94,24 +95,31 @@ def test_an_echo_is_the_average_among_equals():
             torch.testing.assert_close(operand.x.view(64, 64), sent, rtol=1e-3, atol=1e-4)
 
 
-def sent_by_ranks(rank, world_size, specs):
+def sent_by_ranks(rank, world_size, plans):
+    """Bytes of a step with each plan, as text."""
     found = {}
-    for spec in specs:
+    for spec, text in plans.items():
         model = DistributedDataParallel(mlp(), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
-        handle = nb.compress_gradients(model, spec)
+        handle = nb.compress_gradients(model, nb.Plan.from_json(text))
         for _ in range(3):
             model(torch.randn(8, 64)).float().square().mean().backward()
+        assert {str(handle.layers.spec_for(name)) for name in handle.plan.specs()} == {spec}
         found[spec] = handle.stats().last.sent_bytes
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, *thorough(4, 8)])
-def test_predicted_bytes_are_those_that_ranks_send(measurement, ranks):
-    specs = [*DEFAULT_CODECS, "dgc:density=0.01"]
+ALL = (*DEFAULT_CODECS, "dgc:density=0.01")
+#: One for each collective, among four.
+FEW = ("fp16", "qsgd:bits=4", "topk:density=0.01+ef", "powersgd:rank=4")
+
+
+@pytest.mark.parametrize(("ranks", "specs"), [(4, FEW), *thorough((2, ALL), (4, ALL), (8, ALL))])
+def test_ranks_follow_plans_and_send_the_predicted_bytes(measurement, ranks, specs):
     options = [Option(spec) for spec in specs]
     profile = measured(measurement, {Cluster(ranks): options}, lambda _: None)
     told = {option.spec: predict(profile, option, network(ranks)).sent_nbytes for option in options}
-    for found in run_ranks(sent_by_ranks, ranks, specs):
+    plans = {option.spec: plan_of(profile, option, Cluster(ranks)).to_json() for option in options}
+    for found in run_ranks(sent_by_ranks, ranks, plans):
         assert found == {spec: pytest.approx(told[spec], abs=SLACK * ranks) for spec in specs}
 
 
@@ -140,12 +148,22 @@ class Unused(nn.Module):
         return self.used(x)
 
 
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 64, sparse=True)
+
+    def forward(self, x):
+        return self.table(torch.zeros(len(x), dtype=torch.int64))
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         (nn.Identity(), "no parameter requires a gradient"),
         (mlp().double(), "float64"),
         (Unused(), "no gradient to other.weight, other.bias"),
+        (Sparse(), "the gradient of table.weight is sparse"),
     ],
 )
 def test_a_model_that_cannot_be_measured_is_refused_in_words(model, says):

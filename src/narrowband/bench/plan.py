@@ -162,6 +162,7 @@ class Found:
             "per_node": cluster.per_node,
             "rate_bits_per_s": self.network.link.rate,
             "name": advice.row.name,
+            **asdict(advice.row.option),
             "compress": advice.compress,
             "step_s": advice.row.step_s,
             "times_as_fast": advice.times,

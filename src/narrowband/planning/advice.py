@@ -128,13 +128,19 @@ def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, 
     )
     if baseline is not plain:
         return (
-            f"Do not compress, but send 16 bits: among {where}, {baseline.name} would take "
+            f"Do not compress, but {_instead(baseline.option)}: among {where}, {baseline.name} would take "
             f"{format_seconds(baseline.step_s)} per step and {plain.name} {format_seconds(plain.step_s)}; {nothing}."
         )
     return (
         f"Do not compress: among {where}, {plain.name} would take {format_seconds(plain.step_s)} per step, of which "
         f"{format_seconds(alone)} are compute, and {nothing}."
     )
+
+
+def _instead(option: Option) -> str:
+    """What to do that loses nothing to speak of."""
+    first = "sum inside each machine first" if option.levels else ""
+    return " and ".join(filter(None, (first, "" if option.spec == "none" else "send 16 bits")))
 
 
 def _about(row: Row, optimizer: str) -> str:

@@ -32,6 +32,8 @@ def check_specs(specs: Sequence[str], rounds: Sequence[int]) -> None:
         chosen = compression(spec)
         if chosen.feedback is not None and chosen.feedback.per_sample:
             raise ValueError(f"{spec} is for activations between stages, and not for gradients; leave it out")
+        if not chosen.codec.fixed_size:
+            raise ValueError(f"how much {spec} sends depends on the gradients, so nobody can predict it; leave it out")
     for every in rounds:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")

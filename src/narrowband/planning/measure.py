@@ -99,7 +99,8 @@ def measure_step(
         steps: that are timed.
 
     Raises:
-        ValueError: a model that has nothing to train, or not in float32, or returns nothing to go backward from.
+        ValueError: a model that has nothing to train, or not in float32, or returns nothing to go backward from, or
+            whose backward leaves something out.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -166,6 +167,9 @@ def _try(
             f"backward gives no gradient to {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}: freeze what is "
             "not used with requires_grad_(False), or return what depends on it"
         )
+    sparse = [name for name, p in trained if p.grad is not None and p.grad.is_sparse]
+    if sparse:
+        raise ValueError(f"the gradient of {', '.join(sparse)} is sparse, which is not measured: give sparse=False")
     model.zero_grad(set_to_none=True)
 
 

@@ -112,4 +112,4 @@ def range_picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _choice(row: dict[str, Any]) -> str:
-    return row["name"] if row["compress"] or row["name"] in ("fp16", "bf16") else "do not compress"
+    return "do not compress" if row["spec"] is None else row["name"]

@@ -59,7 +59,7 @@ PARTS = (
 #: What the cells of a table of ranges say; printed below it.
 RANGE = (
     "What to send, and how many times as fast a step is as the best that does not compress. "
-    f"{NOTHING}: do not compress; fp16: send 16 bits, and compress no further."
+    f"{NOTHING}: do not compress. Without a number: what is faster and loses nothing to speak of, such as 16 bits."
 )
 
 
@@ -248,7 +248,7 @@ def range_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def _do(row: dict[str, Any]) -> str:
     if not row["compress"]:
-        return row["name"] if row["name"] in ("fp16", "bf16") else NOTHING
+        return NOTHING if row["spec"] is None else row["name"].replace(", ", ",\n")
     return escape(f"{row['name'].replace(':', ':' + chr(10))}\n{row['times_as_fast']:.1f} ×")
 
 
