@@ -194,7 +194,8 @@ def test_predictions_stand_beside_measurements(tmp_path, narrow):
     words = ("--model", "gpt-tiny", "--rates", "100mbit", "--nodes", "2", "--codecs", "none", "qsgd:bits=4")
     code, out, err = narrow("bench", "plan", *words, "--rounds", "1", "--steps", "2", "--json", str(told))
     assert (code, err) == (0, "")
-    assert "Predictions are off by" in out
+    assert "Predictions are off: " in out
+    assert "At the speed of the measurement: " in out
     rows = json.loads(told.read_text())["rows"]
     assert [row["codec"] for row in rows] == ["none", "qsgd:bits=4"]
     for row in rows:

@@ -93,6 +93,15 @@ def test_ten_thousand_ranks_send_no_more_than_a_ring_does():
     assert found.outcome.step_s == pytest.approx(3.5 + 8.0, rel=1e-3)
 
 
+def test_on_a_slower_processor_everything_but_the_link_takes_longer():
+    where = network(2, 1e6, 1.0)
+    for option in (Option(None), Option(SPEC), Option("none", every=2)):
+        fast, slow = (predict(profile, option, where).outcome for profile in (PROFILE, PROFILE.on_slower(3.0)))
+        assert slow.compute_s == pytest.approx(3 * fast.compute_s)
+        assert slow.codec_s == pytest.approx(3 * fast.codec_s)
+        assert slow.wire_s == pytest.approx(fast.wire_s)
+
+
 def test_asymmetric_links_go_at_the_slower_rate():
     link = Link.of("20mbit/100mbit", "20ms")
     assert (link.up, link.down, link.rate, link.delay_s) == (20e6, 100e6, 20e6, 0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,15 @@ def test_what_diverged_is_said_to_have():
     text = drawn(tables.demo_table([demo_row("none", 1e6), demo_row("sign", 1e5, None), demo_row("x", 1e5, math.nan)]))
     assert text.count("diverged") == 2
     assert "nan" not in text
+
+
+def test_predictions_beside_measurements_have_two_errors():
+    row = {
+        "codec": "qsgd:bits=4", "nodes": 2, "rate": "200mbit", "predicted_step_s": 0.15, "measured_step_s": 0.2,
+        "error": -0.25, "predicted_compute_s": 0.05, "measured_compute_s": 0.1, "at_that_speed_step_s": 0.18,
+        "at_that_speed_error": -0.1,
+    }  # fmt: skip
+    said = drawn(tables.foretold_table([row, row | dict.fromkeys(("measured_step_s", "error", "measured_compute_s"))]))
+    assert re.search(r"150 ms +200 ms +-25.0% +-50.0% +180 ms +-10.0%", said)
+    assert re.search(r"150 ms +– +– +–", said)
+    assert said.count("error") == 2

@@ -5,6 +5,10 @@ gradients, what a small message takes), all at the same time, since they share t
 then simulated. After that the same ranks train, as in :mod:`narrowband.bench.ddp`, and how long steps take stands
 beside how long they were said to take. Nothing that was measured of these steps enters the predictions.
 
+A machine that others use, too, is faster in one minute than in the next. So each row has a second prediction, of a
+processor as fast as it was when the row was measured: that of the step with nothing sent, right before each round. The
+error of the first is what a user meets; that of the second is the simulation's.
+
 ``run`` starts the ranks and puts rows together; this module run as ``python -m`` is one rank.
 """
 
@@ -114,7 +118,8 @@ def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> lis
 
     Rows hold ``codec``, ``rate``, ``nodes``, ``predicted_step_s``, ``measured_step_s``, ``error`` (how far the
     prediction is from the measurement, as a share of that; None where a row failed), ``predicted_compute_s`` and
-    ``measured_compute_s`` (of the step with nothing sent), ``predicted_sent_bytes`` and ``measured_sent_bytes``.
+    ``measured_compute_s`` (of the step with nothing sent), ``at_that_speed_step_s`` and ``at_that_speed_error`` (of the
+    second prediction), ``predicted_sent_bytes`` and ``measured_sent_bytes``.
 
     Args:
         on_event: called with what is done next, see :func:`count`.
@@ -127,45 +132,50 @@ def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> lis
     for nodes, rate in itertools.product(config.nodes, config.rates):
         where = f"{nodes} ranks, {rate}"
         on_event(f"{where}: predicting")
-        foretold = _foretold(config, rate, nodes)
+        profile, network = _measured(config, rate, nodes)
         on_event(f"{where}: training")
-        rows += [_beside(row, foretold) for row in ddp.run(config.session(rate, nodes)) if row["codec"] in foretold]
+        measured_rows = ddp.run(config.session(rate, nodes))
+        rows += [_beside(row, profile, network) for row in measured_rows if row["codec"] in config.codecs]
     return rows
 
 
-def _beside(row: dict[str, Any], foretold: dict[str, dict[str, float]]) -> dict[str, Any]:
-    said, took = foretold[row["codec"]], row["step_s"]
-    compute = statistics.median(row["round_compute_s"]) if "round_compute_s" in row else took
-    return {
+def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str, Any]:
+    """What is predicted of a row of ``bench ddp``, beside it."""
+    option, took = Option(row["codec"]), row["step_s"]
+    said = predict(profile, option, network)
+    step_s = said.outcome.step_s
+    found = {
         "codec": row["codec"],
         "rate": row["rate"],
         "nodes": row["nodes"],
-        "predicted_step_s": said["step_s"],
+        "predicted_step_s": step_s,
         "measured_step_s": took,
-        "error": None if took is None else said["step_s"] / took - 1.0,
-        "predicted_compute_s": said["compute_s"],
-        "measured_compute_s": compute,
-        "predicted_sent_bytes": said["sent_bytes"],
+        "error": None,
+        "predicted_compute_s": said.outcome.compute_s,
+        "measured_compute_s": None,
+        "at_that_speed_step_s": None,
+        "at_that_speed_error": None,
+        "predicted_sent_bytes": said.sent_nbytes,
         "measured_sent_bytes": row["sent_bytes_per_step"],
+    }
+    if took is None:
+        return found
+    compute_s = statistics.median(row["round_compute_s"])
+    at_that_speed = predict(profile.on_slower(compute_s / profile.compute_s), option, network).outcome.step_s
+    return found | {
+        "error": step_s / took - 1.0,
+        "measured_compute_s": compute_s,
+        "at_that_speed_step_s": at_that_speed,
+        "at_that_speed_error": at_that_speed / took - 1.0,
     }
 
 
-def _foretold(config: Config, rate: str, nodes: int) -> dict[str, dict[str, float]]:
-    """Name of a row of ``bench ddp`` → what is predicted of it."""
-    place = LabConfig(nodes=nodes, rate=rate)
-    found = run_ranks("narrowband.bench.foretold", asdict(config), place)
+def _measured(config: Config, rate: str, nodes: int) -> tuple[Profile, Network]:
+    """What ranks behind such links measure."""
+    found = run_ranks("narrowband.bench.foretold", asdict(config), LabConfig(nodes=nodes, rate=rate))
     profile = _profile(found[0]["profile"])
     host = Host(*(statistics.fmean(rank[key] for rank in found) for key in ("hop_s", "cpu_s_per_byte")))
-    network = Network(Link.of(rate), Cluster(nodes), host, found[0]["cores"])
-    said = {}
-    for spec in config.codecs:
-        predicted = predict(profile, Option(spec), network)
-        said[spec] = {
-            "step_s": predicted.outcome.step_s,
-            "compute_s": predicted.outcome.compute_s,
-            "sent_bytes": predicted.sent_nbytes,
-        }
-    return said
+    return profile, Network(Link.of(rate), Cluster(nodes), host, found[0]["cores"])
 
 
 def _profile(fields: dict[str, Any]) -> Profile:

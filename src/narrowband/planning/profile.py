@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Bucket", "Codec", "Line", "Piece", "Profile", "total"]
 
@@ -19,6 +19,9 @@ class Line:
     def at(self, ranks: int) -> float:
         """Among so many ranks."""
         return self.fixed + self.each * ranks
+
+    def __mul__(self, factor: float) -> Line:
+        return Line(self.fixed * factor, self.each * factor)
 
     def __add__(self, other: Line) -> Line:
         return Line(self.fixed + other.fixed, self.each + other.each)
@@ -57,6 +60,11 @@ class Piece:
     shares: tuple[float, ...] = ()
     work: tuple[Line, ...] = ()
     deliver: Line = field(default_factory=Line)
+
+    def __mul__(self, factor: float) -> Piece:
+        work = tuple(line * factor for line in self.work)
+        lines = {name: getattr(self, name) * factor for name in ("encode", "begin", "deliver")}
+        return replace(self, work=work, **lines)
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,27 @@ class Profile:
     def layers(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of all that is compressed, in the order of backward."""
         return [layer for bucket in self.buckets for layer in bucket.layers]
+
+    def on_slower(self, factor: float) -> Profile:
+        """What would have been measured on a processor that takes so many times as long for everything."""
+        buckets = tuple(
+            replace(
+                bucket,
+                ready_s=bucket.ready_s * factor,
+                divide_s=bucket.divide_s * factor,
+                copy_s=bucket.copy_s * factor,
+            )
+            for bucket in self.buckets
+        )
+        codecs = tuple(replace(codec, pieces=tuple(x * factor for x in codec.pieces)) for codec in self.codecs)
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            optimizer_s=self.optimizer_s * factor,
+            buckets=buckets,
+            codecs=codecs,
+        )
 
     def codec(self, spec: str, collective: str) -> Codec:
         """What was measured of a spec.

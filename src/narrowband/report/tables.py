@@ -211,9 +211,8 @@ def advice_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench plan``."""
-    table = _table(
-        "Predicted and measured steps", "codec", "ranks", "link", "predicted", "measured", "error", "compute"
-    )
+    columns = ("codec", "ranks", "link", "predicted", "measured", "error", "compute", "at that\nspeed", "error")
+    table = _table("Predicted and measured steps; compute: how far that alone was off", *columns)
     for row in rows:
         table.add_row(
             escape(row["codec"]),
@@ -222,7 +221,9 @@ def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
             format_seconds(row["predicted_step_s"]),
             format_or_dash(format_seconds, row["measured_step_s"]),
             format_or_dash("{:+.1%}".format, row["error"]),
-            format_or_dash("{:+.1%}".format, row["predicted_compute_s"] / row["measured_compute_s"] - 1.0),
+            format_or_dash("{:+.1%}".format, _off(row["predicted_compute_s"], row["measured_compute_s"])),
+            format_or_dash(format_seconds, row["at_that_speed_step_s"]),
+            format_or_dash("{:+.1%}".format, row["at_that_speed_error"]),
         )
     return table
 
@@ -234,6 +235,10 @@ def pairs_table(rows: Sequence[dict[str, Any]]) -> Table:
         rate, latency = format_rate(row["rate"]), format_seconds(row["latency_s"])
         table.add_row(str(row["source"]), str(row["target"]), rate, latency)
     return table
+
+
+def _off(said: float, was: float | None) -> float | None:
+    return None if was is None else said / was - 1.0
 
 
 def range_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
