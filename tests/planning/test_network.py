@@ -9,13 +9,14 @@ import pytest
 from narrowband.planning.links import PAYLOAD_SHARE
 from narrowband.planning.network import Pair, link_of, measure_pairs
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 
 def pairs_of(rank, world_size, nodes, per_node):
     return measure_pairs(nodes, per_node)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), *thorough((3, 1))])
 def test_every_pair_is_measured_in_both_directions_and_all_ranks_know(nodes, per_node):
     answers = run_ranks(pairs_of, nodes * per_node, nodes, per_node)
     assert all(answer == answers[0] for answer in answers)

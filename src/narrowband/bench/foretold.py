@@ -50,6 +50,7 @@ from narrowband.planning import (
     measured,
     predict,
 )
+from narrowband.planning.host import PAUSE_S
 
 __all__ = ["Config", "count", "run"]
 
@@ -244,6 +245,8 @@ def _messages(ranks: int) -> tuple[float, float]:
     x, out = torch.zeros(_SMALL), torch.zeros(_SMALL * ranks)
     taken: list[float] = []
     for _ in range(_TIMES_SMALL):
+        dist.barrier()
+        time.sleep(PAUSE_S)
         begin = time.perf_counter()
         all_gather_single(out, x)
         taken.append(time.perf_counter() - begin)
@@ -253,7 +256,7 @@ def _messages(ranks: int) -> tuple[float, float]:
     for _ in range(_TIMES_LARGE):
         dist.all_reduce(large)
     spent = time.process_time() - begin
-    return statistics.median(taken) / (ranks - 1), spent / (_TIMES_LARGE * all_reduce_nbytes(large.nbytes, ranks))
+    return statistics.fmean(taken) / (ranks - 1), spent / (_TIMES_LARGE * all_reduce_nbytes(large.nbytes, ranks))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from narrowband.planning.host import PAUSE_S
 from narrowband.planning.links import PAYLOAD_SHARE, Link
 
 __all__ = ["Pair", "link_of", "measure_pairs"]
@@ -82,11 +83,12 @@ def _send(to: int) -> tuple[float, float]:
     short = torch.zeros(1)
     trips = []
     for _ in range(_ROUND_TRIPS):
+        time.sleep(PAUSE_S)
         begin = time.perf_counter()
         dist.send(short, to)
         dist.recv(short, to)
         trips.append(time.perf_counter() - begin)
-    round_trip = statistics.median(trips)
+    round_trip = statistics.fmean(trips)
     nbytes = _FIRST_NBYTES
     while True:
         long = torch.zeros(nbytes, dtype=torch.uint8)
@@ -97,7 +99,7 @@ def _send(to: int) -> tuple[float, float]:
         done = took >= _LONG_S or nbytes >= _MOST_NBYTES
         dist.send(torch.tensor([float(done)]), to)
         if done:
-            return 8 * nbytes / max(took - round_trip, 1e-9), round_trip / 2
+            return 8 * nbytes / max(took - min(trips), 1e-9), round_trip / 2
         nbytes *= 2
 
 
