@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TARGET", "main", "table"]
+from narrowband.report.record import write_text
+from reproduce.command import command_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["TARGET", "Options", "main", "table"]
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -64,11 +73,24 @@ def _local() -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Write the table."""
+@dataclass(frozen=True)
+class Options:
+    """Write what ``narrowband plan`` knows of losses, from the records in the repository. Nothing is measured."""
+
+    file: Path = TARGET
+    """Where it goes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
+    return command_line("facts", Options, _run, argv, stopped="The file is whole, if it was written.")
+
+
+def _run(options: Options, _: list[str], console: Console) -> None:
     lines = ",\n".join(f" {json.dumps(fact, ensure_ascii=False)}" for fact in table())
-    TARGET.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    write_text(options.file, f"[\n{lines}\n]\n")
+    console.print(f"written: {options.file}", style="dim", markup=False, highlight=False)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
