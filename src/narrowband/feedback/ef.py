@@ -24,7 +24,9 @@ counts β^t, and sums are no longer kept. SparseLoCo (Sarfi et al. 2025, arXiv 2
 updates are sent, and not gradients.
 
 With ``store=bf16`` or ``int8`` the residual is kept in 2 bytes or about 1 between steps, rounded stochastically, so
-that sums are kept on average: E[e] = p − C(p). It is read into float32 while its tensor is encoded.
+that sums are kept on average: E[e] = p − C(p). Behind top-k with values in float32 one pass over gradient and residual
+does all of it (:func:`narrowband.kernels.compensate_kept`); otherwise it is read into float32 while its tensor is
+encoded.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.base import SelectingCodec, dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 from narrowband.feedback.kept import Kept, Store
@@ -99,6 +101,8 @@ class ErrorFeedback(Feedback):
     _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Where residuals are kept in fewer bits: those of tensors that are being encoded.
     _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Tensors that were encoded and committed in one pass, and whether what is kept of them has changed.
+    _in_one_pass: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     _owner_errors: dict[str, _OwnerError] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -120,18 +124,21 @@ class ErrorFeedback(Feedback):
         out: Tensor | None = None,
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        residual = self.residual(key)
-        if residual is None:
-            residual = torch.zeros(x.numel(), device=x.device)
-            self.add_residual(key, residual)
-        elif residual.numel() != x.numel():
+        if not self.holds(key):
+            self.add_residual(key, torch.zeros(x.numel(), device=x.device))
+        numel = self._residuals[key].numel() if self.store == "fp32" else self._kept[key].numel
+        if numel != x.numel():
             raise ValueError(
-                f"the residual of {key!r} has {residual.numel()} elements, so {x.numel()} cannot be encoded there; "
+                f"the residual of {key!r} has {numel} elements, so {x.numel()} cannot be encoded there; "
                 "use another key, or load the state of this model"
             )
         if commit and not self.can_roll_back(x):
             raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
         self._seeds[key] = seed
+        self._in_one_pass.pop(key, None)
+        if commit and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
+            return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
+        residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
         if x.dtype != torch.float32:
             if codec.exact:  # sends what has 16 bits in 16 bits
                 total = (residual * self.decay + x).to(x.dtype)
@@ -145,6 +152,23 @@ class ErrorFeedback(Feedback):
             elif finite:
                 self._close(key, residual)
         return finite, payload
+
+    def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:
+        """Whether what is sent is the k largest sums as they are: all that is kept is then known with them."""
+        return self.store in ("bf16", "int8") and bool(codec.kept_largest(shape))
+
+    def _encode_kept(
+        self, key: str, x: Tensor, codec: SelectingCodec, *, shape: Shape, seed: int, out: Tensor | None
+    ) -> tuple[bool, Tensor]:
+        """Encode and commit in one pass. If something was kept, the gradient's memory holds what was kept before."""
+        finite, at, values = self._kept[key].compensate(
+            x, codec.kept(shape), decay=self.decay, sampled=codec.sampled, seed=seed, rounding=_OF_STORES ^ seed
+        )
+        self._in_one_pass[key] = finite
+        if not finite:
+            nbytes = codec.payload_nbytes(shape)
+            return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
+        return True, codec.pack(at, values, shape=shape, out=out)
 
     def _close(self, key: str, residual: Tensor) -> None:
         """Keep a residual that was computed."""
@@ -202,7 +226,11 @@ class ErrorFeedback(Feedback):
         return x.dtype == torch.float32
 
     def roll_back(self, key: str, x: Tensor) -> None:
-        if self.store != "fp32":
+        changed = self._in_one_pass.pop(key, None)
+        if changed is not None:
+            if changed:
+                self._kept[key].take_former(x)
+        elif self.store != "fp32":
             # Where nothing was committed, what is kept is still the former one; and that is what x holds.
             if self._residuals.pop(key, None) is None and x.dtype == torch.float32:
                 self._kept[key].keep(x, seed=None)

@@ -52,6 +52,20 @@ class Kept:
         else:
             kernels.keep_in_8(x, self._codes, self._exponents, seed=seed)
 
+    def compensate(
+        self, x: Tensor, k: int, *, decay: float, sampled: bool, seed: int, rounding: int
+    ) -> tuple[bool, Tensor, Tensor]:
+        """Where it is kept in fewer bits: add a gradient, take the k largest, and keep the rest, in one pass; see
+        :func:`narrowband.kernels.compensate_kept`.
+        """
+        return kernels.compensate_kept(
+            x, self._codes, self._exponents, k, decay=decay, sampled=sampled, seed=seed, rounding=rounding
+        )
+
+    def take_former(self, x: Tensor) -> None:
+        """Keep what was kept before :meth:`compensate`, which lies in the gradient's memory."""
+        kernels.take_former(x, self._codes, self._exponents)
+
     def read(self) -> Tensor:
         """What is kept, in float32, in memory of its own."""
         if self._exponents is None:

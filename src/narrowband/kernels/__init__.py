@@ -34,6 +34,7 @@ from narrowband.kernels.compensation import (
     take_difference,
 )
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
+from narrowband.kernels.kept import compensate_kept, take_former
 from narrowband.kernels.knapsack import cheapest_within
 from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbytes
 from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
@@ -67,9 +68,10 @@ from narrowband.kernels.sparse import (
     sparse_sum,
     sparse_sum_rows,
 )
-from narrowband.kernels.stores import STORE_GROUP, keep_in_8, keep_in_16, read_from_8
+from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP, keep_in_8, keep_in_16, read_from_8
 
 __all__ = [
+    "LEAST_POWER",
     "SHARE_BLOCK",
     "STORE_GROUP",
     "Rows",
@@ -82,6 +84,7 @@ __all__ = [
     "cheapest_within",
     "check_indices",
     "compensate",
+    "compensate_kept",
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
@@ -130,4 +133,5 @@ __all__ = [
     "sparse_sum_rows",
     "split_shares",
     "take_difference",
+    "take_former",
 ]

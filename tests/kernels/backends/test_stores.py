@@ -37,7 +37,7 @@ def test_backends_agree_and_what_was_kept_is_kept_again(n: int, seed: int, noise
         assert_all_same(list(part))
     half, _, exponents, read = results[0]
     step = torch.ldexp(torch.ones(exponents.shape), exponents.int()).repeat_interleave(kernels.STORE_GROUP)[:n]
-    assert bool(((read - x).abs() <= step * (1.0 if noise is not None else 0.5) * (1 + 1e-6)).all())
+    assert bool(((read - x).abs() <= step * (1.0 if noise is not None else 0.5) * (1 + 1e-4)).all())
     assert bool((half.float() - x).abs().max() <= x.abs().max() * 2.0**-7 + 2.0**-133)
     for again in (None, 5, 1 << 33):
         assert torch.equal(kept(kernels, read, again)[3], read)
@@ -60,6 +60,6 @@ def test_they_are_right_on_average(value: float) -> None:
 def test_the_largest_fits_with_the_smallest_power() -> None:
     x = torch.tensor([127.0, 127.01, 63.5, 64.0, 254.0, 3.3e38, 1.2e-38]).repeat_interleave(64)
     _, codes, exponents, back = kept(kernels, x, None)
-    assert exponents.tolist() == [0, 1, -1, 0, 1, 121, -126]
+    assert exponents.tolist() == [0, 1, -1, 0, 1, 121, kernels.LEAST_POWER]
     assert int(codes.abs().max()) <= 127
     torch.testing.assert_close(back[:-64], x[:-64], rtol=0.5 / 63, atol=0)

@@ -16,6 +16,7 @@ from narrowband.kernels.cpu.compensation import (
     take_difference,
 )
 from narrowband.kernels.cpu.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
+from narrowband.kernels.cpu.kept import compensate_kept
 from narrowband.kernels.cpu.knapsack import cheapest_within
 from narrowband.kernels.cpu.levels import levels_decode, levels_encode
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
@@ -51,6 +52,7 @@ __all__ = [
     "cheapest_within",
     "check_indices",
     "compensate",
+    "compensate_kept",
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",

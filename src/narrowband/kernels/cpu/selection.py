@@ -29,6 +29,7 @@ from narrowband.kernels.cpu.loops import (
     max_magnitude,
     mix,
     neighbours,
+    prefetch,
     splat,
 )
 from narrowband.kernels.cpu.threads import spread
@@ -55,34 +56,62 @@ SECOND_OVERSAMPLE = 2.0
 NEVER = np.int32(0x7FFFFFFF)
 
 
+#: Of a histogram of magnitudes.
+_BIN_BITS = 11
+_BINS = 1 << _BIN_BITS
+
+
+@inlined
+def _bin_of(histogram, wanted):
+    """The bin of the element that has this rank from above, and its rank in there."""
+    digit = _BINS - 1
+    while histogram[digit] < wanted:
+        wanted -= histogram[digit]
+        digit -= 1
+    return digit, wanted
+
+
 @loop
 def kth_largest(bits, k):
     """(the k-th largest magnitude, how many of those equal to it belong to the k largest).
 
-    By a radix histogram (11 + 10 + 10 bits), without moving anything.
+    A histogram over all magnitudes there are finds the few that come into question, and more of them look at these.
     """
-    prefix = I32(0)
-    wanted = k
-    shift = 20
-    width = 11
-    histogram = np.empty(2048, np.int32)
-    while True:
+    low, high = MAGNITUDE, I32(0)
+    for i in range(bits.size):
+        magnitude = I32(bits[At(i)] & MAGNITUDE)
+        low, high = min(low, magnitude), max(high, magnitude)
+    shift = 0
+    while I32(high - low) >> I32(shift) >= _BINS:
+        shift += 1
+    histogram = np.zeros(_BINS, np.int32)
+    for i in range(bits.size):
+        histogram[At(I32(I32(bits[At(i)] & MAGNITUDE) - low) >> I32(shift))] += I32(1)
+    digit, wanted = _bin_of(histogram, k)
+    low = I32(low + I32(digit << shift))
+    rest = np.empty(histogram[digit] + 1 if shift else 1, np.int32)
+    if shift:
+        at = np.int64(0)
+        for i in range(bits.size):  # every one is written, and overwritten unless it is in the bin: no branch
+            above = I32(I32(bits[At(i)] & MAGNITUDE) - low)
+            rest[At(at)] = above
+            at += np.int64(above >= 0) & np.int64(above >> I32(shift) == 0)
+    number = np.int64(rest.size - 1)
+    while shift:
+        shift = max(shift - _BIN_BITS, 0)
         histogram[:] = 0
-        digit_mask = I32((1 << width) - 1)
-        above = shift + width
-        for i in range(bits.size):
-            b = I32(bits[i] & MAGNITUDE)
-            if above >= 31 or (b >> above) == (prefix >> above):
-                histogram[(b >> shift) & digit_mask] += 1
-        digit = (1 << width) - 1
-        while histogram[digit] < wanted:
-            wanted -= histogram[digit]
-            digit -= 1
-        prefix |= I32(digit << shift)
-        if shift == 0:
-            return prefix, wanted
-        width = 10
-        shift -= 10
+        for i in range(number):
+            histogram[At(rest[At(i)] >> I32(shift))] += I32(1)
+        digit, wanted = _bin_of(histogram, wanted)
+        begin = I32(digit << shift)
+        low = I32(low + begin)
+        at = np.int64(0)
+        for i in range(number):
+            above = I32(rest[At(i)] - begin)
+            rest[At(at)] = above
+            at += np.int64(above >= 0) & np.int64(above >> I32(shift) == 0)
+        number = at
+    return low, wanted
 
 
 def reaching(builder: Any, values: Any, level: Any) -> Any:
@@ -169,17 +198,21 @@ def _survivors_range(bits, threshold, found, kept, first, last):
 def take_largest(found, kept, k, out, out_kept):
     """The k of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted; their bits beside them.
 
-    The outputs have room for k + 1.
+    The outputs have room for k + 1. Returns the smallest magnitude taken, and whether all that reach it are.
     """
-    threshold, ties = kth_largest(kept, k)
-    at = np.int64(0)
+    threshold, wanted = kth_largest(kept, k)
+    at, ties = np.int64(0), wanted
+    equal = np.int64(0)
     for i in range(found.size):  # every one is written, and overwritten unless it is taken: no branch
         out[At(at)] = found[i]
         out_kept[At(at)] = kept[i]
         magnitude = kept[i] & MAGNITUDE
-        tie = np.int64(magnitude == threshold) & np.int64(ties > 0)
+        same = np.int64(magnitude == threshold)
+        tie = same & np.int64(ties > 0)
+        equal += same
         ties -= tie
         at += np.int64(magnitude > threshold) | tie
+    return threshold, equal == wanted
 
 
 @loop
@@ -212,6 +245,22 @@ def _sample_range(x, residual, decay, size, fold, first, last, out):
             out[first + i] = x[at[i]]
 
 
+#: How many runs ahead memory is asked for them: they lie anywhere, so the hardware does not guess them.
+AHEAD = 16
+
+
+@instruction
+def ask_for(typing, array, index):  # noqa: ARG001
+    """Have this element fetched into the caches."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
+        prefetch(builder, place, 0)
+        return context.get_dummy_value()
+
+    return types.void(array, types.uintp), generate
+
+
 @loop
 def threshold_of_runs(x, residual, decay, rank, fold, out, out_bits):
     """The magnitude (as bits) at that rank of a sample of runs of RUN neighbours, one from each of equal strata.
@@ -222,6 +271,12 @@ def threshold_of_runs(x, residual, decay, rank, fold, out, out_bits):
     at = np.empty(runs, np.int32)
     strata(x.size - RUN, runs, fold, np.int64(0), runs, at)
     for r in range(runs):
+        ahead = np.int64(at[min(r + AHEAD, runs - 1)])
+        ask_for(x, At(ahead))
+        ask_for(x, At(ahead + RUN - 1))
+        if residual.size:
+            ask_for(residual, At(ahead))
+            ask_for(residual, At(ahead + RUN - 1))
         for j in range(min(RUN, out.size - r * RUN)):
             value = x[At(at[r] + j)]
             out[At(r * RUN + j)] = F32(F32(decay * residual[At(at[r] + j)]) + value) if residual.size else value

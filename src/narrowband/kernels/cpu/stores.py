@@ -1,86 +1,209 @@
-"""Float32 kept in fewer bits, on CPU."""
+"""Float32 kept in fewer bits, on CPU: a group of 64 stays in registers while its power of two is found and it is
+rounded.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import overload
 
-from narrowband.kernels.cpu.loops import F32, I32, MAGNITUDE, U32, At, fold_seed, inlined, loop, mix
+from narrowband.kernels.cpu.elements import INTS, splat_int
+from narrowband.kernels.cpu.loops import (
+    F32,
+    I32,
+    LANES,
+    U32,
+    At,
+    fold_seed,
+    inlined,
+    instruction,
+    loop,
+    max_magnitude,
+    mix,
+    neighbours,
+    splat,
+)
 from narrowband.kernels.cpu.threads import spread
-from narrowband.kernels.stores import STORE_GROUP
+from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _GROUP = STORE_GROUP
-_LEAST = -126
+_HALF = STORE_GROUP // 2
+_NEAREST = U32(1 << 15)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-@loop
-def _in_16(bits, out, folded, first, last):
-    for i in range(first, last):
-        noise = U32(mix(U32(U32(i) + folded)) >> U32(16))
-        out[At(i)] = np.int16(U32(U32(bits[At(i)]) + noise) >> U32(16))
+def operation(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    """In IR: an operation that is a function of LLVM's and no instruction."""
+    form = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(builder.module.declare_intrinsic(name, (), form), values)
+
+
+def _hashes(builder: Any, first: Any) -> Any:
+    """``mix`` of LANES numbers, from this one on."""
+    h = builder.add(splat(builder, first), ir.Constant(INTS, list(range(LANES))))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        h = builder.mul(builder.xor(h, builder.lshr(h, splat_int(shift))), splat_int(factor))
+    return builder.xor(h, builder.lshr(h, splat_int(16)))
+
+
+def _noises(builder: Any, begin: Any, folded: Any) -> list[Any]:
+    """16 random bits for each element of the group from ``begin`` on."""
+    first = builder.add(builder.lshr(builder.trunc(begin, _I32), _I32(1)), folded)
+    hashes = [_hashes(builder, builder.add(first, _I32(at))) for at in range(0, _HALF, LANES)]
+    lower = [builder.and_(h, splat_int(0xFFFF)) for h in hashes]
+    return lower + [builder.lshr(h, splat_int(16)) for h in hashes]
+
+
+def power_of_lanes(builder: Any, values: list[Any]) -> Any:
+    """The exponent with which the largest magnitude of these vectors fits into 127, as one number."""
+    tops = [builder.and_(builder.bitcast(value, INTS), splat_int(0x7FFFFFFF)) for value in values]
+    while len(tops) > 1:
+        tops = [operation(builder, f"llvm.smax.v{LANES}i32", INTS, *tops[q : q + 2]) for q in range(0, len(tops), 2)]
+    top = operation(builder, f"llvm.vector.reduce.smax.v{LANES}i32", _I32, tops[0])
+    over = builder.icmp_signed(">", builder.and_(top, _I32(0x007FFFFF)), _I32(0x007E0000))
+    exponent = builder.add(builder.sub(builder.lshr(top, _I32(23)), _I32(133)), builder.zext(over, _I32))
+    return operation(builder, "llvm.smax.i32", _I32, exponent, _I32(LEAST_POWER))
+
+
+def rounded_lanes(
+    builder: Any, values: list[Any], exponent: Any, begin: Any, folded: Any, kept: Any, stochastic: Any = None
+) -> list[Any]:
+    """In IR, the values of a group, which begins at ``begin``, as they are kept in this type of vector: int16 as
+    bfloat16, or int8 with this power of two; stochastically if a bit says so, or where there is none.
+    """
+    noises = _noises(builder, begin, folded)
+    if stochastic is not None:
+        noises = [builder.select(stochastic, noise, splat_int(int(_NEAREST))) for noise in noises]
+    if kept.element.width == 16:
+        added = [builder.add(builder.bitcast(v, INTS), noise) for v, noise in zip(values, noises, strict=True)]
+        return [builder.trunc(builder.lshr(bits, splat_int(16)), kept) for bits in added]
+    factor = builder.bitcast(builder.shl(builder.sub(_I32(127 + 16), exponent), _I32(23)), ir.FloatType())
+    factor, codes = splat(builder, factor), []
+    for value, noise in zip(values, noises, strict=True):
+        fixed = operation(builder, f"llvm.lrint.v{LANES}i32.v{LANES}f32", INTS, builder.fmul(value, factor))
+        codes.append(builder.trunc(builder.ashr(builder.add(fixed, noise), splat_int(16)), kept))
+    return codes
+
+
+def lanes_of_group(context: Any, builder: Any, array: Any, value: Any, begin: Any) -> list[Any]:
+    """In IR, the places of a group's elements, as those of vectors."""
+    indices = [builder.add(begin, ir.Constant(_I64, at)) for at in range(0, _GROUP, LANES)]
+    return [neighbours(context, builder, array, value, index) for index in indices]
+
+
+@instruction
+def _keep_whole(typing, x, codes, begin, stochastic, folded):  # noqa: ARG001 - they are types here
+    """Keep the group from ``begin`` on. Returns its power of two, where there is one."""
+
+    def generate(context, builder, signature, arguments):
+        x, codes, begin, stochastic, folded = arguments
+        values = []
+        for place in lanes_of_group(context, builder, signature.args[0], x, begin):
+            values.append(builder.load(place))
+            values[-1].align = 4
+        places = lanes_of_group(context, builder, signature.args[1], codes, begin)
+        exponent = power_of_lanes(builder, values)
+        new = rounded_lanes(builder, values, exponent, begin, folded, places[0].type.pointee, stochastic)
+        for code, place in zip(new, places, strict=True):
+            builder.store(code, place).align = 1
+        return exponent
+
+    return types.int32(x, codes, types.uintp, types.boolean, types.uint32), generate
 
 
 @inlined
-def _power(top):
+def power_of(top):
     """The exponent with which a magnitude, as bits, fits into 127."""
-    if top == 0:
-        return _LEAST
-    exponent = I32(top >> I32(23)) - I32(126)  # of a fraction from 1/2 to 1
-    fraction = I32(top & I32(0x007FFFFF))
-    if I32(top >> I32(23)) == 0:  # subnormal: less than the least power takes
-        return _LEAST
-    exponent -= I32(7) if fraction <= I32(0x007E0000) else I32(6)
-    return min(max(exponent, I32(_LEAST)), I32(127))
+    over = I32(1) if I32(top & I32(0x007FFFFF)) > I32(0x007E0000) else I32(0)
+    return max(I32(I32(top >> I32(23)) - I32(133) + over), I32(LEAST_POWER))
+
+
+@inlined
+def _noise(i, stochastic, folded):
+    h = mix(U32(U32(U32(i // _GROUP * _HALF) + U32(i % _HALF)) + folded))
+    noise = U32(h & U32(0xFFFF)) if i % _GROUP < _HALF else U32(h >> U32(16))
+    return noise if stochastic else _NEAREST
+
+
+def keep_one(codes, exponent, i, value, stochastic, folded):
+    """Keep a value as element i: with this power of two, or as bfloat16 (where it is always stochastic)."""
+
+
+@overload(keep_one, inline="always")
+def _(codes, exponent, i, value, stochastic, folded):  # noqa: ARG001
+    if codes.dtype == types.int16:
+
+        def in_16(codes, exponent, i, value, stochastic, folded):  # noqa: ARG001
+            codes[At(i)] = np.int16(U32(U32(F32(value).view(np.uint32)) + _noise(i, True, folded)) >> U32(16))
+
+        return in_16
+
+    def in_8(codes, exponent, i, value, stochastic, folded):
+        factor = I32(I32(I32(127 + 16) - exponent) << I32(23)).view(np.float32)
+        fixed = I32(np.rint(F32(value * factor)))
+        codes[At(i)] = np.int8(I32(fixed + I32(_noise(i, stochastic, folded))) >> I32(16))
+
+    return in_8
 
 
 @loop
-def _in_8(x, bits, codes, exponents, stochastic, folded, first, last):
+def _keep_range(x, bits, codes, exponents, stochastic, folded, first, last):
     """Groups [first, last)."""
-    for g in range(first, last):
+    whole = min(last, x.size // _GROUP)
+    for g in range(first, whole):
+        exponent = _keep_whole(x, codes, At(g * _GROUP), stochastic, folded)
+        if exponents.size:
+            exponents[At(g)] = np.int8(exponent)
+    for g in range(whole, last):
         begin, end = g * _GROUP, min((g + 1) * _GROUP, x.size)
-        top = I32(0)
+        exponent = power_of(max_magnitude(bits, begin, end - begin))
+        if exponents.size:
+            exponents[At(g)] = np.int8(exponent)
         for i in range(begin, end):
-            top = max(top, I32(bits[At(i)] & MAGNITUDE))
-        exponent = _power(top)
-        exponents[At(g)] = np.int8(exponent)
-        inverse = F32(np.float64(2.0) ** np.float64(-exponent))  # exact, as is what is multiplied by it
-        if stochastic:
-            for j in range(end - begin):
-                scaled = F32(x[At(begin + j)] * inverse)
-                below = F32(np.floor(scaled))
-                chance = F32(F32(I32(mix(U32(U32(begin + j) + folded)) >> U32(8))) * F32(2.0**-24))
-                up = I32(1) if chance < F32(scaled - below) else I32(0)
-                codes[At(begin + j)] = np.int8(I32(I32(below) + up))
-        else:
-            for j in range(end - begin):
-                codes[At(begin + j)] = np.int8(I32(np.rint(F32(x[At(begin + j)] * inverse))))
+            keep_one(codes, exponent, i, x[At(i)], stochastic, folded)
+
+
+def unit_of(exponents, group):
+    """What one of a group's codes stands for: a power of two."""
+
+
+@overload(unit_of, inline="always")
+def _(exponents, group):  # noqa: ARG001
+    return lambda exponents, group: I32(I32(I32(exponents[At(group)]) + I32(127)) << I32(23)).view(np.float32)
 
 
 @loop
 def _from_8(codes, exponents, out, first, last):
     for g in range(first, last):
-        scale = F32(np.float64(2.0) ** np.float64(exponents[At(g)]))
+        unit = unit_of(exponents, g)
         for i in range(g * _GROUP, min((g + 1) * _GROUP, out.size)):
-            out[At(i)] = F32(F32(codes[At(i)]) * scale)
+            out[At(i)] = F32(F32(codes[At(i)]) * unit)
+
+
+_NONE = np.empty(0, np.int8)
 
 
 def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
     if seed is None:
         out.copy_(x)
         return
-    arrays = x.numpy().view(np.uint32), out.view(torch.int16).numpy(), fold_seed(seed)
-    spread(x.numel(), x.numel(), lambda a, b: _in_16(*arrays, a, b))
+    values = x.numpy()
+    arrays = values, values.view(np.int32), out.view(torch.int16).numpy(), _NONE, True, fold_seed(seed)
+    spread(-(-x.numel() // _GROUP), x.numel(), lambda a, b: _keep_range(*arrays, a, b))
 
 
 def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) -> None:
     values = x.numpy()
     arrays = values, values.view(np.int32), codes.numpy(), exponents.numpy(), seed is not None, fold_seed(seed or 0)
-    spread(exponents.numel(), x.numel(), lambda a, b: _in_8(*arrays, a, b))
+    spread(exponents.numel(), x.numel(), lambda a, b: _keep_range(*arrays, a, b))
 
 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:

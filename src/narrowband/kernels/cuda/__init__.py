@@ -22,6 +22,7 @@ from narrowband.kernels.cuda.compensation import (
     take_difference,
 )
 from narrowband.kernels.cuda.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
+from narrowband.kernels.cuda.kept import compensate_kept
 from narrowband.kernels.cuda.levels import levels_decode, levels_encode
 from narrowband.kernels.cuda.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cuda.masks import apply_mask, mask_positive, pool_places, pool_positions
@@ -55,6 +56,7 @@ __all__ = [
     "apply_mask",
     "check_indices",
     "compensate",
+    "compensate_kept",
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",

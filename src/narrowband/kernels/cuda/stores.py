@@ -7,23 +7,30 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, nearest, run, uniform
-from narrowband.kernels.stores import STORE_GROUP
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, run
+from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["keep_in_8", "keep_in_16", "read_from_8"]
 
-_GROUP = tl.constexpr(STORE_GROUP)
+_GROUP, _HALF = tl.constexpr(STORE_GROUP), tl.constexpr(STORE_GROUP // 2)
+_LEAST = tl.constexpr(LEAST_POWER)
 _ROWS = BLOCK // STORE_GROUP
+
+
+@kernel
+def _noise(i, folded):
+    """16 random bits for element i: one half of a hash, whose other half is another element's."""
+    h = mix((i // _GROUP * _HALF + i % _HALF).to(tl.uint32) + folded.to(tl.uint32))
+    return tl.where(i % _GROUP < _HALF, h & 0xFFFF, h >> 16)
 
 
 @kernel
 def _in_16(bits, out, n, folded, WIDTH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    noise = mix(i.to(tl.uint32) + folded.to(tl.uint32)) >> 16
-    kept = (tl.load(bits + i, mask=i < n, other=0).to(tl.uint32, bitcast=True) + noise) >> 16
+    kept = (tl.load(bits + i, mask=i < n, other=0).to(tl.uint32, bitcast=True) + _noise(i, folded)) >> 16
     tl.store(out + i, kept.to(tl.uint16).to(tl.int16, bitcast=True), mask=i < n)
 
 
@@ -34,15 +41,18 @@ def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.con
     v = tl.load(x + element, mask=element < n, other=0.0)
     top = tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
     exponent = (top >> 23) - 126 - tl.where((top & 0x007FFFFF) <= 0x007E0000, 7, 6)
-    exponent = tl.where(top >> 23 == 0, -126, tl.maximum(exponent, -126))
+    exponent = tl.maximum(exponent, _LEAST)
     tl.store(exponents + g, exponent.to(tl.int8), mask=g * _GROUP < n)
-    scaled = v * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = v * ((127 + 16 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    below = tl.floor(scaled)
+    rest = scaled - below
+    odd = below * 0.5 != tl.floor(below * 0.5)
+    fixed = below.to(tl.int32) + ((rest > 0.5) | ((rest == 0.5) & odd)).to(tl.int32)
     if STOCHASTIC:
-        below = tl.floor(scaled)
-        code = below.to(tl.int32) + (uniform(element, folded) < scaled - below).to(tl.int32)
+        fixed += _noise(element, folded).to(tl.int32)
     else:
-        code = nearest(scaled).to(tl.int32)
-    tl.store(codes + element, code.to(tl.int8), mask=element < n)
+        fixed += 1 << 15
+    tl.store(codes + element, (fixed >> 16).to(tl.int8), mask=element < n)
 
 
 @kernel

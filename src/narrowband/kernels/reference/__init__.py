@@ -19,6 +19,7 @@ from narrowband.kernels.reference.compensation import (
     take_difference,
 )
 from narrowband.kernels.reference.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
+from narrowband.kernels.reference.kept import compensate_kept
 from narrowband.kernels.reference.knapsack import cheapest_within
 from narrowband.kernels.reference.levels import levels_decode, levels_encode
 from narrowband.kernels.reference.lowrank import compensate_project, low_rank_product, orthonormalize
@@ -54,6 +55,7 @@ __all__ = [
     "cheapest_within",
     "check_indices",
     "compensate",
+    "compensate_kept",
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",

@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowband.kernels.reference import common
-from narrowband.kernels.stores import STORE_GROUP
+from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["keep_in_8", "keep_in_16", "read_from_8"]
 
-#: The power of two of a group without anything: the least.
-_LEAST = -126
+
+def _noise(n: int, seed: int, device: torch.device) -> Tensor:
+    """16 random bits for each of n elements, as int64."""
+    half = STORE_GROUP // 2
+    hashes_GH = common.hashes(0, -(-n // STORE_GROUP) * half, seed, device).view(-1, half)
+    return torch.cat([hashes_GH & 0xFFFF, hashes_GH >> 16], 1).view(-1)[:n]
 
 
 def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
     if seed is None:
         out.copy_(x)
         return
-    noise = common.hashes(0, x.numel(), seed, x.device) >> 16
+    noise = _noise(x.numel(), seed, x.device)
     bits = x.view(torch.int32).long().bitwise_and_(common.UINT32).add_(noise).bitwise_and_(0xFFFF0000)
     out.copy_(torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).view(torch.float32))
 
@@ -32,13 +36,10 @@ def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) 
     wide = torch.nn.functional.pad(x, (0, -n % STORE_GROUP)).view(-1, STORE_GROUP)
     fraction, exponent = torch.frexp(wide.abs().amax(1))
     exponent = torch.where(fraction <= 127 / 128, exponent - 7, exponent - 6)
-    exponent = torch.where(fraction == 0, _LEAST, exponent).clamp(_LEAST, 127)
-    scaled = torch.ldexp(wide.double(), -exponent[:, None]).view(-1)[:n]
-    if seed is None:
-        codes.copy_(torch.round(scaled))
-    else:
-        below = torch.floor(scaled)
-        codes.copy_(below + (common.uniform(0, n, seed, x.device).double() < scaled - below))
+    exponent = torch.where(fraction == 0, LEAST_POWER, exponent).clamp(LEAST_POWER, 127)
+    fixed = torch.round(torch.ldexp(wide.double(), 16 - exponent[:, None])).long().view(-1)[:n]
+    noise = 1 << 15 if seed is None else _noise(n, seed, x.device)
+    codes.copy_((fixed + noise) >> 16)
     exponents.copy_(exponent)
 
 

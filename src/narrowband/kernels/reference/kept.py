@@ -1,0 +1,68 @@
+"""Error feedback on a residual that is kept in fewer bits, in plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from narrowband.kernels.kept import put_former
+from narrowband.kernels.reference import compensation, selection, stores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Options", "compensate_kept", "kept_by_parts"]
+
+
+class Options(NamedTuple):
+    """What :func:`compensate_kept` takes by name."""
+
+    decay: float
+    sampled: bool
+    seed: int
+    rounding: int
+
+
+def compensate_kept(
+    x: Tensor,
+    codes: Tensor,
+    exponents: Tensor | None,
+    k: int,
+    *,
+    decay: float = 1.0,
+    sampled: bool = False,
+    seed: int = 0,
+    rounding: int = 0,
+) -> tuple[bool, Tensor, Tensor]:
+    options = Options(decay, sampled, seed, rounding)
+    return kept_by_parts(stores, compensation, x, codes, exponents, k, options)
+
+
+def kept_by_parts(
+    stores: Any,
+    compensation: Any,
+    x: Tensor,
+    codes: Tensor,
+    exponents: Tensor | None,
+    k: int,
+    options: Options,
+) -> tuple[bool, Tensor, Tensor]:
+    """:func:`compensate_kept`, made of a backend's loops."""
+    if exponents is None:
+        total = codes.float()
+    else:
+        total = torch.empty_like(x)
+        stores.read_from_8(codes, exponents, total)
+    if not compensation.compensate(x.clone(), total, decay=options.decay):
+        return False, torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
+    at = selection.select_topk(total, k, sampled=options.sampled, seed=options.seed)
+    values = total[at]
+    put_former(x, codes, exponents)
+    total[at] = values.abs().amin()  # what is sent counts as the smallest of it where powers of two are found
+    if exponents is None:
+        stores.keep_in_16(total, codes, seed=options.rounding)
+    else:
+        stores.keep_in_8(total, codes, exponents, seed=options.rounding)
+    codes[at] = 0
+    return True, at, values
