@@ -25,6 +25,8 @@ GROUP = 128
 #: Kept values that share their levels.
 _KEPT_GROUP = 256
 DENSITY = 0.001
+#: Where what is selected counts for more of the time.
+_DENSER = 0.01
 #: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
 _TALL = (32, 4096)
 #: Elements of a sample of AQ-SGD: 4 MB. The tensor is a batch of them.
@@ -104,24 +106,58 @@ def _take_difference(data: Data, backend: Any) -> Loop:
     return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x))
 
 
-def _ef_topk_encode(data: Data, backend: Any) -> Loop:
-    """``topk:density=0.001+ef`` of one tensor: compensate, select, write values and Elias–Fano indices, reset.
+def _ef_topk_encode(density: float) -> Maker:
+    """``topk+ef`` of one tensor: compensate, select, write values and Elias–Fano indices, reset.
 
     The residual of a run in progress is as large as the gradient or larger, so both start as N(0, 1).
     """
-    n, k = data.numel, data.k
-    residual_before = data.normal(n)
-    x, residual = torch.empty(n), torch.empty(n)
-    out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
 
-    def body(seed: int) -> None:
-        backend.encode_topk(x, residual, k, out, seed=seed, subtract=True)
+    def make(data: Data, backend: Any) -> Loop:
+        n, k = data.numel, max(1, round(data.numel * density))
+        residual_before = data.normal(n)
+        x, residual = torch.empty(n), torch.empty(n)
+        out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
 
-    def restore() -> None:
-        x.copy_(data.x)
-        residual.copy_(residual_before)
+        def body(seed: int) -> None:
+            backend.encode_topk(x, residual, k, out, seed=seed, subtract=True)
 
-    return Loop(body, restore)
+        def restore() -> None:
+            x.copy_(data.x)
+            residual.copy_(residual_before)
+
+        return Loop(body, restore)
+
+    return make
+
+
+def _ef_topk_kept(density: float, bits: int) -> Maker:
+    """The same with a residual that is kept in so many bits."""
+
+    def make(data: Data, backend: Any) -> Loop:
+        n, k, x = data.numel, max(1, round(data.numel * density)), torch.empty(data.numel)
+        before: list[Tensor] = [torch.empty(n, dtype=torch.bfloat16 if bits == 16 else torch.int8)]
+        if bits == 16:
+            backend.keep_in_16(data.normal(n), before[0], seed=0)
+        else:
+            before.append(torch.empty(-(-n // kernels.STORE_GROUP), dtype=torch.int8))
+            backend.keep_in_8(data.normal(n), *before, seed=0)
+        held = [part.clone() for part in before]
+        codes, exponents = held[0], held[1] if bits == 8 else None
+        out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
+
+        def body(seed: int) -> None:
+            _, at, values = backend.compensate_kept(x, codes, exponents, k, seed=seed, rounding=seed)
+            out[: 4 * k].view(torch.float32).copy_(values)
+            backend.elias_fano_encode(at, n, out[4 * k :])
+
+        def restore() -> None:
+            x.copy_(data.x)
+            for own, part in zip(held, before, strict=True):
+                own.copy_(part)
+
+        return Loop(body, restore)
+
+    return make
 
 
 def _keep(bits: int, *, read: bool = False) -> Maker:
@@ -377,7 +413,12 @@ LOOPS: dict[str, Maker] = {
     "topk-exact-select": _select(sampled=False),
     "threshold-select": _threshold,
     "compensate": _compensate,
-    "ef-topk-encode": _ef_topk_encode,
+    "ef-topk-encode": _ef_topk_encode(DENSITY),
+    "ef-topk-16-encode": _ef_topk_kept(DENSITY, 16),
+    "ef-topk-8-encode": _ef_topk_kept(DENSITY, 8),
+    "ef-topk-1%-encode": _ef_topk_encode(_DENSER),
+    "ef-topk-1%-16-encode": _ef_topk_kept(_DENSER, 16),
+    "ef-topk-1%-8-encode": _ef_topk_kept(_DENSER, 8),
     "residual-keep-16": _keep(16),
     "residual-keep-8": _keep(8),
     "residual-read-8": _keep(8, read=True),

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu import kept
-from tests.kernels.backends.common import BACKENDS, assert_all_same, assert_same, back, lean, make, place, threads
+from tests.kernels.backends.common import BACKENDS, assert_all_same, assert_same, back, make, place, threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def assert_kept(x: Tensor, held: list[Tensor | None], outcome: list[Any], decay:
     sampled=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
 )
-@lean
+@settings(max_examples=40, deadline=None)
 def test_backends_agree(store: str, n: int, share: float, kind: str, decay: float, sampled: bool, seed: int) -> None:
     heavy = kind == "heavy"
     x, r = (make("normal" if heavy else kind, n, (seed + i) % 1000) for i in range(2))

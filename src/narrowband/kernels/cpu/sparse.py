@@ -111,26 +111,51 @@ def _sum(out: Tensor, indices: Array, values: Array, bounds: Array, shifts: Arra
     )
 
 
+@instruction
+def _put_word(typing, data, at, word):  # noqa: ARG001
+    """Eight bytes to ``data[at:]``, the lowest first, aligned or not."""
+
+    def generate(context, builder, signature, arguments):
+        data, at, word = arguments
+        place = builder.gep(context.make_array(signature.args[0])(context, builder, data).data, [at])
+        word = builder.bswap(word) if sys.byteorder == "big" else word
+        builder.store(word, builder.bitcast(place, ir.IntType(64).as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(data, types.uintp, types.uint64), generate
+
+
+@inlined
+def _put_rest(data, at, word):
+    """The same, as far as there is room."""
+    for i in range(at, min(at + 8, data.size)):
+        data[At(i)] = U8(word & np.uint64(255))
+        word >>= np.uint64(8)
+
+
 @inlined
 def _write_elias_fano(indices, low_bits, upper, lower):
+    """Eight bytes at a time: what follows a word that is written lies behind it, so there is room for all of it."""
     upper[:] = 0
-    mask = np.int64((1 << low_bits) - 1)
-    pending = np.int64(0)
-    held = 0
-    at = 0
+    mask = np.uint64((1 << low_bits) - 1)
+    pending, ones = np.uint64(0), np.uint64(0)
+    held, at, here = 0, 0, np.int64(0)
     for i in range(indices.size):
-        index = np.int64(indices[i])
-        position = (index >> low_bits) + i
-        upper[position >> 3] |= U8(1 << (position & 7))
-        pending |= (index & mask) << held
+        index = np.uint64(indices[i])
+        position = np.int64(index >> np.uint64(low_bits)) + i
+        if position >> 6 != here:
+            _put_word(upper, At(here << 3), ones)
+            ones, here = np.uint64(0), position >> 6
+        ones |= np.uint64(1) << np.uint64(position & 63)
+        low = index & mask
+        pending |= low << np.uint64(held)
         held += low_bits
-        while held >= 8:
-            lower[at] = U8(pending & 255)
-            pending >>= 8
-            held -= 8
-            at += 1
-    if held:
-        lower[at] = U8(pending & 255)
+        if held >= 64:
+            _put_word(lower, At(at), pending)
+            held, at = held - 64, at + 8
+            pending = low >> np.uint64(low_bits - held)
+    _put_rest(upper, here << 3, ones)
+    _put_rest(lower, at, pending)
 
 
 @loop
