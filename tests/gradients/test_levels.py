@@ -321,7 +321,6 @@ def sizes(rank, world_size):
     found["three"] = refusal(lambda: nodes_of(3))
     found["a word"] = refusal(lambda: nodes_of("all"))
     found["a mesh of others"] = refusal(lambda: nodes_of(init_device_mesh("cpu", (4,))))
-    found["clip"] = refusal(lambda: compress(wrap(mlp()), "dgc:density=0.1,clip=1.0", nodes=2))
     found["plain"] = refusal(lambda: nb.compress_gradients(mlp(), "none", nodes=2))
     sparse = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
     found["sparse"] = refusal(lambda: compress(sparse, "none", nodes=2))
@@ -342,7 +341,6 @@ def test_who_is_on_which_node():
             "three": "nodes=3 does not divide 4 ranks",
             "a word": "nodes='all' is neither",
             "a mesh of others": "give a mesh of nodes × ranks",
-            "clip": "clip looks at the norm of a whole gradient",
             "plain": "nodes= is for models in DistributedDataParallel",
             "sparse": "sparse gradients have no shards",
             "complex": "complex parameters have no shards",

@@ -18,6 +18,7 @@ groups, it does not know. In the engine's thread:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -60,6 +61,8 @@ class Averaging:
             threads, and must not slip between its own.
         set_up: the function that users called to get here, and ``step``, what a step is called: for errors that name
             what ranks disagree on.
+        inside: the ranks that hold the other parts of the same replica, where ranks have parts.
+        owners: the optimizer's own tensor of each parameter, where what is averaged is another one: a part of it.
         later: runs a function when the pass that feeds tensors has ended, and returns True; or returns False where
             there is no such moment. An error in an exchange is then raised there, and futures get NaN, so that the pass
             can end its work. Without it, futures get the error.
@@ -74,6 +77,8 @@ class Averaging:
         *,
         set_up: str,
         step: str,
+        inside: dist.ProcessGroup | None = None,
+        owners: Mapping[str, Tensor] | None = None,
         later: Callable[[Callable[[], None]], bool] | None = None,
     ) -> None:
         self.compression = settings.compression
@@ -81,6 +86,7 @@ class Averaging:
         self._seed = settings.seed
         self._set_up_name, self._step_name = set_up, step
         self._parameters, self._norms = list(parameters), norms
+        self._inside_group, self._owners = inside, owners or {}
         self._later: Callable[[Callable[[], None]], bool] = later or (lambda _: False)
         self._loss_scale = LossScale(settings.grad_scaler)
         self._paused = False
@@ -130,9 +136,12 @@ class Averaging:
             raise
         warm_up(kinds, settings.policy, device, everyone, self.layers.collectives)
 
+        observer = self.layers.observer
+        clips = observer is not None and math.isfinite(observer.clip)
+        others = borrow(self._inside_group, device) if clips and self._inside_group is not None else None
         fail = weakref.WeakMethod(self._fail)
         self._engine = Engine(device, lambda error: _call(fail(), error))
-        self._close = weakref.finalize(self, _close, self._engine, self._loan)
+        self._close = weakref.finalize(self, _close, self._engine, self._loan, *([] if others is None else [others]))
         self._parts = Parts(
             self.layers,
             self._peers,
@@ -142,6 +151,8 @@ class Averaging:
             self._loss_scale,
             settings.message_nbytes,
             settings.rates,
+            self._owners,
+            None if others is None else others.group,
         )
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -338,8 +349,10 @@ def _call(method: Callable[[BaseException], None] | None, error: BaseException) 
         method(error)
 
 
-def _close(engine: Engine, loan: Loan) -> None:
+def _close(engine: Engine, *loans: Loan) -> None:
     """End what a handle had for itself."""
     engine.close()
-    loan.broken |= engine.error is not None
-    loan.give_back()
+    broken = engine.error is not None or any(loan.broken for loan in loans)
+    for loan in loans:
+        loan.broken |= broken
+        loan.give_back()

@@ -153,11 +153,16 @@ class Parameters:
             )
         return found
 
-    def learning_rates(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """Key of feedback state → learning rate. A vector of small parameters has that of the first of them."""
+    def learning_rates(self, optimizer: torch.optim.Optimizer, owners: Mapping[str, Tensor]) -> dict[str, float]:
+        """Key of feedback state → learning rate. A vector of small parameters has that of the first of them.
+
+        Args:
+            owners: the optimizer's own tensor of a parameter, where that is not the one that is averaged.
+        """
         by_tensor = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         default = float(optimizer.param_groups[0]["lr"])
-        rates = {parameter.name: by_tensor.get(p, default) for p, parameter in self.by_tensor.items()}
+        own = {parameter.name: owners.get(parameter.name, p) for p, parameter in self.by_tensor.items()}
+        rates = {name: by_tensor.get(p, default) for name, p in own.items()}
         for parameter in reversed(self.by_tensor.values()):
             if not parameter.compressed:
                 rates[parameter.vector.key] = rates[parameter.name]

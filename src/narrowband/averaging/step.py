@@ -92,6 +92,8 @@ class Parts:
         loss_scale: the unit of the gradients.
         message_nbytes: payloads of several groups travel in one message until a rank has so many bytes to send.
         rates: the optimizer whose learning rates feedback has to know, if it has to know any.
+        owners: its own tensor of each parameter, where what is averaged is a part of it.
+        inside: where each gradient is clipped by its norm, and a rank has a part of it: the ranks that have the others.
     """
 
     layers: Layers
@@ -102,6 +104,8 @@ class Parts:
     loss_scale: LossScale
     message_nbytes: int
     rates: torch.optim.Optimizer | None
+    owners: Mapping[str, Tensor]
+    inside: dist.ProcessGroup | None
 
 
 #: What may share an exchange: the name of a collective, and :meth:`~narrowband.collectives.Exchange.kind_of`.
@@ -198,7 +202,7 @@ class Step:
         if parts.rates is not None:
             observer = self._layers.observer
             assert observer is not None
-            observer.set_learning_rates(self._layers.parameters.learning_rates(parts.rates))
+            observer.set_learning_rates(self._layers.parameters.learning_rates(parts.rates, parts.owners))
         facts = {**self._facts, "loss scale": str(parts.loss_scale.value)}
         if self.compressing and parts.controller.is_due(self._number):
             parts.agreement.now(facts, ADVICE)
@@ -212,12 +216,21 @@ class Step:
         self._flagged = self._layers.stateful and self.compressing and early
 
     def _clip(self, threshold: float) -> None:
-        """Local gradient clipping: what each of N ranks adds to the average, its gradient / N, at threshold / √N."""
+        """Local gradient clipping: what each of N ranks adds to the average, its gradient / N, at threshold / √N.
+
+        Where the ranks of a node have parts of a gradient, a node is what the paper calls one: N counts nodes, and the
+        norm is that of all parts.
+        """
+        norm = self._norm
+        if self._parts.inside is not None:
+            square = torch.tensor(norm, dtype=torch.float64, device=self._unclipped[0].buffer.device).square_()
+            dist.all_reduce(square, group=self._parts.inside)
+            norm = float(square.sqrt())
         threshold *= math.sqrt(self._peers.size)
         threshold *= self._parts.loss_scale.value or 1.0
-        if threshold < self._norm < math.inf:
+        if threshold < norm < math.inf:
             for group in self._unclipped:
-                group.buffer.mul_(threshold / self._norm)
+                group.buffer.mul_(threshold / norm)
 
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Start what a group needs."""

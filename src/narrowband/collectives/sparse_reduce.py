@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec, Shape
     from narrowband.collectives.engine import Job
     from narrowband.collectives.operand import Operand
+    from narrowband.collectives.peers import Peers
     from narrowband.feedback import State
 
 __all__ = ["SparseReduce"]
@@ -101,6 +102,11 @@ class SparseReduce(Exchange):
             )
         return None
 
+    def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
+        super().__init__(operands, peers, measure=measure, state=state)
+        #: What payloads hold that had to be decoded to be counted, until it is sent.
+        self._elements: dict[int, tuple[Tensor, Tensor]] = {}
+
     def _encode_all(self, operands: Sequence[Operand]) -> None:
         for operand in operands:
             self._locally_finite &= self._encode(operand)[0]
@@ -145,15 +151,14 @@ class SparseReduce(Exchange):
 
     def _counted(self, numbers: Sequence[int | None]) -> Tensor:
         """How many elements this rank sends of each tensor."""
-        counts = [
-            number if number is not None else self._count(operand, payload)
-            for number, operand, payload in zip(numbers, self.operands, self._payloads, strict=True)
-        ]
+        counts = []
+        for at, (number, operand, payload) in enumerate(zip(numbers, self.operands, self._payloads, strict=True)):
+            if number is None and self._locally_finite:
+                self._elements[at] = operand.codec.elements(payload, operand.shape)
+                counts.append(max(1, self._elements[at][0].numel()))
+            else:
+                counts.append(1 if number is None else number)  # one, so that there is something to look at
         return torch.tensor(counts, dtype=torch.int64, device=self.operands[0].x.device)
-
-    def _count(self, operand: Operand, payload: Tensor) -> int:
-        """At least one, so that there is something to look at."""
-        return max(1, _elements(operand, payload)[0].numel()) if self._locally_finite else 1
 
     def _lay_out(self, numbers: Sequence[int]) -> None:
         """Where each tensor lies in a share, in the rows of the first message, and in that of the second."""
@@ -178,9 +183,11 @@ class SparseReduce(Exchange):
         size, device = self.peers.size, rows.device
         self._own = torch.empty(size, self._room, dtype=torch.int32, device=device)
         self._own_values = torch.empty(size, self._room, device=device)
-        for operand, payload, share, room in zip(self.operands, self._payloads, self._shares, self._rooms, strict=True):
+        parts = zip(self.operands, self._payloads, self._shares, self._rooms, strict=True)
+        for i, (operand, payload, share, room) in enumerate(parts):
             if room.stop > room.start:
-                _deal(operand, payload, self._own[:, room], self._own_values[:, room])
+                elements = self._elements.pop(i, None) or operand.codec.elements(payload, operand.shape)
+                _deal(operand, elements, self._own[:, room], self._own_values[:, room])
                 self._own[:, room] += share.start
         for row, at, values in zip(rows, self._own, self._own_values, strict=True):
             _write_row(at, values, self._share, row)
@@ -238,10 +245,10 @@ class SparseReduce(Exchange):
         del self._means, self._places
 
 
-def _deal(operand: Operand, payload: Tensor, local: Tensor, values: Tensor) -> None:
-    """The elements of a payload into an owner's row each; where there is no room for all, the largest."""
+def _deal(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, values: Tensor) -> None:
+    """The elements of a tensor into an owner's row each; where there is no room for all, the largest."""
     numel = operand.x.numel()
-    at, own = _elements(operand, payload)
+    at, own = elements
     turn, (ranks, room) = operand.index, local.shape
     most = kernels.split_shares(at, own, local, values, n=numel, turn=turn)
     if most <= room:
@@ -251,11 +258,6 @@ def _deal(operand: Operand, payload: Tensor, local: Tensor, values: Tensor) -> N
     largest = table_values.abs().topk(room, dim=1).indices.sort(dim=1).values
     local.copy_(table.gather(1, largest))
     values.copy_(table_values.gather(1, largest))
-
-
-def _elements(operand: Operand, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """What a payload of this tensor holds."""
-    return operand.codec.elements(payload, operand.shape)
 
 
 def _kept(operand: Operand) -> int | None:

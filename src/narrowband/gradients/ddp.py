@@ -44,6 +44,7 @@ class DDPCompression(GradientCompression):
         group: the ranks that average.
         tensors: name and tensor of what is averaged; by default the model's parameters.
         norms: those of them that belong to normalization layers.
+        inside: where these are parts of the parameters: the ranks that average the others.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DDPCompression(GradientCompression):
         *,
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         norms: Collection[Tensor] | None = None,
+        inside: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             model.module.named_parameters() if tensors is None else tensors,
@@ -63,6 +65,8 @@ class DDPCompression(GradientCompression):
             group,
             set_up="compress_gradients",
             step="backward",
+            inside=inside,
+            owners=None if tensors is None else dict(model.module.named_parameters()),
             later=at_the_end_of_backward,
         )
         self._buckets: list[list[str]] = []

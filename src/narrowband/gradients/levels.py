@@ -10,6 +10,8 @@ Who has slow links between machines mostly has fast ones inside. With L ranks in
 
 So the bytes between nodes, and the residuals of a rank, are a part in L of what they are where every rank is a node.
 
+DGC's rank is then a node: what it clips is the node's mean, by the norm of all its shards, which its ranks add up.
+
 A gradient that is not finite in one shard would leave the others' feedback committed. So the ranks of a node tell each
 other before the last bucket, and where one of them has seen inf or NaN, all have NaN. A rank that has no part of the
 last bucket keeps its last part back until then.
@@ -237,7 +239,7 @@ class TwoLevelCompression(DDPCompression):
         self._kept_back: tuple[_Bucket, Sequence[str]] | None = None
         self._stopped: BaseException | None = None
         self._told = self._raises_later = False
-        super().__init__(model, hook, settings, levels.between, tensors=named, norms=small)
+        super().__init__(model, hook, settings, levels.between, tensors=named, norms=small, inside=levels.inside)
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()

@@ -48,16 +48,25 @@ class ModuleCompression(GradientCompression):
         model: the plain or sharded module, or the wrapper that torch.compile made of it.
         settings: how.
         group: the ranks that hold the same part of each replica.
+        inside: the ranks that hold the other parts of this one, if there are any.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None = None
+    ) -> None:
         module: nn.Module = getattr(model, "_orig_mod", model)
         if module in _handles:
             raise UnsupportedError(
                 "this model's gradients are compressed already; keep the first handle, or call its remove() first"
             )
         super().__init__(
-            module.named_parameters(), norms_of(module), settings, group, set_up="compress_gradients", step="backward"
+            module.named_parameters(),
+            norms_of(module),
+            settings,
+            group,
+            set_up="compress_gradients",
+            step="backward",
+            inside=inside,
         )
         begin_with_the_first(module, self.process_group)
         by_tensor = self.layers.parameters.by_tensor

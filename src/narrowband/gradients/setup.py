@@ -130,7 +130,7 @@ def compress_gradients(
         levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
         if levels is None:
             return DDPCompression(model, hook, settings, group)
-        _check_shards(model, settings, "on two levels")
+        _check_shards(model, "on two levels")
         return TwoLevelCompression(model, hook, settings, levels)
     if nodes is not None:
         raise UnsupportedError(
@@ -140,32 +140,43 @@ def compress_gradients(
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
     if any(hasattr(p, "to_local") for p in model.parameters()):
-        _check_shards(model, settings, "of a sharded model")
+        _check_shards(model, "of a sharded model")
     parameters = list(model.named_parameters())
     settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
-    return ModuleCompression(model, settings, group)
+    return ModuleCompression(model, settings, group, _inside(model, settings))
 
 
-def _check_shards(model: nn.Module, settings: Settings, where: str) -> None:
+def _check_shards(model: nn.Module, where: str) -> None:
     """What is averaged can be averaged shard by shard.
 
     Raises:
-        UnsupportedError: it looks at whole gradients, or some have no shards.
+        UnsupportedError: some have no shards.
     """
-    method = settings.compression.feedback
-    if method is not None and math.isfinite(method.clip):
-        raise UnsupportedError(
-            f"{method.name} with a clip looks at the norm of a whole gradient, and {where} ranks have shards; leave "
-            "clip out, and clip averages with torch.nn.utils.clip_grad_norm_"
-        )
     sparse = [name for name, each in model.named_modules() if getattr(each, "sparse", False)]
     if sparse:
         raise UnsupportedError(f"sparse gradients have no shards {where}: give {', '.join(sparse)} sparse=False")
     odd = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
     if odd:
         raise UnsupportedError(f"complex parameters have no shards {where}: {', '.join(odd)}")
-    if settings.rates is not None and where == "on two levels":
+
+
+def _inside(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
+    """The ranks that shard a model together; None where it is not sharded.
+
+    Raises:
+        UnsupportedError: norms are wanted of whole gradients, and not all parameters are sharded among the same ranks.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    meshes = {name: getattr(p, "device_mesh", None) for name, p in trained.items()}
+    found = [mesh for mesh in dict.fromkeys(meshes.values()) if mesh is not None]
+    method = settings.compression.feedback
+    if not found or method is None or not math.isfinite(method.clip):
+        return None
+    odd = [name for name, mesh in meshes.items() if mesh is None or mesh != found[0]]
+    if odd or found[0].ndim != 1:
         raise UnsupportedError(
-            f"{settings.compression} needs the learning rate of whole parameters, and {where} ranks have shards; leave "
-            "accumulate=steps out"
+            f"{method.name} with a clip needs the norm of a whole gradient, of which each rank of a node has one part: "
+            f"shard all parameters among the same ranks; others are {', '.join(odd) or 'sharded in several dimensions'}"
         )
+    group: dist.ProcessGroup = found[0].get_group()
+    return group
