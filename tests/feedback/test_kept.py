@@ -90,6 +90,23 @@ def test_a_step_that_did_not_happen_leaves_the_same_bits(store, commit):
 
 
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("select", ["exact", "sampled"])
+@pytest.mark.parametrize("numel", [NUMEL, 40_000])
+def test_one_pass_keeps_and_sends_the_bits_that_two_do(store, select, numel):
+    """Steps that are measured are encoded first and committed later."""
+    codec = nb.codec(f"topk:density=0.05,select={select}")
+    at_once, later = ErrorFeedback(store=store, decay=0.9), ErrorFeedback(store=store, decay=0.9)
+    for step in range(5):
+        g = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        _, payload = at_once.encode("p", g.clone(), codec, shape=(numel,), seed=step, commit=True)
+        _, same = later.encode("p", g, codec, shape=(numel,), seed=step)
+        norms = later.commit("p", g, codec, same, shape=(numel,), seed=step, measure=True)
+        assert torch.equal(payload, same)
+        assert torch.equal(at_once.residual("p"), later.residual("p"))
+        assert 0 < norms.lost < norms.encoded
+
+
+@pytest.mark.parametrize("store", STORES)
 def test_a_state_is_loaded_to_the_bit_and_moves_to_other_stores(store):
     codec, feedback = nb.codec("topk:density=0.05"), ErrorFeedback(store=store)
     steps_of(feedback, codec, 4)

@@ -69,7 +69,7 @@ def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
     """:func:`use_once` of what each of these specs needs, once in this process."""
     here = device, torch.get_num_threads()
     for name, chosen in {str(spec): compression(spec) for spec in specs}.items():
-        kind = type(chosen.codec), type(chosen.feedback), *here
+        kind = type(chosen.codec), type(chosen.feedback), getattr(chosen.feedback, "store", None), *here
         if (name, *kind) in _done:
             continue
         for side in _SIDES[: 1 if kind in _done else None]:  # of one kind, numbers may choose other loops, sizes do not
@@ -104,12 +104,13 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     if feedback is not None and feedback.needs_learning_rates:
         feedback.set_learning_rates({"": 1.0})
     if isinstance(feedback, Feedback):
-        for commit in {False, feedback.can_roll_back(x)}:
-            total = x.flatten()
-            payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
-            if not commit:
-                feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
-    codec.encode(torch.zeros_like(x))  # as an embedding's: selection goes another way where a sample says nothing
+        # Zeros at first, as an embedding's: selection goes another way where a sample says nothing.
+        for commit in sorted({False, feedback.can_roll_back(x)}, reverse=True):
+            for total in (torch.zeros_like(x).view(-1), x.flatten().clone()):
+                payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
+                if not commit:
+                    feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
+    codec.encode(torch.zeros_like(x))
     payload, out = codec.encode(x), torch.zeros_like(x)
     codec.decode(payload, out, weight=0.5, accumulate=True)
     codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])

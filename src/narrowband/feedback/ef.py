@@ -205,8 +205,17 @@ class ErrorFeedback(Feedback):
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
         else:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
-        self._close(key, residual)
-        return Norms(before, squared_norm(residual)) if measure else None
+        norms = Norms(before, squared_norm(residual)) if measure else None
+        if x.dtype == torch.float32 and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
+            self._residuals.pop(key, None)
+            at, values = codec.elements(payload, shape)
+            if codec.sampled:  # what fills a payload up is nothing that was sent
+                sent = (at < x.numel() - 1) | (values != 0)
+                at, values = at[sent], values[sent]
+            self._kept[key].keep_rest(residual, at, values, seed=_OF_STORES ^ seed)
+        else:
+            self._close(key, residual)
+        return norms
 
     def _opened(self, key: str) -> Tensor:
         """The residual as it was encoded."""

@@ -62,6 +62,13 @@ class Kept:
             x, self._codes, self._exponents, k, decay=decay, sampled=sampled, seed=seed, rounding=rounding
         )
 
+    def keep_rest(self, x: Tensor, at: Tensor, values: Tensor, *, seed: int) -> None:
+        """Keep what :meth:`compensate` keeps, to the bit, where these elements were taken. Changes ``x``."""
+        if at.numel():
+            x[at] = values.abs().amin()
+        self.keep(x, seed=seed)
+        self._codes[at] = 0
+
     def take_former(self, x: Tensor) -> None:
         """Keep what was kept before :meth:`compensate`, which lies in the gradient's memory."""
         kernels.take_former(x, self._codes, self._exponents)
