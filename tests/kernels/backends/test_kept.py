@@ -83,7 +83,7 @@ def assert_kept(x: Tensor, held: list[Tensor | None], outcome: list[Any], decay:
     sampled=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_backends_agree(store: str, n: int, share: float, kind: str, decay: float, sampled: bool, seed: int) -> None:
     heavy = kind == "heavy"
     x, r = (make("normal" if heavy else kind, n, (seed + i) % 1000) for i in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.kernels import reference
+from narrowband.kernels.cpu import selection
 from tests.kernels.backends.common import on_all
 
 if TYPE_CHECKING:
@@ -111,3 +113,25 @@ def test_topk_when_the_sample_misleads(n: int, k: int, large: str) -> None:
     assert sampled.numel() == k if large == "where it does not look" else 0 < sampled.numel() < k
     for sampled_ in (False, True):
         on_all("compensate_select_topk", x, torch.zeros(n), k, sampled=sampled_, seed=seed, backends=among)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "few-levels", "nan", "any-bits"])
+@pytest.mark.parametrize("n", [1, 70, 5000])
+def test_the_kth_largest_and_the_largest_of_what_was_found(kind: str, n: int) -> None:
+    """Of any k, none at all included; what is written keeps to its room."""
+    bits = make(kind, n, 3).numpy().view(np.int32)
+    magnitudes = bits & 0x7FFFFFFF
+    order = np.sort(magnitudes)[::-1]
+    for k in {0, 1, n // 3, n - 1, n}:
+        threshold, wanted = selection.kth_largest(bits, k)
+        taken = np.flatnonzero(magnitudes > threshold)
+        assert threshold == (order[k - 1] if k else 0x7FFFFFFF)
+        assert wanted == k - taken.size
+        out = np.full((2, k + 65), -7, np.int32)
+        least, alone = selection.take_largest(np.arange(n, dtype=np.int32), bits, k, out[0, : k + 1], out[1, : k + 1])
+        ties = np.flatnonzero(magnitudes == threshold)
+        assert (out[0, :k] == np.sort(np.concatenate([taken, ties[:wanted]]))).all()
+        assert (out[1, :k] == bits[out[0, :k]]).all()
+        assert (out[:, k + 1 :] == -7).all()
+        assert least == threshold
+        assert alone == (ties.size == wanted)

@@ -76,7 +76,10 @@ def kth_largest(bits, k):
     """(the k-th largest magnitude, how many of those equal to it belong to the k largest).
 
     A histogram over all magnitudes there are finds the few that come into question, and more of them look at these.
+    Where k is zero, nothing is larger than what returns.
     """
+    if k == 0:
+        return MAGNITUDE, k
     low, high = MAGNITUDE, I32(0)
     for i in range(bits.size):
         magnitude = I32(bits[At(i)] & MAGNITUDE)
