@@ -257,6 +257,8 @@ def _threshold_of_runs(x, codes, exponents, decay, rank, expected, fold, out, ou
         ask_for(x, At(ahead))
         ask_for(x, At(ahead + RUN - 1))
         ask_for(codes, At(ahead))
+        if exponents.size:
+            ask_for(exponents, At(ahead // BLOCK))
         for j in range(min(RUN, out.size - r * RUN)):
             out[At(r * RUN + j)] = _sum_at(x, codes, exponents, decay, np.int64(at[r]) + j)
     return kth_largest(out_bits, rank)[0], kth_largest(out_bits, expected)[0]
