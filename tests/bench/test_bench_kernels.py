@@ -71,7 +71,11 @@ def test_every_loop_does_the_same_on_tritons_backend(name):
         if loop.restore is not None:
             loop.restore()
         outcomes.append([loop.body(1), data.y])
-    assert_same(*outcomes)
+    if name.startswith("orthonormalize"):  # whose sums have an order of the backend's own
+        (own, y), (reference, expected) = outcomes
+        torch.testing.assert_close([own, y], [reference, expected], rtol=1e-4, atol=1e-5)
+    else:
+        assert_same(*outcomes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -124,7 +124,7 @@ def average_by_all_ways(rank, world_size, ways, dtype, shapes):
     for kind, spec in ways:
         items = operands_of(gradients(rank, dtype=dtype, shapes=shapes), nb.codec(spec))
         work = average(kind, items, rank, world_size, measure=True)
-        answers.append(([item.x for item in items], work.sent_nbytes, work.finite, work.norms))
+        answers.append(([item.x for item in items], work.sent_nbytes, work.finite, list(work.norms.values())))
     return answers
 
 

@@ -432,12 +432,7 @@ class Step:
         stats.wire_s = self._engine.wire_seconds - self._wire_before
         now = time.perf_counter()
         stats.waiting_s, stats.exchange_s = now - self.closed_at, now - self.opened_at
-        norms = [
-            (operand.key, n)
-            for exchange in self._exchanges
-            if exchange.norms  # none after a step that was skipped
-            for operand, n in zip(exchange.operands, exchange.norms, strict=True)
-        ]
+        norms = [item for exchange in self._exchanges for item in exchange.norms.items()]
         encoded = sum(n.encoded for _, n in norms)
         if norms and math.isfinite(encoded):
             stats.relative_error = sum(n.lost for _, n in norms) / encoded if encoded else 0.0

@@ -101,8 +101,8 @@ class Exchange(ABC):
         self.decode_seconds = 0.0
         #: After the job: whether every rank's tensors were finite.
         self.finite = True
-        #: After :meth:`deliver`, with ``measure``: one entry per operand.
-        self.norms: list[Norms] = []
+        #: After :meth:`deliver`, with ``measure``: by the keys of operands. None of one that did not take part.
+        self.norms: dict[str, Norms] = {}
         self._payloads: list[Tensor] = []  # this rank's, one per operand
         self._locally_finite = True
         self._decided = False
@@ -200,7 +200,7 @@ class Exchange(ABC):
                 before = squared_norm(lost)
                 sent = torch.empty(dims(operand.shape), dtype=operand.dtype, device=lost.device)
                 lost.sub_(self._codec(operand).decode(payload, sent, seed=seed).view(-1))
-                self.norms.append(Norms(before, squared_norm(lost)))
+                self.norms[operand.key] = Norms(before, squared_norm(lost))
 
     def _commit(self, operand: Operand, payload: Tensor) -> None:
         assert operand.feedback is not None
@@ -215,7 +215,7 @@ class Exchange(ABC):
         )
         operand.committed = True
         if norms:
-            self.norms.append(norms)
+            self.norms[operand.key] = norms
 
     def _commits_early(self, operand: Operand) -> bool:
         """Whether its feedback commits before the step is decided, and rolls back if it has to."""

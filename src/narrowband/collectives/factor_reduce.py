@@ -286,7 +286,7 @@ class FactorReduce(Exchange):
             for matrix, values, q in zip(block.matrices, block.values, block.q, strict=True):
                 if matrix.takes_part:
                     norm = squared_norm(values)
-                    self.norms.append(Norms(norm, max(0.0, norm - squared_norm(q))))
+                    self.norms[matrix.operand.key] = Norms(norm, max(0.0, norm - squared_norm(q)))
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 

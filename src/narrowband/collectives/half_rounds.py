@@ -137,7 +137,7 @@ class HalfRounds(FactorReduce):
             for i, (matrix, values) in enumerate(zip(block.matrices, block.values, strict=True)):
                 if matrix.takes_part:
                     norm, taken = squared_norm(values), sum(squared_norm(p[i]) for p in own.products)
-                    self.norms.append(Norms(norm, max(0.0, norm - taken)))
+                    self.norms[matrix.operand.key] = Norms(norm, max(0.0, norm - taken))
 
     def _keep(self) -> None:
         for block, own in zip(self._blocks, self._own, strict=True):

@@ -232,7 +232,7 @@ class SparseReduce(Exchange):
             values = self._own_values[:, room][there][order]
             norms = operand.feedback.commit_arrived(operand.key, operand.x, at, values, measure=self.measure)
             if norms is not None:
-                self.norms.append(norms)
+                self.norms[operand.key] = norms
 
     def _write(self, good: bool) -> None:
         for operand, share, sums in zip(self.operands, self._shares, self._sums, strict=True):
