@@ -311,7 +311,7 @@ class Handle(Averaging):
         self._paused = mine["paused"]
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"]
-        self._total, self._last = StepStats(), StepStats()
+        self._total, self._last, self._errors = StepStats(), StepStats(), {}
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """The state of this rank, and its residuals, if both can be loaded."""
