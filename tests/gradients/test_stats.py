@@ -176,7 +176,10 @@ def by_layer(rank, world_size, spec, collective):
     squares = {name: float(p.grad.double().square().sum()) for name, p in local.named_parameters() if p.dim() == 2}
     kept = residuals(handle) if "+ef" in spec and "ef21" not in spec else {}
     norms = {name: float(x.double().norm()) for name, x in kept.items() if name in squares}
-    return before, handle.layer_stats(), handle.stats().last, squares, norms
+    after, last = handle.layer_stats(), handle.stats().last
+    handle.load_state_dict(handle.state_dict())  # from which statistics begin anew
+    assert {layer.relative_error for layer in handle.layer_stats().values()} == {None}
+    return before, after, last, squares, norms
 
 
 @pytest.mark.parametrize(
