@@ -6,10 +6,11 @@ its operator, by the name that a policy has for it, and its arguments.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,6 +92,7 @@ CHECKPOINT = Operator("checkpoint", "last")
 _OWN = ("aten", "prims")
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def operator_of(function: Any) -> Operator:
     """The operator behind a function, as a mode sees it."""
     found = _TABLE.get(function)
@@ -99,6 +101,8 @@ def operator_of(function: Any) -> Operator:
     name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
     return CUSTOM if isinstance(name, str) and name.partition("::")[0] not in _OWN else OTHER
 
+
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 #: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
 _SECOND = (
@@ -113,23 +117,31 @@ _OF_A_PARAMETER = tuple(
 )  # fmt: skip
 
 
-@dataclass(slots=True)
 class Call:
     """A call of an operator.
 
-    Attributes:
+    Args:
         operator: None: no operator of PyTorch, or one of its backward.
         args: what it was given.
         kwargs: by name.
     """
 
-    operator: Operator | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    __slots__ = ("_operands", "args", "kwargs", "operator")
+
+    def __init__(
+        self, operator: Operator | None = None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE
+    ) -> None:
+        self.operator, self.args, self.kwargs = operator, args, kwargs
+        self._operands: list[Tensor] | None = None
 
     def operands(self) -> list[Tensor]:
         """The tensors that the operator is given."""
-        return [x for x in torch.utils._pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+        if self._operands is None:
+            given: list[Any] = [*self.args, *self.kwargs.values()]
+            if any(isinstance(x, (tuple, list, dict)) for x in given):
+                given = torch.utils._pytree.tree_leaves(given)
+            self._operands = [x for x in given if isinstance(x, Tensor)]
+        return self._operands
 
     def samples(self, x: Tensor, grouping: Grouping) -> int:
         """How many samples a saved tensor's first dimension is made of: products make one of samples and tokens, or

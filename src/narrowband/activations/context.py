@@ -23,7 +23,7 @@ from torch import distributed, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from narrowband.activations.dynamo import compiled_modules, eager_modules, unseen
+from narrowband.activations.dynamo import eager_modules, unseen
 from narrowband.activations.modules import Modules
 from narrowband.activations.operators import Watch
 from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
@@ -142,8 +142,7 @@ class ActivationCompression(contextlib.ContextDecorator):
 
     def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> None:
         """Let a recorder know which module is at work."""
-        self.modules.check()
-        compiled = [module for _, module in compiled_modules(self.model)]
+        compiled = self.modules.check()
         for module in {*compiled, *self.modules.recomputed}:
             stack.enter_context(rerouted(module))
         if not compiled:
@@ -205,7 +204,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                 raise ValueError(f"{name} of a state is a whole number, at least 0, and this is {_shown(value)}")
         if not isinstance(state["estimates"], Mapping):
             raise ValueError(f"estimates of a state are ranges by name, and this is {_shown(state['estimates'])}")
-        modules = {*self.modules.names.values()}
+        modules = {*self.modules.names}
         others = [name for name in state["estimates"] if _module_of(name) not in modules]
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""

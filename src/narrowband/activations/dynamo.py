@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.overrides
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 __all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "obstacle", "unseen", "without_mode"]
 
@@ -74,13 +75,24 @@ def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> _T:
-        if "torch._dynamo" not in sys.modules:
+        if not _is_looking():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
         return disabled[0](*args, **kwargs)
 
+    # Where Dynamo meets it while it traces.
+    vars(wrapper).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it watches what is saved for backward")
     return wrapper
+
+
+def _is_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+#: Whether Dynamo compiles frames of this thread: what it calls for each, or nothing. Its decorator costs 4 µs a call,
+#: and optimizers load it; a step may have thousands of such calls, and next to never is one of them in compiled code.
+_is_looking: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", _is_loaded)
 
 
 @contextmanager

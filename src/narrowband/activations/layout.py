@@ -9,7 +9,9 @@ is one part, whose ranges all samples share; with statistics per sample each sam
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,15 +55,22 @@ class Arrangement:
     @classmethod
     def of(cls, x: Tensor) -> Arrangement:
         """That of a strided tensor."""
-        strides = x.stride()
-        if x.is_contiguous():
-            return cls(tuple(range(x.dim())), tuple(x.shape), without_gaps=True)
-        order = tuple(sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim)))
-        sizes = tuple(x.shape[dim] for dim in order)
-        return cls(order, sizes, without_gaps=x.permute(order).is_contiguous())
+        return _arranged(x.shape, x.stride())
+
+    @functools.cached_property
+    def is_usual(self) -> bool:
+        """Whether the order is that of the dimensions."""
+        return self.order == tuple(range(len(self.order)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of dimensions."""
+        return tuple(size for _, size in sorted(zip(self.order, self.sizes, strict=True)))
 
     def flat(self, x: Tensor) -> Tensor:
         """The elements in that order, contiguous; a view where there are no gaps."""
+        if self.is_usual and x.is_contiguous():
+            return x.view(-1)
         return x.permute(self.order).reshape(-1).contiguous()  # of one row with gaps, reshape makes a view with gaps
 
     def lines(self, x: Tensor, rows: Rows) -> Tensor:
@@ -77,6 +86,8 @@ class Arrangement:
 
     def unflat(self, flat: Tensor) -> Tensor:
         """The inverse of :meth:`flat`."""
+        if self.is_usual:
+            return flat.view(self.sizes)
         back = [0] * len(self.order)
         for place, dim in enumerate(self.order):
             back[dim] = place
@@ -98,6 +109,28 @@ class Arrangement:
         return Rows(parts, before // parts, groups, inner)
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _arranged(shape: Sequence[int], strides: Sequence[int]) -> Arrangement:
+    usual = tuple(range(len(shape)))
+    if _is_dense(shape, strides):
+        return Arrangement(usual, tuple(shape), without_gaps=True)
+    order = tuple(sorted(usual, key=lambda dim: (-strides[dim], dim)))
+    sizes = tuple(shape[dim] for dim in order)
+    return Arrangement(order, sizes, without_gaps=_is_dense(sizes, [strides[dim] for dim in order]))
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor of these is contiguous, as PyTorch has it: strides of single elements do not count."""
+    if 0 in sizes:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def neighbours(flat: Tensor, count: int) -> tuple[Tensor, Rows]:
     """Elements in memory order, filled up with the last one to a multiple of ``count``; so many at a time are a part.
 
@@ -111,6 +144,7 @@ def neighbours(flat: Tensor, count: int) -> tuple[Tensor, Rows]:
     return filled, Rows(filled.numel() // count, 1, 1, count)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def largest_divisor(size: int, at_most: int) -> int:
     """The largest divisor of a size that is no larger than a bound; at least 1.
 

@@ -28,7 +28,6 @@ class Modules:
         policy: names modules by patterns, and may say how many heads there are.
 
     Attributes:
-        names: module → name, as in ``model.named_modules()``, without what ``torch.compile`` adds to it.
         recomputed: modules that backward computes again, the outermost ones.
         default_groups: of channels, where nothing says how many: as many as most modules have heads.
 
@@ -39,26 +38,41 @@ class Modules:
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self._model, self._policy = model, policy
-        names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
-        self.names = weakref.WeakKeyDictionary(
-            {module: name.removesuffix("_orig_mod").removesuffix(".") for module, name in names.items()}
-        )
-        policy.check(self.names.values())
+        #: By id, which is looked up in no time; and the module, since its id may be another's one day.
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        for name, module in model.named_modules():
+            plain = name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+            self._names[id(module)] = weakref.ref(module), plain
+        policy.check(self.names)
         self.recomputed = weakref.WeakSet(self._recomputed(model))
         self.check()
         self._heads: dict[str, int | None] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS
 
+    @property
+    def names(self) -> list[str]:
+        """As in ``model.named_modules()``, without what ``torch.compile`` adds to them."""
+        return [name for _, name in self._names.values()]
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The name of one of the model's modules; None of any other."""
+        found = self._names.get(id(module))
+        return found[1] if found is not None and found[0]() is module else None
+
     def _recomputed(self, module: nn.Module) -> Iterator[nn.Module]:
-        if self._policy.checkpoints(self.names[module]):
+        if self._policy.checkpoints(self.name_of(module) or ""):
             yield module
             return
         for child in module.children():
             yield from self._recomputed(child)
 
-    def check(self) -> None:
-        """Raise UnsupportedError for what cannot be done to this model, which may have been compiled meanwhile."""
+    def check(self) -> list[nn.Module]:
+        """The modules that are compiled, the outermost ones. A model may have been compiled meanwhile.
+
+        Raises:
+            UnsupportedError: they cannot be handled.
+        """
         compiled = dict(compiled_modules(self._model))
         reason = obstacle() if compiled else None
         if reason is not None:
@@ -67,10 +81,11 @@ class Modules:
             for module in whole.modules():
                 if module is not whole and module in self.recomputed:
                     raise UnsupportedError(
-                        f"modules: {self.names[module]!r} is to be computed again and lies inside of "
-                        f"{self.names[whole] or 'the model'!r}, which is compiled: a graph has no modules. Name the "
+                        f"modules: {self.name_of(module)!r} is to be computed again and lies inside of "
+                        f"{self.name_of(whole) or 'the model'!r}, which is compiled: a graph has no modules. Name the "
                         "compiled module, or compile the modules one by one"
                     )
+        return list(compiled.values())
 
     def heads(self, name: str) -> int | None:
         """Attention heads of the module of that name, or of the nearest around it that has any."""

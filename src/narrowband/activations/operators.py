@@ -56,6 +56,10 @@ _COMPOSITE = frozenset(
 )
 
 
+#: What reads an attribute of a tensor.
+_GETTER = type(vars(torch._C.TensorBase)["shape"].__get__)
+
+
 def _transparent(function: types.FunctionType) -> Callable[..., Any]:
     """A copy of a function that does not hand itself over to the mode, so that the operators it calls do.
 
@@ -84,6 +88,8 @@ class Watch(TorchFunctionMode):
     @unseen
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if type(func) is _GETTER:  # of a shape, say: nothing is saved
+            return func(*args, **kwargs)
         keeper = self._keeper
         if func in _COMPOSITE:
             with self:

@@ -7,8 +7,11 @@ clipped to a fraction: it has 8 bits, and its own range. And a tensor with outli
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -23,7 +26,10 @@ from narrowband.kernels import Rows
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["Arena", "Clock", "Exact", "Packed", "Payload", "Source", "quantized"]
+__all__ = ["Arena", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "quantized"]
+
+#: What saved a tensor: an operator, by its name for a policy, and the module of that name ("": the model).
+Place = tuple[str, str]
 
 
 class Arena:
@@ -32,6 +38,9 @@ class Arena:
     Codes live until backward, activations for a moment. Side by side in one heap, codes that are freed leave gaps
     there, which stay with the process. A piece goes back to the system with the last of the codes in it, and backward
     needs them in the opposite order. On devices, PyTorch's own allocator sees to that.
+
+    So pieces are new to the process in every pass, and the system gives it page by page what it writes to: in pages of
+    4 KiB that takes longer than to make the codes. Linux is asked for pages of 2 MiB.
 
     Example:
         >>> arena, cpu = Arena(), torch.device("cpu")
@@ -42,7 +51,7 @@ class Arena:
 
     #: Bytes of a piece: more than the 32 MiB up to which glibc may take it from its heap. What is never written to
     #: takes no memory.
-    PIECE_NBYTES = 33 << 20
+    PIECE_NBYTES = 64 << 20
     _ALIGNED = 64
 
     def __init__(self) -> None:
@@ -53,11 +62,26 @@ class Arena:
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if nbytes > self._piece.numel() - self._used:
-            self._piece, self._used = torch.empty(max(nbytes, self.PIECE_NBYTES), dtype=torch.uint8), 0
+            self._piece, self._used = _new_memory(max(nbytes, self.PIECE_NBYTES)), 0
         taken = torch.empty(0, dtype=torch.uint8)  # no view of the piece, of whose changes autograd would keep count
         taken.set_(self._piece.untyped_storage(), self._used, (nbytes,), (1,))
         self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
         return taken
+
+
+def _new_memory(nbytes: int) -> Tensor:
+    """Memory that nobody had before, uint8, flat."""
+    huge: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+    if huge is None:  # no Linux
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # of a kernel that has none: then pages are small
+        memory.madvise(huge)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+#: Bytes.
+_HUGE_PAGE = 2 << 20
 
 
 class Payload:
@@ -93,7 +117,7 @@ class Payload:
         seed: int,
         watch: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
-        """Make codes.
+        """Make codes, with given ranges.
 
         Args:
             x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
@@ -114,6 +138,33 @@ class Payload:
         encode = kernels.quantize_rows_extremes if watch else kernels.quantize_rows
         return encode(x, self.codes, self.rows, self.low, self.step, bits=self.bits, stochastic=stochastic, seed=seed)
 
+    def encode_learning(
+        self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int
+    ) -> tuple[Tensor, Tensor, bool, float]:
+        """Make codes, with the ranges of an estimate.
+
+        Args:
+            x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
+            estimate: (2, groups): α, β.
+            decay: μ.
+            symmetric: whether a code in the middle stands for zero.
+            stochastic: how codes are rounded.
+            seed: of that.
+
+        Returns:
+            The extremes of every group, (2, groups), and what :func:`~narrowband.kernels.learn_ranges` makes of them.
+        """
+        if symmetric:
+            alpha, beta = shaped(estimate, symmetric=True)
+            ends = self.encode(x, alpha, beta, symmetric=True, stochastic=stochastic, seed=seed, watch=True)
+            assert ends is not None
+            return torch.stack(ends), *kernels.learn_ranges(estimate, *ends, decay)
+        ranges, seen, learned, finite, moved = kernels.quantize_rows_learning(
+            x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed
+        )
+        self.low, self.step = ranges.unbind()
+        return seen, learned, finite, moved
+
     @property
     def nbytes(self) -> int:
         """Of codes, and of ranges where each sample has its own."""
@@ -122,10 +173,11 @@ class Payload:
 
     def decode(self) -> Tensor:
         """Flat, in the order of memory."""
-        direct = self.dtype in (torch.float32, torch.bfloat16)
-        out = torch.empty(self.rows.numel, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
+        direct, count = self.dtype in (torch.float32, torch.bfloat16), self.rows.numel
+        out = torch.empty(count, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
         kernels.dequantize_rows(self.codes, out, self.rows, self.low, self.step, bits=self.bits)
-        return (out if direct else out.to(self.dtype))[: self.numel]
+        wanted = out if direct else out.to(self.dtype)
+        return wanted if count == self.numel else wanted[: self.numel]
 
 
 def quantized(
@@ -167,14 +219,12 @@ def quantized(
         payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    seen = payload.encode(x, *shaped(estimate, policy), seed=seed, watch=True, **form)
-    assert seen is not None
-    learned, finite, moved = kernels.learn_ranges(estimate, *seen, estimates.decay)
+    seen, learned, finite, moved = payload.encode_learning(x, estimate, estimates.decay, seed=seed, **form)
     if not finite:
         return Outliers(extreme=True)
-    own, jumps = torch.stack((seen[1] - seen[0], seen[0])), False
+    jumps = False
     if moved > DRIFT or _by_chance(seed):
-        magnitudes = Magnitudes(x, rows)
+        own, magnitudes = torch.stack((seen[1] - seen[0], seen[0])), Magnitudes(x, rows)
         found = magnitudes.outliers(own[0])
         if found is not None:
             return found
@@ -188,7 +238,7 @@ def quantized(
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
     if moved > DRIFT:
-        payload.encode(x, *shaped(own if jumps else learned, policy), seed=seed, **form)
+        payload.encode(x, *shaped(own if jumps else learned, symmetric=policy.symmetric), seed=seed, **form)
     return payload
 
 
@@ -221,37 +271,43 @@ class _Watched:
 
     Args:
         x: what is saved.
-        where: operator and module, for the error.
+        watch: counts versions along with it.
+        place: operator and module that saved it, for the error.
     """
 
-    __slots__ = ("_dtype", "_shape", "_version", "_watch", "_where")
+    __slots__ = ("_place", "_version", "_watch")
 
-    def __init__(self, x: Tensor, watch: Tensor, where: str) -> None:
-        self._watch, self._version, self._where = watch, x._version, where
-        self._dtype, self._shape = x.dtype, x.shape
+    def __init__(self, x: Tensor, watch: Tensor, place: Place) -> None:
+        self._watch, self._version, self._place = watch, x._version, place
 
     def check(self) -> None:
         if self._watch._version != self._version:
-            form = f"{self._dtype}".removeprefix("torch.") + f" {list(self._shape)}"
+            operator, module = self._place
+            form = f"{self._watch.dtype}".removeprefix("torch.") + f" {list(self._shape)}"
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{form}, which {self._where} saved for backward, is at version {self._watch._version}; "
-                f"expected version {self._version} instead"
+                f"{form}, which {operator} in {module or 'the model'} saved for backward, is at version "
+                f"{self._watch._version}; expected version {self._version} instead"
             )
+
+    @property
+    def _shape(self) -> Sequence[int]:
+        """Of what is saved."""
+        return self._watch.shape
 
 
 class Exact(_Watched):
     """A tensor that is kept as it is."""
 
-    __slots__ = ("__weakref__", "_x")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, x: Tensor, where: str) -> None:
-        self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed
-        super().__init__(x, self._x, where)
+    def __init__(self, x: Tensor, place: Place) -> None:
+        # Of an output of the very node that keeps it, the original would never be freed.
+        self._watch, self._version, self._place = x.detach(), x._version, place
 
     def holds(self, x: Tensor) -> bool:
         """Whether all of its memory's values are those of another tensor there, of the same order."""
-        own = self._x
+        own = self._watch
         return (
             (own.storage_offset(), own.dtype, own.numel()) == (x.storage_offset(), x.dtype, x.numel())
             and self._version == x._version
@@ -260,8 +316,9 @@ class Exact(_Watched):
 
     def restore(self) -> Tensor:
         """It."""
-        self.check()
-        return self._x
+        if self._watch._version != self._version:
+            self.check()
+        return self._watch
 
 
 class Packed(_Watched):
@@ -271,17 +328,21 @@ class Packed(_Watched):
         x: it.
         arrangement: how it lies in memory.
         source: its codes, or that.
-        where: operator and module.
+        place: operator and module that saved it.
         clock: is told the seconds that restoring took.
     """
 
     __slots__ = ("_arrangement", "_clock", "_source")
 
-    def __init__(self, x: Tensor, arrangement: Arrangement, source: Source, where: str, clock: Clock) -> None:
+    def __init__(self, x: Tensor, arrangement: Arrangement, source: Source, place: Place, clock: Clock) -> None:
         watch = x.detach()  # counts versions along with x
         watch.data = x.new_empty(0)  # and lets go of its memory
-        super().__init__(x, watch, where)
+        super().__init__(x, watch, place)
         self._arrangement, self._source, self._clock = arrangement, source, clock
+
+    @property
+    def _shape(self) -> Sequence[int]:
+        return self._arrangement.shape
 
     def restore(self) -> Tensor:
         """About what was saved: same shape, same order in memory."""

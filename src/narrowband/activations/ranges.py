@@ -119,13 +119,14 @@ def ranges(
     low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
 ) -> tuple[Tensor, Tensor]:
     """α and β for a tensor with these extremes."""
-    return shaped(estimates.observe(name, low, high) if policy.learns else torch.stack((high - low, low)), policy)
+    estimate = estimates.observe(name, low, high) if policy.learns else torch.stack((high - low, low))
+    return shaped(estimate, symmetric=policy.symmetric)
 
 
-def shaped(estimate: Tensor, policy: ActivationPolicy) -> tuple[Tensor, Tensor]:
-    """α and β as the policy wants them. The same estimates serve any policy."""
+def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """α and β as a policy wants them. The same estimates serve any policy."""
     alpha, beta = estimate.unbind()
-    if not policy.symmetric:
+    if not symmetric:
         return alpha, beta
     beta = -torch.maximum(alpha + beta, -beta)
     return -2 * beta, beta

@@ -33,11 +33,11 @@ from narrowband.activations.dynamo import unseen
 from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers
-from narrowband.activations.packed import Arena, Exact, Packed, Payload, Source, quantized
+from narrowband.activations.packed import Arena, Exact, Packed, Payload, Place, Source, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
-from narrowband.activations.stats import Saved
+from narrowband.activations.stats import Saved, SavedBytes
 from narrowband.activations.storages import (
     Storage,
     Storages,
@@ -83,7 +83,8 @@ class Recorder:
         self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
         self._thread = threading.get_ident()
         self._at_work: list[tuple[int, str]] = []  # modules by id, and their names; the innermost is last
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: dict[Place, int] = {}
+        self._tallies: dict[Place, tuple[SavedBytes, SavedBytes]] = {}
         #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
         self._extreme = False
 
@@ -95,22 +96,26 @@ class Recorder:
         """A module begins."""
         if self._thread != threading.get_ident():
             return
-        name = self.modules.names.get(module)
-        if name is None and not self._at_work:
-            return
-        if not self._at_work:
+        name, at_work = self.modules.name_of(module), self._at_work
+        if not at_work:
+            if name is None:
+                return
             self._counts.clear()
         # Of modules that came later, the one around them answers.
-        self._at_work.append((id(module), self._at_work[-1][1] if name is None else name))
+        at_work.append((id(module), at_work[-1][1] if name is None else name))
 
     @unseen
     def leaving(self, module: nn.Module, *_: Any) -> None:
         """A module has ended."""
         if self._thread != threading.get_ident():
             return
-        for place in reversed(range(len(self._at_work))):
-            if self._at_work[place][0] == id(module):
-                del self._at_work[place:]  # with what KeyboardInterrupt kept from ending
+        own, at_work = id(module), self._at_work
+        if at_work and at_work[-1][0] == own:
+            at_work.pop()
+            return
+        for place in reversed(range(len(at_work))):
+            if at_work[place][0] == own:
+                del at_work[place:]  # with what KeyboardInterrupt kept from ending
                 return
 
     @unseen
@@ -136,7 +141,7 @@ class Recorder:
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is one of the model's, or is called by one of them."""
-        return bool(self._at_work) or module in self.modules.names
+        return bool(self._at_work) or self.modules.name_of(module) is not None
 
     def saves_here(self) -> bool:
         """Whether autograd's saved tensors come to this recorder: a checkpoint has hooks of its own."""
@@ -210,29 +215,30 @@ class Recorder:
         exact = None if storage.exact is None else storage.exact()
         if exact is not None and arrangement.without_gaps and exact.holds(x):
             return original(weakref.ref(exact))
-        payload = storage.payloads.get(values)
+        payload = storage.payload(values)
         if payload is not None:
             return weakref.ref(payload)
-        recipe = storage.recipes.get(values)
+        recipe = storage.recipe(values)
         return None if recipe is None else recipe.derivation
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how an operator's result can be computed again."""
         arrangement = Arrangement.of(y)
         if type(y) is Tensor and y.requires_grad and arrangement.without_gaps:
-            self.storages.of(y).recipes[values_of(y, arrangement)] = recipe
+            self.storages.of(y).has_recipe(values_of(y, arrangement), recipe)
 
     def _recipe(self, x: Tensor, arrangement: Arrangement, storage: Storage) -> Recipe | None:
         """How a tensor that is saved can be computed again."""
         values = values_of(x, arrangement)
-        recipe = storage.recipes.get(values)
+        recipe = storage.recipe(values)
         if recipe is None:
             operand = self._operand_before_cast(x, arrangement)
             if operand is not None:
                 lies = Arrangement.of(operand)
-                before = self.storages.of(operand).recipes.get(values_of(operand, lies))
+                before = self.storages.of(operand).recipe(values_of(operand, lies))
                 if before is not None:
-                    recipe = storage.recipes[values] = Recipe(cast_to(x.dtype), before.derivation)
+                    recipe = Recipe(cast_to(x.dtype), before.derivation)
+                    storage.has_recipe(values, recipe)
         return recipe
 
     def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
@@ -258,81 +264,88 @@ class Recorder:
     def pack(self, x: Tensor) -> Exact | Packed:
         """What to keep of a tensor that autograd saves."""
         operator, module = self.place()
-        where = _where(operator, module)
-        if type(x) not in (Tensor, nn.Parameter) or not is_strided(x) or differentiates_forward():
-            return Exact(x, where)
-        nbytes = x.untyped_storage().nbytes()
+        place, kind = (operator.name, module), type(x)
+        if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x) or differentiates_forward():
+            return Exact(x, place)
         storage = self.storages.of(x)
         if is_of_a_parameter(x):  # of one that came later than the pass
             storage.lives = storage.counted = True
-        if storage.lives or nbytes == 0:
-            return Exact(x, where)
-        plain = storage.count(nbytes)
-        begin = time.perf_counter()
-        source, arrangement, added = self._source(x, storage, operator, module)
-        if source is None:
-            exact = Exact(x, where)
-            self.saved.add(operator.name, module, plain, 0 if storage.is_exact else nbytes)
-            if not storage.is_exact:
-                storage.exact = weakref.ref(exact)
-            return exact
-        self.saved.add(operator.name, module, plain, added)
-        self.packed += 1
-        clock = self.saved.by_operator[operator.name]
-        clock.seconds += time.perf_counter() - begin
-        return Packed(x, arrangement, source, where, clock)
-
-    def _source(
-        self, x: Tensor, storage: Storage, operator: Operator, module: str
-    ) -> tuple[Source | None, Arrangement, int]:
-        """Codes of the tensor, or how it is computed again; how it lies in memory; and how many bytes are kept for it
-        that were not before. Neither codes nor a computation: it is to be kept as it is.
-        """
-        where = _where(operator, module)
-        arrangement = Arrangement.of(x)
-        bits = self.policy.bits_for(operator.name, module)
+        if storage.lives:
+            return Exact(x, place)
+        nbytes = x.untyped_storage().nbytes()
+        if nbytes == 0:
+            return Exact(x, place)
+        plain, tallies = storage.count(nbytes), self._tallies.get(place)
+        if tallies is None:
+            tallies = self._tallies[place] = self.saved.tallies(*place)
         # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
         # counted, also those that stay as they are today, so that names do not change with sizes.
-        place = self._counts[module, operator.name] = self._counts.get((module, operator.name), -1) + 1
+        nth = self._counts[place] = self._counts.get(place, -1) + 1
+        if x.numel() >= self.policy.min_numel and not storage.is_exact:
+            begin = time.perf_counter()
+            arrangement = Arrangement.of(x)
+            source, added = self._source(x, arrangement, storage, operator, module, nth)
+            if source is not None:
+                for tally in tallies:
+                    tally.add(plain, added)
+                self.packed += 1
+                tallies[0].seconds += time.perf_counter() - begin
+                return Packed(x, arrangement, source, place, tallies[0])
+        exact = Exact(x, place)
+        kept = 0 if storage.is_exact else nbytes
+        if kept:
+            storage.exact = weakref.ref(exact)
+        if plain or kept:
+            for tally in tallies:
+                tally.raw_bytes += plain
+                tally.kept_bytes += kept
+        return exact
+
+    def _source(
+        self, x: Tensor, arrangement: Arrangement, storage: Storage, operator: Operator, module: str, nth: int
+    ) -> tuple[Source | None, int]:
+        """Codes of the tensor, or how it is computed again; and how many bytes are kept for it that were not before.
+        Neither codes nor a computation: it is to be kept as it is.
+        """
+        bits = self.policy.bits_for(operator.name, module)
         if (
             bits == "off"
             or self._extreme
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._at_work
             or not is_plain(x)
-            or x.numel() < self.policy.min_numel
             or is_expanded(x)
-            or storage.is_exact
             or self.call.is_statistic(x, operator)
         ):
-            return None, arrangement, 0
+            return None, 0
         parameter = self.call.parameter_before_cast(x)
         if parameter is not None:  # which lives anyway, and can be cast again
-            cast = Original(Exact(parameter, where), x.dtype) if is_cast_of(x, arrangement, parameter) else None
-            return cast, arrangement, 0
+            there = is_cast_of(x, arrangement, parameter)
+            return Original(Exact(parameter, (operator.name, module)), x.dtype) if there else None, 0
         values = values_of(x, arrangement)
-        payload = storage.payloads.get(values)
+        payload = storage.payload(values)
         if payload is not None and payload.bits >= bits:
-            return payload, arrangement, 0
+            return payload, 0
         recipe = self._recipe(x, arrangement, storage)
         derivation = None if recipe is None else recipe.derivation()
         if derivation is not None and derivation.bits >= bits:
-            return derivation, arrangement, derivation.count()
-        name = f"{module}:{operator.name}:{place}"
+            return derivation, derivation.count()
+        name = f"{module}:{operator.name}:{nth}"
         with torch.no_grad():
             if self.normalization is not None and self.normalization.takes(x):
                 n = self.normalization.normalized(x)
                 payload = self._quantized(n, operator, f"{name}:normalized", module, bits)
                 if payload is None:
-                    return None, arrangement, 0
+                    return None, 0
                 self.normalization.origin = weakref.ref(payload)
-                recipe = storage.recipes[values] = Recipe(self.normalization.input(x), self.normalization.origin)
-                return recipe.derivation(), arrangement, payload.nbytes
+                recipe = Recipe(self.normalization.input(x), self.normalization.origin)
+                storage.has_recipe(values, recipe)
+                return recipe.derivation(), payload.nbytes
             payload = self._quantized(x, operator, name, module, bits)
         if payload is None:
-            return None, arrangement, 0
-        storage.payloads[values] = payload
-        return payload, arrangement, payload.nbytes
+            return None, 0
+        storage.has_payload(values, payload)
+        return payload, payload.nbytes
 
     def _quantized(
         self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2]
@@ -360,14 +373,10 @@ class Recorder:
         return None
 
 
-def _where(operator: Operator, module: str) -> str:
-    return f"{operator.name} in {module or 'the model'}"
-
-
 @unseen
 def _pack(recorder: weakref.ref[Recorder], x: Tensor) -> Exact | Packed:
     there = recorder()
-    return Exact(x, "an operator") if there is None else there.pack(x)
+    return Exact(x, ("an operator", "the model")) if there is None else there.pack(x)
 
 
 @unseen

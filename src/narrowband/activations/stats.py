@@ -71,5 +71,12 @@ class Saved:
 
     def add(self, operator: str, module: str, raw_bytes: int, kept_bytes: int, outliers: int = 0) -> None:
         """Count bytes, and tensors with outliers."""
-        self.by_operator.setdefault(operator, SavedBytes()).add(raw_bytes, kept_bytes, outliers)
-        self.by_module.setdefault(module, SavedBytes()).add(raw_bytes, kept_bytes, outliers)
+        for saved in self.tallies(operator, module):
+            saved.add(raw_bytes, kept_bytes, outliers)
+
+    def tallies(self, operator: str, module: str) -> tuple[SavedBytes, SavedBytes]:
+        """Of an operator, and of a module."""
+        return (
+            self.by_operator.setdefault(operator, SavedBytes()),
+            self.by_module.setdefault(module, SavedBytes()),
+        )

@@ -39,19 +39,18 @@ class Storage:
         lives: whether it lives anyway, as parameters and the model's inputs do.
         counted: whether its bytes were counted.
         exact: the tensor that keeps all of it as it is, if one does.
-        payloads: which values of it (see :func:`values_of`) → their codes.
-        recipes: which values of it → how they are computed again.
     """
 
-    __slots__ = ("_reference", "counted", "exact", "lives", "payloads", "recipes")
+    __slots__ = ("_payloads", "_recipes", "_reference", "counted", "exact", "lives")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.lives = False
         self.counted = False
         self.exact: weakref.ref[Exact] | None = None
-        self.payloads: weakref.WeakValueDictionary[tuple[Any, ...], Payload] = weakref.WeakValueDictionary()
-        self.recipes: dict[tuple[Any, ...], Recipe] = {}
+        #: By values (see :func:`values_of`). Most pieces have neither.
+        self._payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
+        self._recipes: dict[tuple[Any, ...], Recipe] | None = None
 
     @property
     def is_freed(self) -> bool:
@@ -62,6 +61,25 @@ class Storage:
     def is_exact(self) -> bool:
         """Whether all of it is kept as it is."""
         return self.exact is not None and self.exact() is not None
+
+    def payload(self, values: tuple[Any, ...]) -> Payload | None:
+        """The codes of these values, as long as anyone keeps them."""
+        found = None if self._payloads is None else self._payloads.get(values)
+        return None if found is None else found()
+
+    def has_payload(self, values: tuple[Any, ...], payload: Payload) -> None:
+        """Note the codes of these values."""
+        self._payloads = self._payloads or {}
+        self._payloads[values] = weakref.ref(payload)
+
+    def recipe(self, values: tuple[Any, ...]) -> Recipe | None:
+        """How these values are computed again."""
+        return None if self._recipes is None else self._recipes.get(values)
+
+    def has_recipe(self, values: tuple[Any, ...], recipe: Recipe) -> None:
+        """Note how these values are computed again."""
+        self._recipes = self._recipes or {}
+        self._recipes[values] = recipe
 
     def count(self, nbytes: int) -> int:
         """So many bytes the first time, and none from then on."""
@@ -123,8 +141,9 @@ def is_plain(x: Tensor) -> bool:
 
 def is_expanded(x: Tensor) -> bool:
     """Whether elements share memory: it is smaller than it looks."""
-    return x.nbytes > x.untyped_storage().nbytes() or any(
-        stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+    return not x.is_contiguous() and (
+        x.nbytes > x.untyped_storage().nbytes()
+        or any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     )
 
 

@@ -47,6 +47,7 @@ from narrowband.kernels.rows import (
     learn_ranges,
     quantize_rows,
     quantize_rows_extremes,
+    quantize_rows_learning,
     row_extremes,
 )
 from narrowband.kernels.selection import (
@@ -119,6 +120,7 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_extremes",
+    "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
     "row_extremes",

@@ -42,6 +42,7 @@ __all__ = [
     "learn_ranges",
     "quantize_rows",
     "quantize_rows_extremes",
+    "quantize_rows_learning",
     "row_extremes",
 ]
 
@@ -122,6 +123,22 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
         largest share of its width by which an end has moved, which says nothing where they are not.
     """
     return cast("tuple[Tensor, bool, float]", backend_of(estimates).learn_ranges(estimates, low, high, decay))
+
+
+def quantize_rows_learning(
+    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    """:func:`quantize_rows_extremes` with the ranges that estimates say, low = β and step = α / (2**bits − 1), and
+    :func:`learn_ranges` with what it sees.
+
+    Returns:
+        Low and step, (2, parts · groups); the extremes, smallest and largest, of the same shape; and what
+        :func:`learn_ranges` returns.
+    """
+    result = backend_of(x).quantize_rows_learning(
+        x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed
+    )
+    return cast("tuple[Tensor, Tensor, Tensor, bool, float]", result)
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

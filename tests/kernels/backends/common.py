@@ -315,7 +315,10 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         gaps = torch.nn.functional.pad(y.view(-1, groups * inner), (0, 9))[:, : groups * inner]
         again = torch.full_like(codes, 0xAA)
         seen = backend.quantize_rows_extremes(gaps, again, rows, low, step, bits=bits, stochastic=True, seed=seed)
-        results += [*seen, again]
+        estimates = torch.stack((high - low, low))
+        learned = torch.full_like(codes, 0xAA)
+        found = backend.quantize_rows_learning(y, learned, rows, estimates, 0.9, bits=bits, stochastic=True, seed=seed)
+        results += [*seen, again, learned, *found[:3], torch.tensor(found[3:])]
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
         backend.dequantize_rows(codes, decoded, rows, low, step, bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)

@@ -90,6 +90,9 @@ def main(capability: int) -> None:
             cuda.quantize_rows(y, out[: rows.nbytes(bits)], rows, low, low + 1, bits=bits, stochastic=bits > 2)
             cuda.dequantize_rows(out[: rows.nbytes(bits)], y, rows, low, low + 1, bits=bits)
         cuda.row_extremes(y, rows)
+        cuda.quantize_rows_learning(
+            y, out[: rows.nbytes(8)], rows, low.view(1, 2) + x[:2].view(2, 1), 0.9, bits=8, stochastic=True
+        )
         cuda.mask_positive(y, out[:625])
         cuda.apply_mask(out[:625], y, half)
     cuda.learn_ranges(torch.zeros(2, 9), low.repeat(5)[:9], low.repeat(5)[:9], 0.9)

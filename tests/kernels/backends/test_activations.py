@@ -106,6 +106,33 @@ def test_how_far_an_end_has_moved() -> None:
 
 
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
+       stochastic=st.booleans(), decay=st.sampled_from([0.0, 0.5, 0.9]), seed=seeds)  # fmt: skip
+@settings(max_examples=examples(200), deadline=None)
+def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
+    rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, decay: float, seed: int
+) -> None:
+    x = make_as(dtype, kind, rows.numel, seed % 2**32)
+    known = make("normal", 2 * rows.parts * rows.groups, 1 + seed % 1000).view(2, -1)
+    known[0].abs_()
+    ranges = torch.stack((known[1], known[0] / torch.tensor(2.0**bits - 1)))
+    form: dict[str, Any] = {"bits": bits, "stochastic": stochastic, "seed": seed}
+    expected = torch.full((rows.nbytes(bits),), 5, dtype=torch.uint8)
+    low, high = reference.quantize_rows_extremes(x, expected, rows, *ranges, **form)
+    learned, finite, moved = reference.learn_ranges(known, low, high, decay)
+    for backend in BACKENDS:
+        codes = place(backend, torch.full_like(expected, 7))
+        given = place(backend, x), codes, rows, place(backend, known), decay
+        *found, whole, far = back(backend.quantize_rows_learning(*given, **form))
+        assert_same(found[0], ranges)
+        assert_same(found[1], torch.stack((low, high)))
+        assert whole == finite
+        if finite:  # or else codes of what is not finite mean nothing
+            assert_same(back(codes), expected)
+            assert_same(found[2], learned)
+            assert far == moved or (math.isnan(far) and math.isnan(moved))
+
+
+@given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
 @settings(max_examples=examples(400), deadline=None)
 def test_rows_in_one_pass_and_with_gaps_between_lines(

@@ -28,6 +28,7 @@ from narrowband.kernels.cpu.rows import (
     learn_ranges,
     quantize_rows,
     quantize_rows_extremes,
+    quantize_rows_learning,
     row_extremes,
 )
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
@@ -82,6 +83,7 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_extremes",
+    "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
     "row_extremes",

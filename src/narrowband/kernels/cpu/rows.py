@@ -37,7 +37,7 @@ from narrowband.kernels.cpu.loops import (
     splat,
     variant,
 )
-from narrowband.kernels.cpu.threads import spread
+from narrowband.kernels.cpu.threads import spread, threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,8 +188,8 @@ def _extremes_of(found: list[tuple[Array, Array]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(low.view(np.float32)), torch.from_numpy(high.view(np.float32))
 
 
-@loop
-def _floats(low, high):
+@inlined
+def _to_floats(low, high):
     """Ordered extremes become bits of floats, in place: NaN where one is not finite."""
     for j in range(low.size):
         i = At(j)
@@ -201,7 +201,12 @@ def _floats(low, high):
 
 
 @loop
-def _learn(estimates, low, high, decay, rest, learned):
+def _floats(low, high):
+    _to_floats(low, high)
+
+
+@inlined
+def _take_in(estimates, low, high, decay, rest, learned):
     """Whether all extremes are finite, and the largest share of its width by which an end has moved."""
     finite, largest = True, F32(0)
     for g in range(low.size):
@@ -215,6 +220,11 @@ def _learn(estimates, low, high, decay, rest, learned):
         if moved > F32(0):
             largest = max(largest, F32(moved / alpha))
     return finite, largest
+
+
+@loop
+def _learn(estimates, low, high, decay, rest, learned):
+    return _take_in(estimates, low, high, decay, rest, learned)
 
 
 def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
@@ -375,11 +385,15 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
             part += 1
 
 
+@inlined
+def _inverse(step):
+    return F32(0) if step < TINY else F32(F32(1) / step)
+
+
 @loop
 def _invert(steps, inverses):
     for j in range(steps.size):
-        step = steps[At(j)]
-        inverses[At(j)] = F32(0) if step < TINY else F32(F32(1) / step)
+        inverses[At(j)] = _inverse(steps[At(j)])
 
 
 def _inverses(steps: Array) -> Array:
@@ -389,29 +403,78 @@ def _inverses(steps: Array) -> Array:
 
 
 def _quantize(
-    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, stochastic: bool, seed: int
+    x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bits: int, fold: Any
 ) -> Callable[[Array, Array, int, int], None]:
     """What is to be done for rows [first, last), with arrays for their extremes, or none."""
-    (lines, pitch), (inner, *form) = _lines(x, rows), _form(rows)
-    arrays, fold = (low.numpy(), _inverses(step.numpy()), out.numpy()), fold_seed(seed) if stochastic else None
+    (lines, pitch), (inner, *form), codes = _lines(x, rows), _form(rows), out.numpy()
     if inner == 1:
-        singles = lines, pitch, *form, *arrays, bits, fold
+        singles = lines, pitch, *form, low, inverse, codes, bits, fold
         return lambda least, most, first, last: _quantize_singles(*singles, least, most, first, last)
-    loop, several = _quantizer(bits), (lines, pitch, inner, *form, *arrays, fold)
+    loop, several = _quantizer(bits), (lines, pitch, inner, *form, low, inverse, codes, fold)
     return lambda least, most, first, last: loop(*several, least, most, first, last)
+
+
+def _fold(stochastic: bool, seed: int) -> Any:
+    return fold_seed(seed) if stochastic else None
+
+
+@loop
+def _begin(estimates, levels, ranges, inverses, least, most):
+    """Low and step of every range, and no extremes yet."""
+    for g in range(inverses.size):
+        i = At(g)
+        step = F32(estimates[0, i] / levels)
+        ranges[0, i], ranges[1, i] = estimates[1, i], step
+        inverses[i] = _inverse(step)
+        least[i], most[i] = _HIGHEST, _LOWEST
+
+
+@loop
+def _end(estimates, least, most, decay, rest, seen, learned):
+    """What estimates learn of ordered extremes, which become bits of floats."""
+    _to_floats(least, most)
+    return _take_in(estimates, seen[0], seen[1], decay, rest, learned)
+
+
+def quantize_rows_learning(
+    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    """In few calls: of a small tensor they take longer than its elements."""
+    numbers = np.empty((7, rows.parts * rows.groups), np.float32)
+    ranges, seen, learned, inverses = numbers[0:2], numbers[2:4], numbers[4:6], numbers[6]
+    least, most = seen.view(np.int32)
+    before = estimates.numpy()
+    _begin(before, F32((1 << bits) - 1), ranges, inverses, least, most)
+    quantize = _quantize(x, out, rows, ranges[0], inverses, bits, _fold(stochastic, seed))
+    count = _looked_at(rows)
+    if threads_for(x.numel()) == 1:
+        quantize(least, most, 0, count)
+    else:
+
+        def work(first: int, last: int) -> tuple[Array, Array]:
+            found = _no_extremes(rows)
+            quantize(*found, first, last)
+            return found
+
+        for lower, higher in spread(count, x.numel(), work):
+            np.minimum(least, lower, out=least)
+            np.maximum(most, higher, out=most)
+    finite, moved = _end(before, least, most, F32(decay), F32(1 - decay), seen, learned)
+    found, known = torch.from_numpy(numbers[:4]), torch.from_numpy(learned)
+    return found[:2], found[2:], known, bool(finite), float(moved)
 
 
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
-    quantize = _quantize(x, out, rows, low, step, bits, stochastic, seed)
+    quantize = _quantize(x, out, rows, low.numpy(), _inverses(step.numpy()), bits, _fold(stochastic, seed))
     spread(rows.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b))
 
 
 def quantize_rows_extremes(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    quantize = _quantize(x, out, rows, low, step, bits, stochastic, seed)
+    quantize = _quantize(x, out, rows, low.numpy(), _inverses(step.numpy()), bits, _fold(stochastic, seed))
 
     def work(first: int, last: int) -> tuple[Array, Array]:
         found = _no_extremes(rows)

@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
     from narrowband.kernels.rows import Rows
 
-__all__ = ["dequantize_rows", "learn_ranges", "quantize_rows", "quantize_rows_extremes", "row_extremes"]
+__all__ = [
+    "dequantize_rows",
+    "learn_ranges",
+    "quantize_rows",
+    "quantize_rows_extremes",
+    "quantize_rows_learning",
+    "row_extremes",
+]
 
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
@@ -213,3 +220,13 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     run(_learn, programs, *arrays, learned, seen, groups, float(decay), 1.0 - decay, on=estimates, WIDTH=BLOCK)
     far, infinite = seen.amax(1).tolist()
     return learned, not infinite, far
+
+
+def quantize_rows_learning(
+    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    ranges = torch.stack((estimates[1], estimates[0] / levels))
+    low, high = quantize_rows_extremes(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
+    learned, finite, moved = learn_ranges(estimates, low, high, decay)
+    return ranges, torch.stack((low, high)), learned, finite, moved

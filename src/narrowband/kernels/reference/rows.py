@@ -28,6 +28,7 @@ __all__ = [
     "learn_ranges",
     "quantize_rows",
     "quantize_rows_extremes",
+    "quantize_rows_learning",
     "row_extremes",
 ]
 
@@ -95,6 +96,16 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     largest = share.amax() if share.numel() else whole.new_zeros((), dtype=torch.float32)
     finite, far = torch.stack((whole.float(), largest)).tolist()
     return learned, bool(finite), far
+
+
+def quantize_rows_learning(
+    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    ranges = torch.stack((estimates[1], estimates[0] / levels))
+    low, high = quantize_rows_extremes(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
+    learned, finite, moved = learn_ranges(estimates, low, high, decay)
+    return ranges, torch.stack((low, high)), learned, finite, moved
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
