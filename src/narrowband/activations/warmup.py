@@ -65,8 +65,13 @@ def _use_once(
             for width in bits:
                 step, codes = (high - low) / ((1 << width) - 1), torch.empty(rows.nbytes(width), dtype=torch.uint8)
                 kernels.quantize_rows(x, codes, rows, low, step, bits=width, stochastic=stochastic)
-                if running:
+                if running and policy.symmetric:
                     kernels.quantize_rows_extremes(x, codes, rows, low, step, bits=width, stochastic=stochastic)
+                elif running:
+                    known = torch.stack((high - low, low))
+                    kernels.quantize_rows_learning(
+                        x, codes, rows, known, policy.decay, bits=width, stochastic=stochastic
+                    )
                 kernels.dequantize_rows(codes, out, rows, low, step, bits=width)
         if running:
             kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)

@@ -215,9 +215,9 @@ def compare(
 
     Rows hold ``name``, ``step_s``, ``ratio_to_plain`` and the rounds' ``ratios``, ``kept_bytes`` and ``kept_ratio``
     (plain over kept), ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell, or nobody asked),
-    ``compress_s`` (seconds of a step that packing and unpacking take) and ``gradient_error``: the norm of the
-    difference from the plain row's gradients over the norm of these; rows of other arithmetic (bf16) are compared with
-    bf16.
+    ``compress_s`` (seconds of a step that packing and unpacking take), ``gradient_error``: the norm of the difference
+    from the plain row's gradients over the norm of these, and ``gradient_cosine`` of the angle between both; rows of
+    other arithmetic (bf16) are compared with bf16.
 
     Args:
         ways: the first one is what the others are compared with.
@@ -232,12 +232,13 @@ def compare(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [_Row(way, build, device, seed) for way in ways]
     counts: list[Saved] = []
-    errors: list[float | None] = []
+    errors: list[tuple[float | None, float | None]] = []
     exact: dict[bool, Tensor] = {}
     for row in rows:
         tell(row.way.name)
         row.step()
         row.step()  # ranges are known, loops compiled, caches filled
+        torch.manual_seed(seed)  # dropout leaves out the same elements in all rows
         saved = row.step(counted=True)
         assert saved is not None
         counts.append(saved)
@@ -245,7 +246,7 @@ def compare(
         if row.way.policy.is_off:
             exact.setdefault(row.way.amp, gradients)
         reference = exact.get(row.way.amp)
-        errors.append(None if reference is None else _share(gradients - reference, reference))
+        errors.append((None, None) if reference is None else _beside(gradients, reference))
     plain = rows[0]
     for turn in range(rounds):
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
@@ -263,7 +264,12 @@ def compare(
 
 
 def _told(
-    row: _Row, saved: Saved, error: float | None, peak: int | None, plain: Saved, plain_peak: int | None
+    row: _Row,
+    saved: Saved,
+    error: tuple[float | None, float | None],
+    peak: int | None,
+    plain: Saved,
+    plain_peak: int | None,
 ) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(row.steps, row.plain_steps, strict=True)]
     return {
@@ -277,7 +283,8 @@ def _told(
         "peak_bytes": peak,
         "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
         "compress_s": sum(kept.seconds for kept in saved.by_operator.values()),
-        "gradient_error": error,
+        "gradient_error": error[0],
+        "gradient_cosine": error[1],
         "by_operator": {name: asdict(kept) for name, kept in saved.by_operator.items()},
     }
 
@@ -297,10 +304,13 @@ def _scalar(output: Any) -> Tensor:
     return found[0].float().square().mean()
 
 
-def _share(difference: Tensor, reference: Tensor) -> float | None:
-    """One norm over the other; None where that says nothing, because a gradient is zero or not finite."""
-    share = float(difference.norm() / reference.norm())
-    return share if math.isfinite(share) else None
+def _beside(own: Tensor, reference: Tensor) -> tuple[float | None, float | None]:
+    """The norm of the difference over that of the reference, and the cosine of the angle between both; None where they
+    say nothing, because a gradient is zero or not finite.
+    """
+    found = (own - reference).norm() / reference.norm(), own @ reference / (own.norm() * reference.norm())
+    error, cosine = (float(x) if math.isfinite(x) else None for x in found)
+    return error, cosine
 
 
 def _gradients(model: nn.Module) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowband.bench.architectures import ZOO
 from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
 
 __all__ = ["SUBJECTS", "Subject", "is_out_of_memory", "subject", "tried"]
@@ -52,7 +53,7 @@ def subject(name: str, batch: int) -> Subject:
     """A model and its inputs.
 
     Args:
-        name: deit-tiny, deit-small, gpt or resnet18; or ``file.py:function``, which is called with the batch size and
+        name: deit-tiny, deit-small, gpt or resnet18; one of the zoo; or ``file.py:function``, which is called with the batch size and
             returns a module and the tuple of its inputs.
         batch: samples.
 
@@ -62,11 +63,18 @@ def subject(name: str, batch: int) -> Subject:
     """
     if name in SUBJECTS:
         return SUBJECTS[name](batch)
+    if name in ZOO:
+        if not ZOO[name].is_installed:
+            raise ValueError(
+                f"{name} is of {ZOO[name].package}, which is not installed: pip install {ZOO[name].package}"
+            )
+        return ZOO[name].build(batch)
     path, colon, function = name.rpartition(":")
     if name.removesuffix(":").endswith(".py"):
         raise ValueError(f"which function of {name.removesuffix(':')}? Write {name.removesuffix(':')}:function")
     if not colon or not path:
-        raise ValueError(f"unknown model {name!r}; there are: {', '.join(SUBJECTS)}, and yours: file.py:function")
+        there = ", ".join((*SUBJECTS, *ZOO))
+        raise ValueError(f"unknown model {name!r}; there are: {there}, and yours: file.py:function")
     build = _function(path, function, name)
     try:
         inspect.signature(build).bind(batch)

@@ -1,0 +1,136 @@
+"""Memory and time of many architectures: what ``narrowband bench memory --zoo`` measures.
+
+Every architecture is measured in a process of its own, with the batch whose plain step takes long enough to be trained
+with: plain steps and steps in few bits take turns, as in :mod:`~narrowband.bench.memory`.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowband.activations import ActivationPolicy
+from narrowband.bench.architectures import ZOO
+from narrowband.bench.memory import Way, compare
+from narrowband.bench.subjects import is_out_of_memory, subject
+
+__all__ = ["Config", "run", "summary"]
+
+#: Seconds of a plain step, at least, and samples, at most.
+_SECONDS, _MOST = 0.3, 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure.
+
+    Attributes:
+        names: Of the zoo; all of it when left out.
+        bits: Of what is kept.
+        rounds: Timed pairs of steps of every architecture.
+        peaks: Also measure peaks of memory.
+        seed: Of parameters and data.
+    """
+
+    names: tuple[str, ...] = ()
+    bits: int = 8
+    rounds: int = 7
+    peaks: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in ZOO:
+                raise ValueError(f"the zoo has no {name!r}; there are: {', '.join(ZOO)}")
+
+
+def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+    """A row for every architecture, as soon as it is measured.
+
+    Rows hold ``name``, ``family``, and either ``skipped``, a sentence, or ``batch``, ``plain_s``, ``ratio_to_plain``
+    with the rounds' ``ratios``, ``kept_bytes``, ``kept_share`` of what a plain step keeps, ``peak_share``, and
+    ``gradient_cosine`` between the gradients of a step and the exact ones.
+
+    Args:
+        config: what to measure.
+        known: rows that an earlier run finished, which are not measured again.
+    """
+    there = {row["name"]: row for row in known if "skipped" not in row}
+    for name in config.names or tuple(ZOO):
+        if name in there:
+            yield there[name]
+            continue
+        about = {"name": name, "family": ZOO[name].family}
+        if not ZOO[name].is_installed:
+            yield about | {"skipped": f"{ZOO[name].package} is not installed: pip install {ZOO[name].package}"}
+            continue
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            try:
+                yield about | alone.submit(_measured, name, config, torch.get_num_threads()).result()
+            except BrokenProcessPool:
+                yield about | {"skipped": "its process was ended, for want of memory perhaps"}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median and largest ratio of steps, median and largest share that is kept, smallest cosine.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    measured = [row for row in rows if "skipped" not in row]
+    if not measured:
+        raise ValueError("nothing was measured: " + "; ".join(f"{row['name']}: {row['skipped']}" for row in rows[:3]))
+    ratios = sorted((row["ratio_to_plain"], row["name"]) for row in measured)
+    return {
+        "measured": len(measured),
+        "median_ratio": statistics.median(ratio for ratio, _ in ratios),
+        "worst_ratio": ratios[-1][0],
+        "worst": ratios[-1][1],
+        "median_kept_share": statistics.median(row["kept_share"] for row in measured),
+        "largest_kept_share": max(row["kept_share"] for row in measured),
+        "least_cosine": min(row["gradient_cosine"] for row in measured),
+    }
+
+
+def _measured(name: str, config: Config, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
+    try:
+        batch = _batch(name, config)
+        build = functools.partial(subject, name, batch)
+        plain, few = compare(ways, build, rounds=config.rounds, peaks=config.peaks, seed=config.seed)
+    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
+        why = "there is not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        return {"skipped": f"it does not run with the version that is installed: {why}"}
+    return {
+        "batch": batch,
+        "plain_s": plain["step_s"],
+        "ratio_to_plain": few["ratio_to_plain"],
+        "ratios": few["ratios"],
+        "kept_bytes": few["kept_bytes"],
+        "kept_share": few["kept_bytes"] / plain["kept_bytes"],
+        "peak_share": few["peak_bytes"] / plain["peak_bytes"] if few["peak_bytes"] and plain["peak_bytes"] else None,
+        "gradient_cosine": few["gradient_cosine"],
+        "compress_s": few["compress_s"],
+        "by_operator": few["by_operator"],
+    }
+
+
+def _batch(name: str, config: Config) -> int:
+    """A power of two, the smallest with which a plain step is long enough."""
+    batch = 1
+    while True:
+        build = functools.partial(subject, name, batch)
+        (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, seed=config.seed)
+        short = _SECONDS / plain["step_s"]
+        if short <= 1 or batch >= _MOST:
+            return batch
+        batch *= 2 if short < 3 else 4 if short < 6 else 8
