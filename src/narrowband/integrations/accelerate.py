@@ -93,7 +93,7 @@ def compress_gradients(
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(restore)
     if loaded is not None:
-        restore([model for each in loaded.models if (model := each()) is not None], loaded.folder)
+        restore([found for each in loaded.models if (found := each()) is not None], loaded.folder)
     return handle
 
 
