@@ -149,11 +149,13 @@ def test_adapt_says_what_is_wrong_with_a_file(narrow, tmp_path):
     assert "at least min_numel=1024" in narrow("adapt", str(path))[2]
 
 
-def test_doctor_says_what_there_is(narrow):
-    code, out, _ = narrow("doctor")
+def test_doctor_says_what_there_is(narrow, tmp_path):
+    code, out, _ = narrow("doctor", "--json", str(tmp_path / "found.json"))
     assert code == 0
     for word in ("torch", "gloo", "CUDA", "numba", "matplotlib", "emulated rates"):
         assert word in out
+    findings = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert {"name": "gloo", "good": True, "detail": "collectives on CPU"} in findings
 
 
 def test_bench_kernels_writes_what_other_programs_read(narrow, tmp_path):

@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel
 from narrowband.gradients.hook import _watches
 from tests.gradients.training import HUGE, TINY, compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
-from tests.thorough import thorough
 
 SPEC = "topk:density=0.05+ef"
 
@@ -294,28 +293,3 @@ def test_what_averages_by_itself_is_named_with_what_to_do():
         for name, words in expected.items():
             assert errors[name][0] == "TypeError", (name, errors[name])
             assert words in errors[name][1], (name, errors[name])
-
-
-def compiled(rank, world_size, how):
-    torch.compiler.reset()
-    eager = wrap(mlp())
-    compress(eager, SPEC, min_numel=64)
-    if how == "the wrapper":
-        model = wrap(mlp())
-        handle = compress(model, SPEC, min_numel=64)
-        called = torch.compile(model, backend="aot_eager")
-    else:
-        called = model = wrap(torch.compile(mlp(), backend="aot_eager"))
-        handle = compress(model, SPEC, min_numel=64)
-    train(eager, rank, range(4))
-    optimizer = sgd(model)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(called, step, rank).backward()
-        optimizer.step()
-    return torch.allclose(flat(model), flat(eager), atol=1e-6), handle.step
-
-
-@pytest.mark.parametrize("how", ["the module", *thorough("the wrapper")])
-def test_a_compiled_model_trains_as_the_message_says(how):
-    assert run_ranks(compiled, 2, how, fresh=True) == [(True, 4)] * 2

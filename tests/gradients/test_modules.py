@@ -250,27 +250,6 @@ def test_checkpoints_run_backward_inside_of_backward(reentrant):
         assert shared is None  # one group: nothing goes before all of it is there
 
 
-def compiled(rank, world_size):
-    torch.compiler.reset()
-    eager, model = mlp(), mlp()
-    compress(eager, "topk:density=0.2+ef")
-    called = torch.compile(model, backend="aot_eager")
-    handle = compress(called, "topk:density=0.2+ef")
-    train(eager, rank, range(3))
-    optimizer = sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(called, step, rank).backward()
-        optimizer.step()
-    return (flat(eager) - flat(model)).abs().max().item(), handle.step, sorted(handle.layers.states)
-
-
-def test_a_compiled_module_trains_as_an_eager_one():
-    for apart, steps, _ in run_ranks(compiled, 2):
-        assert apart < 1e-6
-        assert steps == 3
-
-
 def removed(rank, world_size):
     model = mlp()
     handle = compress(model, "qsgd:bits=4")

@@ -30,7 +30,7 @@ pytestmark = needs("accelerate")
 class Run:
     """A model, prepared and compressed, of this rank."""
 
-    def __init__(self, rank, world_size, spec=SPEC, **options):
+    def __init__(self, rank, world_size, spec=SPEC, *, loads=None, **options):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
 
@@ -43,8 +43,10 @@ class Run:
             self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
         model = mlp()
         self.model, self.optimizer = self.accelerator.prepare(model, sgd(model, momentum=0.9))
-        self.handle = compress_gradients(self.accelerator, self.model, spec, **(OPTIONS | options))
         self.losses = []
+        if loads is not None:
+            self.accelerator.load_state(loads)
+        self.handle = compress_gradients(self.accelerator, self.model, spec, **(OPTIONS | options))
 
     def train(self, steps):
         for batch in range(ACCUMULATE * steps.start, ACCUMULATE * steps.stop):
@@ -70,17 +72,20 @@ def by_hand_whole_and_resumed(rank, world_size, folder):
     dist.barrier()
     resumed = Run(rank, world_size)
     resumed.accelerator.load_state(folder)
-    return by_hand, whole, resumed.train(range(STEPS // 2, STEPS))
+    later = Run(rank, world_size, loads=folder)
+    steps = range(STEPS // 2, STEPS)
+    return by_hand, whole, resumed.train(steps), later.train(steps)
 
 
 def test_a_prepared_model_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path):
     answers = on_two_ranks(by_hand_whole_and_resumed, str(tmp_path))
-    for by_hand, whole, resumed in answers:
+    for by_hand, whole, *resumed in answers:
         assert agree(by_hand, whole) == []
         assert whole["steps"] == STEPS
-        assert agree(whole, resumed, but=("losses", "bytes")) == []
-        assert resumed["losses"] == whole["losses"][ACCUMULATE * STEPS // 2 :]
-    (_, first, _), (_, second, _) = answers
+        for each in resumed:  # compressed before load_state, and after it
+            assert agree(whole, each, but=("losses", "bytes")) == []
+            assert each["losses"] == whole["losses"][ACCUMULATE * STEPS // 2 :]
+    (_, first, *_), (_, second, *_) = answers
     assert not torch.equal(first["residuals"], second["residuals"])
     assert sorted(path.name for path in tmp_path.glob("narrowband*")) == [
         "narrowband-rank0-of-2.pt",
@@ -103,19 +108,26 @@ def refused(rank, world_size, folder):
     dist.barrier()
     strict = Run(rank, world_size)
     without = refusal(lambda: strict.accelerator.load_state(folder))
+    before = refusal(lambda: Run(rank, world_size, loads=folder))
+    begun = Run(rank, world_size, strict=False, loads=folder)
+    begun.train(range(1))
+    begun.handle.remove()
+    begun = refusal(lambda: compress_gradients(begun.accelerator, begun.model, SPEC))
     lenient = Run(rank, world_size, strict=False)
     lenient.accelerator.load_state(folder)
-    return late, bare, without, lenient.accelerator.step, lenient.handle.step
+    return late, bare, [without, before], begun, lenient.accelerator.step, lenient.handle.step
 
 
 def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
-    for late, bare, without, step, compressed in on_two_ranks(refused, str(tmp_path)):
+    for late, bare, withouts, begun, step, compressed in on_two_ranks(refused, str(tmp_path)):
         assert late[0] == "RuntimeError"
         assert "has counted 2 batches: call compress_gradients before training begins" in late[1]
+        assert begun == ("RuntimeError", late[1].replace("2 batches", "4 batches"))
         assert bare[0] == "UnsupportedError"
         assert "has a Sequential without one; call accelerator.prepare(model) first" in bare[1]
-        assert without[0] == "ValueError"
-        assert "has no state of compression; strict=False begins with empty residuals" in without[1]
+        for without in withouts:  # whichever of the two comes first
+            assert without[0] == "ValueError"
+            assert "has no state of compression; strict=False begins with empty residuals" in without[1]
         assert (step, compressed) == (ACCUMULATE, 0)
 
 

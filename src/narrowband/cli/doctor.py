@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from narrowband.cli.exits import DONE
+import tyro
+
+from narrowband.cli.exits import DONE, FAILED, check_output
 from narrowband.errors import DISTRIBUTION, pip_install
 
 if TYPE_CHECKING:
@@ -51,35 +54,97 @@ class _Finding:
 class Doctor:
     """Say what this machine can do, what is missing, and how to get it.
 
-    Whether links can be emulated is tried, not guessed: one rank's namespaces are made and removed again.
-
-    Args:
-        compile: compile the loops on CPU now, for all usual specs, so that no program waits for that later.
+    Whether links can be emulated is tried, not guessed: one rank's namespaces are made and removed again. With --peers
+    it looks at the ranks that torchrun has started instead, and at the links between them: who is where, which ports
+    are closed, how fast each way is. Exit code 1 then says that there is something to put right.
 
     Examples:
       narrowband doctor
       narrowband doctor --compile
+      torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint 10.0.0.1:29500 --rdzv-backend c10d -m narrowband.cli \
+        doctor --peers
+      narrowband lab --nodes 3 --rate 50mbit -- python -m narrowband.cli doctor --peers
     """
 
     compile: bool = False
+    """Compile the loops on CPU now, for all usual specs, so that no program waits for that later."""
+    peers: bool = False
+    """Look at the ranks that torchrun has started, and at the links between them."""
+    limit: float = 10.0
+    """With --peers: seconds after which what has not answered counts as unreachable."""
+    wait: float = 60.0
+    """With --peers: seconds in which all ranks have to come."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write all that was found to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
+        for name in ("limit", "wait"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"--{name} {getattr(self, name)} must be a number of seconds above 0")
+        check_output(self.json)
+        return self._look_around(console) if self.peers else self._look_here(console)
+
+    def _look_here(self, console: Console) -> int:
         from rich.markup import escape
         from rich.table import Table
 
         from narrowband.report.record import machine, versions
 
         table = Table(box=None, show_header=False, padding=(0, 1))
-        for finding in (*_namesake(), *_backends(), *_packages(), *_allocator(), *_links()):
+        findings = [*_namesake(), *_backends(), *_packages(), *_allocator(), *_links()]
+        for finding in findings:
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
         about = machine()
         console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
         console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
         console.print(table)
+        self._write(console, {"findings": [asdict(finding) for finding in findings]})
         if self.compile:
             _compile()
         return DONE
+
+    def _look_around(self, console: Console) -> int:
+        from narrowband.bench.ranks import RankError
+        from narrowband.planning.meeting import MeetingError, join
+        from narrowband.planning.probe import probe
+        from narrowband.planning.troubles import notes_of, troubles_of
+        from narrowband.report.tables import seats_table, ways_table
+
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "--peers is for ranks that torchrun has started: run, on every machine, torchrun --nnodes 2 "
+                "--nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 -m narrowband.cli doctor "
+                "--peers (with the number of your machines, and the address of the first)"
+            )
+        try:
+            meeting = join(self.wait)
+            with console.status("meeting") as status:
+                found = probe(meeting, self.limit, status.update if meeting.rank == 0 else lambda _: None)
+        except MeetingError as error:
+            raise RankError(str(error)) from None
+        troubles, notes = troubles_of(found), notes_of(found)
+        code = FAILED if troubles else DONE
+        if meeting.rank == 0:  # all ranks know the same, and one says it
+            console.print(seats_table([asdict(seat) for seat in found.seats]))
+            if found.ways:
+                console.print(ways_table([asdict(way) for way in found.ways]))
+            for sentences, style in ((notes, "yellow"), (troubles, "bold red")):
+                for sentence in sentences:
+                    console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=True)
+            if not troubles:
+                console.print("All ranks reach each other.", style="green", highlight=False)
+            self._write(console, {"troubles": troubles, "notes": notes, **asdict(found)})
+            console.file.flush()
+        meeting.leave(code)
+        return code
+
+    def _write(self, console: Console, found: dict[str, Any]) -> None:
+        if self.json is not None:
+            from narrowband.report.record import provenance, write_json
+
+            write_json(self.json, provenance() | found)
+            console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
 
 
 def _namesake() -> Iterator[_Finding]:

@@ -75,6 +75,12 @@ def hook_of(model: DistributedDataParallel) -> Hook:
         raise UnsupportedError(
             "this model's gradients are compressed already; keep the first handle, or call its remove() first"
         )
+    if getattr(model, "_use_python_reducer", False):
+        raise UnsupportedError(
+            'this model was wrapped under torch._dynamo.config.optimize_ddp="python_reducer", which gives hooks single '
+            "gradients inside of compiled autograd and waits for none of their averages; leave optimize_ddp True, with "
+            "which torch.compile works"
+        )
     if hook is None:
         if model._comm_hooks:  # there is no public way to ask
             name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")

@@ -14,6 +14,7 @@ where one comes after the parameter was sent, that is an error.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +29,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
@@ -97,8 +98,11 @@ class ModuleCompression(GradientCompression):
 
     def begin(self) -> None:
         """A backward pass that will reach the model's parameters; to be called in it, before it does."""
+        if self._removed or not self._syncing:
+            return
+        _refuse_compiled_autograd()
         running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
-        if self._removed or not self._syncing or self._backward == running:
+        if self._backward == running:
             return
         if self._backward is not None:  # it broke off, before its end
             self._torn |= bool(self._futures)
@@ -111,7 +115,8 @@ class ModuleCompression(GradientCompression):
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
-        queue(lambda: queue(self._end))
+        end = _untraced(self._end)
+        queue(_untraced(lambda: queue(end)))
 
     def arrived(self, p: Tensor) -> None:
         """A parameter has its gradient."""
@@ -192,7 +197,7 @@ def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
         if (own := handle()) is not None:
             own.arrived(p)
 
-    return arrived
+    return _untraced(arrived)
 
 
 def _output(handle: weakref.ref[ModuleCompression]) -> Any:
@@ -206,7 +211,28 @@ def _output(handle: weakref.ref[ModuleCompression]) -> Any:
         if torch.is_grad_enabled() and handle() is not None:
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    cast("Any", x).register_hook(began)
+                    cast("Any", x).register_hook(untraced)
 
+    untraced = _untraced(began)
+    return _untraced(called)
+
+
+def _refuse_compiled_autograd() -> None:
+    """Nothing tells of the end of a backward pass that compiled autograd runs, so nobody would wait for averages.
+
+    Raises:
+        UnsupportedError: it runs this one.
+    """
+    engine = sys.modules.get("torch._dynamo.compiled_autograd")  # who uses it has imported it
+    if engine is not None and engine.in_compiled_autograd_region:
+        raise UnsupportedError(
+            "this backward pass is run by compiled autograd, which does not tell when it ends, so nothing would be "
+            "averaged: leave torch._dynamo.config.compiled_autograd False, and call backward() outside of "
+            "torch._dynamo.compiled_autograd. torch.compile of the model, its layers or the whole step works"
+        )
+
+
+def _untraced(hook: Callable[..., None]) -> Any:
+    """A hook that runs as it is written. Where a compiled function calls ``backward()``, Dynamo would trace it."""
     disable: Any = torch.compiler.disable
-    return disable(called)
+    return disable(hook)

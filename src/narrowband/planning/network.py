@@ -11,22 +11,29 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from narrowband.planning.host import PAUSE_S
 from narrowband.planning.links import PAYLOAD_SHARE, Link
 
-__all__ = ["Pair", "link_of", "measure_pairs"]
+__all__ = ["FIRST_NBYTES", "Pair", "Wire", "link_of", "measure_pairs", "measure_rate", "measure_trips", "routes"]
 
 #: From so many machines on, only neighbours in the ring are measured.
 _ALL_PAIRS = 6
 
 _ROUND_TRIPS = 21
-_FIRST_NBYTES, _MOST_NBYTES = 1 << 16, 1 << 26
-#: A message that takes so long says enough of a rate.
+#: The first long message.
+FIRST_NBYTES = 1 << 16
+_MOST_NBYTES = 1 << 26
+#: A message that takes so long twice says enough of a rate; once may be a matter of what else a machine does.
 _LONG_S = 0.25
+
+#: What a sender says of the next long message.
+_LONGER, _AGAIN, _OVER = 0.0, 1.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,19 @@ def measure_pairs(nodes: int, per_node: int) -> list[Pair]:
         nodes: machines; successive ranks are on one.
         per_node: ranks on each. The first of each measures.
     """
-    if nodes <= _ALL_PAIRS:
-        pairs = list(itertools.permutations(range(nodes), 2))
-    else:
-        pairs = [(at, (at + 1) % nodes) for at in range(nodes)]
+    wire = _of_all_ranks()
     rank = dist.get_rank()
     found: list[Pair] = []
-    for source, target in pairs:
+    for source, target in routes(nodes):
         dist.barrier()
         ranks = source * per_node, target * per_node
         if rank == ranks[0]:
-            found.append(Pair(source, target, *_send(ranks[1])))
+            mean_s, least_s = measure_trips(wire, ranks[1], sends=True)
+            rate = measure_rate(wire, ranks[1], least_s, sends=True)
+            found.append(Pair(source, target, rate, mean_s / 2))
         elif rank == ranks[1]:
-            _receive(ranks[0])
+            measure_trips(wire, ranks[0], sends=False)
+            measure_rate(wire, ranks[0], sends=False)
     of_all: list[list[Pair]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_all, found)
     return sorted(itertools.chain.from_iterable(of_all), key=lambda pair: (pair.source, pair.target))
@@ -78,39 +85,92 @@ def link_of(pairs: Sequence[Pair], nodes: int) -> tuple[Link, float]:
     return Link(slowest, slowest), max(pair.latency_s for pair in own)
 
 
-def _send(to: int) -> tuple[float, float]:
-    """Rate and latency to a rank that receives at the same time."""
+class Wire(Protocol):
+    """What carries tensors from rank to rank: a process group, or what gloo has below one."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        """Send; what is returned has ``wait()``."""
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        """Receive; what is returned has ``wait()``."""
+
+
+def routes(places: int) -> list[tuple[int, int]]:
+    """From where to where to measure, one after the other: all pairs of a few, or the neighbours of a ring.
+
+    Example:
+        >>> routes(2)
+        [(0, 1), (1, 0)]
+    """
+    if places <= _ALL_PAIRS:
+        return list(itertools.permutations(range(places), 2))
+    return [(at, (at + 1) % places) for at in range(places)]
+
+
+def measure_trips(wire: Wire, peer: int, *, sends: bool) -> tuple[float, float]:
+    """Round trips of a message of a few bytes. Both ranks call it, and one of them ``sends``.
+
+    Returns:
+        Their mean and the least of them, in seconds, where this rank sends; zeros on the other.
+    """
     short = torch.zeros(1)
     trips = []
     for _ in range(_ROUND_TRIPS):
-        time.sleep(PAUSE_S)
-        begin = time.perf_counter()
-        dist.send(short, to)
-        dist.recv(short, to)
-        trips.append(time.perf_counter() - begin)
-    round_trip = statistics.fmean(trips)
-    nbytes = _FIRST_NBYTES
-    while True:
+        if sends:
+            time.sleep(PAUSE_S)
+            begin = time.perf_counter()
+            _send(wire, short, peer)
+            _receive(wire, short, peer)
+            trips.append(time.perf_counter() - begin)
+        else:
+            _receive(wire, short, peer)
+            _send(wire, short, peer)
+    return (statistics.fmean(trips), min(trips)) if sends else (0.0, 0.0)
+
+
+def measure_rate(wire: Wire, peer: int, trip_s: float = 0.0, *, sends: bool) -> float:
+    """Rate of long messages in one direction. Both ranks call it, and one of them ``sends``.
+
+    Args:
+        trip_s: seconds of a round trip, which are no part of what a message takes.
+
+    Returns:
+        Bits per second of payload, where this rank sends; zero on the other.
+    """
+    short, word = torch.zeros(1), torch.full((1,), _LONGER)
+    nbytes = FIRST_NBYTES
+    took = 0.0
+    while word.item() != _OVER:
         long = torch.zeros(nbytes, dtype=torch.uint8)
-        begin = time.perf_counter()
-        dist.send(long, to)
-        dist.recv(short, to)
-        took = time.perf_counter() - begin
-        done = took >= _LONG_S or nbytes >= _MOST_NBYTES
-        dist.send(torch.tensor([float(done)]), to)
-        if done:
-            return 8 * nbytes / max(took - min(trips), 1e-9), round_trip / 2
-        nbytes *= 2
+        if sends:
+            begin = time.perf_counter()
+            _send(wire, long, peer)
+            _receive(wire, short, peer)
+            last, took = took, time.perf_counter() - begin
+            if word.item() == _AGAIN and took >= _LONG_S:
+                took = min(took, last)
+                word.fill_(_OVER)
+            elif took >= _LONG_S:
+                word.fill_(_AGAIN)
+            else:
+                word.fill_(_LONGER if nbytes < _MOST_NBYTES else _OVER)
+            _send(wire, word, peer)
+        else:
+            _receive(wire, long, peer)
+            _send(wire, short, peer)
+            _receive(wire, word, peer)
+        nbytes *= 1 if word.item() == _AGAIN else 2
+    return 8 * (nbytes // 2) / max(took - trip_s, 1e-9) if sends else 0.0
 
 
-def _receive(source: int) -> None:
-    short, over = torch.zeros(1), torch.zeros(1)
-    for _ in range(_ROUND_TRIPS):
-        dist.recv(short, source)
-        dist.send(short, source)
-    nbytes = _FIRST_NBYTES
-    while not bool(over):
-        dist.recv(torch.empty(nbytes, dtype=torch.uint8), source)
-        dist.send(short, source)
-        dist.recv(over, source)
-        nbytes *= 2
+def _of_all_ranks() -> Wire:
+    world: Any = dist.group.WORLD
+    return world  # type: ignore[no-any-return]
+
+
+def _send(wire: Wire, x: Tensor, to: int) -> None:
+    wire.send([x], to, 0).wait()
+
+
+def _receive(wire: Wire, x: Tensor, source: int) -> None:
+    wire.recv([x], source, 0).wait()

@@ -36,6 +36,8 @@ __all__ = [
     "plan_table",
     "range_table",
     "saved_table",
+    "seats_table",
+    "ways_table",
 ]
 
 #: What the columns "error" say; printed below tables that have one.
@@ -234,6 +236,30 @@ def pairs_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         rate, latency = format_rate(row["rate"]), format_seconds(row["latency_s"])
         table.add_row(str(row["source"]), str(row["target"]), rate, latency)
+    return table
+
+
+def seats_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The ranks that ``doctor --peers`` found."""
+    table = _table("Ranks", "rank", "host", "gloo listens at", "MTU", "torch", "narrowband", "python")
+    for row in rows:
+        versions = (row["versions"].get(name, NOTHING) for name in ("torch", "narrowband", "python"))
+        place = f"{row['card']} {row['address']}".strip() or NOTHING
+        table.add_row(str(row["rank"]), *map(escape, (row["host"], place, str(row["mtu"] or NOTHING), *versions)))
+    return table
+
+
+def ways_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The links between ranks that ``doctor --peers`` measured: a line for a pair, or for one way around a ring."""
+    ways = {(row["source"], row["target"]): row for row in rows}
+    table = _table("Links, one direction at a time, as payload", "ranks", "there", "back", "round trip")
+    for (source, target), there in ways.items():
+        back = ways.get((target, source))
+        if back is not None and source > target:
+            continue
+        rates = (None if way is None else way["rate"] for way in (there, back))
+        rates_shown = (format_or_dash(format_rate, rate) for rate in rates)
+        table.add_row(f"{source} → {target}", *rates_shown, format_or_dash(format_seconds, there["trip_s"]))
     return table
 
 

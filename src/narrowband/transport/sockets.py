@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from narrowband.errors import UnsupportedError
 from narrowband.transport.datagram import HEADER_BYTES
 
-__all__ = ["Interface", "MulticastSocket", "find_interface"]
+__all__ = ["Interface", "MulticastSocket", "find_interface", "interfaces"]
 
 IP_UDP_BYTES = 28  # headers of IPv4 and UDP
 LINK_BYTES = 14  # of an Ethernet frame, without preamble and checksum: as Linux's counters count
@@ -60,27 +60,27 @@ def find_interface(wanted: str | None = None) -> Interface:
     Raises:
         UnsupportedError: there is no such card, or none could be found out.
     """
-    interfaces = _interfaces()
-    shown = ", ".join(f"{card.name} ({card.address})" for card in interfaces) or "none"
+    cards = interfaces()
+    shown = ", ".join(f"{card.name} ({card.address})" for card in cards) or "none"
     if wanted is not None:
-        for card in interfaces:
+        for card in cards:
             if wanted in (card.name, card.address):
                 return card
         raise UnsupportedError(f"there is no network card {wanted!r} with an IPv4 address; this host has {shown}")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL takes prefixes, exclusions (^) and exact names (=); what is no name of a card is not for us
         names = [name.strip().lstrip("=") for name in os.environ.get(variable, "").split(",")]
-        for card in interfaces:
+        for card in cards:
             if card.name in names:
                 return card
     if master := os.environ.get("MASTER_ADDR"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
             trial.connect((master, 9))  # sends nothing; the kernel looks up the way
             address = trial.getsockname()[0]
-            for card in interfaces:
+            for card in cards:
                 if card.address == address or (card.name == "lo" and address.startswith("127.")):
                     return card
-    others = [card for card in interfaces if card.name != "lo"]
+    others = [card for card in cards if card.name != "lo"]
     if len(others) == 1:
         return others[0]
     raise UnsupportedError(
@@ -89,7 +89,7 @@ def find_interface(wanted: str | None = None) -> Interface:
     )
 
 
-def _interfaces() -> list[Interface]:
+def interfaces() -> list[Interface]:
     """All cards of this host that have an IPv4 address."""
     try:
         import fcntl

@@ -1,0 +1,212 @@
+"""Ranks meet before they have a process group, and tell each other small things.
+
+A process group of gloo connects every rank with every other when it is made, so one port that is closed is all that it
+takes to have none. What finds the closed port can therefore not be said through a process group. The store at
+``MASTER_ADDR`` needs one connection per rank, and that is the one which ``torchrun`` has made before.
+
+On a link where large packets vanish small ones still get through. So nothing here is longer than :data:`_PART_NBYTES`
+at a time, and a rank has the answer to one part before it sends the next: the kernel would join them otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # what dist's are, for type checkers
+
+__all__ = ["Meeting", "MeetingError", "address_towards", "join", "seconds"]
+
+#: Bytes that even the smallest packets of IPv6, of 1,280 bytes, have room for beside headers and the store's own words.
+_PART_NBYTES = 900
+
+#: Where a port is closed for now, since the machine behind it is not as far yet, try again after so many seconds.
+_AGAIN_S = 0.2
+
+
+class MeetingError(RuntimeError):
+    """Ranks did not come together; says who, where, and what to do."""
+
+
+class Meeting:
+    """What ranks tell each other through a store.
+
+    Args:
+        store: that all of them reach.
+        rank, size: who this is, of how many.
+        where: the store, for messages.
+        wait_s: seconds in which all have to come, or to go on: they may be started one after the other.
+
+    Example:
+        >>> from torch._C._distributed_c10d import HashStore
+        >>> alone = Meeting(HashStore(), 0, 1, "here", wait_s=5.0)
+        >>> alone.all("greeting", {"hello": 1})
+        [{'hello': 1}]
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, where: str, wait_s: float) -> None:
+        self._store, self.rank, self.size, self.where, self.wait_s = store, rank, size, where, wait_s
+
+    def store_of(self, name: str) -> Store:
+        """A store of its own for two ranks that make a group."""
+        return PrefixStore(name, self._store)
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a JSON-able value for the others."""
+        text = json.dumps(value, ensure_ascii=True)
+        parts = [text[at : at + _PART_NBYTES] for at in range(0, len(text), _PART_NBYTES)]
+        for number, part in enumerate(parts):
+            self._set(f"{key}/{number}", part)
+        self._set(key, str(len(parts)))
+
+    def get(self, key: str, within_s: float) -> Any:
+        """What a rank has left, or will.
+
+        Raises:
+            MeetingError: nothing, for so many seconds.
+        """
+        if not self._has(key, within_s):
+            raise MeetingError(f"nobody said {key!r} to {self.where} within {within_s:g} s")
+        parts = int(self._store.get(key))
+        return json.loads("".join(self._store.get(f"{key}/{number}").decode() for number in range(parts)))
+
+    def all(self, key: str, mine: Any, later_s: float = 0.0) -> list[Any]:
+        """What every rank has to say, in the order of ranks.
+
+        Args:
+            later_s: seconds that a rank may take before it says so, beyond those of the meeting.
+
+        Raises:
+            MeetingError: some rank said nothing; names all that did not.
+        """
+        self.put(f"{key}/{self.rank}", mine)
+        within_s = self.wait_s + later_s
+        deadline = time.monotonic() + within_s
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        lacking = [
+            rank for rank, each in enumerate(keys) if not self._has(each, max(0.05, deadline - time.monotonic()))
+        ]
+        if lacking:
+            names = ", ".join(map(str, lacking))
+            raise MeetingError(
+                f"of {self.size} ranks, {names} did not come to {self.where} within {within_s:g} s. Are they started, "
+                "with the same command, and do they get through to that port? What is printed there says more"
+            )
+        return [self.get(each, within_s) for each in keys]
+
+    def leave(self, code: int) -> None:
+        """Go when rank 0 has said what there is to say: ``torchrun`` ends all when one of them goes in discontent.
+
+        The store may be rank 0's own, so it waits until the others have gone.
+        """
+        if self.rank:
+            self.put(f"gone/{self.rank}", self.get("said", self.wait_s))
+            return
+        self.put("said", code)
+        for rank in range(1, self.size):
+            self._has(f"gone/{rank}", self.wait_s)
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._store.check([key])  # an answer
+
+    def _has(self, key: str, within_s: float) -> bool:
+        try:
+            self._store.wait([key], seconds(within_s))
+        except dist.DistStoreError:
+            return False
+        return True
+
+
+def join(within_s: float = 60.0) -> Meeting:
+    """Meet at ``MASTER_ADDR``, as ``torchrun`` says.
+
+    Args:
+        within_s: seconds in which the store has to answer, and the other ranks have to come.
+
+    Raises:
+        ValueError: torchrun has not started this process.
+        MeetingError: the name is not known here, or nobody answers there.
+    """
+    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if lacking:
+        raise ValueError(f"{', '.join(lacking)} is not in the environment, where torchrun puts it")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        _reach(host, port, rank, within_s)
+    try:
+        store = TCPStore(host, port, size, serves, seconds(within_s), wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        what = "rank 0 cannot listen" if serves else f"rank {rank} found no store of PyTorch"
+        raise MeetingError(f"{what} at {host}, port {port}: {str(error).splitlines()[0]}") from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Meeting(PrefixStore(f"narrowband doctor {attempt}", store), rank, size, f"{host}, port {port}", within_s)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to another; empty where there is no way. Sends nothing."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.connect(where)
+            return str(trial.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def seconds(number: float) -> timedelta:
+    """As PyTorch takes time-outs."""
+    return timedelta(seconds=number)
+
+
+def _reach(host: str, port: int, rank: int, within_s: float) -> None:
+    """See that there is something at the store's port: what PyTorch says where there is not takes long to read.
+
+    Raises:
+        MeetingError: there is not.
+    """
+    here = f"rank {rank} on {socket.gethostname()}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MeetingError(
+            f"{here} cannot look up MASTER_ADDR={host} ({error.strerror}). Give that machine's address instead, as in "
+            f"--rdzv-endpoint 10.0.0.1:{port}, or add it to /etc/hosts here"
+        ) from None
+    known = ", ".join(dict.fromkeys(str(each[4][0]) for each in found))
+    there = host if known == host else f"{host} ({known})"
+    deadline = time.monotonic() + within_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(0.05, left)).close()
+            return
+        except OSError as error:
+            if left > _AGAIN_S:
+                time.sleep(_AGAIN_S)
+                continue
+            raise MeetingError(f"{here} {_what(error, there, host, port, within_s)}") from None
+
+
+def _what(error: OSError, there: str, host: str, port: int, within_s: float) -> str:
+    """What became of a connection, and what to do."""
+    if isinstance(error, TimeoutError):
+        own = address_towards(host, port) or "this machine"
+        return (
+            f"got no answer from {there} on TCP port {port} within {within_s:g} s: a firewall on the way drops what is "
+            f"sent, or nobody has that address. Open the port there: sudo ufw allow from {own} to any port {port} "
+            "proto tcp"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            f"was refused by {there} on TCP port {port} for {within_s:g} s: rank 0 is not started there, MASTER_ADDR "
+            "is another machine, or a firewall rejects what is sent"
+        )
+    return f"has no way to {there}, TCP port {port} ({error.strerror or error}): check the address and the routes"
