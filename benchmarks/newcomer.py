@@ -65,11 +65,16 @@ def main() -> None:
     began = provenance(None, ["python", *sys.argv])  # before anything is written
     with tempfile.TemporaryDirectory() as folder:
         rows, plan = _walk(Path(folder), wheels[0], given.torch, given.link, given.nodes)
-    total = sum(row["seconds"] for row in rows)
+    total = round(sum(row["seconds"] for row in rows), 1)
     print(f"{total:.0f} s from nothing to: {plan['said']}")
     if given.json is not None:
         config = {"torch": given.torch, "link": given.link, "nodes": int(given.nodes)}
-        measured = {"rows": rows, "total_s": total, "verdict": plan["said"], "load_average": os.getloadavg()[0]}
+        measured = {
+            "rows": rows,
+            "total_s": total,
+            "verdict": plan["said"],
+            "load_average": round(os.getloadavg()[0], 1),
+        }
         write_json(given.json, began | {"config": config, "versions": plan["versions"], **measured})
 
 

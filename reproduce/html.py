@@ -68,10 +68,18 @@ def _named(row: Mapping[str, Any]) -> list[str]:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Curves]:
-    """Training losses, a chart for each task, of rows that :mod:`reproduce.training` wrote."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for row in rows:
-        points = [(step, loss) for step, loss in row["curve"] if loss is not None] if "scores" in row else []
-        if points:
-            found.setdefault(row["task"], {})[f"{row['name']}, seed {row['seed']}"] = points
-    return [Curves(f"Training loss: {task}", "loss", lines) for task, lines in found.items()]
+    """Training losses of the first seed, a chart for each task, of rows that :mod:`reproduce.training` wrote."""
+    found: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
+    trained = [row for row in rows if "scores" in row]
+    for task in dict.fromkeys(row["task"] for row in trained):
+        own = [row for row in trained if row["task"] == task]
+        first = min(row["seed"] for row in own)
+        lines = {
+            row["name"]: [(step, loss) for step, loss in row["curve"] if loss is not None]
+            for row in own
+            if row["seed"] == first
+        }
+        found[task, first] = {name: points for name, points in lines.items() if points}
+    return [
+        Curves(f"Training loss: {task}, seed {seed}", "loss", lines) for (task, seed), lines in found.items() if lines
+    ]

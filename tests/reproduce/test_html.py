@@ -34,12 +34,20 @@ def test_every_record_has_a_page_that_says_where_it_comes_from(module):
 
 
 def test_the_curves_and_bars_are_those_of_the_rows():
-    rows = [row for row in record_of("dgc")["rows"] if row["seed"] == 0]
-    charts = specs_of(html_of(record_of("dgc") | {"rows": rows}, "dgc"))
-    drawn = [(p["what"], p["step"], p["value"]) for p in charts["Training loss: cifar"]["data"]["values"]]
-    told = [(f"{row['name']}, seed 0", *point) for row in rows for point in row["curve"] if row["task"] == "cifar"]
+    rows = record_of("dgc")["rows"]
+    charts = specs_of(html_of(record_of("dgc"), "dgc"))
+    drawn = [(p["what"], p["step"], p["value"]) for p in charts["Training loss: cifar, seed 0"]["data"]["values"]]
+    told = [(row["name"], *point) for row in rows if row["seed"] == 0 for point in row["curve"]]
     assert drawn == [point for point in told if point[2] is not None]
     assert drawn
     bars = [point["value"] for point in charts["sent bytes per step"]["data"]["values"]]
     assert bars == [row["sent_bytes_per_step"] for row in rows]
     assert "lr" not in charts  # a setting
+
+
+def test_a_row_that_diverged_leaves_the_others_to_be_seen():
+    rows = record_of("dgc")["rows"][:2]
+    for factor, scale in ((1.0, None), (1e6, "log")):
+        torn = rows[1] | {"curve": [[step, loss * factor] for step, loss in rows[1]["curve"]]}
+        charts = specs_of(html_of(record_of("dgc") | {"rows": [rows[0], torn]}, "dgc"))
+        assert charts["Training loss: cifar, seed 0"]["encoding"]["y"]["scale"].get("type") == scale

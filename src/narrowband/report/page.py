@@ -35,6 +35,9 @@ _LAYERS = 60
 #: Height of one of them, in pixels.
 _ROW = 16
 
+#: Values that differ by more than so many times are drawn by their logarithms.
+_WIDE = 1000
+
 _PLAIN = "uncompressed"
 
 
@@ -139,8 +142,9 @@ def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] =
     label = [" · ".join(str(row[key]) for key in words if _differ_at(rows, key) and row.get(key)) for row in rows]
     label = [own or str(number) for number, own in enumerate(label, 1)]
     charts = [
-        _Chart(f"curves{at}", each.title, "", _lines(alt, _line_rows(each), each.unit))
+        _Chart(f"curves{at}", each.title, "", _lines(alt, drawn, each.unit, log=_is_wide(drawn)))
         for at, each in enumerate(curves)
+        if (drawn := _line_rows(each))
     ]
     charts += [
         _Chart(f"chart{at}", _words(key), "", _bars(alt, label, [row.get(key) for row in rows], key))
@@ -373,7 +377,7 @@ def _lines(alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str 
         .encode(
             x=alt.X("step:Q", title=over, axis=alt.Axis(tickMinStep=1, format="d")),
             y=alt.Y("value:Q", title=unit, scale=scale),
-            color=alt.Color("what:N", title=None, sort=None, legend=alt.Legend(orient="top")),
+            color=alt.Color("what:N", title=None, sort=None, legend=alt.Legend(orient="top", columns=4)),
             tooltip=[alt.Tooltip("step:Q", title=over), "what:N", alt.Tooltip("value:Q", format=".4g")],
         )
         .properties(width="container", height=240)
@@ -389,6 +393,12 @@ def _line_rows(curves: Curves) -> list[dict[str, Any]]:
         for step, value in points
         if math.isfinite(value)
     ]
+
+
+def _is_wide(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one line, of what diverged, would press all others flat."""
+    values = [row["value"] for row in rows]
+    return min(values) > 0 and max(values) > _WIDE * min(values)
 
 
 def _loss(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
