@@ -99,6 +99,13 @@ def test_who_made_no_set_up_is_told_once_where_loops_are_kept_and_why_there(tmp_
     assert outcome(start(tmp_path, **here)) == (0, "")
 
 
+def test_what_set_up_asks_of_a_codec_first_is_announced(tmp_path):
+    asked = "import narrowband as nb; nb.codec('qsgd:bits=4').lost_share; print(0)"
+    _, said = outcome(start(tmp_path, use=asked))
+    assert said.startswith("narrowband: compiling loops for qsgd:bits=4, once per machine")
+    assert said.count("\n") == 1
+
+
 def test_numbas_own_setting_of_the_folder_is_followed(tmp_path):
     assert outcome(start(tmp_path / "other", NUMBA_CACHE_DIR=str(tmp_path / "mine")))[0] == 3
     assert len(list(tmp_path.glob("mine/narrowband/loops-*/*.loop"))) == 3
