@@ -397,7 +397,7 @@ def _line_rows(curves: Curves) -> list[dict[str, Any]]:
 
 def _is_wide(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one line, of what diverged, would press all others flat."""
-    values = [row["value"] for row in rows]
+    values: list[float] = [row["value"] for row in rows]
     return min(values) > 0 and max(values) > _WIDE * min(values)
 
 
