@@ -7,7 +7,7 @@ DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough lint bench gpu docs clean
+.PHONY: help demo test thorough lint bench gpu docs package clean
 
 help:  ## show this list
 	@echo "narrowband: make TARGET"
@@ -42,8 +42,11 @@ docs: $(DOCS)  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
+package: $(DEV)  ## build wheel and sdist into dist/, look at what is in them, and try the wheel in an environment of its own
+	@$(BIN)/nox
+
 clean:  ## remove .venv and everything that was built, cached or run
-	rm -rf $(VENV) site runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .nox site runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Modules are compiled here, on all cores: pip uses one, and Python's own cache may be switched off, which would double the

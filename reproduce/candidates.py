@@ -53,6 +53,7 @@ from reproduce.candidates_senders import DENSE, SUBJECTS, OfLibrary, Sender, Sub
 from reproduce.candidates_steps import BETAS, WEIGHT_DECAY, Stepping, stepping
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.data import Text, wikitext2
+from reproduce.html import write_beside
 from reproduce.tasks import Wikitext
 
 if TYPE_CHECKING:
@@ -299,6 +300,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.markdown is not None:
         page(whole, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, whole, console)
 
 
 def _same(row: Mapping[str, Any], subject: Subject, seed: int) -> bool:

@@ -16,6 +16,7 @@ from narrowband.cli.exits import CONVENTION, DONE, check_folder, check_output, f
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
+from reproduce.html import write_beside
 from reproduce.report import PER_TASK, Claim, Group, Layout, Opening, groups, markdown, pictures_of, table, write_page
 from reproduce.row import Row
 from reproduce.training import recorded, run
@@ -263,24 +264,22 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     if others:
         console.print(f"Some rows were trained at other commits: {', '.join(others)}", style="yellow", markup=False)
     written = output / "summary.json"
-    write_json(
-        written,
-        record
-        | {
-            "paper": experiment.paper,
-            "seeds": sorted({row.seed for row in rows}),
-            "groups": [asdict(group) for group in found],
-            "claims": [asdict(claim) for claim in claims],
-            # How ranges went is long, and in the rows' own files.
-            "rows": [{key: value for key, value in row.items() if key != "ranges"} for row in results],
-        },
-    )
+    whole = record | {
+        "paper": experiment.paper,
+        "seeds": sorted({row.seed for row in rows}),
+        "groups": [asdict(group) for group in found],
+        "claims": [asdict(claim) for claim in claims],
+        # How ranges went is long, and in the rows' own files.
+        "rows": [{key: value for key, value in row.items() if key != "ranges"} for row in results],
+    }
+    write_json(written, whole)
     if experiment.draw is not None and can_plot():
         for picture in experiment.draw(results, output if options.markdown is None else pictures_of(options.markdown)):
             console.print(f"drawn: {picture}", style="dim", markup=False, highlight=False)
     if options.markdown is not None:
         page(experiment, results, record, options.markdown, claims)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, whole, console)
 
 
 def page(

@@ -55,6 +55,7 @@ from reproduce.cssgd_problem import (
     images_of,
 )
 from reproduce.data import about
+from reproduce.html import write_beside
 from reproduce.row import key
 
 if TYPE_CHECKING:
@@ -433,6 +434,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.markdown is not None:
         page(whole, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, whole, console)
 
 
 class _Show:

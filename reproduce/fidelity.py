@@ -61,6 +61,7 @@ from narrowband.report.record import provenance, write_json
 from narrowband.units import format_bytes, format_loss
 from reproduce.activations import gradient
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
+from reproduce.html import write_beside
 from reproduce.pairs import Finding, difference, every
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
@@ -839,6 +840,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.markdown is not None:
         page(whole, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, whole, console)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from narrowband.bench.ranks import check_seed
 from narrowband.feedback import compression
 from narrowband.report.record import provenance, read_json, write_json
 from reproduce.command import command_line, progress, show
+from reproduce.html import write_beside
 from reproduce.lgreco_times_page import LAYOUT, PAPER, TITLES, claims, families, lines, page
 from reproduce.lgreco_times_ranks import LEAST_SAMPLES, Setting, choices, run
 
@@ -153,6 +154,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.markdown is not None:
         page(whole, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, whole, console)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from narrowband.report.record import commit, provenance, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import locate
+from reproduce.html import write_beside
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import NOTHING, Column, Layout, pictures_of, source, table
@@ -807,6 +808,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.markdown is not None:
         page(record, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, record, console)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce.command import QUICK_LIMIT, command_line, show
 from reproduce.data import Text, about, wikitext2
+from reproduce.html import write_beside
 from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
@@ -758,6 +759,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.markdown is not None:
         page(whole, options.markdown)
     console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_beside(written, whole, console)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,12 @@ def test_import_loads_no_heavy_dependency(added):
     assert {name for name in added if name.partition(".")[0] in LATE} == set()
 
 
+def test_import_loads_nothing_else_of_other_packages(added):
+    """What PyTorch has not loaded anyway takes time of everyone, whoever made it."""
+    others = {name.partition(".")[0] for name in added} - {"narrowband", "numpy"}
+    assert others - sys.stdlib_module_names == set()
+
+
 def test_import_leaves_the_upper_floors_and_the_backends_alone(added):
     upper = ("narrowband.cli", "narrowband.bench", "narrowband.report", "narrowband.lab", "narrowband.kernels.cpu")
     assert {name for name in added if name.startswith(upper)} == set()
@@ -60,6 +66,21 @@ def test_the_distribution_has_a_name_of_its_own_and_the_command_that_of_the_pack
     assert project["scripts"] == {"narrowband": "narrowband.cli:main"}
     assert project["dynamic"] == ["version"]
     assert list(project["urls"]) == ["Repository"]
+
+
+def test_classifiers_begin_with_the_lowest_python_that_is_promised(project):
+    """Of these nox takes the versions that a wheel is tried with."""
+    told = [text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text]
+    assert project["requires-python"] == f">={told[0]}"
+    assert told == [f"3.{10 + place}" for place in range(len(told))]
+
+
+def test_the_citation_is_of_this_version(project):
+    cited = dict(
+        re.findall(r"^([\w-]+): (.+)$", (Path(__file__).parents[1] / "CITATION.cff").read_text(), re.MULTILINE)
+    )
+    assert cited["version"] == narrowband.__version__
+    assert cited["license"] == project["license"]
 
 
 def test_what_messages_tell_to_install_exists(project):

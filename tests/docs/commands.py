@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import tomllib
 import tyro
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 from narrowband.cli import main
 from tests.docs.pages import ROOT, SCRIPT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

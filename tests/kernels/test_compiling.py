@@ -46,13 +46,14 @@ with announced("a test"):
     kernels.group_minmax(torch.ones(100), 10)
 print(listener.loops)
 """
-LINE = "narrowband: compiling loops for a test, once per machine …"
+#: The same, by itself.
+UNFORESEEN = USE.replace('with announced("a test"):', "if True:")
 
 
-def start(caches: Path, *, package: Path = PACKAGE, **environment: str) -> subprocess.Popen[str]:
+def start(caches: Path, *, use: str = USE, package: Path = PACKAGE, **environment: str) -> subprocess.Popen[str]:
     known = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     known |= {"XDG_CACHE_HOME": str(caches), "PYTHONPATH": str(package.parent), **environment}
-    command = [sys.executable, "-c", USE]
+    command = [sys.executable, "-c", use]
     return subprocess.Popen(command, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -66,7 +67,8 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
 def test_a_loop_is_compiled_once_for_all_processes_and_installations(tmp_path):
     count, said = outcome(start(tmp_path))
     assert count == 3
-    assert said.startswith(f"{LINE} 3 done, ")
+    line = f"narrowband: compiling loops for a test, once per machine (kept in {tmp_path}/narrowband) … 3 done, "
+    assert said.startswith(line)
     assert said.count("\n") == 1
     files = sorted(tmp_path.glob("narrowband/loops-*/*.loop"))
     assert len(files) == 3
@@ -86,6 +88,22 @@ def test_processes_that_begin_at_once_share_the_work(tmp_path):
     counts, said = zip(*map(outcome, together), strict=True)
     assert sum(counts) == 3
     assert said[1] == ""  # rank 0 alone speaks
+
+
+def test_who_made_no_set_up_is_told_once_where_loops_are_kept_and_why_there(tmp_path):
+    here = {"use": UNFORESEEN, "NUMBA_CACHE_DIR": "/dev/null/no-folder"}
+    count, said = outcome(start(tmp_path, **here))
+    assert count == 3
+    kept = f"kept in {tmp_path}/narrowband, as /dev/null/no-folder/narrowband cannot be written"
+    assert said == f"narrowband: compiling loops as they are needed, once per machine ({kept}) …\n"
+    assert outcome(start(tmp_path, **here)) == (0, "")
+
+
+def test_what_set_up_asks_of_a_codec_first_is_announced(tmp_path):
+    asked = "import narrowband as nb; nb.codec('qsgd:bits=4').lost_share; print(0)"
+    _, said = outcome(start(tmp_path, use=asked))
+    assert said.startswith("narrowband: compiling loops for qsgd:bits=4, once per machine")
+    assert said.count("\n") == 1
 
 
 def test_numbas_own_setting_of_the_folder_is_followed(tmp_path):
@@ -137,7 +155,9 @@ def said_by_a_rank(rank, world_size, caches):
 
 def test_rank_0_alone_says_that_set_up_takes_time_and_only_the_first_time(tmp_path):
     first, *others = run_ranks(said_by_a_rank, 2, str(tmp_path), fresh=True)
-    assert first.startswith("narrowband: compiling loops for fp16, once per machine … ")
+    assert first.startswith(
+        f"narrowband: compiling loops for fp16, once per machine (kept in {tmp_path}/narrowband) … "
+    )
     assert first.count("\n") == 1
     assert others == [""]
     assert run_ranks(said_by_a_rank, 2, str(tmp_path), fresh=True) == ["", ""]

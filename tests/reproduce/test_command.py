@@ -104,6 +104,9 @@ def test_a_whole_quick_run(tmp_path, monkeypatch, capsys):
     assert "reproduce.dgc --quick" in summary["command"]
     assert "| plain |" in (tmp_path / "page.md").read_text()
     assert "cifar plain, seed 0" in capsys.readouterr().out
+    shown = (tmp_path / "out" / "summary.html").read_text()
+    assert "Training loss: cifar" in shown
+    assert "sent bytes per step" in shown
 
     # Of what is recorded, tables and claims can be had again, of rows that are not nothing.
     (row,) = (tmp_path / "out" / "rows").glob("cifar-plain-*")

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
 from tests.gradients.training import loss_of, mlp, refusal
+from tests.loops import asked_for_from_now
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 
@@ -664,3 +665,19 @@ def test_a_rank_that_leaves_is_an_error():
     with pytest.raises(RankError) as caught:
         run_ranks(leaves, 2, fresh=True, timeout_s=20.0, grace_s=30.0)
     assert [kind for kind, _ in caught.value.results[0]] == ["RuntimeError"] * 2
+
+
+def loops(rank, world_size):
+    """Those that were asked for at set-up, and later."""
+    model = shard(mlp(), mesh_of(world_size))
+    asked = asked_for_from_now()
+    compress(model, gradients="qsgd:bits=4", parameters="uniform:bits=4")
+    before = len(asked)
+    train(model, rank, range(3), adamw(model))
+    return asked[:before], asked[before:]
+
+
+def test_no_step_waits_for_a_compiler():
+    for before, later in run_ranks(loops, 2, fresh=True, timeout_s=600):
+        assert before
+        assert later == []

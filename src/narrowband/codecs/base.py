@@ -26,6 +26,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.codecs.spec import format_term
 from narrowband.errors import PayloadError
+from narrowband.kernels.compiling import announced
 
 __all__ = ["ALIGNMENT", "Codec", "SelectingCodec", "Shape", "aligned"]
 
@@ -498,6 +499,7 @@ def _lost_share(codec: Codec) -> float:
     rows, columns = _NORMAL_SHAPE
     rows = max(rows, -(-codec.granularity // columns))
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    payload = codec.encode(x, seed=1)
-    lost = codec.decode(payload, x.clone(), seed=1, weight=-1.0, accumulate=True)
+    with announced(str(codec)):  # set-up asks for this first of all
+        payload = codec.encode(x, seed=1)
+        lost = codec.decode(payload, x.clone(), seed=1, weight=-1.0, accumulate=True)
     return squared_norm(lost) / squared_norm(x)

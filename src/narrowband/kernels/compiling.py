@@ -1,7 +1,8 @@
 """Set-up says when it has to wait for a compiler, and the processes of a machine wait for one of them.
 
 The loops on CPU are compiled when a machine needs them for the first time, which takes seconds. :func:`announced` goes
-around what set-up does to have them compiled. Where all come from disk it does nothing at all.
+around what set-up does to have them compiled. Where all come from disk it does nothing at all. What is compiled without
+it, because a codec was used by itself or a dtype came that set-up did not know of, is said once per process.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 __all__ = ["announced", "begins", "ends"]
 
@@ -25,17 +26,15 @@ class _Announcement:
 
     def __init__(self, what: str, say: bool) -> None:
         self._what, self._say = what, say
-        self._loops, self._since = 0, 0.0
+        self._loops, self._since, self._progress = 0, 0.0, ""
         self._lock: IO[bytes] | None = None
 
-    def begins(self, folder: Path | None) -> bool:
+    def begins(self, folder: Path | None, refused: Path | None) -> bool:
         """Whether to look on disk once more: this process had to wait for another one."""
         if self._since:
             return False
         self._since = time.monotonic()
-        how = "once per machine" if folder is not None else "as no folder is writable: set NUMBA_CACHE_DIR"
-        self._text = f"narrowband: compiling loops for {self._what}, {how} …"
-        self._write(self._text)
+        self._write(f"narrowband: compiling loops for {self._what}, {_how(folder, refused)} …")
         if folder is None:
             return False
         with contextlib.suppress(OSError, ImportError):  # a file system without locks: all compile
@@ -47,14 +46,21 @@ class _Announcement:
 
     def ends(self) -> None:
         self._loops += 1
-        if self._say and sys.stderr.isatty():
-            self._write(f"\r{self._text} {self._done()}")
+        if sys.stderr.isatty():
+            self._show_progress()
 
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
         if self._since:
-            self._write(f"\r{self._text} {self._done()}\n" if sys.stderr.isatty() else f" {self._done()}\n")
+            self._show_progress()
+            self._write("\n")
+
+    def _show_progress(self) -> None:
+        """Over what it was before: the line may be longer than the terminal is wide, so not from its beginning."""
+        progress = f" {self._done()}"
+        self._write("\b" * len(self._progress) + progress)
+        self._progress = progress
 
     def _done(self) -> str:
         done = f"{self._loops} done" if self._loops else "another process did"
@@ -66,7 +72,22 @@ class _Announcement:
             sys.stderr.flush()
 
 
+def _how(folder: Path | None, refused: Path | None) -> str:
+    """How often, and where they are kept."""
+    if folder is None:
+        return "in every process, as no folder is writable: set NUMBA_CACHE_DIR"
+    instead = "" if refused is None else f", as {_short(refused)} cannot be written"
+    return f"once per machine (kept in {_short(folder.parent)}{instead})"
+
+
+def _short(path: Path) -> str:
+    with contextlib.suppress(RuntimeError, ValueError):  # no home, or not in it
+        return f"~/{path.relative_to(Path.home())}"
+    return str(path)
+
+
 _now: _Announcement | None = None
+_said = False
 _one_at_a_time = threading.RLock()
 
 
@@ -103,9 +124,25 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def begins(folder: Path | None) -> bool:
-    """A loop is not in this folder. True: look again, since another process may have compiled it meanwhile."""
-    return _now is not None and _now.begins(folder)
+def begins(folder: Path | None, refused: Path | None = None) -> bool:
+    """A loop is about to be compiled.
+
+    Args:
+        folder: in which it is not; None: there is none that can be written.
+        refused: the folder that was asked for instead of this one, and cannot be written.
+
+    Returns:
+        Whether to look in the folder again, since another process may have compiled it meanwhile.
+    """
+    global _said  # noqa: PLW0603
+    if _now is not None:
+        return _now.begins(folder, refused)
+    if not _said:
+        _said = True
+        if _is_first():
+            how = _how(folder, refused)
+            print(f"narrowband: compiling loops as they are needed, {how} …", file=sys.stderr, flush=True)  # noqa: T201
+    return False
 
 
 def ends() -> None:

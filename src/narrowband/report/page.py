@@ -24,7 +24,7 @@ from narrowband.units import format_bytes, format_count
 if TYPE_CHECKING:
     from narrowband.report.recorder import LayerRecord, Run
 
-__all__ = ["can_make_pages", "record_page", "run_page"]
+__all__ = ["Curves", "can_make_pages", "record_page", "run_page"]
 
 #: Records that a line has at most; where there are more, neighbours are put together, so that pages stay small.
 _POINTS = 1000
@@ -34,6 +34,9 @@ _LAYERS = 60
 
 #: Height of one of them, in pixels.
 _ROW = 16
+
+#: Values that differ by more than so many times are drawn by their logarithms.
+_WIDE = 1000
 
 _PLAIN = "uncompressed"
 
@@ -53,6 +56,21 @@ class _Chart:
     title: str
     says: str
     spec: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What went on over the steps of several rows, for one chart.
+
+    Attributes:
+        title: above it.
+        unit: of what is drawn.
+        lines: of each row, by its name: pairs of step and value.
+    """
+
+    title: str
+    unit: str
+    lines: Mapping[str, Sequence[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -99,12 +117,16 @@ def run_page(run: Run, name: str, beside: Run | None = None) -> str:
     )
 
 
-def record_page(record: Mapping[str, Any], name: str) -> str:
+def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] = ()) -> str:
     """The rows of a benchmark's record as a page: a chart for every number, and a table.
 
     Args:
         record: with ``rows``, and what :func:`~narrowband.report.record.provenance` says.
         name: what it is called.
+        curves: charts that come first.
+
+    Returns:
+        HTML, in one piece.
 
     Raises:
         ValueError: it has no rows.
@@ -120,6 +142,11 @@ def record_page(record: Mapping[str, Any], name: str) -> str:
     label = [" · ".join(str(row[key]) for key in words if _differ_at(rows, key) and row.get(key)) for row in rows]
     label = [own or str(number) for number, own in enumerate(label, 1)]
     charts = [
+        _Chart(f"curves{at}", each.title, "", _lines(alt, drawn, each.unit, log=_is_wide(drawn)))
+        for at, each in enumerate(curves)
+        if (drawn := _line_rows(each))
+    ]
+    charts += [
         _Chart(f"chart{at}", _words(key), "", _bars(alt, label, [row.get(key) for row in rows], key))
         for at, key in enumerate(numbers)
     ]
@@ -350,13 +377,28 @@ def _lines(alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str 
         .encode(
             x=alt.X("step:Q", title=over, axis=alt.Axis(tickMinStep=1, format="d")),
             y=alt.Y("value:Q", title=unit, scale=scale),
-            color=alt.Color("what:N", title=None, sort=None, legend=alt.Legend(orient="top")),
+            color=alt.Color("what:N", title=None, sort=None, legend=alt.Legend(orient="top", columns=4)),
             tooltip=[alt.Tooltip("step:Q", title=over), "what:N", alt.Tooltip("value:Q", format=".4g")],
         )
         .properties(width="container", height=240)
         .interactive(bind_y=False)
     )
     return _written(alt, chart)
+
+
+def _line_rows(curves: Curves) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "what": name, "value": value}
+        for name, points in curves.lines.items()
+        for step, value in points
+        if math.isfinite(value)
+    ]
+
+
+def _is_wide(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one line, of what diverged, would press all others flat."""
+    values: list[float] = [row["value"] for row in rows]
+    return min(values) > 0 and max(values) > _WIDE * min(values)
 
 
 def _loss(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:

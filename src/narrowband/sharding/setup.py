@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.warmup import use_all
 from narrowband.codecs import Codec, SelectingCodec
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression, compression
+from narrowband.kernels.compiling import announced
 from narrowband.sharding.handle import ShardCompression
 from narrowband.sharding.layout import is_sharded, layouts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from narrowband.feedback import Method
 
 __all__ = ["compress_shards"]
@@ -88,9 +92,18 @@ def compress_shards(
         raise UnsupportedError("this model's shards are all on one rank, which sends nothing")
     if not any(shard.compressed for _, layout in modules for shard in layout.shards):
         log.warning("nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel)
+    _warm_up([codec for codec in chosen if codec is not None], module)
     handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed)
     _handles[module] = weakref.ref(handle)
     return handle
+
+
+def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> None:
+    """Have the loops compiled that a step needs, so that it waits for no compiler."""
+    devices = {parameter.device for parameter in module.parameters() if not parameter.is_meta}
+    with announced(" and ".join(dict.fromkeys(map(str, codecs)))):
+        for device in devices:
+            use_all(map(str, codecs), device)
 
 
 def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | None:

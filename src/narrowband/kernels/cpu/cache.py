@@ -63,7 +63,7 @@ class LoopCache(NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         found = self._load(sig, target_context)
-        if found is None and compiling.begins(folder()):  # another process may just have compiled it
+        if found is None and compiling.begins(folder(), _refused()):  # another process may just have compiled it
             found = self._load(sig, target_context)
         return found
 
@@ -113,6 +113,12 @@ def folder() -> Path | None:
         _forget_others(parent, path)
         return path
     return None
+
+
+def _refused() -> Path | None:
+    """The folder that comes first, where loops are kept elsewhere because it cannot be written."""
+    here, first = folder(), next(_parents())
+    return None if here is None or here.parent == first else first
 
 
 def _parents() -> Iterator[Path]:
