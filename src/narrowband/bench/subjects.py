@@ -53,8 +53,8 @@ def subject(name: str, batch: int) -> Subject:
     """A model and its inputs.
 
     Args:
-        name: deit-tiny, deit-small, gpt or resnet18; one of the zoo; or ``file.py:function``, which is called with the batch size and
-            returns a module and the tuple of its inputs.
+        name: deit-tiny, deit-small, gpt or resnet18; one of the zoo; or ``file.py:function``, which is called with the
+            batch size and returns a module and the tuple of its inputs.
         batch: samples.
 
     Raises:
