@@ -29,8 +29,10 @@ __all__ = [
     "CUSTOM",
     "NO_CALL",
     "OTHER",
+    "ROUGH",
     "Call",
     "Operator",
+    "call_of",
     "differentiates_forward",
     "operator_of",
     "saved_by_checkpoint",
@@ -66,7 +68,10 @@ def _table() -> dict[Any, Operator]:
         Operator("layer_norm", "last"): [F.layer_norm, torch.layer_norm, getattr(F, "rms_norm", None)],
         Operator("layer_norm", "second"): [F.group_norm, torch.group_norm],
         Operator("gelu", "either"): [F.gelu, F.silu],
-        Operator("relu", "either"): [F.relu, F.relu_, torch.relu, torch.relu_, tensor.relu, tensor.relu_],
+        Operator("relu", "either"): [
+            F.relu, F.relu_, torch.relu, torch.relu_, tensor.relu, tensor.relu_, F.hardtanh, F.hardtanh_, F.relu6,
+            F.leaky_relu, F.leaky_relu_,
+        ],
         Operator("dropout", "either"): [F.dropout, torch.dropout],
         Operator("conv", "second"): [
             F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -82,6 +87,8 @@ def _table() -> dict[Any, Operator]:
 
 _TABLE = _table()
 OTHER = Operator("other", "either")
+#: One of the others, whose derivative does not bear rounding of what it saves.
+ROUGH = Operator("other", "last")
 #: Autograd functions, written in Python or behind operators of other libraries.
 CUSTOM = Operator("custom", "either")
 #: A graph of torch.compile, in which there are operators no more.
@@ -92,14 +99,124 @@ CHECKPOINT = Operator("checkpoint", "last")
 _OWN = ("aten", "prims")
 
 
+#: The other operators whose derivatives are Lipschitz in what they save, as products and sigmoids are: an error of a
+#: code makes an error of its size. All that are not named here save what bears no rounding, or may: ``amax`` compares
+#: its input with its result, and finds none that is equal; ``div`` and ``log`` divide by it, and a code may be zero;
+#: ``clamp`` and ``abs`` ask on which side of a bound it was.
+_SMOOTH = frozenset(
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "multiply",
+        "square",
+        "addcmul",
+        "lerp",
+        "neg",
+        "positive",
+        "subtract",
+        "mean",
+        "sum",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "exp",
+        "exp2",
+        "expm1",
+        "sigmoid",
+        "tanh",
+        "erf",
+        "erfc",
+        "sin",
+        "cos",
+        "sinh",
+        "cosh",
+        "softplus",
+        "mish",
+        "elu",
+        "celu",
+        "hardswish",
+        "hardsigmoid",
+        "logsigmoid",
+        "glu",
+        "tanhshrink",
+        "log_softmax",
+        "softmin",
+        "logsumexp",
+        "logaddexp",
+        "cross_entropy",
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "kl_div",
+        "binary_cross_entropy_with_logits",
+        "cosine_similarity",
+        "normalize",
+        "dot",
+        "vdot",
+        "inner",
+        "outer",
+        "ger",
+        "mv",
+        "addmv",
+        "addr",
+        "tensordot",
+        "kron",
+        "conv_tbc",
+        "adaptive_max_pool1d",
+        "adaptive_max_pool2d",
+        "adaptive_max_pool3d",
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "avg_pool1d",
+        "avg_pool2d",
+        "avg_pool3d",
+        "interpolate",
+        "upsample",
+        "pad",
+        "embedding",
+        "getitem",
+        "where",
+        "masked_fill",
+        "gather",
+        "index_select",
+        "cumsum",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "scaled_dot_product_attention",
+        "native_dropout",
+        "alpha_dropout",
+    ]
+)
+#: Of a tensor and a number: smooth where that is a whole number, at least 2, or 1.
+_POWERS = frozenset(("pow", "float_power"))
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def operator_of(function: Any) -> Operator:
-    """The operator behind a function, as a mode sees it."""
+    """The operator behind a function, as a mode sees it, whatever its arguments are."""
     found = _TABLE.get(function)
     if found is not None:
         return found
     name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
-    return CUSTOM if isinstance(name, str) and name.partition("::")[0] not in _OWN else OTHER
+    if isinstance(name, str) and name.partition("::")[0] not in _OWN:
+        return CUSTOM
+    return OTHER if _plain_name(function) in _SMOOTH else ROUGH
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _plain_name(function: Any) -> str:
+    """Of ``mul``, ``mul_``, ``mul.Tensor``, ``__mul__``, ``__rmul__`` and ``__imul__``: mul."""
+    name = str(getattr(function, "__name__", "")).partition(".")[0]
+    plain = name.strip("_")
+    swapped = name.startswith("__") and plain[:1] in ("r", "i") and plain[1:] in (*_SMOOTH, *_POWERS)
+    return plain[1:] if swapped and name != "__ror__" else plain
 
 
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
@@ -212,6 +329,16 @@ class Call:
         those = (given.detach() for given in self.operands() if is_of_a_parameter(given) and given.dtype != x.dtype)
         same = (given for given in those if base.shape == given.shape and torch.equal(base, given.to(x.dtype)))
         return next(same, None)
+
+
+def call_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """A call, as a mode sees it."""
+    operator = operator_of(function)
+    if operator is ROUGH and _plain_name(function) in _POWERS and "__r" not in function.__name__:
+        exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+        if isinstance(exponent, (int, float)) and (exponent == 1 or (exponent >= 2 and exponent == int(exponent))):
+            operator = OTHER
+    return Call(operator, args, kwargs)
 
 
 #: Between calls.

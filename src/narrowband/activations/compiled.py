@@ -247,7 +247,8 @@ class _Saved:
                 "torch.utils.checkpoint around dropout or attention cannot be compiled together with compressed "
                 "activations; compile what is inside torch.utils.checkpoint, or checkpoint without torch.compile"
             )
-        self._users = list(_users(placeholder))
+        self._users = list(_users(placeholder, names := {placeholder}))
+        self._names = names
 
     @classmethod
     def current(cls) -> _Saved | None:
@@ -266,7 +267,7 @@ class _Saved:
         origin = self._origin()
         if origin.target is operator.getitem and origin.args[1] != 0 and _has_extras(origin.args[0]):
             return False
-        return not any(_is_foreign(user) for user in self._users)
+        return not any(_is_foreign(user) or _is_rough(user, self._names) for user in self._users)
 
     def _origin(self) -> Node:
         """The node that computes its values."""
@@ -280,11 +281,12 @@ class _Saved:
         return any(_asks_for_sign(user) for user in self._users)
 
 
-def _users(node: Node) -> Iterator[Node]:
-    """Those that compute with a node's values, and not only hand them on."""
+def _users(node: Node, names: set[Node]) -> Iterator[Node]:
+    """Those that compute with a node's values, and not only hand them on; and all nodes that have these values."""
     for user in node.users:
         if _same_values(user):
-            yield from _users(user)
+            names.add(user)
+            yield from _users(user, names)
         else:
             yield user
 
@@ -313,6 +315,25 @@ def _is_foreign(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace not in ("aten", "prims", "inductor_prims")
     return str(node.target).startswith("triton_kernel_wrapper")
+
+
+def _is_rough(node: Node, names: set[Node]) -> bool:
+    """Whether an operator's result may change by far more than the values that have these names do."""
+    aten = torch.ops.aten
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    packet = node.target.overloadpacket
+    if packet in (aten.le, aten.lt, aten.ge, aten.gt):
+        return bool(node.args[1] != 0)  # with zero, signs are kept
+    if packet is aten.div:
+        return node.args[1] in names
+    if packet is aten.pow:
+        return not isinstance(node.args[1], (int, float)) or node.args[1] not in (1, 2, 3, 4)
+    return packet in (
+        aten.eq, aten.ne, aten.reciprocal, aten.rsqrt, aten.sqrt, aten.log, aten.log2, aten.log10, aten.log1p,
+        aten.atan2, aten.remainder, aten.fmod, aten.floor, aten.ceil, aten.round, aten.trunc, aten.maximum,
+        aten.minimum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.hardtanh_backward,
+    )  # fmt: skip
 
 
 def _asks_for_sign(node: Node) -> bool:

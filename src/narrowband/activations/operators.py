@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
-from narrowband.activations.calls import NO_CALL, Call, differentiates_forward, operator_of
+from narrowband.activations.calls import NO_CALL, Call, call_of, differentiates_forward
 from narrowband.activations.dynamo import unseen
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.packed import Arena
@@ -96,12 +97,12 @@ class Watch(TorchFunctionMode):
                 return _transparent(func)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return func(*args, **kwargs)  # nothing is saved, and tensors have no versions to note
-        operator = operator_of(func)
-        keeper.call = Call(operator, args, kwargs)
+        keeper.call = call = call_of(func, args, kwargs)
         try:
             if differentiates_forward():
                 return func(*args, **kwargs)
-            lean = _LEAN.get(operator.name)
+            assert call.operator is not None
+            lean = _LEAN.get(call.operator.name)
             if lean is not None:
                 replaced = lean(keeper, func, args, kwargs)
                 if replaced is not None:
@@ -151,24 +152,54 @@ def _needs_operators(gradient: Tensor) -> bool:
     return gradient.requires_grad or functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
-class _ReLU(torch.autograd.Function):
+class _Bend(NamedTuple):
+    """A function of two or three straight pieces: x between two bounds, and there alone its slope is 1.
+
+    Attributes:
+        function: it.
+        inplace: the same, which writes to its input.
+        low: below it there is another slope.
+        high: above it the function is constant.
+        slope: below.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    inplace: Callable[[Tensor], Tensor]
+    low: float = 0.0
+    high: float = math.inf
+    slope: float = 0.0
+
+    def mask(self, x: Tensor, y: Tensor) -> Tensor:
+        """Above zero where backward hands a gradient on as it is."""
+        if self.slope:
+            return torch.where(y > 0, y, 0)  # NaN is below, there
+        if self.high < math.inf:
+            y = torch.where(x >= self.high, self.low, x)
+        return y if self.low == 0 else y - self.low
+
+
+class _Bent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keeper: Keeper, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keeper: Keeper, bend: _Bend, inplace: bool) -> Tensor:
+        ctx.slope = bend.slope
         if inplace:
             ctx.mark_dirty(x)
-            y = torch.relu_(x)
+            y = bend.inplace(x)  # of which everything can be told that backward asks for
         else:
-            y = torch.relu(x)
+            y = bend.function(x)
         ctx.arrangement = Arrangement.of(y)
-        mask = _bits_of(ctx.arrangement.flat(y), keeper.arena)
-        keeper.keeps(mask, plain=y)
+        mask = _bits_of(ctx.arrangement.flat(bend.mask(y, y)), keeper.arena)
+        keeper.keeps(mask, plain=y if inplace or bend.function is torch.relu else x)
         ctx.save_for_backward(mask)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (mask,) = ctx.saved_tensors
-        return _masked(gradient, mask, ctx.arrangement), None, None
+        if ctx.slope:
+            above = _noise_of(mask, ctx.arrangement, torch.float32, gradient.device) != 0
+            return torch.where(above, gradient, gradient * ctx.slope), None, None, None
+        return _masked(gradient, mask, ctx.arrangement), None, None, None
 
 
 class _Dropout(torch.autograd.Function):
@@ -258,12 +289,28 @@ class _MaxPool(torch.autograd.Function):
 
 
 def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    x, inplace = bound(args, kwargs, input=None, inplace=func in (F.relu_, torch.relu_, torch.Tensor.relu_))
-    if x is None or not keeper.replaces(x):
+    inplace = func.__name__.endswith("_")
+    if func in (F.hardtanh, F.hardtanh_, F.relu6):
+        if func is F.relu6:
+            (x, inplace), low, high = bound(args, kwargs, input=None, inplace=False), 0.0, 6.0
+        else:
+            x, low, high, inplace = bound(args, kwargs, input=None, min_val=-1.0, max_val=1.0, inplace=inplace)
+        clamp = partial(torch.ops.aten.hardtanh, min_val=low, max_val=high)
+        bend = _Bend(clamp, partial(torch.ops.aten.hardtanh_, min_val=low, max_val=high), low, high)
+    elif func in (F.leaky_relu, F.leaky_relu_):
+        x, slope, inplace = bound(args, kwargs, input=None, negative_slope=0.01, inplace=inplace)
+        if slope <= 0:
+            return None  # on which side the input was, its result does not tell
+        leaky = partial(torch.ops.aten.leaky_relu, negative_slope=slope)
+        bend = _Bend(leaky, partial(torch.ops.aten.leaky_relu_, negative_slope=slope), slope=slope)
+    else:
+        x, inplace = bound(args, kwargs, input=None, inplace=inplace)
+        bend = _Bend(torch.relu, torch.relu_)
+    if x is None or not bend.low < bend.high or not keeper.replaces(x):
         return None
     origin = keeper.origin(x)  # before it changes
-    y = _apply(_ReLU, x, keeper, inplace)
-    derive_elementwise(keeper, x, y, origin, torch.relu_)
+    y = _apply(_Bent, x, keeper, bend, inplace)
+    derive_elementwise(keeper, x, y, origin, bend.inplace)
     return y
 
 

@@ -39,14 +39,15 @@ OPERATORS: dict[str, str] = {
     "softmax": "softmax, as attention computed step by step uses it",
     "layer_norm": "layer, group and RMS normalization",
     "gelu": "GELU and SiLU",
-    "relu": "ReLU: one bit per element, whatever the bits",
+    "relu": "ReLU, leaky, or cut off above: one bit per element, whatever the bits",
     "dropout": "dropout: one bit per element, whatever the bits",
     "max_pool": "max pooling: over planes one byte per result, whatever the bits",
     "conv": "convolutions",
     "batch_norm": "batch normalization",
     "compiled": "what a graph of torch.compile saves, whatever its operators",
     "checkpoint": "inputs of modules that are computed again, and of torch.utils.checkpoint",
-    "other": "all other operators of PyTorch",
+    "other": "all other operators of PyTorch; of those whose derivatives bear no rounding, such as amax, div and log, "
+    "nothing is compressed, whatever the bits",
     "custom": "autograd functions of users and of other libraries",
 }
 

@@ -24,6 +24,7 @@ from narrowband.activations.calls import (
     CUSTOM,
     NO_CALL,
     OTHER,
+    ROUGH,
     Call,
     Operator,
     differentiates_forward,
@@ -311,6 +312,7 @@ class Recorder:
         if (
             bits == "off"
             or self._extreme
+            or operator is ROUGH
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._at_work
             or not is_plain(x)
