@@ -22,7 +22,7 @@ from narrowband.bench.architectures import ZOO
 from narrowband.bench.memory import Way, compare
 from narrowband.bench.subjects import is_out_of_memory, subject
 
-__all__ = ["Config", "run", "summary"]
+__all__ = ["Config", "count", "run", "sentence", "summary"]
 
 #: Seconds of a plain step, at least, and samples, at most.
 _SECONDS, _MOST = 0.3, 256
@@ -50,6 +50,11 @@ class Config:
         for name in self.names:
             if name not in ZOO:
                 raise ValueError(f"the zoo has no {name!r}; there are: {', '.join(ZOO)}")
+
+
+def count(config: Config) -> int:
+    """How many rows a run has."""
+    return len(config.names or ZOO)
 
 
 def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
@@ -98,6 +103,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "largest_kept_share": max(row["kept_share"] for row in measured),
         "least_cosine": min(row["gradient_cosine"] for row in measured),
     }
+
+
+def sentence(rows: Sequence[dict[str, Any]]) -> str:
+    """What was found, for people."""
+    try:
+        found = summary(rows)
+    except ValueError as error:
+        return f"{error}."
+    return (
+        f"Of {found['measured']} architectures the median step takes {found['median_ratio']:.2f} times as long as "
+        f"plain, that of {found['worst']} {found['worst_ratio']:.2f} times; {found['median_kept_share']:.0%} of the "
+        f"bytes are kept, at most {found['largest_kept_share']:.0%}; the least cosine of a gradient is "
+        f"{found['least_cosine']:.4f}."
+    )
 
 
 def _measured(name: str, config: Config, threads: int) -> dict[str, Any]:

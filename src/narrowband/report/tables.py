@@ -38,6 +38,7 @@ __all__ = [
     "saved_table",
     "seats_table",
     "ways_table",
+    "zoo_table",
 ]
 
 #: What the columns "error" say; printed below tables that have one.
@@ -297,6 +298,30 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             f"{row['ratio_to_plain']:.2f}",
             format_or_dash("{:.3f}".format, row["gradient_error"]),
         )
+    return table
+
+
+def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench memory --zoo``, those whose step is longest beside the plain one first."""
+    table = _table(
+        "Few bits beside plain training",
+        *("architecture", "family", "batch", "plain step", "× plain", "kept", "peak", "cosine"),
+    )
+    measured = [row for row in rows if "skipped" not in row]
+    for row in sorted(measured, key=lambda row: -row["ratio_to_plain"]):
+        table.add_row(
+            escape(row["name"]),
+            row["family"],
+            f"{row['batch']}",
+            format_seconds(row["plain_s"]),
+            f"{row['ratio_to_plain']:.2f}",
+            f"{row['kept_share']:.0%}",
+            format_or_dash("{:.0%}".format, row["peak_share"]),
+            format_or_dash("{:.4f}".format, row["gradient_cosine"]),
+        )
+    for row in rows:
+        if "skipped" in row:
+            table.add_row(escape(row["name"]), row["family"], escape(row["skipped"]), *[NOTHING] * 5)
     return table
 
 
