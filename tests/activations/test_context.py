@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import math
 import pickle
@@ -302,3 +303,26 @@ def test_modules_are_named_and_policies_go_by_these_names():
             assert entry.kept_bytes < entry.raw_bytes / 2
     softmax = saved.by_operator["softmax"]
     assert softmax.kept_bytes * 16 == softmax.raw_bytes == 2 * 4 * 4 * 16 * 16 * 4
+
+
+def test_no_garbage_is_looked_for_while_passes_last():
+    """All that a pass makes lives until backward, and would be looked through again and again."""
+    one, other = (compress(linears(16, 16)) for _ in range(2))
+    assert gc.isenabled()
+    with one:
+        assert not gc.isenabled()
+        thread = threading.Thread(target=lambda: other.__enter__() and other.__exit__(None, None, None))
+        thread.start()
+        thread.join()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), one:
+        1 / 0  # noqa: B018
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with one:
+            pass
+        assert not gc.isenabled()  # whoever stopped it
+    finally:
+        gc.enable()

@@ -10,10 +10,12 @@ Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import re
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, cast
@@ -136,6 +138,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                     raise
                 raise refused from error
             watch = stack.enter_context(Watch(recorder))
+            stack.enter_context(_collector.resting())
             undo.pop_all()
         active.regions, active.stack = Regions(recorder, watch), stack
         return recorder.saved
@@ -215,6 +218,39 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
         self.estimates.load_state_dict(state["estimates"])
         self.estimates.seed, self.estimates.draws = state["seed"], state["draws"]
+
+
+class _Collector:
+    """Python's search for garbage, which passes do without, in whatever threads.
+
+    A pass makes many objects, and all of them live until backward. Python takes so many new ones for a reason to look
+    through all that a process has, which takes a tenth of a second or more, and again in the next step.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passes = 0
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """For a pass. What the last one to end finds stopped by the first one goes on."""
+        with self._lock:
+            self._passes += 1
+            if gc.isenabled():
+                gc.disable()
+                self._stopped = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._passes -= 1
+                if not self._passes and self._stopped:
+                    self._stopped = False
+                    gc.enable()
+
+
+_collector = _Collector()
 
 
 def _check_arguments(model: Any, policy: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import signal
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -318,7 +319,8 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         estimates = torch.stack((high - low, low))
         learned = torch.full_like(codes, 0xAA)
         found = backend.quantize_rows_learning(y, learned, rows, estimates, 0.9, bits=bits, stochastic=True, seed=seed)
-        results += [*seen, again, learned, *found[:3], torch.tensor(found[3:])]
+        moved = found[4] if found[3] else math.nan  # which says nothing then
+        results += [*seen, again, learned, *found[:3], torch.tensor([found[3], moved])]
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
         backend.dequantize_rows(codes, decoded, rows, low, step, bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)

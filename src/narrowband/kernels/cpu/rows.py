@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from narrowband.kernels.rows import Rows
 
     Array = npt.NDArray[Any]
+    _Quantize = Callable[[Array, Array, int, int], None]
 
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
 TINY = np.float32(2.0**-126)
@@ -93,6 +95,23 @@ def _lines(x: Tensor, rows: Rows) -> tuple[Array, int]:
 def _form(rows: Rows) -> tuple[int, int, int]:
     """(elements of a row, groups, rows of a part); loops divide by the last two, even where there are no rows."""
     return rows.inner, max(rows.groups, 1), max(rows.outer * rows.groups, 1)
+
+
+#: Rows of fewer elements are taken one by one, many to a vector, where that is how their codes lie anyway.
+_NARROW = 16
+
+
+def _cut(rows: Rows, bits: int = 8) -> tuple[Rows, int]:
+    """Rows as loops take them, and how many of their neighbouring ranges are one."""
+    width = rows.groups * rows.inner
+    if bits != 8 or not 1 < rows.inner < _NARROW <= width:
+        return rows, 1
+    return replace(rows, groups=width, inner=1), rows.inner
+
+
+def _each(ranges: Array, times: int) -> Array:
+    """As many of every number."""
+    return ranges if times == 1 else np.repeat(ranges, times)
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
@@ -155,17 +174,18 @@ def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
 
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    (lines, pitch), (inner, *form) = _lines(x, rows), _form(rows)
+    cut, times = _cut(rows)
+    (lines, pitch), (inner, *form) = _lines(x, cut), _form(cut)
 
     def work(first: int, last: int) -> tuple[Array, Array]:
-        found = _no_extremes(rows)
+        found = _no_extremes(cut)
         if inner == 1:
             _extremes_singles(lines, pitch, *form, *found, first, last)
         else:
             _extremes_range(lines, pitch, inner, *form, *found, first, last)
         return found
 
-    return _extremes_of(spread(_looked_at(rows), x.numel(), work))
+    return _extremes_of(spread(_looked_at(cut), x.numel(), work), times)
 
 
 def _looked_at(rows: Rows) -> int:
@@ -178,12 +198,20 @@ def _no_extremes(rows: Rows) -> tuple[Array, Array]:
     return np.full(size, _HIGHEST, np.int32), np.full(size, _LOWEST, np.int32)
 
 
-def _extremes_of(found: list[tuple[Array, Array]]) -> tuple[Tensor, Tensor]:
-    """As floats, from what all threads found."""
+def _together(found: list[tuple[Array, Array]], times: int) -> tuple[Array, Array]:
+    """What all threads found, of so many neighbouring ranges at a time."""
     (low, high), *others = found
     for lower, higher in others:
         np.minimum(low, lower, out=low)
         np.maximum(high, higher, out=high)
+    if times > 1:
+        low, high = low.reshape(-1, times).min(1), high.reshape(-1, times).max(1)
+    return low, high
+
+
+def _extremes_of(found: list[tuple[Array, Array]], times: int) -> tuple[Tensor, Tensor]:
+    """As floats, from what all threads found."""
+    low, high = _together(found, times)
     _floats(low, high)
     return torch.from_numpy(low.view(np.float32)), torch.from_numpy(high.view(np.float32))
 
@@ -402,9 +430,7 @@ def _inverses(steps: Array) -> Array:
     return inverses
 
 
-def _quantize(
-    x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bits: int, fold: Any
-) -> Callable[[Array, Array, int, int], None]:
+def _quantize(x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bits: int, fold: Any) -> _Quantize:
     """What is to be done for rows [first, last), with arrays for their extremes, or none."""
     (lines, pitch), (inner, *form), codes = _lines(x, rows), _form(rows), out.numpy()
     if inner == 1:
@@ -445,20 +471,13 @@ def quantize_rows_learning(
     least, most = seen.view(np.int32)
     before = estimates.numpy()
     _begin(before, F32((1 << bits) - 1), ranges, inverses, least, most)
-    quantize = _quantize(x, out, rows, ranges[0], inverses, bits, _fold(stochastic, seed))
-    count = _looked_at(rows)
-    if threads_for(x.numel()) == 1:
-        quantize(least, most, 0, count)
+    cut, times = _cut(rows, bits)
+    fold = _fold(stochastic, seed)
+    quantize = _quantize(x, out, cut, _each(ranges[0], times), _each(inverses, times), bits, fold)
+    if times == 1 and threads_for(x.numel()) == 1:
+        quantize(least, most, 0, _looked_at(cut))
     else:
-
-        def work(first: int, last: int) -> tuple[Array, Array]:
-            found = _no_extremes(rows)
-            quantize(*found, first, last)
-            return found
-
-        for lower, higher in spread(count, x.numel(), work):
-            np.minimum(least, lower, out=least)
-            np.maximum(most, higher, out=most)
+        least[:], most[:] = _together(_watching(quantize, cut, x.numel()), times)
     finite, moved = _end(before, least, most, F32(decay), F32(1 - decay), seen, learned)
     found, known = torch.from_numpy(numbers[:4]), torch.from_numpy(learned)
     return found[:2], found[2:], known, bool(finite), float(moved)
@@ -467,27 +486,43 @@ def quantize_rows_learning(
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
-    quantize = _quantize(x, out, rows, low.numpy(), _inverses(step.numpy()), bits, _fold(stochastic, seed))
-    spread(rows.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b))
+    quantize, cut, _ = _with(x, out, rows, low, step, bits, _fold(stochastic, seed))
+    spread(cut.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b))
 
 
 def quantize_rows_extremes(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    quantize = _quantize(x, out, rows, low.numpy(), _inverses(step.numpy()), bits, _fold(stochastic, seed))
+    quantize, cut, times = _with(x, out, rows, low, step, bits, _fold(stochastic, seed))
+    return _extremes_of(_watching(quantize, cut, x.numel()), times)
+
+
+def _with(
+    x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, fold: Any
+) -> tuple[_Quantize, Rows, int]:
+    """What makes codes with given ranges, and the rows that it takes; see :func:`_cut`."""
+    cut, times = _cut(rows, bits)
+    lows, inverses = (_each(ranges, times) for ranges in (low.numpy(), _inverses(step.numpy())))
+    return _quantize(x, out, cut, lows, inverses, bits, fold), cut, times
+
+
+def _watching(quantize: _Quantize, cut: Rows, numel: int) -> list[tuple[Array, Array]]:
+    """Make all codes, and return the ordered extremes that each thread found."""
 
     def work(first: int, last: int) -> tuple[Array, Array]:
-        found = _no_extremes(rows)
+        found = _no_extremes(cut)
         quantize(*found, first, last)
         return found
 
-    return _extremes_of(spread(_looked_at(rows), x.numel(), work))
+    return spread(_looked_at(cut), numel, work)
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
-    inner, *form = _form(rows)
-    packed, arrays = codes.numpy(), (*form, low.numpy(), step.numpy(), array_of(out), bits)
+    cut, times = _cut(rows, bits)
+    inner, *form = _form(cut)
+    lows, steps = (_each(ranges.numpy(), times) for ranges in (low, step))
+    packed, arrays = codes.numpy(), (*form, lows, steps, array_of(out), bits)
     if inner == 1:
-        spread(rows.count, out.numel(), lambda a, b: _dequantize_singles(packed, *arrays, a, b))
+        spread(cut.count, out.numel(), lambda a, b: _dequantize_singles(packed, *arrays, a, b))
     else:
         spread(rows.count, out.numel(), lambda a, b: _dequantize_range(packed, inner, *arrays, a, b))
