@@ -24,8 +24,8 @@ from narrowband.bench.subjects import is_out_of_memory, subject
 
 __all__ = ["Config", "count", "run", "sentence", "summary"]
 
-#: Seconds of a plain step, at least, and samples, at most.
-_SECONDS, _MOST = 0.3, 256
+#: Samples, at most.
+_MOST = 256
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Config:
         names: Of the zoo; all of it when left out.
         bits: Of what is kept.
         rounds: Timed pairs of steps of every architecture.
+        seconds: Of a plain step, at least: batches are as large as that takes.
         peaks: Also measure peaks of memory.
         seed: Of parameters and data.
     """
@@ -43,6 +44,7 @@ class Config:
     names: tuple[str, ...] = ()
     bits: int = 8
     rounds: int = 7
+    seconds: float = 0.3
     peaks: bool = True
     seed: int = 0
 
@@ -149,7 +151,7 @@ def _batch(name: str, config: Config) -> int:
     while True:
         build = functools.partial(subject, name, batch)
         (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, seed=config.seed)
-        short = _SECONDS / plain["step_s"]
+        short = config.seconds / plain["step_s"]
         if short <= 1 or batch >= _MOST:
             return batch
         batch *= 2 if short < 3 else 4 if short < 6 else 8

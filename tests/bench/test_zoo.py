@@ -1,0 +1,74 @@
+"""Architectures of other packages: what is measured of them, and what is said where they are not there."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from narrowband.bench import zoo
+from narrowband.bench.architectures import ZOO, Architecture
+from narrowband.bench.subjects import subject
+from narrowband.cli import main
+
+QUICK = {"rounds": 1, "seconds": 0.0, "peaks": False}
+
+
+def test_the_zoo_has_architectures_of_two_packages_and_four_families():
+    assert len(ZOO) >= 24
+    assert {each.package for each in ZOO.values()} == {"transformers", "timm"}
+    assert len({each.family for each in ZOO.values()}) == 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "convnext-atto"])
+def test_a_row_holds_time_bytes_and_the_angle_to_the_exact_gradient(name):
+    pytest.importorskip("transformers", reason="the architecture comes from it")
+    (row,) = zoo.run(zoo.Config((name,), **QUICK))
+    assert (row["name"], row["family"], row["batch"]) == (name, ZOO[name].family, 1)
+    assert row["ratio_to_plain"] > 0
+    assert 0.1 < row["kept_share"] < 0.4
+    assert 0.99 < row["gradient_cosine"] <= 1 + 1e-9
+    assert sum(kept["kept_bytes"] for kept in row["by_operator"].values()) == row["kept_bytes"]
+    assert "Of 1 architectures" in zoo.sentence([row])
+
+
+def test_what_is_not_installed_is_skipped_and_said_and_what_is_known_is_not_measured_again(monkeypatch):
+    def never(batch):
+        raise AssertionError
+
+    monkeypatch.setitem(ZOO, "absent", Architecture("no_such_package", "images", never))
+    rows = list(zoo.run(zoo.Config(("absent", "gpt2"), **QUICK), [{"name": "gpt2", "ratio_to_plain": 1.0}]))
+    assert rows[0]["skipped"] == "no_such_package is not installed: pip install no_such_package"
+    assert rows[1] == {"name": "gpt2", "ratio_to_plain": 1.0}
+    assert "not installed" in zoo.sentence(rows[:1])
+    with pytest.raises(ValueError, match="which is not installed: pip install no_such_package"):
+        subject("absent", 1)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="the zoo has no 'alexnet'; there are: resnet-26"):
+        zoo.Config(("alexnet",))
+
+
+def test_a_summary_of_rows():
+    rows = [
+        {"name": name, "ratio_to_plain": ratio, "kept_share": 0.2, "gradient_cosine": 1 - ratio / 1000}
+        for name, ratio in (("a", 1.0), ("b", 1.5), ("c", 1.1))
+    ]
+    found = zoo.summary([*rows, {"name": "d", "skipped": "absent"}])
+    assert (found["measured"], found["median_ratio"], found["worst"]) == (3, 1.1, "b")
+    assert math.isclose(found["least_cosine"], 0.9985)
+
+
+def test_the_command_goes_on_where_it_was_ended(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="the architecture comes from it")
+    path = tmp_path / "zoo.json"
+    command = ["bench", "memory", "--zoo", "opt", "--rounds", "1", "--no-peaks", "--json", str(path)]
+    assert main(command) == 0
+    first = json.loads(path.read_text())
+    assert [row["name"] for row in first["rows"]] == ["opt"]
+    assert main(command) == 0
+    again = json.loads(path.read_text())
+    assert again["rows"] == first["rows"] or first["commit"] != again["commit"]
+    assert "opt" in capsys.readouterr().out
