@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from narrowband.bench.zoo import sentence
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pictures import Bar, Panel
 from reproduce.report import NOTHING, Opening, beginning, source, write_page
@@ -32,6 +33,7 @@ _FILES = {
     **{f"sums-{ranks}": f"sparse-sums-{ranks}.json" for ranks in _SUMS},
     "stages": "pipeline-100mbit.json",
     "memory": "memory-deit-tiny-jemalloc.json",
+    "zoo": "memory-zoo.json",
     "demo": "demo/summary.json",
     "loops": "kernels.json",
 }
@@ -300,6 +302,28 @@ def page(found: Records, path: Path) -> None:
                 for name, row in memory.items()
             ],
             found["memory"],
+        ),
+        *_table(
+            "What 8 bits cost in other architectures",
+            "Architectures of transformers and timm with random parameters, of which narrowband knows nothing, each "
+            "with the smallest batch, a power of two, whose plain step takes 0.3 s. Step: over the plain step right "
+            "before it, median of the rounds. Kept: for backward, of what the plain step keeps. Cosine: of the angle "
+            f"between a batch's gradient and the exact one. {sentence(found['zoo']['rows'])}",
+            ("architecture", "family", "batch", "plain step", "step", "kept", "cosine"),
+            [
+                (
+                    row["name"],
+                    row["family"],
+                    str(row["batch"]),
+                    format_seconds(row["plain_s"]),
+                    f"{row['ratio_to_plain']:.2f}×",
+                    f"{row['kept_share']:.0%}",
+                    f"{row['gradient_cosine']:.4f}",
+                )
+                for row in sorted(found["zoo"]["rows"], key=lambda row: -row.get("ratio_to_plain", 0.0))
+                if "skipped" not in row
+            ],
+            found["zoo"],
         ),
         *_table(
             "The demo",

@@ -85,6 +85,7 @@ class Recorder:
         self._thread = threading.get_ident()
         self._at_work: list[tuple[int, str]] = []  # modules by id, and their names; the innermost is last
         self._counts: dict[Place, int] = {}
+        self._bits: dict[Place, Bits] = {}
         self._tallies: dict[Place, tuple[SavedBytes, SavedBytes]] = {}
         #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
         self._extreme = False
@@ -158,7 +159,13 @@ class Recorder:
     def bits(self) -> Bits:
         """Of what is saved now."""
         operator, module = self.place()
-        return self.policy.bits_for(operator.name, module)
+        return self._bits_for((operator.name, module))
+
+    def _bits_for(self, place: Place) -> Bits:
+        found = self._bits.get(place)
+        if found is None:
+            found = self._bits[place] = self.policy.bits_for(*place)
+        return found
 
     # ---- operators and graphs that pack by themselves ----------------------------------------------------------------
 
@@ -308,7 +315,7 @@ class Recorder:
         """Codes of the tensor, or how it is computed again; and how many bytes are kept for it that were not before.
         Neither codes nor a computation: it is to be kept as it is.
         """
-        bits = self.policy.bits_for(operator.name, module)
+        bits = self._bits_for((operator.name, module))
         if (
             bits == "off"
             or self._extreme

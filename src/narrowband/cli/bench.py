@@ -266,8 +266,7 @@ class BenchMemory:
                     write_json(self.json, provenance(config.seed) | {"config": _plain(config), "rows": rows})
         console.print(zoo_table(rows))
         console.print(zoo.sentence(rows), highlight=False)
-        if self.json is not None:
-            console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
+        _record(console, self.json, _plain(config), rows)
         return DONE
 
 
