@@ -421,6 +421,8 @@ ROUGH = {
     "cumprod": lambda x: x.cumprod(0),
     "prod": lambda x: x[:4].prod(0),
     "atan2": lambda x: torch.atan2(x, x.roll(1, 0)),
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "std": lambda x: x.std(1),
     "l1_loss": lambda x: F.l1_loss(x, torch.zeros_like(x)),
 }
 
