@@ -308,7 +308,10 @@ def page(found: Records, path: Path) -> None:
             "Architectures of transformers and timm with random parameters, of which narrowband knows nothing, each "
             "with the smallest batch, a power of two, whose plain step takes 0.3 s. Step: over the plain step right "
             "before it, median of the rounds. Kept: for backward, of what the plain step keeps. Cosine: of the angle "
-            f"between a batch's gradient and the exact one. {sentence(found['zoo']['rows'])}",
+            "between a batch's gradient and the exact one; the loss is the mean of squares of what the model returns. "
+            "Of two rows the cosine says nothing: efficientnet-b0, as transformers draws its parameters, passes hardly "
+            "any gradient on, and rwkv's is what is left of terms that cancel under this loss, in front of a final "
+            f"normalization. {sentence(found['zoo']['rows'])}",
             ("architecture", "family", "batch", "plain step", "step", "kept", "cosine"),
             [
                 (
