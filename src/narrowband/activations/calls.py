@@ -136,7 +136,7 @@ def _plain_name(function: Any) -> str:
     name = str(getattr(function, "__name__", "")).partition(".")[0]
     plain = name.strip("_")
     swapped = name.startswith("__") and plain[:1] in ("r", "i") and plain[1:] in (*_SMOOTH, *_POWERS)
-    return plain[1:] if swapped and name != "__ror__" else plain
+    return plain[1:] if swapped else plain
 
 
 _NONE: Mapping[str, Any] = types.MappingProxyType({})

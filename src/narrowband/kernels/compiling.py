@@ -140,8 +140,8 @@ def begins(folder: Path | None, refused: Path | None = None) -> bool:
     if not _said:
         _said = True
         if _is_first():
-            how = _how(folder, refused)
-            print(f"narrowband: compiling loops as they are needed, {how} …", file=sys.stderr, flush=True)  # noqa: T201
+            sys.stderr.write(f"narrowband: compiling loops as they are needed, {_how(folder, refused)} …\n")
+            sys.stderr.flush()
     return False
 
 
