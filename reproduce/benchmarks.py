@@ -29,6 +29,7 @@ _FILES = {
     "slow": "ddp-200mbit.json",
     "fast": "ddp-1gbit.json",
     "machines": "ddp-2x2-200mbit.json",
+    "more machines": "ddp-4x2-200mbit.json",
     "sharded": "fsdp-200mbit.json",
     **{f"sums-{ranks}": f"sparse-sums-{ranks}.json" for ranks in _SUMS},
     "stages": "pipeline-100mbit.json",
@@ -203,7 +204,7 @@ def _table(
 
 def page(found: Records, path: Path) -> None:
     """Write the page."""
-    slow, fast = _rows(found, "slow"), _rows(found, "fast")
+    slow, fast, more = (_rows(found, about) for about in ("slow", "fast", "more machines"))
     stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
     demo, loops = _rows(found, "demo"), _rows(found, "loops", "loop")
     lines = [
@@ -225,17 +226,30 @@ def page(found: Records, path: Path) -> None:
         ),
         *_table(
             "Machines of several ranks",
-            "The same GPT on two machines of two ranks each, which share a link. Flat: every rank sends to all others. "
-            "Levels: ranks sum exactly inside their machine, and each sends a part in two to the other. FSDP2: the "
-            "model is sharded inside each machine. Sent: by a machine in a step, as the kernel counted it. Here the "
-            "ranks of a machine reach each other by loopback, and all four share two cores, so what they do inside "
-            "costs more than over NVLink or PCIe.",
-            ("row", "sent by a machine", "step", "over a step that sends nothing"),
+            "The same GPT on two and on four machines of two ranks each, which share their machine's link of 200 "
+            "Mbit/s. Flat: all ranks are alike. Levels: ranks sum exactly inside their machine, and each sends half of "
+            "the model to its counterparts on the others. FSDP2: the model is sharded inside each machine. Sent: by a "
+            "machine in a step, as the kernel counted it. Step: over one that sends nothing. Here the ranks of a "
+            "machine reach each other by loopback, and all of them share two cores, so what they do inside costs more "
+            "than over NVLink or PCIe. With two levels a *rank* sends less than half. A *machine* saves less, because "
+            "a ring enters and leaves it once, however many ranks it has: with L ranks on each of N machines it sends "
+            "2·(N−1)/N instead of 2·(L·N−1)/(L·N) times the model. Payloads that are gathered all go to every machine, "
+            "and there two levels save as much for a machine as for a rank; eight ranks add top-k up by owners "
+            "instead, which leaves little to save.",
+            ("row", "sent, two machines", "step", "sent, four machines", "step"),
             [
-                (_code(name), format_bytes(row["link_bytes_per_step"]), format_seconds(row["step_s"]), _times(row, 2))
+                (
+                    _code(name),
+                    *(
+                        x
+                        for each in (row, more[name])
+                        for x in (format_bytes(each["link_bytes_per_step"]), _times(each, 2))
+                    ),
+                )
                 for name, row in _rows(found, "machines").items()
             ],
             found["machines"],
+            found["more machines"],
         ),
         *_table(
             "Top-k among more ranks",

@@ -190,7 +190,7 @@ def test_parts_have_ranges_of_their_own():
 
 def kept_both_ways(x):
     made, arrangement = payload(x.detach(), 8)
-    return Exact(x, ("relu", "head")), Packed(x, arrangement, made, ("relu", "head"), SavedBytes())
+    return Exact(x, ("relu", "head")), Packed(x, arrangement, made, ("relu", "head"), (SavedBytes(),))
 
 
 @pytest.mark.parametrize(

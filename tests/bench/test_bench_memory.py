@@ -1,4 +1,4 @@
-"""What backward keeps, measured: the comparison, and the search for a policy that meets a budget."""
+"""What backward keeps, measured: the comparison, and one model by operator and module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor
 
-from narrowband.activations import ActivationPolicy, Saved, SavedBytes
+from narrowband.activations import ActivationPolicy, SavedBytes
 from narrowband.bench import memory
 from narrowband.bench.subjects import subject
 
@@ -211,85 +211,7 @@ def test_a_model_without_blocks_cannot_be_checkpointed(model):
         memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, baselines=True, rounds=1))
 
 
-# ---- a budget --------------------------------------------------------------------------------------------------------
-
-
-def measure_with(plain, seconds):
-    """A model whose operators keep so many bytes, and take so long per byte that is packed."""
-
-    def measure(policy):
-        saved = Saved()
-        for name, nbytes in plain.items():
-            bits = policy.bits_for(name, "")
-            ratio = 1 if bits == "off" else 32 if name in ("relu", "dropout") else 32 // bits
-            saved.add(name, "", nbytes, nbytes // ratio)
-            saved.by_operator[name].seconds = 0.0 if bits == "off" else seconds[name] * nbytes
-        return saved
-
-    return measure
-
-
-PLAIN = {"matmul": 32_000, "gelu": 16_000, "relu": 3_200, "softmax": 6_400}
-SECONDS = {"matmul": 2.0, "gelu": 1.0, "relu": 4.0, "softmax": 3.0}
-
-
-@pytest.mark.parametrize(
-    ("budget", "operators"),
-    [
-        (57_600, {}),
-        (57_599, {"gelu": 8}),
-        (45_600, {"gelu": 8}),
-        (45_599, {"gelu": 8, "matmul": 8}),
-        (21_600, {"gelu": 8, "matmul": 8}),
-        (16_800, {"gelu": 8, "matmul": 8, "softmax": 8}),
-        (13_700, {"gelu": 8, "matmul": 8, "softmax": 8, "relu": 8}),
-        (13_699, {"gelu": 4, "matmul": 8, "softmax": 8, "relu": 8}),
-        (6_900, {"gelu": 4, "matmul": 4, "softmax": 4, "relu": 8}),
-        (3_500, {"gelu": 2, "matmul": 2, "softmax": 2, "relu": 8}),
-    ],
-)
-def test_the_cheapest_operators_are_compressed_first(budget, operators):
-    found = memory.fit(measure_with(PLAIN, SECONDS), budget)
-    assert found.reached
-    assert found.policy == ActivationPolicy(bits="off", operators=operators)
-    assert found.saved.kept_bytes <= budget
-
-
-def test_layer_norms_go_below_eight_bits_last():
-    plain, seconds = PLAIN | {"layer_norm": 8_000}, SECONDS | {"layer_norm": 0.5}
-    found = memory.fit(measure_with(plain, seconds), 8_900)
-    assert found.policy.operators == {"layer_norm": 8, "gelu": 4, "matmul": 4, "softmax": 4, "relu": 8}
-    found = memory.fit(measure_with(plain, seconds), 7_900)
-    assert found.policy.operators["layer_norm"] == 4
-
-
-def test_what_cannot_be_reached_comes_with_the_least_that_can():
-    found = memory.fit(measure_with(PLAIN, SECONDS), 3_499)
-    assert not found.reached
-    assert found.saved.kept_bytes == 3_500
-
-
-def test_the_policy_that_is_found_keeps_within_the_budget_of_a_real_model(model):
-    torch.manual_seed(0)
-    built, inputs = subject(model, 8)
-
-    def measure(policy):
-        return memory.survey(built, inputs, policy)
-
-    plain = measure(ActivationPolicy(bits="off")).raw_bytes
-    for share in (0.9, 0.5, 0.2):
-        found = memory.fit(measure, int(plain * share))
-        assert found.reached
-        assert measure(found.policy).kept_bytes <= plain * share
-        assert all(p.grad is None for p in built.parameters())
-    assert memory.fit(measure, plain).policy.is_off
-
-
-def test_custom_operators_are_left_alone():
-    plain = {"matmul": 32_000, "custom": 32_000}
-    found = memory.fit(measure_with(plain, {"matmul": 1.0, "custom": 0.1}), 1_000)
-    assert not found.reached
-    assert set(found.policy.operators) == {"matmul"}
+# ---- one model -------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_whose_output_needs_no_gradient_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -95,27 +96,41 @@ def test_the_table_says_why_an_operator_keeps_more_in_4_bits_than_in_8_and_what_
     assert "inf, NaN or outliers are in them: 1 with 8 bits, 1 with 4 bits." in " ".join(said.split())
 
 
-def test_a_budget_gives_a_policy_that_keeps_within_it(narrow, model, tmp_path):
-    path = tmp_path / "policy.toml"
-    code, said = narrow(model, "--batch", "8", "--budget", "200kB", "--output", str(path))
+def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_path):
+    path, told = tmp_path / "policy.toml", tmp_path / "found.json"
+    code, said = narrow(model, "--batch", "256", "--budget", "1GB", "--json", str(told))
     assert code == 0
-    assert "Within 200kB" in said
+    assert "Nothing to do: as it is, training takes" in said
+    plain = json.loads(told.read_text())["fit"]["measured"]
+    words = (
+        "--budget",
+        f"{plain * 7 // 10}B",
+        "--output",
+        str(path),
+        "--json",
+        str(told),
+        "--codec",
+        "topk:density=0.01+ef",
+    )
+    code, said = narrow(model, "--batch", "256", *words)
+    assert code == 0
+    assert f"Within {plain * 7 // 10}B" in said
+    found = json.loads(told.read_text())
+    assert found["fit"]["measured"] <= plain * 7 // 10
+    assert found["tensors"]["residuals"] == 4 * 4 * 64 * 256
     policy = nb.ActivationPolicy.load(path)
-    assert policy.bits == "off"
-    built, inputs = subject(model, 8)
-    assert memory.survey(built, inputs, policy).kept_bytes <= 200_000
-    assert memory.survey(built, inputs, nb.ActivationPolicy(bits="off")).kept_bytes > 200_000
+    assert policy.to_dict() == found["fit"]["policy"]
+    built, inputs = subject(model, 256)
+    assert memory.survey(built, inputs, policy).kept_bytes == pytest.approx(found["fit"]["kept"], rel=0.01)
 
 
-def test_a_budget_that_needs_nothing_or_more_than_there_is_says_so(narrow, model, tmp_path):
-    code, said = narrow(model, "--budget", "1GB")
-    assert code == 0
-    assert "Nothing to do" in said
+def test_a_budget_below_the_least_possible_says_so_and_what_takes_it(narrow, model, tmp_path):
     path = tmp_path / "policy.toml"
     code, said = narrow(model, "--budget", "1kB", "--output", str(path))
+    said = " ".join(said.split())
     assert code == 1
-    assert "Not within 1kB" in said
-    assert "checkpointing" in said
+    assert "Not within 1kB: the least that training takes is" in said
+    assert re.search(r"optimizer \d+ kB, parameters \d+ kB, gradients \d+ kB, ", said)
     assert not path.exists()
 
 
@@ -127,6 +142,7 @@ def test_a_budget_that_needs_nothing_or_more_than_there_is_says_so(narrow, model
         (("{}", "--budget", "8 apples"), "is no amount of memory"),
         (("{}", "--budget", "0GB"), "is no amount of memory"),
         (("{}", "--output", "policy.toml"), "give --budget, too"),
+        (("{}", "--codec", "topp"), "unknown codec 'topp'"),
     ],
 )
 def test_bad_input_is_a_sentence(narrow, model, words, message):

@@ -12,7 +12,7 @@ import math
 import mmap
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -53,13 +53,15 @@ class Arena:
     #: takes no memory.
     PIECE_NBYTES = 64 << 20
     _ALIGNED = 64
+    #: On CPUs; where PyTorch shall count them, codes come from its allocator, as on devices.
+    pools: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory for so many bytes: uint8, flat."""
-        if device.type != "cpu":
+        if device.type != "cpu" or not self.pools:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if nbytes > self._piece.numel() - self._used:
             self._piece, self._used = _new_memory(max(nbytes, self.PIECE_NBYTES)), 0
@@ -329,16 +331,18 @@ class Packed(_Watched):
         arrangement: how it lies in memory.
         source: its codes, or that.
         place: operator and module that saved it.
-        clock: is told the seconds that restoring took.
+        clocks: are told the seconds that restoring took.
     """
 
-    __slots__ = ("_arrangement", "_clock", "_source")
+    __slots__ = ("_arrangement", "_clocks", "_source")
 
-    def __init__(self, x: Tensor, arrangement: Arrangement, source: Source, place: Place, clock: Clock) -> None:
+    def __init__(
+        self, x: Tensor, arrangement: Arrangement, source: Source, place: Place, clocks: Sequence[Clock]
+    ) -> None:
         watch = x.detach()  # counts versions along with x
         watch.data = x.new_empty(0)  # and lets go of its memory
         super().__init__(x, watch, place)
-        self._arrangement, self._source, self._clock = arrangement, source, clock
+        self._arrangement, self._source, self._clocks = arrangement, source, clocks
 
     @property
     def _shape(self) -> Sequence[int]:
@@ -349,5 +353,7 @@ class Packed(_Watched):
         begin = time.perf_counter()
         self.check()
         restored = self._arrangement.unflat(self._source.decode())
-        self._clock.seconds += time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        for clock in self._clocks:
+            clock.seconds += taken
         return restored

@@ -297,8 +297,10 @@ class Recorder:
                 for tally in tallies:
                     tally.add(plain, added)
                 self.packed += 1
-                tallies[0].seconds += time.perf_counter() - begin
-                return Packed(x, arrangement, source, place, tallies[0])
+                taken = time.perf_counter() - begin
+                for tally in tallies:
+                    tally.seconds += taken
+                return Packed(x, arrangement, source, place, tallies)
         exact = Exact(x, place)
         kept = 0 if storage.is_exact else nbytes
         if kept:

@@ -104,7 +104,8 @@ ZOO: dict[str, Architecture] = {
         groups_width=8, layer_type="y",
     ),
     "efficientnet-b0": _image(
-        "convolutions", "EfficientNet", width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, image_size=224
+        "convolutions", "EfficientNet", width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, image_size=224,
+        initializer_range=0.2,  # with its own 0.02 nothing reaches the first layers
     ),
     "mobilenet-v1": _image("convolutions", "MobileNetV1"),
     "mobilenet-v2": _image("convolutions", "MobileNetV2"),

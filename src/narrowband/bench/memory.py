@@ -13,8 +13,7 @@ same kind, as in training. Two measures of memory stand beside each other:
 
 ``footprint`` is what training takes as a whole, the model and its optimizer included: what has to fit into a machine.
 
-``survey`` says what each operator and module of one model keeps, and ``fit`` finds the policy that keeps it within a
-budget and costs least.
+``survey`` says what each operator and module of one model keeps.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ import functools
 import gc
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,17 +36,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
+from narrowband.activations.packed import Arena
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
 
-__all__ = ["PLAIN", "Config", "Fit", "Way", "compare", "count", "fit", "footprint", "run", "survey"]
+__all__ = [
+    "OPTIMIZERS", "PLAIN", "Config", "Way", "compare", "count", "default_device", "footprint", "gradients_of",
+    "most_alive", "moved", "optimizer_of", "run", "scalar_of", "survey",
+]  # fmt: skip
 
 #: Nothing is compressed.
 PLAIN = ActivationPolicy(bits="off")
+
+#: Name → optimizer, which keeps two numbers per parameter, one, and one per row and column.
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def optimizer_of(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """One of :data:`OPTIMIZERS`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](parameters)
 
 
 # ---- a comparison ----------------------------------------------------------------------------------------------------
@@ -152,7 +175,7 @@ class _Row:
         self.way = way
         self.device = device
         model, inputs = build()
-        self.model, self.inputs = model.to(device), tuple(_moved(x, device) for x in inputs)
+        self.model, self.inputs = model.to(device), tuple(moved(x, device) for x in inputs)
         if way.checkpoint:
             _checkpoint_blocks(self.model)
         if way.compiled:
@@ -170,7 +193,7 @@ class _Row:
             saved = stack.enter_context(self.context) if counted or not self.way.policy.is_off else None
             stack.enter_context(torch.autocast(self.device, torch.bfloat16, enabled=self.way.amp))
             output = self.model(*self.inputs)
-        torch.autograd.backward(_scalar(output))
+        torch.autograd.backward(scalar_of(output))
         return saved
 
     def settled(self) -> float:
@@ -229,7 +252,7 @@ def compare(
         on_event: called with the name of the row at work.
     """
     tell = on_event or (lambda _: None)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     rows = [_Row(way, build, device, seed) for way in ways]
     counts: list[Saved] = []
     errors: list[tuple[float | None, float | None]] = []
@@ -242,7 +265,7 @@ def compare(
         saved = row.step(counted=True)
         assert saved is not None
         counts.append(saved)
-        gradients = _gradients(row.model)
+        gradients = gradients_of(row.model)
         if row.way.policy.is_off:
             exact.setdefault(row.way.amp, gradients)
         reference = exact.get(row.way.amp)
@@ -289,19 +312,35 @@ def _told(
     }
 
 
-def _moved(x: Any, device: str) -> Any:
+def default_device() -> str:
+    """CUDA where there is any."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def moved(x: Any, device: str) -> Any:
+    """A tensor, on a device; anything else as it is."""
     return x.to(device) if isinstance(x, Tensor) else x
 
 
-def _scalar(output: Any) -> Tensor:
-    """Something to go backward from, of whatever a model returns."""
+def scalar_of(output: Any) -> Tensor:
+    """Something to go backward from, of whatever a model returns: the cross-entropy of its first tensor's last
+    dimension, as if that were classes.
+
+    Raises:
+        ValueError: nothing in it needs gradients.
+    """
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise ValueError(
             f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "
             "nothing; return a tensor that depends on parameters with requires_grad"
         )
-    return found[0].float().square().mean()
+    x = found[0].float()
+    if not x.dim() or x.shape[-1] < 2:
+        return x.square().mean()
+    # Not a sum of squares, of which nothing goes back through a final norm: it makes all rows equally long.
+    rows = x.reshape(-1, x.shape[-1])
+    return F.cross_entropy(rows, torch.arange(len(rows), device=x.device) % rows.shape[1])
 
 
 def _beside(own: Tensor, reference: Tensor) -> tuple[float | None, float | None]:
@@ -313,7 +352,8 @@ def _beside(own: Tensor, reference: Tensor) -> tuple[float | None, float | None]
     return error, cosine
 
 
-def _gradients(model: nn.Module) -> Tensor:
+def gradients_of(model: nn.Module) -> Tensor:
+    """Of all its parameters, flat, in float64 on the CPU."""
     return torch.cat([p.grad.detach().reshape(-1).double().cpu() for p in model.parameters() if p.grad is not None])
 
 
@@ -340,9 +380,45 @@ def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
     return _alone(_peak_alone, row.way, build, seed)
 
 
-def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0) -> int | None:
-    """Bytes of memory that training takes as a whole, on the CPU: parameters, gradients, both moments of AdamW, inputs,
-    what is kept for backward, and whatever is needed for a moment.
+def most_alive(run: Callable[[], object], device: str = "cpu") -> int:
+    """Bytes of tensors that are alive at once while something runs, at the highest, above those that were before.
+
+    It is what PyTorch's allocator has given away, operators' own needs included, and does not depend on what malloc
+    makes of it.
+
+    Args:
+        run: called once.
+        device: cpu or cuda.
+
+    Example:
+        >>> most_alive(lambda: torch.zeros(1000) + 1)
+        8000
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it says to all who have a terminal that it starts and stops
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    Arena.pools = False
+    try:
+        with profile as found:
+            run()
+    finally:
+        Arena.pools = True
+    alive = most = 0
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        most = max(most, alive)
+    return most
+
+
+def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0, optimizer: str = "adamw") -> int | None:
+    """Bytes of memory that training takes as a whole, on the CPU: parameters, gradients, what the optimizer keeps,
+    inputs, what is kept for backward, and whatever is needed for a moment.
 
     The resident set of a process of its own at its highest, over three steps, above what it is with all libraries
     loaded. It depends on the process's allocator, which environment variables choose.
@@ -351,6 +427,7 @@ def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0) -> int |
         way: how to train.
         build: makes the model and its inputs: a function of a module, or a partial of one.
         seed: of parameters and data.
+        optimizer: one of :data:`OPTIMIZERS`.
 
     Returns:
         None where the system does not tell.
@@ -362,7 +439,7 @@ def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0) -> int |
         >>> footprint(Way("plain"), functools.partial(subject, "gpt", 4)) > 4 * 4 * 10_000_000
         True
     """
-    return _alone(_footprint_alone, way, build, seed)
+    return _alone(functools.partial(_footprint_alone, optimizer), way, build, seed)
 
 
 def _alone(measure: Callable[..., int | None], way: Way, build: Callable[[], Subject], seed: int) -> int | None:
@@ -389,30 +466,37 @@ def _peak_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int)
         return None
 
 
-def _footprint_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int | None:
+def _footprint_alone(optimizer: str, way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int | None:
     """Of three steps, with the model."""
     torch.set_num_threads(threads)
     _load(way)
     try:
         before = _status("VmRSS")
         _begin_anew()
-        row = _Row(way, build, "cpu", seed)
-        optimizer = torch.optim.AdamW(row.model.parameters(), fused=True)
-        for _ in range(3):
-            row.step()
-            optimizer.step()
+        _train(_Row(way, build, "cpu", seed), optimizer)
         return _status("VmHWM") - before
     except OSError:
         return None
 
 
+def _train(row: _Row, optimizer: str) -> None:
+    """Three steps."""
+    made = optimizer_of(optimizer, row.model.parameters())
+    for _ in range(3):
+        row.step()
+        made.step()
+
+
 def _load(way: Way) -> None:
     """Have all libraries and loops loaded that a step needs."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    policy = ActivationPolicy() if way.policy.is_off else replace(way.policy, modules={})
-    with compress_activations(model, policy=policy), torch.autocast("cpu", torch.bfloat16, enabled=way.amp):
-        output = model(torch.randn(policy.min_numel // 64 + 1, 64))
-    torch.autograd.backward(_scalar(output))
+    own = way.policy
+    named = {own.bits, *own.operators.values(), *own.modules.values()}
+    for bits in named & {8, 4, 2} or {8}:
+        policy = replace(own, bits=bits, operators={}, modules={})  # type: ignore[arg-type]
+        with compress_activations(model, policy=policy), torch.autocast("cpu", torch.bfloat16, enabled=way.amp):
+            output = model(torch.randn(policy.min_numel // 64 + 1, 64))
+        torch.autograd.backward(scalar_of(output))
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
@@ -445,60 +529,8 @@ def survey(model: nn.Module, inputs: tuple[Any, ...], policy: ActivationPolicy, 
     for last in (False, True):  # once for loops to be compiled
         with context as saved, torch.autocast(device, torch.bfloat16, enabled=amp):
             output = model(*inputs)
-        torch.autograd.backward(_scalar(output))
+        torch.autograd.backward(scalar_of(output))
         model.zero_grad()
         if last:
             return saved
     raise AssertionError
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A policy that keeps within a budget.
-
-    Attributes:
-        policy: it.
-        saved: what a step keeps with it.
-        reached: whether that is within the budget; if not, it is the least that can be reached.
-    """
-
-    policy: ActivationPolicy
-    saved: Saved
-    reached: bool
-
-
-def fit(measure: Callable[[ActivationPolicy], Saved], budget: int) -> Fit:
-    """The policy that keeps at most ``budget`` bytes and takes the least time on the way: operators are compressed one
-    after the other, those first whose bytes are saved in the shortest time; to 8 bits, and if that does not do, to 4
-    and then to 2, layer norms last.
-
-    Args:
-        measure: what is saved under a policy, with seconds; see :func:`survey`.
-        budget: bytes that backward may keep.
-    """
-    policy = ActivationPolicy(bits="off")
-    saved = measure(policy)
-    if saved.raw_bytes <= budget:
-        return Fit(policy, saved, reached=True)
-    everything = measure(ActivationPolicy(bits=8))
-    cost: dict[str, float] = {}
-    for name, kept in everything.by_operator.items():
-        # Several operators may share memory, so what one frees shows where it alone is left out.
-        without = measure(ActivationPolicy(bits=8, operators={name: "off"})) if name != "custom" else everything
-        freed = without.kept_bytes - everything.kept_bytes
-        if freed > 0:
-            cost[name] = kept.seconds / freed
-    order = sorted(cost, key=lambda name: cost[name])
-    operators: dict[str, Any] = {}
-    for bits in (8, 4, 2):
-        if bits < 8:
-            order.sort(key=lambda name: name == "layer_norm")  # whose bits count most; the rest stays as it was
-        for name in order:
-            if bits < 8 and name in ("relu", "dropout"):
-                continue  # one bit already
-            operators[name] = bits
-            policy = ActivationPolicy(bits="off", operators=dict(operators))
-            saved = measure(policy)
-            if saved.kept_bytes <= budget:
-                return Fit(policy, saved, reached=True)
-    return Fit(policy, saved, reached=False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -15,25 +16,30 @@ from narrowband.cli.exits import DONE, FAILED, check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from narrowband.activations import ActivationPolicy, Saved, SavedBytes
+    from narrowband.activations import Saved, SavedBytes
+    from narrowband.bench.budget import Fit
 
 __all__ = ["Memory"]
+
+#: How many times the bytes of its tensors a process may take before that is worth a word.
+_FAR = 1.25
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What backward keeps of a model's activations, by operator and module, plain and in 8 and 4 bits.
+    """What training a model takes: parameters, gradients, optimizer, and what backward keeps of activations, by
+    operator and module, plain and in 8 and 4 bits.
 
-    With a budget, the policy that keeps within it and costs the least time (or exit code 1, if none does): operators
-    are compressed one after the other, the cheapest first. The budget is for what is kept between forward and backward;
-    parameters, gradients and the optimizer come on top.
+    With a budget, the fastest way to train within it (or exit code 1, if there is none): for every block of the model,
+    whether its activations are kept as they are, in 8 or 4 bits, or recomputed. The budget is for all that training
+    takes. Steps of every kind are measured, and so is the choice, which takes some dozens of steps.
 
     Examples:
       narrowband memory deit-tiny --batch 32
       narrowband memory model.py:build --batch 64 --budget 8GB --output policy.toml
-      narrowband memory model.py:build --batch 64 --amp --depth 3
+      narrowband memory model.py:build --batch 64 --amp --depth 3 --codec topk:density=0.01+ef
     """
 
     model: tyro.conf.Positional[str]
@@ -42,9 +48,16 @@ class Memory:
     batch: int = 8
     """Samples."""
     budget: str | None = None
-    """Bytes that backward may keep, such as 8GB or 600MB."""
+    """Bytes of tensors that may be alive at once, such as 8GB or 600MB: parameters, gradients, the optimizer's state,
+    residuals, activations, and what operators need for a moment."""
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    """Whose state is counted; sgd has momentum."""
+    codec: str | None = None
+    """With which gradients are compressed, such as topk:density=0.01+ef, for the residuals that its feedback keeps."""
     amp: bool = False
     """Run forward under bfloat16 autocast."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to train; CUDA where there is any, when left out."""
     depth: int = 2
     """Parts of a module's name that tables of modules tell apart."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -63,33 +76,43 @@ class Memory:
         check_output(self.output, self.json)
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
+        import torch
+
         from narrowband.activations import ActivationPolicy
-        from narrowband.report.tables import saved_table
+        from narrowband.bench import budget
+        from narrowband.report.tables import saved_table, takes_table
 
         self._check()
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device=cuda: PyTorch finds no CUDA device here; narrowband doctor says more")
+        device = self.device or memory.default_device()
         with console.status("building"):
             model, inputs = subjects.tried(self.model, self.batch)
             model.train()
-
-        def measure(policy: ActivationPolicy) -> Saved:
-            return memory.survey(model, inputs, policy, amp=self.amp)
-
+        tensors = budget.tensors_of(model, inputs, self.optimizer, self.codec)
+        model, inputs = model.to(device), tuple(memory.moved(x, device) for x in inputs)
         surveys = {}
         with console.status("") as status:
             for bits in (8, 4):
                 status.update(f"a step in {bits} bits")
-                surveys[f"{bits} bits"] = measure(ActivationPolicy(bits=bits))
+                policy = ActivationPolicy(bits=bits)
+                surveys[f"{bits} bits"] = memory.survey(model, inputs, policy, amp=self.amp)
+        activations = {"plain": surveys["8 bits"].raw_bytes} | {bits: each.kept_bytes for bits, each in surveys.items()}
+        console.print(takes_table(tensors, activations))
         console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
         for note in _notes(surveys):
             console.print(note, style="dim", markup=False, highlight=False)
         console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
         found = None
         if self.budget is not None:
-            with console.status("looking for a policy"):
-                found = memory.fit(measure, parse_bytes(self.budget))
+            del model, inputs  # the search has its own
+            build = functools.partial(subjects.subject, self.model, self.batch)
+            job = budget.Job(build, self.amp, self.optimizer, self.codec, self.device)
+            with console.status("") as status:
+                found = budget.fit(job, parse_bytes(self.budget), lambda what: status.update(f"measuring {what}"))
             self._say(console, found)
         if self.json is not None:
-            self._record(surveys, found)
+            self._record(tensors, surveys, found)
             console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
         return DONE if found is None or found.reached else FAILED
 
@@ -103,38 +126,63 @@ class Memory:
             entry.add(kept.raw_bytes, kept.kept_bytes, kept.outliers)
         return merged
 
-    def _say(self, console: Console, found: memory.Fit) -> None:
+    def _say(self, console: Console, found: Fit) -> None:
         from narrowband.units import format_bytes
 
-        kept = format_bytes(found.saved.kept_bytes)
-        if not found.reached:
+        for note in found.notes:
+            console.print(note, style="dim", markup=False, highlight=False)
+        if found.policy.is_off and found.reached:
             console.print(
-                f"Not within {self.budget}: with every operator in 2 bits backward still keeps {kept}. A smaller batch "
-                "or activation checkpointing, which this composes with, goes further.",
+                f"Nothing to do: as it is, training takes {format_bytes(found.measured)}.",
+                style="green", markup=False, highlight=False,
+            )  # fmt: skip
+        elif found.reached:
+            console.print(
+                f"Within {self.budget}: {_measured(found)}; as it is, training takes {format_bytes(found.plain)}. A "
+                f"step takes {found.ratio:.2f} times as long ({found.predicted_ratio:.2f} were predicted), and "
+                f"gradients are off by {found.gradient_error:.1%}. The policy:",
+                style="green", markup=False, highlight=False,
+            )  # fmt: skip
+            console.print(found.policy.to_toml(), markup=False, highlight=False)
+        else:
+            parts = {name: nbytes for name, nbytes in found.tensors.items() if nbytes} | {"activations": found.kept}
+            most = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
+            console.print(
+                f"Not within {self.budget}: the least that training takes is {_measured(found)}. "
+                f"{', '.join(f'{name} {format_bytes(parts[name])}' for name in most)}; the rest is what operators "
+                "need for a moment. A smaller batch has fewer activations, an "
+                "optimizer in 8 bits (bitsandbytes, torchao) or adafactor a smaller state, and FSDP2 shares all but "
+                "activations among ranks.",
                 style="red", markup=False, highlight=False,
             )  # fmt: skip
-        elif found.policy.is_off:
-            console.print(f"Nothing to do: the plain model keeps {kept}.", style="green", markup=False, highlight=False)
-        else:
+        if found.process is not None and found.process > _FAR * found.measured:
             console.print(
-                f"Within {self.budget}: {kept}, with this policy", style="green", markup=False, highlight=False
-            )
-            console.print(found.policy.to_toml(), markup=False, highlight=False)
+                f"A process that trains so takes {format_bytes(found.process)}: this malloc leaves gaps between "
+                "tensors. jemalloc leaves fewer; the documentation of activations says how to use it.",
+                style="yellow", markup=False, highlight=False,
+            )  # fmt: skip
         if self.output is not None and found.reached:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.output.write_text(found.policy.to_toml())
             console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
 
-    def _record(self, surveys: dict[str, Saved], found: memory.Fit | None) -> None:
+    def _record(self, tensors: dict[str, int], surveys: dict[str, Saved], found: Fit | None) -> None:
         from narrowband.report.record import provenance, write_json
 
         assert self.json is not None
-        record: dict[str, Any] = {"model": self.model, "batch": self.batch, "amp": self.amp, "budget": self.budget}
+        options = ("model", "batch", "amp", "budget", "optimizer", "codec")
+        record: dict[str, Any] = {name: getattr(self, name) for name in options} | {"tensors": tensors}
         for name, saved in surveys.items():
             record[name] = _as_record(saved)
         if found is not None:
-            record["fit"] = {"policy": found.policy.to_dict(), "reached": found.reached, **_as_record(found.saved)}
+            record["fit"] = asdict(found) | {"policy": found.policy.to_dict()}
         write_json(self.json, provenance(0) | record)
+
+
+def _measured(found: Fit) -> str:
+    from narrowband.units import format_bytes
+
+    return f"{format_bytes(found.measured)} ({format_bytes(found.predicted)} were predicted)"
 
 
 def _notes(surveys: dict[str, Saved]) -> list[str]:

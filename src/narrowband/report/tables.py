@@ -37,6 +37,7 @@ __all__ = [
     "range_table",
     "saved_table",
     "seats_table",
+    "takes_table",
     "ways_table",
     "zoo_table",
 ]
@@ -322,6 +323,18 @@ def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         if "skipped" in row:
             table.add_row(escape(row["name"]), row["family"], escape(row["skipped"]), *[NOTHING] * 5)
+    return table
+
+
+def takes_table(tensors: dict[str, int], activations: dict[str, int]) -> Table:
+    """What training holds, a column for each way to keep activations."""
+    table = _table("What training takes", "", *activations)
+    for name, nbytes in tensors.items():
+        if nbytes:
+            table.add_row(name, *[format_bytes(nbytes)] * len(activations))
+    table.add_row("activations", *map(format_bytes, activations.values()))
+    table.add_section()
+    table.add_row("all", *(format_bytes(sum(tensors.values()) + kept) for kept in activations.values()))
     return table
 
 

@@ -1,0 +1,723 @@
+"""The fastest way to train a model within so much memory: what ``narrowband memory --budget`` looks for.
+
+A model is cut into *units*: the blocks that it repeats, and what lies around them. Each unit has *offers*: to keep what
+its backward needs as it is, in 8 or 4 bits, in 8 bits but for one operator, or to keep only its inputs, as they are or
+in 8 bits, and to compute the rest again; for a whole block or for one of its parts. Every kind of offer is measured
+once, in steps in which all units take it: bytes and seconds by unit. A knapsack then finds the fastest offers with
+which a step holds no more than it may.
+
+A step holds more than what is kept. Backward goes through the units from the last to the first. When it is at unit i,
+there is what units up to i keep, what unit i has just computed again, the gradients of the parameters from unit i on,
+and what operators need for a moment:
+
+    alive = max over i of (Σ_{j ≤ i} kept_j + again_i + moment_i + Σ_{j ≥ i} gradients_j)
+
+The moment of a kind is what the step in which all units took it held above that sum. Parameters, the optimizer's state,
+residuals of gradient compression and inputs come on top. The choice is measured, too; where it holds more than the
+budget, the next one has so much less room.
+
+What is counted are bytes of tensors, as :func:`torch.cuda.max_memory_allocated` counts them. A process on the CPU takes
+more, by what malloc makes of it: that is told beside it.
+
+With every unit as it is, gradients are exact, and they are with recomputation. 4 bits are offered only where a budget
+cannot be met with 8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from narrowband.activations import OPERATORS, ActivationPolicy, Saved, compress_activations
+from narrowband.bench.memory import (
+    PLAIN,
+    Way,
+    default_device,
+    footprint,
+    gradients_of,
+    most_alive,
+    moved,
+    optimizer_of,
+    scalar_of,
+)
+from narrowband.bench.subjects import Subject
+from narrowband.feedback import Feedback, Layout, compression
+
+__all__ = [
+    "AS_IT_IS", "Fit", "Job", "Kind", "Offer", "Unit", "alive", "cheapest", "fit", "residual_nbytes", "tensors_of",
+    "units_of",
+]  # fmt: skip
+
+#: A unit is cut into its children where it keeps more than this share of all, and there are repeated blocks inside.
+_LARGE = 1 / 16
+#: And where it keeps more than this, whatever is inside.
+_VERY_LARGE = 1 / 3
+#: A block's part, or an operator, is looked at alone where it keeps this share of all.
+_WORTH_A_LOOK = 0.05
+#: Steps of every kind of offer: so many before, and so many of which the shortest counts.
+_WARM_UP, _TIMED = 2, 3
+#: How far the measured step may be from the sum of what was measured by unit, for that to be scaled to it.
+_SCALES = (0.3, 3.0)
+#: Recomputation that gives gradients further off than this does not compute the same again.
+_SAME = 1e-3
+#: How often a choice is made anew with less room, since what it holds is more than was predicted.
+_TRIES = 4
+#: Into which the room is cut for the knapsack.
+_GRAINS = 10_000
+#: Elements of the smallest tensor of which compress_gradients compresses gradients.
+_COMPRESSED = 1024
+
+
+# ---- units and offers ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model that has one offer.
+
+    Attributes:
+        name: of the module.
+        whole: with the modules inside of it; else it is what the module saves itself.
+        nested: whether there are any.
+        parts: names of its children that have modules inside and keep much.
+    """
+
+    name: str
+    whole: bool = True
+    nested: bool = False
+    parts: tuple[str, ...] = ()
+
+    def has(self, module: str) -> bool:
+        """Whether the module of that name belongs to it."""
+        return module == self.name or (self.whole and (not self.name or module.startswith(f"{self.name}.")))
+
+    def patterns(self) -> list[str]:
+        """Of the modules that belong to it."""
+        inside = f"{self.name}.*" if self.name else "*"
+        return [self.name, inside] if self.whole and self.nested else [self.name]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a unit may be offered.
+
+    Attributes:
+        name: in words.
+        bits: of what it keeps.
+        without: an operator that is left as it is.
+        again: the part that is computed again; "" is the whole unit, None nothing.
+        inputs: bits of what that part is computed from.
+    """
+
+    name: str
+    bits: Literal[8, 4] | None = None
+    without: str | None = None
+    again: str | None = None
+    inputs: Literal[8] | None = None
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether there is such an offer for a unit."""
+        whole = unit.whole and unit.name != ""
+        return self.again is None or (whole and (not self.again or self.again in unit.parts))
+
+    def rules(self, unit: Unit) -> dict[str, Any]:
+        """The patterns of a policy that is off everywhere else."""
+        rules: dict[str, Any] = {}
+        for pattern in unit.patterns() if self.bits else ():
+            rules[pattern] = self.bits
+            if self.bits != 8:
+                rules[f"{pattern}:layer_norm"] = 8
+            if self.without is not None:
+                rules[f"{pattern}:{self.without}"] = "off"
+        if self.again is not None:
+            module = f"{unit.name}.{self.again}" if self.again else unit.name
+            rules[module] = "checkpoint"
+            if self.inputs is not None:
+                rules[f"{module}:checkpoint"] = self.inputs
+        return rules
+
+
+AS_IT_IS = Kind("as it is")
+_EIGHT, _FOUR = Kind("in 8 bits", 8), Kind("in 4 bits", 4)
+_AGAIN = (Kind("recomputed", again=""), Kind("recomputed from 8 bits", again="", inputs=8))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a kind costs one unit.
+
+    Attributes:
+        kind: of the offer.
+        kept: bytes between forward and backward.
+        again: bytes that are there while its backward runs, since they are computed again.
+        moment: bytes that operators need meanwhile.
+        seconds: that it makes a step longer.
+    """
+
+    kind: Kind
+    kept: int
+    again: int = 0
+    moment: int = 0
+    seconds: float = 0.0
+
+
+def alive(offers: Sequence[Offer], gradients: Sequence[int] = ()) -> int:
+    """Bytes that a step holds at its highest.
+
+    Args:
+        offers: of units in the order of forward.
+        gradients: bytes of each unit's; none, if not given.
+
+    Example:
+        >>> alive([Offer(AS_IT_IS, 10), Offer(AS_IT_IS, 1, again=20), Offer(AS_IT_IS, 5)])
+        31
+    """
+    kept, most, made = 0, 0, sum(gradients)
+    for at, offer in enumerate(offers):
+        kept += offer.kept
+        most = max(most, kept + offer.again + offer.moment + made)
+        made -= gradients[at] if gradients else 0
+    return most
+
+
+def cheapest(units: Sequence[Sequence[Offer]], room: int, gradients: Sequence[int] = ()) -> list[Offer] | None:
+    """The offers, one for each unit, that take the least time and with which a step holds no more than ``room`` bytes;
+    None if there are none.
+
+    A knapsack, by dynamic programming: for every unit, and every number of bytes that units up to it may keep, the
+    least time. Bytes are rounded up to ten-thousandths of the room, so they are never more than that; choices that
+    come closer to it than one of these for every unit may be missed.
+
+    Args:
+        units: offers of each, in the order of forward.
+        room: bytes.
+        gradients: bytes of each unit's; none, if not given.
+
+    Example:
+        >>> plain, small = Offer(AS_IT_IS, 10), Offer(Kind("in 8 bits", 8), 3, seconds=0.1)
+        >>> slow = Offer(Kind("in 8 bits", 8), 3, seconds=0.3)
+        >>> [offer.kept for offer in cheapest([[plain, small], [plain, slow]], 14)]
+        [3, 10]
+    """
+    grain, made = max(room, 1) / _GRAINS, sum(gradients)
+    best = np.full(_GRAINS + 1, np.inf)  # seconds, by grains that are kept
+    best[0] = 0.0
+    ways = []
+    for at, offers in enumerate(units):
+        found, way = np.full_like(best, np.inf), np.zeros(len(best), dtype=np.int64)
+        for number, offer in enumerate(offers):
+            grains = math.ceil(offer.kept / grain)
+            last = min(math.floor((room - offer.again - offer.moment - made) / grain), _GRAINS)
+            if grains > last:
+                continue
+            seconds = best[: last + 1 - grains] + offer.seconds
+            better = seconds < found[grains : last + 1]
+            found[grains : last + 1][better] = seconds[better]
+            way[grains : last + 1][better] = number
+        ways.append(way)
+        best = found
+        made -= gradients[at] if gradients else 0
+    kept = int(best.argmin())
+    if not math.isfinite(best[kept]):
+        return None
+    chosen: list[Offer] = []
+    for offers, way in zip(reversed(units), reversed(ways), strict=True):
+        chosen.append(offers[way[kept]])
+        kept -= math.ceil(chosen[-1].kept / grain)
+    return chosen[::-1]
+
+
+def _smallest(units: Sequence[Sequence[Offer]], gradients: Sequence[int]) -> list[Offer]:
+    """The offers with which a step holds the fewest bytes. Whatever the bound, every unit may be as it is."""
+    bounds = sorted({offer.again for offers in units for offer in offers})
+    kept = [[min((o for o in own if o.again <= bound), key=lambda o: o.kept) for own in units] for bound in bounds]
+    return min(kept, key=lambda offers: alive(offers, gradients))
+
+
+def units_of(model: nn.Module, saved: Mapping[str, int]) -> list[Unit]:
+    """Cut a model into units, in the order in which they save.
+
+    Args:
+        model: it.
+        saved: module → bytes that it saves itself, in the order of forward.
+    """
+    total = sum(saved.values())
+
+    def within(name: str) -> int:
+        return sum(nbytes for module, nbytes in saved.items() if Unit(name).has(module))
+
+    def cut(name: str, module: nn.Module) -> Iterator[Unit]:
+        nbytes = within(name)
+        if not nbytes:
+            return
+        repeats = any(map(_repeats, module.modules()))
+        children = [(f"{name}.{child}" if name else child, inside) for child, inside in module.named_children()]
+        if children and ((nbytes > total * _LARGE and repeats) or nbytes > total * _VERY_LARGE):
+            if saved.get(name):
+                yield Unit(name, whole=False)
+            for inside in children:
+                yield from cut(*inside)
+            return
+        # A single layer keeps its inputs whether or not it is computed again.
+        parts = [inside for inside, of in children if [*of.children()] and within(inside) > _WORTH_A_LOOK * nbytes]
+        yield Unit(name, nested=bool(children), parts=tuple(x.rpartition(".")[2] for x in parts) if name else ())
+
+    order = list(saved)
+    found = list(cut("", model))
+    return sorted(found, key=lambda unit: next(at for at, module in enumerate(order) if unit.has(module)))
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether it is a list of blocks."""
+    members = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+    return len(members) > 1 and sum(any(True for _ in member.children()) for member in members) > 1
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        build: makes the model and its inputs: a function of a module, or a partial of one, since it goes to other
+            processes.
+        amp: whether forward runs under bfloat16 autocast.
+        optimizer: adamw, sgd or adafactor.
+        codec: with which gradients are compressed, for the residuals that its feedback keeps; None: they are not.
+        device: cpu or cuda; CUDA where there is any, if not given.
+        seed: of parameters and data.
+    """
+
+    build: Callable[[], Subject]
+    amp: bool = False
+    optimizer: str = "adamw"
+    codec: str | None = None
+    device: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step under a policy is like.
+
+    Attributes:
+        saved: of its forward.
+        seconds: of the shortest.
+        alive: bytes of tensors that it holds at the highest, above those that are there throughout.
+        gradients: of all parameters, flat.
+    """
+
+    saved: Saved
+    seconds: float
+    alive: int
+    gradients: Tensor
+
+
+class _Bench:
+    """A model on which policies are tried."""
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(job.seed)
+        model, inputs = job.build()
+        self.device = job.device or default_device()
+        self.model = model.to(self.device).train()
+        self.inputs = tuple(moved(x, self.device) for x in inputs)
+        self._job = job
+
+    def step(self, policy: ActivationPolicy) -> _Step:
+        """Train under a policy for some steps."""
+        counting = compress_activations(self.model, policy=policy)
+        context = contextlib.nullcontext() if policy.is_off else counting
+        for _ in range(_WARM_UP):
+            self._step(context)
+        seconds = min(self._step(context) for _ in range(_TIMED))
+        most = most_alive(lambda: self._step(context), self.device)
+        with counting as saved:
+            output = self._forward()
+        torch.autograd.backward(scalar_of(output))
+        found = gradients_of(self.model)
+        self.model.zero_grad()
+        return _Step(saved, seconds, most, found)
+
+    def forward_seconds(self, names: Iterable[str]) -> dict[str, float]:
+        """Of these modules' forward."""
+        found = dict.fromkeys(names, 0.0)
+        begun: dict[str, float] = {}
+
+        def watch(name: str, *, ends: bool) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                if self.device != "cpu":
+                    torch.cuda.synchronize()
+                now = time.perf_counter()
+                if ends:
+                    found[name] += now - begun[name]
+                begun[name] = now
+
+            return hook
+
+        with contextlib.ExitStack() as stack:
+            for name in found:
+                module = self.model.get_submodule(name)
+                stack.callback(module.register_forward_pre_hook(watch(name, ends=False)).remove)
+                stack.callback(module.register_forward_hook(watch(name, ends=True)).remove)
+            self._forward()
+        return found
+
+    def _step(self, context: contextlib.AbstractContextManager[Any]) -> float:
+        begin = time.perf_counter()
+        with context:
+            output = self._forward()
+        torch.autograd.backward(scalar_of(output))
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - begin
+        self.model.zero_grad()
+        return taken
+
+    def _forward(self) -> Any:
+        torch.manual_seed(self._job.seed)  # what dropout leaves out is the same whatever the policy
+        with torch.autocast(self.device, torch.bfloat16, enabled=self._job.amp):
+            return self.model(*self.inputs)
+
+
+def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: str | None = None) -> dict[str, int]:
+    """What training holds throughout, in bytes: parameters, buffers, gradients, optimizer, residuals, inputs.
+
+    Args:
+        model: it.
+        inputs: of its forward.
+        optimizer: adamw, sgd or adafactor.
+        codec: with which gradients are compressed; None: they are not.
+
+    Raises:
+        ValueError: there is no such optimizer or codec.
+
+    Example:
+        >>> tensors_of(nn.Linear(100, 100), (torch.zeros(8, 100),), "adamw", "topk:density=0.01+ef")
+        {'parameters': 40400, 'buffers': 0, 'gradients': 40400, 'optimizer': 80808, 'residuals': 40000, 'inputs': 3200}
+    """
+    own = list(model.parameters())
+    return {
+        "parameters": sum(x.nbytes for x in own),
+        "buffers": sum(x.nbytes for x in model.buffers()),
+        "gradients": sum(x.nbytes for x in own if x.requires_grad),
+        "optimizer": _state_nbytes(own, optimizer),
+        "residuals": residual_nbytes(model, codec),
+        "inputs": sum(x.nbytes for x in inputs if isinstance(x, Tensor)),
+    }
+
+
+def _state_nbytes(parameters: Sequence[Tensor], optimizer: str) -> int:
+    """What an optimizer keeps of them, which is not those themselves."""
+    total = 0
+    for shape, dtype in ((p.shape, p.dtype) for p in parameters if p.requires_grad):
+        p = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        p.grad = torch.zeros_like(p)
+        made = optimizer_of(optimizer, [p])
+        made.step()
+        total += sum(x.nbytes for state in made.state.values() for x in state.values() if isinstance(x, Tensor))
+    return total
+
+
+def residual_nbytes(model: nn.Module, codec: str | None) -> int:
+    """Bytes that :func:`~narrowband.gradients.compress_gradients` keeps of a model with a spec, in matrices and larger
+    tensors of 1,024 elements or more, which are those that it compresses.
+
+    Raises:
+        ValueError: there is no such spec.
+    """
+    chosen = None if codec is None else compression(codec)
+    state = None if chosen is None else chosen.new_feedback()
+    if chosen is None or state is None:
+        return 0
+    there = {name: p for name, p in model.named_parameters() if p.dim() > 1 and p.numel() >= _COMPRESSED}
+    cpu = torch.device("cpu")
+    state.reserve([Layout(name, chosen.codec, p.shape, cpu) for name, p in there.items()])
+    if state.needs_learning_rates:
+        state.set_learning_rates(dict.fromkeys(there, 1.0))
+    if isinstance(state, Feedback):
+        for name, p in there.items():
+            x = torch.linspace(-1.0, 1.0, p.numel())
+            _, payload = state.encode(name, x, chosen.codec, shape=p.shape, seed=0)
+            state.commit(name, x, chosen.codec, payload, shape=p.shape, seed=0)
+    return int(state.nbytes)
+
+
+class _Survey:
+    """All offers for a model, measured.
+
+    Args:
+        job: what is to be trained.
+        say: called with what is being measured, in words.
+
+    Attributes:
+        bench: where it was measured.
+        plain: the step as it is.
+        units: of the model.
+        offers: of each unit.
+        gradients: bytes of each unit's.
+        notes: sentences about what cannot be offered.
+    """
+
+    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+        self.bench = _Bench(job)
+        self.notes: list[str] = []
+        say("a step as it is")
+        self.plain = self.bench.step(PLAIN)
+        kept = {name: saved.raw_bytes for name, saved in self.plain.saved.by_module.items() if saved.raw_bytes}
+        kept.pop("(outside)", None)  # which no policy changes
+        self.units = units_of(self.bench.model, kept)
+        self.gradients = [0] * len(self.units)
+        for name, parameter in self.bench.model.named_parameters():
+            if parameter.requires_grad:
+                of = name.rpartition(".")[0]
+                # Of what saves nothing, as an embedding does, gradients come last.
+                at = next((at for at, unit in enumerate(self.units) if unit.has(of)), 0)
+                self.gradients[at] += parameter.nbytes
+        self.offers: list[list[Offer]] = [[] for _ in self.units]
+        self._take(AS_IT_IS, [Offer(AS_IT_IS, self._raw(unit)) for unit in self.units], self.plain)
+        self._forward_s = self.bench.forward_seconds(
+            dict.fromkeys(name for unit in self.units if unit.whole and unit.name for name in _recomputable(unit))
+        )
+        for kind in self._kinds():
+            say(f"steps with everything {kind.name}")
+            self._measure(kind)
+
+    def _raw(self, unit: Unit) -> int:
+        return sum(kept.raw_bytes for name, kept in self.plain.saved.by_module.items() if unit.has(name))
+
+    def _kinds(self) -> Iterator[Kind]:
+        yield from (_EIGHT, _FOUR)
+        total = self.plain.saved.raw_bytes
+        for name, kept in self.plain.saved.by_operator.items():
+            if kept.raw_bytes > _WORTH_A_LOOK * total and name in OPERATORS and name != "custom":
+                yield Kind(f"in 8 bits but for {name}", 8, without=name)
+        if self._forward_s:
+            yield from _AGAIN
+        for part in dict.fromkeys(part for unit in self.units for part in unit.parts):
+            yield Kind(f"in 8 bits with {part} recomputed", 8, again=part, inputs=8)
+
+    def policy(self, kinds: Sequence[Kind]) -> ActivationPolicy:
+        """Of units that have these."""
+        rules: dict[str, Any] = {}
+        for unit, kind in zip(self.units, kinds, strict=True):
+            rules |= kind.rules(unit)
+        return ActivationPolicy(bits="off", modules=rules)
+
+    def _measure(self, kind: Kind) -> None:
+        """Take a kind into the offers of all units that it fits."""
+        if kind.again is not None and kind != _AGAIN[0] and not self._computes_the_same_again:
+            return
+        usual = AS_IT_IS if kind.bits is None else _EIGHT
+        kinds = [kind if kind.fits(unit) else usual for unit in self.units]
+        try:
+            step = self.bench.step(self.policy(kinds))
+        except (RuntimeError, ValueError, TypeError) as error:
+            if kind.again is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.bench.model.zero_grad()
+            self.notes.append(f"Recomputation does not work with this model: {str(error).strip().splitlines()[0]}")
+            return
+        if kind == _AGAIN[0] and not (off := self._off(step)) <= _SAME:  # NaN, too
+            self.notes.append(
+                "Recomputation is not offered: the second run of a module computes something else than the first, "
+                f"since gradients are off by {off:.1%}."
+            )
+            return
+        self._take(kind, [self._cost(*each, step.saved) for each in zip(self.units, kinds, strict=True)], step)
+
+    def _take(self, kind: Kind, costs: Sequence[Offer], step: _Step) -> None:
+        total, extra = math.fsum(cost.seconds for cost in costs), step.seconds - self.plain.seconds
+        scale = min(max(extra / total, _SCALES[0]), _SCALES[1]) if total > 0 else 1.0
+        moment = step.alive - alive(costs, self.gradients)
+        alike: dict[tuple[str, int], list[float]] = {}  # blocks of one shape take the same time, but for noise
+        for unit, cost in zip(self.units, costs, strict=True):
+            alike.setdefault((_numberless(unit.name), cost.kept), []).append(cost.seconds * scale)
+        for unit, own, cost in zip(self.units, self.offers, costs, strict=True):
+            if kind.fits(unit):
+                seconds = alike[_numberless(unit.name), cost.kept]
+                own.append(replace(cost, moment=moment, seconds=math.fsum(seconds) / len(seconds)))
+
+    @property
+    def _computes_the_same_again(self) -> bool:
+        return any(offer.kind == _AGAIN[0] for offers in self.offers for offer in offers)
+
+    def _off(self, step: _Step) -> float:
+        return float((step.gradients - self.plain.gradients).norm() / self.plain.gradients.norm())
+
+    def _cost(self, unit: Unit, kind: Kind, saved: Saved) -> Offer:
+        own = [kept for name, kept in saved.by_module.items() if unit.has(name)]
+        kept, seconds, again = sum(each.kept_bytes for each in own), math.fsum(each.seconds for each in own), 0
+        if kind.again is not None:
+            module = f"{unit.name}.{kind.again}" if kind.again else unit.name
+            seconds += self._forward_s[module]
+            again = self._raw(Unit(module))
+        return Offer(kind, kept, again, seconds=seconds)
+
+    def named(self, offers: Sequence[Offer]) -> ActivationPolicy:
+        """Their policy, with one pattern for units whose names differ in numbers alone, where all have one kind."""
+        exact = self.policy([offer.kind for offer in offers])
+        alike: dict[str, list[tuple[Unit, Kind]]] = {}
+        for unit, offer in zip(self.units, offers, strict=True):
+            alike.setdefault(_numberless(unit.name), []).append((unit, offer.kind))
+        rules: dict[str, Any] = {}
+        for pattern, own in alike.items():
+            (first, kind), kinds = own[0], {kind for _, kind in own}
+            together = len(own) > 1 and len(kinds) == 1 and len({(unit.whole, unit.nested) for unit, _ in own}) == 1
+            for unit, each in [(Unit(pattern, first.whole, first.nested), kind)] if together else own:
+                rules |= each.rules(unit)
+        short = ActivationPolicy(bits="off", modules=rules)
+        return short if self._does(short) == self._does(exact) else exact
+
+    def _does(self, policy: ActivationPolicy) -> dict[str, Any]:
+        """What is done with every module, but for those that are computed again with the one around them."""
+        done: dict[str, Any] = {}
+        around: str | None = None
+        for name, _ in self.bench.model.named_modules():
+            if around is None or not Unit(around).has(name):
+                around = name if policy.checkpoints(name) else None
+                done[name] = [around, *(policy.bits_for(operator, name) for operator in OPERATORS)]
+        return done
+
+
+def _numberless(name: str) -> str:
+    """The pattern of a module's name and of those that differ in numbers alone."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _recomputable(unit: Unit) -> list[str]:
+    return [unit.name, *(f"{unit.name}.{part}" for part in unit.parts)]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fastest way to train within a budget.
+
+    Attributes:
+        policy: of what is kept.
+        reached: whether it is within the budget; if not, it is what takes the least.
+        tensors: bytes of parameters, buffers, gradients, optimizer, residuals and inputs.
+        kept: bytes of activations between forward and backward.
+        predicted: bytes of all tensors that are alive at once.
+        measured: the same, measured.
+        plain: what training as it is takes, measured.
+        process: bytes that the choice's training takes of a process; None on CUDA, and where the system does not tell.
+        predicted_ratio: of its step to the plain one.
+        ratio: the same, measured.
+        gradient_error: norm of the difference from exact gradients over the norm of these.
+        choices: unit → kind of offer, in words.
+        notes: sentences about what could not be offered.
+    """
+
+    policy: ActivationPolicy
+    reached: bool
+    tensors: dict[str, int]
+    kept: int
+    predicted: int
+    measured: int
+    plain: int
+    process: int | None
+    predicted_ratio: float
+    ratio: float
+    gradient_error: float
+    choices: dict[str, str]
+    notes: list[str]
+
+
+class _Search:
+    """The choice for a budget, tried and corrected."""
+
+    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+        self._job, self._say = job, say
+        self._survey = survey = _Survey(job, say)
+        bench = survey.bench
+        self._tensors = tensors_of(bench.model, bench.inputs, job.optimizer, job.codec)
+        #: Gradients come and go with the step.
+        self._throughout = sum(self._tensors.values()) - self._tensors["gradients"]
+        self.plain = self._throughout + survey.plain.alive
+
+    def within(self, budget: int) -> Fit:
+        survey, room = self._survey, budget - self._throughout
+        as_it_is = [offers[0] for offers in survey.offers]
+        if self.plain <= budget:
+            return self._fit(as_it_is, survey.plain, budget)
+        for _ in range(_TRIES):
+            chosen = self._chosen(room)
+            if chosen is None:
+                break
+            self._say("the choice")
+            step = survey.bench.step(survey.named(chosen))
+            over = self._throughout + step.alive - budget
+            if over <= 0:
+                return self._fit(chosen, step, budget)
+            room -= over
+        chosen = _smallest(survey.offers, survey.gradients)
+        self._say("the least")
+        return self._fit(chosen, survey.bench.step(survey.named(chosen)), budget)
+
+    def _chosen(self, room: int) -> list[Offer] | None:
+        """In 8 bits or, if that does not do, also in 4."""
+        for four in (False, True):
+            there = [[offer for offer in offers if four or offer.kind != _FOUR] for offers in self._survey.offers]
+            found = cheapest(there, room, self._survey.gradients)
+            if found is not None:
+                return found
+        return None
+
+    def _fit(self, chosen: Sequence[Offer], step: _Step, budget: int) -> Fit:
+        survey, measured = self._survey, self._throughout + step.alive
+        policy, exact = survey.named(chosen), survey.plain
+        return Fit(
+            policy=policy,
+            reached=measured <= budget,
+            tensors=self._tensors,
+            kept=step.saved.kept_bytes,
+            predicted=self._throughout + alive(chosen, survey.gradients),
+            measured=measured,
+            plain=self.plain,
+            process=self._process(policy),
+            predicted_ratio=1.0 + math.fsum(offer.seconds for offer in chosen) / exact.seconds,
+            ratio=step.seconds / exact.seconds,
+            gradient_error=float((step.gradients - exact.gradients).norm() / exact.gradients.norm()),
+            choices={unit.name: offer.kind.name for unit, offer in zip(survey.units, chosen, strict=True)},
+            notes=survey.notes,
+        )
+
+    def _process(self, policy: ActivationPolicy) -> int | None:
+        job = self._job
+        if self._survey.bench.device != "cpu":
+            return None
+        self._say("a process that trains so")
+        with contextlib.suppress(BrokenProcessPool):  # there is not enough memory
+            return footprint(Way("", policy, amp=job.amp), job.build, seed=job.seed, optimizer=job.optimizer)
+        return None
+
+
+def fit(job: Job, budget: int, on_event: Callable[[str], None] | None = None) -> Fit:
+    """The policy with which training holds at most ``budget`` bytes of tensors and takes the least time.
+
+    Args:
+        job: what to train.
+        budget: bytes of parameters, gradients, the optimizer's state, residuals, inputs, activations, and whatever
+            operators need for a moment.
+        on_event: called with what is being measured, in words.
+
+    Raises:
+        ValueError: there is no such optimizer or codec, or the model returns nothing that needs gradients.
+    """
+    return _Search(job, on_event or (lambda _: None)).within(budget)

@@ -1,0 +1,241 @@
+"""A model in a budget of memory: units, offers, the choice, and what it takes when it is trained."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from narrowband.activations import ActivationPolicy, compress_activations
+from narrowband.bench import budget
+from narrowband.bench.budget import AS_IT_IS, Job, Kind, Offer, alive, cheapest, units_of
+from narrowband.bench.memory import PLAIN, survey
+from narrowband.bench.subjects import subject
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tower(batch: int, width: int = 64, blocks: int = 4):
+    return Tower(blocks, width), (torch.randn(batch, 32, width),)
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+offers = st.builds(
+    lambda kept, again, moment, tenths: Offer(AS_IT_IS, kept, again, moment, tenths / 10),
+    st.integers(0, 60), st.sampled_from([0, 0, 10, 25]), st.integers(-5, 5), st.integers(0, 30),
+)  # fmt: skip
+units = st.lists(st.lists(offers, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(units, st.integers(0, 200), st.lists(st.integers(0, 40), min_size=4, max_size=4))
+def test_the_choice_holds_no_more_than_it_may_and_none_is_faster(units, room, gradients):
+    """Of choices that leave a grain of the room for every unit."""
+    gradients = gradients[: len(units)]
+    choices = [(alive(own, gradients), sum(o.seconds for o in own)) for own in itertools.product(*units)]
+    there = [seconds for held, seconds in choices if held <= room * (1 - len(units) / 10_000)]
+    found = cheapest(units, room, gradients)
+    if found is None:
+        assert not there
+    else:
+        assert all(offer in own for offer, own in zip(found, units, strict=True))
+        assert alive(found, gradients) <= room
+        assert sum(o.seconds for o in found) <= min(there, default=1000) + 1e-9
+
+
+def test_a_step_holds_the_most_that_backward_has_at_once():
+    first, second, third = Offer(AS_IT_IS, 5, again=100), Offer(AS_IT_IS, 7, again=90, moment=5), Offer(AS_IT_IS, 95)
+    assert alive([first]) == 105
+    assert alive([first, second]) == 107
+    assert alive([first, second, third]) == 107  # the third has been freed when the second is computed again
+    assert alive([first, second, third], [1, 10, 100]) == 217  # the first, beside all gradients
+
+
+def test_gradients_that_come_while_activations_go_take_no_room_of_theirs():
+    """Ten bytes are kept by each, and ten are the gradients of each: never more than forty at once."""
+    plain, small = Offer(AS_IT_IS, 10), Offer(Kind("in 8 bits", 8), 3, seconds=1.0)
+    units, gradients = [[plain, small]] * 3, [10] * 3
+    assert cheapest(units, 41, gradients) == [plain] * 3
+    assert cheapest(units, 39, gradients) == [small, plain, plain]
+    assert cheapest(units, 32, gradients) is None
+
+
+# ---- units -----------------------------------------------------------------------------------------------------------
+
+
+def saved_by(model, inputs):
+    saved = survey(model, inputs, PLAIN)
+    return {name: kept.raw_bytes for name, kept in saved.by_module.items() if kept.raw_bytes and name != "(outside)"}
+
+
+def test_units_are_the_blocks_that_a_model_repeats_in_the_order_of_forward():
+    model, inputs = tower(8)
+    units = units_of(model, saved_by(model, inputs))
+    assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+    assert all(unit.parts == ("mlp",) for unit in units[:-1])
+    assert not units[-1].nested
+
+
+@pytest.mark.parametrize("name", ["deit-tiny", "gpt", "resnet18"])
+def test_every_byte_belongs_to_one_unit(name):
+    model, inputs = subject(name, 1)
+    saved = saved_by(model, inputs)
+    units = units_of(model, saved)
+    for module in saved:
+        assert sum(unit.has(module) for unit in units) == 1, module
+    assert len(units) >= 6
+
+
+def test_a_model_without_modules_inside_is_one_unit_that_cannot_be_recomputed():
+    model, inputs = nn.GELU(), (torch.randn(64, 256, requires_grad=True),)
+    (unit,) = units_of(model, {"": 65536})
+    assert unit.patterns() == [""]
+    assert not Kind("recomputed", again="").fits(unit)
+    with compress_activations(model, policy=ActivationPolicy(bits="off", modules=Kind("", 8).rules(unit))):
+        model(*inputs)
+
+
+# ---- a policy of choices ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def search():
+    return budget._Search(Job(functools.partial(tower, 64), optimizer="sgd"), lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def surveyed(search):
+    return search._survey
+
+
+def offer(surveyed, unit, name):
+    return next(o for o in surveyed.offers[unit] if o.kind.name == name)
+
+
+def test_offers_keep_what_a_step_with_their_policy_keeps(surveyed):
+    names = ["recomputed", "in 8 bits", "as it is", "in 8 bits with mlp recomputed", "in 4 bits"]
+    chosen = [offer(surveyed, at, name) for at, name in enumerate(names)]
+    for policy in (surveyed.policy([o.kind for o in chosen]), surveyed.named(chosen)):
+        saved = survey(surveyed.bench.model, surveyed.bench.inputs, policy)
+        assert saved.kept_bytes == pytest.approx(
+            sum(o.kept for o in chosen), rel=0.1
+        )  # neighbours share what lies between them
+    assert offer(surveyed, 0, "recomputed").again == surveyed.offers[0][0].kept
+    assert offer(surveyed, 0, "recomputed from 8 bits").kept < offer(surveyed, 0, "recomputed").kept / 3
+
+
+def test_units_of_one_kind_have_one_pattern_and_others_do_not(surveyed):
+    alike = [offer(surveyed, at, "recomputed from 8 bits") for at in range(4)] + [surveyed.offers[4][0]]
+    assert surveyed.named(alike).modules == {"blocks.*": "checkpoint", "blocks.*:checkpoint": 8}
+    unlike = [offer(surveyed, 0, "in 8 bits"), *alike[1:]]
+    assert set(surveyed.named(unlike).modules) == {
+        "blocks.0", "blocks.0.*",
+        *(f"blocks.{at}{what}" for at in (1, 2, 3) for what in ("", ":checkpoint")),
+    }  # fmt: skip
+
+
+class Counting(Tower):
+    """What it computes depends on how often it was called."""
+
+    class Block(Block):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+
+def counting():
+    return Counting(), (torch.randn(64, 32, 64),)
+
+
+def test_a_model_whose_second_run_is_another_is_not_recomputed():
+    surveyed = budget._Survey(Job(counting), lambda _: None)
+    assert all(offer.kind.again is None for offers in surveyed.offers for offer in offers)
+    assert "computes something else than the first" in surveyed.notes[0]
+
+
+# ---- what training takes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "per_element"),
+    [(None, 0), ("qsgd:bits=4", 0), ("topk:density=0.01+ef", 4), ("topk:density=0.01+ef:store=bf16", 2),
+     ("dgc:density=0.001", 8), ("powersgd:rank=4", 4)],
+)  # fmt: skip
+def test_residuals_are_counted_with_what_feedback_keeps(codec, per_element):
+    model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 10), nn.Linear(10, 3))
+    assert budget.residual_nbytes(model, codec) == per_element * (100 * 200 + 200 * 10)  # 30 elements are few
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("adamw", 8), ("sgd", 4)])
+def test_the_optimizers_state_is_counted(name, nbytes):
+    model = nn.Linear(100, 100)
+    found = budget.tensors_of(model, (torch.zeros(2, 100),), name)
+    assert found["optimizer"] == pytest.approx(nbytes * 10_100, abs=100)
+    assert (found["parameters"], found["gradients"], found["inputs"]) == (40_400, 40_400, 800)
+
+
+def test_an_unknown_optimizer_and_an_unknown_codec_are_refused():
+    with pytest.raises(ValueError, match="optimizer='adam' is none of adamw, sgd, adafactor"):
+        budget.tensors_of(nn.Linear(2, 2), (), "adam")
+    with pytest.raises(ValueError, match="unknown codec 'topp'"):
+        budget.tensors_of(nn.Linear(2, 2), (), "sgd", "topp")
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+def test_what_is_predicted_is_what_is_measured_and_within_the_budget(search, share):
+    found = search.within(int(search.plain * share))
+    assert found.reached
+    assert found.measured <= search.plain * share
+    assert found.predicted == pytest.approx(found.measured, rel=0.05)
+    assert found.gradient_error < 0.05
+    assert "in 4 bits" not in found.choices.values()
+    kept = survey(*tower(64), found.policy)
+    assert kept.kept_bytes == pytest.approx(found.kept, rel=0.01)
+
+
+def test_a_budget_that_is_met_as_it_is_changes_nothing(search):
+    found = search.within(search.plain)
+    assert found.reached
+    assert found.policy.is_off
+    assert (found.measured, found.gradient_error) == (search.plain, 0)
+    assert found.predicted == pytest.approx(search.plain, rel=0.01)
+
+
+def test_a_budget_that_cannot_be_met_is_answered_with_the_least(search):
+    found = search.within(1000)
+    assert not found.reached
+    assert found.measured < 0.5 * search.plain
