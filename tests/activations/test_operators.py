@@ -51,6 +51,7 @@ RELUS = {
     "hardtanh, bounds": lambda x: F.hardtanh(x, 0.25, max_val=0.75),
     "hardtanh, in place": lambda x: F.hardtanh(x, -0.5, 0.5, True),
     "hardtanh_": lambda x: F.hardtanh_(x, -0.5, 0.0),
+    "hardtanh, bounds that bfloat16 does not have": lambda x: F.hardtanh(x, -0.1, 0.7),
     "relu6": F.relu6,
     "relu6 in place": lambda x: F.relu6(x, inplace=True),
     "ReLU6": nn.ReLU6(),

@@ -119,10 +119,13 @@ class Watch(TorchFunctionMode):
 # ---- operators that keep a bit or a byte per element -----------------------------------------------------------------
 
 
-def _bits_of(x: Tensor, arena: Arena) -> Tensor:
-    """One bit per element of a flat tensor: whether it is not at or below zero."""
+def _bits_of(x: Tensor, arena: Arena, low: float = 0.0, high: float = math.nan) -> Tensor:
+    """One bit per element of a flat tensor: whether it is neither at or below the one bound nor at or above the
+    other.
+    """
     mask = arena.take(-(-x.numel() // 8), x.device)
-    kernels.mask_positive(x if x.dtype in (torch.float32, torch.bfloat16) else x.float(), mask)
+    direct = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    kernels.mask_between(direct, mask, low, high)
     return mask
 
 
@@ -159,23 +162,28 @@ class _Bend(NamedTuple):
         function: it.
         inplace: the same, which writes to its input.
         low: below it there is another slope.
-        high: above it the function is constant.
+        high: above it the function is constant; NaN: nowhere.
         slope: below.
     """
 
     function: Callable[[Tensor], Tensor]
     inplace: Callable[[Tensor], Tensor]
     low: float = 0.0
-    high: float = math.inf
+    high: float = math.nan
     slope: float = 0.0
 
-    def mask(self, x: Tensor, y: Tensor) -> Tensor:
-        """Above zero where backward hands a gradient on as it is."""
+    def bits_of(self, x: Tensor, y: Tensor, arena: Arena) -> Tensor:
+        """Where backward hands a gradient on as it is.
+
+        Where PyTorch asks the input, so does this: a result that was cut off at a bound that its dtype does not have is
+        like one that was not.
+        """
+        arrangement = Arrangement.of(y)
         if self.slope:
-            return torch.where(y > 0, y, 0)  # NaN is below, there
-        if self.high < math.inf:
-            y = torch.where(x >= self.high, self.low, x)
-        return y if self.low == 0 else y - self.low
+            y = torch.where(y > 0, y, 0)  # NaN is below, there
+        elif not math.isnan(self.high):
+            y = x if Arrangement.of(x) == arrangement else torch.empty_like(y).copy_(x)
+        return _bits_of(arrangement.flat(y), arena, self.low, self.high)
 
 
 class _Bent(torch.autograd.Function):
@@ -184,11 +192,11 @@ class _Bent(torch.autograd.Function):
         ctx.slope = bend.slope
         if inplace:
             ctx.mark_dirty(x)
-            y = bend.inplace(x)  # of which everything can be told that backward asks for
+            y = bend.inplace(x)  # and x is that, too
         else:
             y = bend.function(x)
         ctx.arrangement = Arrangement.of(y)
-        mask = _bits_of(ctx.arrangement.flat(bend.mask(y, y)), keeper.arena)
+        mask = bend.bits_of(x, y, keeper.arena)
         keeper.keeps(mask, plain=y if inplace or bend.function is torch.relu else x)
         ctx.save_for_backward(mask)
         return y
@@ -295,6 +303,8 @@ def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
             (x, inplace), low, high = bound(args, kwargs, input=None, inplace=False), 0.0, 6.0
         else:
             x, low, high, inplace = bound(args, kwargs, input=None, min_val=-1.0, max_val=1.0, inplace=inplace)
+        if not low < high:
+            return None
         clamp = partial(torch.ops.aten.hardtanh, min_val=low, max_val=high)
         bend = _Bend(clamp, partial(torch.ops.aten.hardtanh_, min_val=low, max_val=high), low, high)
     elif func in (F.leaky_relu, F.leaky_relu_):
@@ -306,7 +316,7 @@ def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     else:
         x, inplace = bound(args, kwargs, input=None, inplace=inplace)
         bend = _Bend(torch.relu, torch.relu_)
-    if x is None or not bend.low < bend.high or not keeper.replaces(x):
+    if x is None or not keeper.replaces(x):
         return None
     origin = keeper.origin(x)  # before it changes
     y = _apply(_Bent, x, keeper, bend, inplace)

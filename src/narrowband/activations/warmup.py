@@ -76,7 +76,7 @@ def _use_once(
         if running:
             kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:
-            kernels.mask_positive(x, mask)
+            kernels.mask_between(x, mask)
             kernels.apply_mask(mask, x, out)
             ones = torch.ones(256)  # dropout's factors are made in float32, whatever they are for
             kernels.apply_mask(mask, ones, ones)

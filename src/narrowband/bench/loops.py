@@ -365,12 +365,12 @@ def _activation_dequantize(bits: int) -> Maker:
 
 def _activation_mask(data: Data, backend: Any) -> Loop:
     mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
-    return Loop(lambda _: backend.mask_positive(data.x, mask))
+    return Loop(lambda _: backend.mask_between(data.x, mask))
 
 
 def _activation_apply_mask(data: Data, backend: Any) -> Loop:
     mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
-    backend.mask_positive(data.x, mask)
+    backend.mask_between(data.x, mask)
     return Loop(lambda _: backend.apply_mask(mask, data.x, data.y, 1.25))
 
 

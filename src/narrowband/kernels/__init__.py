@@ -38,7 +38,7 @@ from narrowband.kernels.kept import compensate_kept, take_former
 from narrowband.kernels.knapsack import cheapest_within
 from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbytes
 from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
-from narrowband.kernels.masks import Windows, apply_mask, mask_positive, pool_places, pool_positions
+from narrowband.kernels.masks import Windows, apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.momentum import forget, momentum_topk
 from narrowband.kernels.quantized import Scale, dequantize_groups, group_minmax, packed_nbytes, quantize_groups
 from narrowband.kernels.rows import (
@@ -111,7 +111,7 @@ __all__ = [
     "levels_encode",
     "levels_nbytes",
     "low_rank_product",
-    "mask_positive",
+    "mask_between",
     "momentum_topk",
     "orthonormalize",
     "packed_nbytes",

@@ -13,6 +13,7 @@ is where in the window it was, one byte (see :class:`Windows`)::
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Windows",
     "apply_mask",
-    "mask_positive",
+    "mask_between",
     "pool_places",
     "pool_positions",
 ]
 
 
-def mask_positive(x: Tensor, out: Tensor) -> None:
-    """The mask of where ``x`` (float32 or bfloat16) is not at or below zero: above it, or NaN, as ReLU's backward asks.
+def mask_between(x: Tensor, out: Tensor, low: float = 0.0, high: float = math.nan) -> None:
+    """The mask of where ``x`` (float32 or bfloat16) is neither at or below ``low`` nor at or above ``high``: between
+    them, or NaN, as backward of ReLU and of what is cut off above asks.
 
-    ``out`` is uint8, exactly ceil(numel / 8) long.
+    ``out`` is uint8, exactly ceil(numel / 8) long. Bounds are compared in float32; NaN is none.
     """
-    backend_of(x).mask_positive(x, out)
+    backend_of(x).mask_between(x, out, low, high)
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:

@@ -324,7 +324,7 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
         backend.dequantize_rows(codes, decoded, rows, low, step, bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)
-        backend.mask_positive(y, mask)
+        backend.mask_between(y, mask)
         backend.apply_mask(mask, y, applied, 1 / 0.9)
         results += [low, high, codes, decoded, mask, applied]
     planes = x[: x.numel() // 600 * 600].view(-1, 20, 30)

@@ -93,7 +93,7 @@ def main(capability: int) -> None:
         cuda.quantize_rows_learning(
             y, out[: rows.nbytes(8)], rows, low.view(1, 2) + x[:2].view(2, 1), 0.9, bits=8, stochastic=True
         )
-        cuda.mask_positive(y, out[:625])
+        cuda.mask_between(y, out[:625])
         cuda.apply_mask(out[:625], y, half)
     cuda.learn_ranges(torch.zeros(2, 9), low.repeat(5)[:9], low.repeat(5)[:9], 0.9)
     windows, position = Windows(2, 10, 10, 1, 20, 3, (2, 2), (1, 1)), torch.zeros(200, dtype=torch.int64)

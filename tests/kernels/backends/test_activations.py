@@ -181,16 +181,19 @@ def test_decoding_rows_of_any_bytes(rows: kernels.Rows, dtype: Any, bits: int, s
 
 @given(n=st.one_of(st.integers(0, 300), st.sampled_from(SIZES)), kind=st.sampled_from(KINDS), dtype=dtypes,
        out_dtype=dtypes, factor=st.sampled_from([1.0, 1 / 0.9, -3.0, 1e38]),
+       bounds=st.sampled_from([(), (-0.5, 0.25), (0.0, math.inf), (math.nan, 1.0)]),
        seed=st.integers(0, 2**32 - 1))  # fmt: skip
 @settings(max_examples=examples(200), deadline=None)
-def test_masks(n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, seed: int) -> None:
+def test_masks(
+    n: int, kind: str, dtype: Any, out_dtype: Any, factor: float, bounds: tuple[float, ...], seed: int
+) -> None:
     x, y = (make_as(dtype, k, n, seed) for k in (kind, "any-bits"))
     y = torch.nn.functional.pad(y, (1, 0))[1:]
     masks, applied = [], []
     for backend in BACKENDS:
 
         def positive(out: Tensor, backend: Any = backend) -> None:
-            backend.mask_positive(x, out)
+            backend.mask_between(x, out, *bounds)
 
         def apply(out: Tensor, backend: Any = backend) -> None:
             backend.apply_mask(masks[-1], y, out, factor)

@@ -209,7 +209,7 @@ def test_a_broken_range_decodes_to_nan_and_no_other_does(bad: float) -> None:
 @given(n=st.integers(0, 200), kind=st.sampled_from(KINDS), half=st.booleans(), seed=st.integers(0, 2**32 - 1),
        factor=st.sampled_from([1.0, 1 / 0.9, -2.0]))  # fmt: skip
 @settings(max_examples=examples(150), deadline=None)
-def test_masks_say_what_is_not_at_or_below_zero_and_apply_exactly(
+def test_masks_say_what_is_beyond_neither_bound_and_apply_exactly(
     n: int, kind: str, half: bool, seed: int, factor: float
 ) -> None:
     x, y = (torch.from_numpy(make(k, n, seed)) for k in (kind, "non-finite"))
@@ -217,9 +217,10 @@ def test_masks_say_what_is_not_at_or_below_zero_and_apply_exactly(
         x, y = x.bfloat16(), y.bfloat16()
     nbytes = math.ceil(n / 8)
     mask = torch.full((nbytes,), 0xAA, dtype=torch.uint8)
-    reference.mask_positive(x, mask)
-    bits = [mask[i % nbytes].item() >> i // nbytes & 1 for i in range(8 * nbytes)]
-    assert bits == [*(int(v > 0 or math.isnan(v)) for v in x.tolist()), *[0] * (8 * nbytes - n)]
+    for low, high in ((-0.5, 0.25), (0.0, math.nan)):
+        reference.mask_between(x, mask, low, high)
+        bits = [mask[i % nbytes].item() >> i // nbytes & 1 for i in range(8 * nbytes)]
+        assert bits == [*(int(not v <= low and not v >= high) for v in x.tolist()), *[0] * (8 * nbytes - n)]
     out = torch.full_like(y, 7.0)
     reference.apply_mask(mask, y, out, factor)
     expected = [f32(v) * f32(factor) if bit else f32(0) for v, bit in zip(y.tolist(), bits, strict=False)]

@@ -44,7 +44,7 @@ def everything(x: torch.Tensor) -> list[torch.Tensor | bool]:
         out, applied = torch.empty_like(y), torch.empty_like(y)
         reference.dequantize_rows(codes, out, rows, low, step, bits=bits)
         mask = torch.empty(-(-y.numel() // 8), dtype=torch.uint8, device=x.device)
-        reference.mask_positive(y, mask)
+        reference.mask_between(y, mask)
         reference.apply_mask(mask, y, applied, 0.7)
         results += [low, high, codes, out.float(), mask, applied.float()]
     planes = x[:1800].view(2, 3, 15, 20)

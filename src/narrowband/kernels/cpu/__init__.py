@@ -20,7 +20,7 @@ from narrowband.kernels.cpu.kept import compensate_kept
 from narrowband.kernels.cpu.knapsack import cheapest_within
 from narrowband.kernels.cpu.levels import levels_decode, levels_encode
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
-from narrowband.kernels.cpu.masks import apply_mask, mask_positive, pool_places, pool_positions
+from narrowband.kernels.cpu.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cpu.rows import (
@@ -75,7 +75,7 @@ __all__ = [
     "levels_decode",
     "levels_encode",
     "low_rank_product",
-    "mask_positive",
+    "mask_between",
     "momentum_topk",
     "orthonormalize",
     "pool_places",

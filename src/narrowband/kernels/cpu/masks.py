@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,15 +64,17 @@ def _masked_lanes(typing, mask, at, p, x, out, begin, factor):  # noqa: ARG001
 
 
 @loop
-def _mask_range(x, out, first, last):
-    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is not at or below zero."""
+def _mask_range(x, out, low, high, first, last):
+    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is beyond neither bound."""
     stride = out.size
     for j in range(first, last):
         out[At(j)] = 0
     for p in range(8):
         begin = p * stride
         for j in range(first, min(last, x.size - begin)):
-            out[At(j)] |= U8(U8(not (value_of(x, begin + j) <= F32(0))) << U8(p))  # NaN is kept
+            value = value_of(x, begin + j)
+            beyond = U8(value <= low) | U8(value >= high)  # NaN is not
+            out[At(j)] |= U8((beyond ^ U8(1)) << U8(p))
 
 
 @loop
@@ -89,9 +92,9 @@ def _apply_mask_range(mask, x, out, factor, first, last):
             put(out, begin + j, F32(value_of(x, begin + j) * factor) if kept else F32(0))
 
 
-def mask_positive(x: Tensor, out: Tensor) -> None:
-    array, bits = array_of(x), out.numpy()
-    spread(bits.size, x.numel(), lambda a, b: _mask_range(array, bits, a, b))
+def mask_between(x: Tensor, out: Tensor, low: float = 0.0, high: float = math.nan) -> None:
+    array, bits, ends = array_of(x), out.numpy(), (F32(low), F32(high))
+    spread(bits.size, x.numel(), lambda a, b: _mask_range(array, bits, *ends, a, b))
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:

@@ -25,7 +25,7 @@ from narrowband.kernels.cuda.fixed import fixed_decode, fixed_dequantize, fixed_
 from narrowband.kernels.cuda.kept import compensate_kept
 from narrowband.kernels.cuda.levels import levels_decode, levels_encode
 from narrowband.kernels.cuda.lowrank import compensate_project, low_rank_product, orthonormalize
-from narrowband.kernels.cuda.masks import apply_mask, mask_positive, pool_places, pool_positions
+from narrowband.kernels.cuda.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.cuda.momentum import forget, momentum_topk
 from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cuda.rows import (
@@ -79,7 +79,7 @@ __all__ = [
     "levels_decode",
     "levels_encode",
     "low_rank_product",
-    "mask_positive",
+    "mask_between",
     "momentum_topk",
     "orthonormalize",
     "pool_places",

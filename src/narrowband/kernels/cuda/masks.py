@@ -5,6 +5,7 @@ A program has some bytes of a mask, and eight elements for each; or some results
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import triton.language as tl
@@ -16,20 +17,21 @@ if TYPE_CHECKING:
 
     from narrowband.kernels.masks import Windows
 
-__all__ = ["apply_mask", "mask_positive", "pool_places", "pool_positions"]
+__all__ = ["apply_mask", "mask_between", "pool_places", "pool_positions"]
 
 _BYTES = BLOCK // 8
 
 
 @kernel
-def _positive(x, out, n, stride, HALF: tl.constexpr, WIDTH: tl.constexpr):
+def _between(x, out, n, stride, low, high, HALF: tl.constexpr, WIDTH: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     byte = tl.zeros((WIDTH,), tl.int32)
     for bit in tl.static_range(8):
         i = bit * stride + t
         ok = (t < stride) & (i < n)
         v = load(x + i, ok, HALF)
-        byte |= tl.where(ok & ((v > 0.0) | (v != v)), 1 << bit, 0)  # noqa: PLR0124 - NaN is kept
+        beyond = (v <= low) | (v >= high)  # NaN is not
+        byte |= tl.where(ok & (beyond == 0), 1 << bit, 0)
     tl.store(out + t, byte.to(tl.uint8), mask=t < stride)
 
 
@@ -45,9 +47,10 @@ def _apply(mask, x, out, n, stride, factor, HALF: tl.constexpr, HALF_OUT: tl.con
         store(out + i, kept, ok, HALF_OUT)
 
 
-def mask_positive(x: Tensor, out: Tensor) -> None:
+def mask_between(x: Tensor, out: Tensor, low: float = 0.0, high: float = math.nan) -> None:
     own, half = raw(x.view(-1))
-    run(_positive, -(-out.numel() // _BYTES), own, out, x.numel(), out.numel(), on=x, HALF=half, WIDTH=_BYTES)
+    form = x.numel(), out.numel(), float(low), float(high)
+    run(_between, -(-out.numel() // _BYTES), own, out, *form, on=x, HALF=half, WIDTH=_BYTES)
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:

@@ -23,7 +23,7 @@ from narrowband.kernels.reference.kept import compensate_kept
 from narrowband.kernels.reference.knapsack import cheapest_within
 from narrowband.kernels.reference.levels import levels_decode, levels_encode
 from narrowband.kernels.reference.lowrank import compensate_project, low_rank_product, orthonormalize
-from narrowband.kernels.reference.masks import apply_mask, mask_positive, pool_places, pool_positions
+from narrowband.kernels.reference.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.reference.momentum import forget, momentum_topk
 from narrowband.kernels.reference.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.reference.rows import (
@@ -78,7 +78,7 @@ __all__ = [
     "levels_decode",
     "levels_encode",
     "low_rank_product",
-    "mask_positive",
+    "mask_between",
     "momentum_topk",
     "orthonormalize",
     "pool_places",

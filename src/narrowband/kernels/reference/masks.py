@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "apply_mask",
-    "mask_positive",
+    "mask_between",
     "pool_places",
     "pool_positions",
 ]
@@ -33,10 +34,11 @@ def _planes(x: Tensor, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
                 yield bit, slice(begin, begin + count), slice(at, at + count)
 
 
-def mask_positive(x: Tensor, out: Tensor) -> None:
+def mask_between(x: Tensor, out: Tensor, low: float = 0.0, high: float = math.nan) -> None:
     out.zero_()
     for bit, bytes_, elements in _planes(x, out.numel()):
-        out[bytes_] |= (~(x.view(-1)[elements] <= 0)).to(torch.uint8) << bit  # NaN is kept
+        own = x.view(-1)[elements].float()
+        out[bytes_] |= (~((own <= low) | (own >= high))).to(torch.uint8) << bit  # NaN is kept
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
