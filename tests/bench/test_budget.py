@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def test_a_step_holds_the_most_that_backward_has_at_once():
     assert alive([first, second]) == 107
     assert alive([first, second, third]) == 107  # the third has been freed when the second is computed again
     assert alive([first, second, third], [1, 10, 100]) == 217  # the first, beside all gradients
+    assert alive([replace(first, loss=1000), replace(second, loss=200)]) == 212  # at the loss, which comes last
 
 
 def test_gradients_that_come_while_activations_go_take_no_room_of_theirs():
@@ -222,9 +224,24 @@ def test_what_is_predicted_is_what_is_measured_and_within_the_budget(search, sha
     assert found.measured <= search.plain * share
     assert found.predicted == pytest.approx(found.measured, rel=0.05)
     assert found.gradient_error < 0.05
-    assert "in 4 bits" not in found.choices.values()
     kept = survey(*tower(64), found.policy)
     assert kept.kept_bytes == pytest.approx(found.kept, rel=0.01)
+
+
+def test_kinds_with_gradients_far_off_are_chosen_only_where_nothing_else_fits(search, surveyed, monkeypatch):
+    """Here all but the offers with the fewest bytes are exact, and those would take no time."""
+    kinds = {"recomputed from 8 bits", "in 4 bits", "in 8 bits with mlp recomputed"}
+
+    def changed(offer):
+        far = offer.kind.name in kinds
+        return replace(offer, error=0.9 if far else 0.0, seconds=0.0 if far else 1.0 + offer.seconds)
+
+    offers = [[changed(offer) for offer in own] for own in surveyed.offers]
+    monkeypatch.setattr(surveyed, "offers", offers)
+    exact = [[o for o in own if not o.error] for own in offers]
+    least = alive(budget._smallest(exact, surveyed.gradients), surveyed.gradients)
+    assert not any(o.error for o in search._chosen(least + least // 100))
+    assert any(o.error for o in search._chosen(least - least // 10))
 
 
 def test_a_budget_that_is_met_as_it_is_changes_nothing(search):

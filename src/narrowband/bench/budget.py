@@ -12,15 +12,16 @@ and what operators need for a moment:
 
     alive = max over i of (Σ_{j ≤ i} kept_j + again_i + moment_i + Σ_{j ≥ i} gradients_j)
 
-The moment of a kind is what the step in which all units took it held above that sum. Parameters, the optimizer's state,
+And before that, at the loss, there is all that is kept, and what the loss needs. Both of these, the moment and what the
+loss needs, are what steps in which all units took one kind held above the rest. Parameters, the optimizer's state,
 residuals of gradient compression and inputs come on top. The choice is measured, too; where it holds more than the
 budget, the next one has so much less room.
 
 What is counted are bytes of tensors, as :func:`torch.cuda.max_memory_allocated` counts them. A process on the CPU takes
 more, by what malloc makes of it: that is told beside it.
 
-With every unit as it is, gradients are exact, and they are with recomputation. 4 bits are offered only where a budget
-cannot be met with 8.
+With every unit as it is, gradients are exact, and they are with recomputation from exact inputs. Kinds with which they
+are much further off than with 8 bits, as 4 bits often are, are offered only where a budget cannot be met otherwise.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from narrowband.bench.memory import (
     most_alive,
     moved,
     optimizer_of,
+    result_of,
     scalar_of,
 )
 from narrowband.bench.subjects import Subject
@@ -70,6 +72,8 @@ _WARM_UP, _TIMED = 2, 3
 _SCALES = (0.3, 3.0)
 #: Recomputation that gives gradients further off than this does not compute the same again.
 _SAME = 1e-3
+#: How far gradients may be off with a kind that is always offered: so much, or so many times what they are in 8 bits.
+_EXACT, _NEAR = 0.05, 1.5
 #: How often a choice is made anew with less room, since what it holds is more than was predicted.
 _TRIES = 4
 #: Into which the room is cut for the knapsack.
@@ -161,6 +165,8 @@ class Offer:
         kept: bytes between forward and backward.
         again: bytes that are there while its backward runs, since they are computed again.
         moment: bytes that operators need meanwhile.
+        error: norm of the difference from exact gradients over the norm of these, where all units have this kind.
+        loss: bytes beside all that is kept until there is a gradient of the model's result; the last unit's counts.
         seconds: that it makes a step longer.
     """
 
@@ -169,6 +175,8 @@ class Offer:
     again: int = 0
     moment: int = 0
     seconds: float = 0.0
+    error: float = 0.0
+    loss: int = 0
 
 
 def alive(offers: Sequence[Offer], gradients: Sequence[int] = ()) -> int:
@@ -187,7 +195,7 @@ def alive(offers: Sequence[Offer], gradients: Sequence[int] = ()) -> int:
         kept += offer.kept
         most = max(most, kept + offer.again + offer.moment + made)
         made -= gradients[at] if gradients else 0
-    return most
+    return max(most, kept + offers[-1].loss)
 
 
 def cheapest(units: Sequence[Sequence[Offer]], room: int, gradients: Sequence[int] = ()) -> list[Offer] | None:
@@ -217,7 +225,10 @@ def cheapest(units: Sequence[Sequence[Offer]], room: int, gradients: Sequence[in
         found, way = np.full_like(best, np.inf), np.zeros(len(best), dtype=np.int64)
         for number, offer in enumerate(offers):
             grains = math.ceil(offer.kept / grain)
-            last = min(math.floor((room - offer.again - offer.moment - made) / grain), _GRAINS)
+            beside = offer.again + offer.moment + made
+            if at + 1 == len(units):
+                beside = max(beside, offer.loss)
+            last = min(math.floor((room - beside) / grain), _GRAINS)
             if grains > last:
                 continue
             seconds = best[: last + 1 - grains] + offer.seconds
@@ -315,13 +326,14 @@ class _Step:
     Attributes:
         saved: of its forward.
         seconds: of the shortest.
-        alive: bytes of tensors that it holds at the highest, above those that are there throughout.
+        alive: bytes of tensors that it holds at the highest, above those that are there throughout: until there is a
+            gradient of the model's result, and from then on.
         gradients: of all parameters, flat.
     """
 
     saved: Saved
     seconds: float
-    alive: int
+    alive: tuple[int, int]
     gradients: Tensor
 
 
@@ -343,13 +355,13 @@ class _Bench:
         for _ in range(_WARM_UP):
             self._step(context)
         seconds = min(self._step(context) for _ in range(_TIMED))
-        most = most_alive(lambda: self._step(context), self.device)
+        loss, backward = most_alive(lambda mark: self._step(context, mark), self.device)
         with counting as saved:
             output = self._forward()
         torch.autograd.backward(scalar_of(output))
         found = gradients_of(self.model)
         self.model.zero_grad()
-        return _Step(saved, seconds, most, found)
+        return _Step(saved, seconds, (loss, backward), found)
 
     def forward_seconds(self, names: Iterable[str]) -> dict[str, float]:
         """Of these modules' forward."""
@@ -375,10 +387,12 @@ class _Bench:
             self._forward()
         return found
 
-    def _step(self, context: contextlib.AbstractContextManager[Any]) -> float:
+    def _step(self, context: contextlib.AbstractContextManager[Any], mark: Callable[[], None] | None = None) -> float:
         begin = time.perf_counter()
         with context:
             output = self._forward()
+        if mark is not None:
+            result_of(output).register_hook(lambda _: mark())  # type: ignore[no-untyped-call]
         torch.autograd.backward(scalar_of(output))
         if self.device != "cpu":
             torch.cuda.synchronize()
@@ -530,7 +544,7 @@ class _Survey:
             self.bench.model.zero_grad()
             self.notes.append(f"Recomputation does not work with this model: {str(error).strip().splitlines()[0]}")
             return
-        if kind == _AGAIN[0] and not (off := self._off(step)) <= _SAME:  # NaN, too
+        if kind == _AGAIN[0] and not (off := self.off(step)) <= _SAME:  # NaN, too
             self.notes.append(
                 "Recomputation is not offered: the second run of a module computes something else than the first, "
                 f"since gradients are off by {off:.1%}."
@@ -541,20 +555,23 @@ class _Survey:
     def _take(self, kind: Kind, costs: Sequence[Offer], step: _Step) -> None:
         total, extra = math.fsum(cost.seconds for cost in costs), step.seconds - self.plain.seconds
         scale = min(max(extra / total, _SCALES[0]), _SCALES[1]) if total > 0 else 1.0
-        moment = step.alive - alive(costs, self.gradients)
+        moment = step.alive[1] - alive(costs, self.gradients)
+        loss = step.alive[0] - sum(cost.kept for cost in costs)
         alike: dict[tuple[str, int], list[float]] = {}  # blocks of one shape take the same time, but for noise
         for unit, cost in zip(self.units, costs, strict=True):
             alike.setdefault((_numberless(unit.name), cost.kept), []).append(cost.seconds * scale)
         for unit, own, cost in zip(self.units, self.offers, costs, strict=True):
             if kind.fits(unit):
                 seconds = alike[_numberless(unit.name), cost.kept]
-                own.append(replace(cost, moment=moment, seconds=math.fsum(seconds) / len(seconds)))
+                mean = math.fsum(seconds) / len(seconds)
+                own.append(replace(cost, moment=moment, seconds=mean, error=self.off(step), loss=loss))
 
     @property
     def _computes_the_same_again(self) -> bool:
         return any(offer.kind == _AGAIN[0] for offers in self.offers for offer in offers)
 
-    def _off(self, step: _Step) -> float:
+    def off(self, step: _Step) -> float:
+        """How far gradients of a step are from exact ones, relative to these."""
         return float((step.gradients - self.plain.gradients).norm() / self.plain.gradients.norm())
 
     def _cost(self, unit: Unit, kind: Kind, saved: Saved) -> Offer:
@@ -649,7 +666,7 @@ class _Search:
         self._tensors = tensors_of(bench.model, bench.inputs, job.optimizer, job.codec)
         #: Gradients come and go with the step.
         self._throughout = sum(self._tensors.values()) - self._tensors["gradients"]
-        self.plain = self._throughout + survey.plain.alive
+        self.plain = self._throughout + max(survey.plain.alive)
 
     def within(self, budget: int) -> Fit:
         survey, room = self._survey, budget - self._throughout
@@ -662,7 +679,7 @@ class _Search:
                 break
             self._say("the choice")
             step = survey.bench.step(survey.named(chosen))
-            over = self._throughout + step.alive - budget
+            over = self._throughout + max(step.alive) - budget
             if over <= 0:
                 return self._fit(chosen, step, budget)
             room -= over
@@ -671,17 +688,21 @@ class _Search:
         return self._fit(chosen, survey.bench.step(survey.named(chosen)), budget)
 
     def _chosen(self, room: int) -> list[Offer] | None:
-        """In 8 bits or, if that does not do, also in 4."""
-        for four in (False, True):
-            there = [[offer for offer in offers if four or offer.kind != _FOUR] for offers in self._survey.offers]
+        """With gradients about as exact as those of 8 bits or, if that does not do, with any."""
+        offers = self._survey.offers
+        eight = max(offer.error for own in offers for offer in own if offer.kind == _EIGHT)
+        for most in (max(_EXACT, _NEAR * eight), math.inf):
+            there = [[offer for offer in own if offer.error <= most] for own in offers]
             found = cheapest(there, room, self._survey.gradients)
             if found is not None:
                 return found
         return None
 
     def _fit(self, chosen: Sequence[Offer], step: _Step, budget: int) -> Fit:
-        survey, measured = self._survey, self._throughout + step.alive
-        policy, exact = survey.named(chosen), survey.plain
+        survey, measured = self._survey, self._throughout + max(step.alive)
+        policy = survey.named(chosen)
+        self._say("a step as it is, again")
+        plain_s = survey.bench.step(PLAIN).seconds  # right after the choice's, on a machine that others may use, too
         return Fit(
             policy=policy,
             reached=measured <= budget,
@@ -691,9 +712,9 @@ class _Search:
             measured=measured,
             plain=self.plain,
             process=self._process(policy),
-            predicted_ratio=1.0 + math.fsum(offer.seconds for offer in chosen) / exact.seconds,
-            ratio=step.seconds / exact.seconds,
-            gradient_error=float((step.gradients - exact.gradients).norm() / exact.gradients.norm()),
+            predicted_ratio=1.0 + math.fsum(offer.seconds for offer in chosen) / survey.plain.seconds,
+            ratio=step.seconds / plain_s,
+            gradient_error=survey.off(step),
             choices={unit.name: offer.kind.name for unit, offer in zip(survey.units, chosen, strict=True)},
             notes=survey.notes,
         )

@@ -18,6 +18,7 @@ same kind, as in training. Two measures of memory stand beside each other:
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fnmatch
 import functools
@@ -47,7 +48,7 @@ from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
 
 __all__ = [
     "OPTIMIZERS", "PLAIN", "Config", "Way", "compare", "count", "default_device", "footprint", "gradients_of",
-    "most_alive", "moved", "optimizer_of", "run", "scalar_of", "survey",
+    "most_alive", "moved", "optimizer_of", "result_of", "run", "scalar_of", "survey",
 ]  # fmt: skip
 
 #: Nothing is compressed.
@@ -322,12 +323,11 @@ def moved(x: Any, device: str) -> Any:
     return x.to(device) if isinstance(x, Tensor) else x
 
 
-def scalar_of(output: Any) -> Tensor:
-    """Something to go backward from, of whatever a model returns: the cross-entropy of its first tensor's last
-    dimension, as if that were classes.
+def result_of(output: Any) -> Tensor:
+    """The first tensor that needs gradients of whatever a model returns.
 
     Raises:
-        ValueError: nothing in it needs gradients.
+        ValueError: there is none.
     """
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
@@ -335,7 +335,17 @@ def scalar_of(output: Any) -> Tensor:
             f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "
             "nothing; return a tensor that depends on parameters with requires_grad"
         )
-    x = found[0].float()
+    return found[0]
+
+
+def scalar_of(output: Any) -> Tensor:
+    """Something to go backward from, of whatever a model returns: the cross-entropy of its first tensor's last
+    dimension, as if that were classes.
+
+    Raises:
+        ValueError: nothing in it needs gradients.
+    """
+    x = result_of(output).float()
     if not x.dim() or x.shape[-1] < 2:
         return x.square().mean()
     # Not a sum of squares, of which nothing goes back through a final norm: it makes all rows equally long.
@@ -380,39 +390,55 @@ def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
     return _alone(_peak_alone, row.way, build, seed)
 
 
-def most_alive(run: Callable[[], object], device: str = "cpu") -> int:
+def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu") -> list[int]:
     """Bytes of tensors that are alive at once while something runs, at the highest, above those that were before.
 
     It is what PyTorch's allocator has given away, operators' own needs included, and does not depend on what malloc
     makes of it.
 
     Args:
-        run: called once.
+        run: called once, with a function that it may call where one part of it ends and another begins.
         device: cpu or cuda.
 
+    Returns:
+        Of each part.
+
     Example:
-        >>> most_alive(lambda: torch.zeros(1000) + 1)
-        8000
+        >>> def two_parts(mark):
+        ...     x = torch.zeros(1000)
+        ...     mark()
+        ...     return x.clone()
+        >>> most_alive(two_parts)
+        [4000, 8000]
     """
     if device != "cpu":
+        peaks = []
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated() - before
+
+        def mark() -> None:
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            torch.cuda.reset_peak_memory_stats()
+
+        run(mark)
+        mark()
+        return peaks
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it says to all who have a terminal that it starts and stops
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    marks: list[int] = []
     Arena.pools = False
     try:
         with profile as found:
-            run()
+            run(lambda: marks.append(time.time_ns()))
     finally:
         Arena.pools = True
-    alive = most = 0
+    alive, most = 0, [0] * (len(marks) + 1)
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
+        part = bisect.bisect(marks, event.start_ns())
         alive += event.nbytes()
-        most = max(most, alive)
+        most[part] = max(most[part], alive)
     return most
 
 
