@@ -187,6 +187,30 @@ def test_ranges_are_learned_of_activations_only():
         assert all(map(torch.equal, rest[1], more[1]))
 
 
+def several_on_a_rank(rank, world_size, bits):
+    """Losses, gradients, and what two stages saved."""
+    cut, mine = parts(4), (rank, rank + 2)
+    stages = [nb.CompressedStage(cut[at], at, 4, CPU) for at in mine]
+    model = nn.ModuleList(cut[at] for at in mine)
+    schedule = schedule_of("Interleaved1F1B", stages)
+    policy = nb.ActivationPolicy(bits=bits, min_numel=32, decay=0)  # two samples say little of the next two
+    with nb.compress_activations(model, policy=policy) as saved:
+        losses = run_step(schedule, stages, *batch(0))
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return losses, gradients, (saved.raw_bytes, saved.kept_bytes), {name.partition(".")[0] for name in saved.by_module}
+
+
+def test_one_context_serves_all_stages_of_a_rank():
+    for (losses, found, (raw, kept), modules), (others, exact, (plain, _), _) in zip(
+        *(run_ranks(several_on_a_rank, 2, bits) for bits in (8, "off")), strict=True
+    ):
+        assert losses == others
+        assert 0 < (found - exact).norm() < 0.005 * exact.norm()
+        assert kept < 0.5 * raw
+        assert raw == plain
+        assert {"0", "1"} <= modules
+
+
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
