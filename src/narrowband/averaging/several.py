@@ -24,7 +24,7 @@ class AveragesLater(Protocol):
         """In this context gradients add up, and nothing is averaged."""
 
     def average(self) -> None:
-        """Gradients that have added up become their averages; on all ranks, outside of backward."""
+        """Gradients that have added up become their averages; on all ranks, outside of backward and of ``no_sync``."""
 
 
 #: A handle lives as long as its module, whether or not anybody has kept it.

@@ -180,6 +180,7 @@ class ModuleCompression(GradientCompression):
         """Average the gradients that have added up in :meth:`no_sync`. Call on all ranks, outside of backward.
 
         For steps whose last backward pass is not known to be the last. A parameter without a gradient counts as zeros.
+        Within :meth:`no_sync` nothing happens: then more passes are to come.
 
         Raises:
             RuntimeError: called inside backward, or after :meth:`remove`; or the exchange stopped earlier.
@@ -193,8 +194,9 @@ class ModuleCompression(GradientCompression):
         self._check_between_steps("average")
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - as torch.autograd.graph does
             raise RuntimeError("average was called inside backward; call it when backward has returned")
-        self._any = True
-        self._end()
+        if self._syncing:
+            self._any = True
+            self._end()
 
     def remove(self) -> None:
         """Take compression off: every rank goes on alone. Call on all ranks, between steps.
