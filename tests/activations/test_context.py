@@ -326,3 +326,21 @@ def test_no_garbage_is_looked_for_while_passes_last():
         assert not gc.isenabled()  # whoever stopped it
     finally:
         gc.enable()
+
+
+def test_what_was_saved_is_added_up_over_runs():
+    model = linears(16, 32, 8)
+    handle = compress(model)
+    assert handle.stats().total.steps == 0
+    runs = []
+    for _ in range(2):
+        with handle as saved:
+            model(torch.randn(20, 16)).exp().sum().backward()
+        runs.append(saved)
+    with pytest.raises(RuntimeError), handle:  # nothing of it lives
+        model(torch.randn(3, 5))
+    stats = handle.stats()
+    assert (stats.total.steps, stats.last.steps) == (2, 1)
+    assert stats.total.raw_bytes == sum(saved.raw_bytes for saved in runs)
+    assert stats.total.sent_bytes == sum(saved.kept_bytes for saved in runs) < stats.total.raw_bytes
+    assert (stats.last.raw_bytes, stats.last.sent_bytes) == (saved.raw_bytes, saved.kept_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -126,7 +127,7 @@ def test_tied_frozen_sparse_and_unused_parameters(spec):
 
 def accumulated(rank, world_size, kind):
     found = []
-    for way in ("no_sync", "at once"):
+    for way in ("no_sync", "average", "at once"):
         model = mlp()
         handle = compress(model, "topk:density=0.2+ef")
         if way == "no_sync":
@@ -134,6 +135,13 @@ def accumulated(rank, world_size, kind):
                 loss_of(model, 0, rank).backward()
                 before = handle.step
             loss_of(model, 1, rank).backward()
+        elif way == "average":
+            with handle.no_sync():
+                for step in range(2):
+                    loss_of(model, step, rank).backward()
+                handle.average()  # there may be more passes
+                before = handle.step
+            handle.average()
         else:
             before = 0
             (loss_of(model, 0, rank) + loss_of(model, 1, rank)).backward()
@@ -142,9 +150,37 @@ def accumulated(rank, world_size, kind):
 
 
 def test_gradients_add_up_without_sync_and_are_averaged_once():
-    for (summed, before, after), (at_once, *_) in run_ranks(accumulated, 2, "plain"):
-        assert (before, after) == (0, 1)
-        torch.testing.assert_close(summed, at_once, rtol=1e-5, atol=1e-7)
+    for *ways, (at_once, *_) in run_ranks(accumulated, 2, "plain"):
+        for summed, before, after in ways:
+            assert (before, after) == (0, 1)
+            torch.testing.assert_close(summed, at_once, rtol=1e-5, atol=1e-7)
+
+
+def average_at_the_wrong_time(rank, world_size):
+    model = mlp()
+    handle = compress(model, "none")
+    said = []
+
+    def during(_):
+        with contextlib.suppress(RuntimeError):
+            handle.average()
+            said.append("no error")
+
+    x = torch.randn(4, 24, requires_grad=True)
+    x.register_hook(during)
+    model(x).sum().backward()
+    handle.remove()
+    try:
+        handle.average()
+    except RuntimeError as error:
+        said.append(str(error))
+    return said, handle.step
+
+
+def test_averages_at_the_wrong_time_are_errors():
+    for said, steps in run_ranks(average_at_the_wrong_time, 2):
+        assert ["removed" in text for text in said] == [True]
+        assert steps == 1
 
 
 class Breaks(torch.autograd.Function):

@@ -47,7 +47,7 @@ def test_ranks_see_torchruns_variables_and_a_host_of_their_own(
         expected = {"RANK": str(rank), "NODE_RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": "3"}
         expected |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "4711"}
         expected |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lab0", "NCCL_SOCKET_IFNAME": "lab0"}
-        expected |= {"TP_SOCKET_IFNAME": "lab0", "PATH": os.environ["PATH"]}
+        expected |= {"TP_SOCKET_IFNAME": "lab0", "PATH": os.environ["PATH"], "NARROWBAND_LAB": "rate=200mbit"}
         assert {name: host["env"].get(name) for name in expected} == expected
         assert "TORCHELASTIC_USE_AGENT_STORE" not in host["env"]
         assert sorted(host["cards"]) == ["lab0", "lo"]

@@ -68,11 +68,15 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["result.json"]
 
 
-def test_what_decides_about_memory_and_threads_is_recorded_without_where_it_lies(monkeypatch):
-    for name in ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+def test_what_decides_about_memory_threads_and_links_is_recorded_without_where_it_lies(monkeypatch):
+    for name in (
+        "LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NARROWBAND_LAB",
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     assert environment() == {}
     monkeypatch.setenv("LD_PRELOAD", "/opt/lib/libjemalloc.so.2:/else/where.so")
     monkeypatch.setenv("MALLOC_CONF", "narenas:1")
-    assert environment() == {"LD_PRELOAD": "libjemalloc.so.2 where.so", "MALLOC_CONF": "narenas:1"}
+    monkeypatch.setenv("NARROWBAND_LAB", "rate=100mbit delay=5ms")  # of a rank in the lab
+    found = {"LD_PRELOAD": "libjemalloc.so.2 where.so", "MALLOC_CONF": "narenas:1"}
+    assert environment() == {**found, "NARROWBAND_LAB": "rate=100mbit delay=5ms"}
     assert provenance()["environment"] == environment()

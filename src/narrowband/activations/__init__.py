@@ -27,6 +27,14 @@ Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 
 from narrowband.activations.context import ActivationCompression, compress_activations
 from narrowband.activations.policy import OPERATORS, ActivationPolicy
-from narrowband.activations.stats import Saved, SavedBytes
+from narrowband.activations.stats import Saved, SavedBytes, SavedStats
 
-__all__ = ["OPERATORS", "ActivationCompression", "ActivationPolicy", "Saved", "SavedBytes", "compress_activations"]
+__all__ = [
+    "OPERATORS",
+    "ActivationCompression",
+    "ActivationPolicy",
+    "Saved",
+    "SavedBytes",
+    "SavedStats",
+    "compress_activations",
+]

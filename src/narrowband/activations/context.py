@@ -32,9 +32,10 @@ from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recorder import Recorder
 from narrowband.activations.regions import Regions, active, rerouted
-from narrowband.activations.stats import Saved
+from narrowband.activations.stats import Saved, SavedStats
 from narrowband.activations.warmup import warm_up
 from narrowband.errors import UnsupportedError
+from narrowband.stats import Stats
 
 __all__ = ["ActivationCompression", "compress_activations"]
 
@@ -115,6 +116,8 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.modules = Modules(model, policy)
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self.estimates.decay = policy.decay
+        self._total, self._last = SavedStats(), SavedStats()
+        self._lock = threading.Lock()  # of what several threads count
         warm_up(model, policy)
 
     @unseen
@@ -170,6 +173,8 @@ class ActivationCompression(contextlib.ContextDecorator):
         if refused is not None:
             raise refused from cast("BaseException", error[1])
         saved = regions.recorder.saved
+        if error[0] is None:
+            self._count(saved)
         nothing = error[0] is None and saved.raw_bytes and not regions.recorder.packed and not saved.outliers
         if nothing and not self.policy.is_off and self.model not in _warned:  # once, not in every step
             _warned.add(self.model)
@@ -178,6 +183,27 @@ class ActivationCompression(contextlib.ContextDecorator):
                 "min_numel=%d elements, or was saved outside of the model",
                 self.policy.min_numel,
             )
+
+    def _count(self, saved: Saved) -> None:
+        last = SavedStats(saved.raw_bytes, saved.kept_bytes, 1, saved.outliers)
+        with self._lock:
+            self._total.add(last)
+            self._last = last
+
+    def stats(self) -> Stats[SavedStats]:
+        """Bytes that were saved for backward: in total, and in the last run through the context.
+
+        Example:
+            >>> layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            >>> saving = nb.compress_activations(layers)
+            >>> for _ in range(2):
+            ...     with saving:
+            ...         layers(torch.randn(32, 64)).square().mean().backward()
+            >>> saving.stats().total.steps, saving.stats().total.ratio
+            (2, 4.5)
+        """
+        with self._lock:
+            return Stats(SavedStats(**vars(self._total)), SavedStats(**vars(self._last)))
 
     def state_dict(self) -> dict[str, Any]:
         """Ranges by name, (2, groups) float32 each, α and β; the seed of random draws, and how many were made.

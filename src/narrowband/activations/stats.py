@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-__all__ = ["Saved", "SavedBytes"]
+from narrowband.stats import StepRecord
+
+__all__ = ["Saved", "SavedBytes", "SavedStats"]
 
 
 @dataclass
@@ -80,3 +82,18 @@ class Saved:
             self.by_operator.setdefault(operator, SavedBytes()),
             self.by_module.setdefault(module, SavedBytes()),
         )
+
+
+@dataclass
+class SavedStats(StepRecord):
+    """What one run through the context saved for backward, or the sum of several; as other places count what they sent.
+
+    Attributes:
+        raw_bytes: without compression.
+        sent_bytes: what was kept.
+        steps: how many runs.
+        outliers: as :class:`Saved` has them.
+    """
+
+    steps: int = 0
+    outliers: int = 0

@@ -6,6 +6,10 @@ buckets do: a group is fed to the core of averaging when all of its gradients ar
 their way, so that all ranks send the same in the same order. When backward ends, what is missing follows, as zeros: no
 rank knows whether another one has a gradient there. Then the averages are waited for, and become the gradients.
 
+Where a step has several backward passes, all but the last one are inside of :meth:`ModuleCompression.no_sync`; or all
+of them are, and :meth:`ModuleCompression.average` follows. A pipeline's stage does the latter, since zero bubble
+schedules set ``grad`` themselves, and no hook hears of it.
+
 The end of backward is that of the outermost one, which the model's outputs tell of. A checkpoint with
 ``use_reentrant=True`` runs backward inside of backward. A parameter that it uses may get its gradient in several parts;
 where one comes after the parameter was sent, that is an error.
@@ -25,6 +29,7 @@ from narrowband.averaging.averager import deliver, end_to_end
 from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.replicas import begin_with_the_first
+from narrowband.averaging.several import averaging_of, forget, remember
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
 
@@ -37,9 +42,6 @@ if TYPE_CHECKING:
     from narrowband.averaging.settings import Settings
 
 __all__ = ["ModuleCompression"]
-
-#: The handle of a module lives as long as the module, whether or not anybody has kept it.
-_handles: weakref.WeakKeyDictionary[nn.Module, ModuleCompression] = weakref.WeakKeyDictionary()
 
 
 class ModuleCompression(GradientCompression):
@@ -56,7 +58,7 @@ class ModuleCompression(GradientCompression):
         self, model: nn.Module, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None = None
     ) -> None:
         module: nn.Module = getattr(model, "_orig_mod", model)
-        if module in _handles:
+        if averaging_of(module) is not None:
             raise UnsupportedError(
                 "this model's gradients are compressed already; keep the first handle, or call its remove() first"
             )
@@ -85,7 +87,7 @@ class ModuleCompression(GradientCompression):
         register: Any = Tensor.register_post_accumulate_grad_hook
         self._hooks: list[Any] = [register(p, _arrival(own)) for p in by_tensor]
         self._hooks.append(model.register_forward_hook(_output(own)))
-        _handles[module] = self
+        remember(module, self)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -174,6 +176,28 @@ class ModuleCompression(GradientCompression):
             for each in shards:
                 cast("FSDPModule", each).set_requires_gradient_sync(before)
 
+    def average(self) -> None:
+        """Average the gradients that have added up in :meth:`no_sync`. Call on all ranks, outside of backward.
+
+        For steps whose last backward pass is not known to be the last. A parameter without a gradient counts as zeros.
+        Within :meth:`no_sync` nothing happens: then more passes are to come.
+
+        Raises:
+            RuntimeError: called inside backward, or after :meth:`remove`; or the exchange stopped earlier.
+
+        Example:
+            >>> with handle.no_sync():  # doctest: +SKIP
+            ...     for x, y in batches:
+            ...         loss(model(x), y).backward()
+            >>> handle.average()  # doctest: +SKIP
+        """
+        self._check_between_steps("average")
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - as torch.autograd.graph does
+            raise RuntimeError("average was called inside backward; call it when backward has returned")
+        if self._syncing:
+            self._any = True
+            self._end()
+
     def remove(self) -> None:
         """Take compression off: every rank goes on alone. Call on all ranks, between steps.
 
@@ -186,8 +210,8 @@ class ModuleCompression(GradientCompression):
             hook.remove()
         self._hooks.clear()
         module = self._module()
-        if module is not None and _handles.get(module) is self:
-            del _handles[module]
+        if module is not None:
+            forget(module, self)
 
 
 def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:

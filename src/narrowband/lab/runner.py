@@ -137,7 +137,7 @@ def requirements(config: LabConfig) -> list[str]:
 
 
 def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
-    """What torchrun would set on a rank, and the network card to use.
+    """What torchrun would set on a rank, the network card to use, and what its link is, in words.
 
     >>> rank_environment(LabConfig(nodes=2), 1)["MASTER_ADDR"]
     '10.213.0.1'
@@ -151,6 +151,9 @@ def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
     variables |= {"MASTER_ADDR": supervisor.node_address(0), "MASTER_PORT": str(_MASTER_PORT)}
     # Without these gloo, NCCL and TensorPipe each guess the card, from the host name or the first that is up.
     variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), supervisor.INTERFACE)
+    # Records that a rank writes say what links it had (report/record.py).
+    links = {name: getattr(config, name) for name in ("rate", "up", "down", "delay", "loss")}
+    variables["NARROWBAND_LAB"] = " ".join(f"{name}={value}" for name, value in links.items() if value) or "unshaped"
     return variables
 
 

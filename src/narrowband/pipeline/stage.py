@@ -13,14 +13,17 @@ waiting holds up a stream and not the process, and schedules do it all.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
+from narrowband.averaging.several import averaging_of
 from narrowband.errors import UnsupportedError
 from narrowband.pipeline.agreement import exchange_bytes
 from narrowband.pipeline.channel import At, Channel, ChannelStats
@@ -70,8 +73,9 @@ class CompressedStage(PipelineStage):
     them. Where a schedule puts two neighbouring stages on one rank, nothing travels and nothing is compressed.
 
     Args:
-        submodule: the part of the model that runs here; may be wrapped in DDP, with or without
-            :func:`~narrowband.compress_gradients`.
+        submodule: the part of the model that runs here. Its replicas may be averaged by DDP, with or without
+            :func:`~narrowband.compress_gradients`, or by that alone, also where FSDP2 shards it; or FSDP2 shares it
+            among them, with or without :func:`~narrowband.compress_shards`. All of these once in a step.
         stage_index: which stage, from 0.
         num_stages: how many there are.
         device: where it runs.
@@ -195,6 +199,35 @@ class CompressedStage(PipelineStage):
             self._wait_for_sends(_FORWARD)  # gradients came back: activations have long arrived
         return result
 
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run backward, and average nothing yet where gradients are averaged by a handle of their own."""
+        handle = averaging_of(self.submod)
+        with contextlib.nullcontext() if handle is None else handle.no_sync():
+            return super().backward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of a micro-batch's parameters, where a zero bubble schedule does so by itself."""
+        if isinstance(self.submod, DistributedDataParallel):
+            raise UnsupportedError(
+                "a zero bubble schedule computes gradients of parameters in a pass of its own, of which "
+                "DistributedDataParallel does not hear, so replicas would part: leave DistributedDataParallel out, and "
+                "average the part itself: compress_gradients(part, spec, process_group=…), with 'none' as the spec if "
+                "nothing is to be compressed"
+            )
+        return super().backward_weight_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All micro-batches went backward: once in a step, gradients are averaged, and then scaled."""
+        handle = averaging_of(self.submod)
+        if handle is None:
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+        with handle.no_sync():  # FSDP2 reduces among the ranks of a replica
+            super().perform_reduce_grad(1)
+        handle.average()
+        if grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
+
     def clear_runtime_states(self) -> None:
         """A new step begins."""
         super().clear_runtime_states()
@@ -220,7 +253,8 @@ class CompressedStage(PipelineStage):
         self._step += 1
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        with self._unnoticed():
+            result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         if self._stage_meta.has_dtensors():
             raise UnsupportedError(
                 "a CompressedStage sends plain tensors, and a DTensor crosses this boundary: convert it, or use "
@@ -228,6 +262,24 @@ class CompressedStage(PipelineStage):
             )
         self._microbatches = num_microbatches
         return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._unnoticed():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """For a pass of the module that is none of training.
+
+        Where shapes are not given, PyTorch finds them out before the first step: it runs a stage forward with memory
+        that nobody has written to, and backward to its inputs. Who packs what is saved for backward must not learn from
+        that, nor count it: here, things are saved as they are. And DDP must not get ready to average: it would, with
+        the gradients of the first micro-batch, and again with those of all.
+        """
+        model = self.submod if isinstance(self.submod, DistributedDataParallel) else averaging_of(self.submod)
+        waiting = contextlib.nullcontext() if model is None else model.no_sync()
+        with waiting, torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+            yield
 
     # ---- sending and receiving ---------------------------------------------------------------------------------------
 
@@ -406,6 +458,10 @@ class CompressedStage(PipelineStage):
             if side is not None:
                 side.load_state_dict(state[name])
         self._step = state["step"]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _started(call: Callable[..., dist.Work | None], op: dist.P2POp, tag: int, **peer: int) -> dist.Work:

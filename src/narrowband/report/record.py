@@ -66,7 +66,7 @@ def commit() -> str | None:
 
 
 #: Variables of the environment that a measurement may depend on.
-_DECIDES = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+_DECIDES = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NARROWBAND_LAB")
 
 
 def provenance(seed: int | None = None, command: list[str] | None = None) -> dict[str, Any]:
@@ -90,7 +90,10 @@ def provenance(seed: int | None = None, command: list[str] | None = None) -> dic
 
 
 def environment() -> dict[str, str]:
-    """What of the environment decides how memory is handed out and threads run, as far as it is set."""
+    """What of the environment decides how memory is handed out, how threads run, and what a rank's link in the lab is.
+
+    As far as it is set.
+    """
     found = {name: os.environ[name] for name in _DECIDES if os.environ.get(name)}
     if "LD_PRELOAD" in found:  # names of libraries, not where they lie here
         found["LD_PRELOAD"] = " ".join(Path(path).name for path in found["LD_PRELOAD"].replace(":", " ").split())
