@@ -74,7 +74,7 @@ _CANDIDATES = {
     "powersgd": ("powersgd:rank=8", "powersgd:rank=16", "powersgd:rank=32"),
 }
 #: Family → what was chosen of them; a claim on the page says whether the rule chooses it.
-_REFERENCES = {"qsgd": "qsgd:bits=8", "top-k": "topk:density=0.2+ef", "powersgd": "powersgd:rank=32"}
+_REFERENCES = {"qsgd": "qsgd:bits=4", "top-k": "topk:density=0.2+ef", "powersgd": "powersgd:rank=32"}
 
 #: Of table 4: the reference, what policies may choose, and Accordion's two levels.
 _RANK = "powersgd:rank={}"
