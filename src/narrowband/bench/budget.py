@@ -56,8 +56,8 @@ from narrowband.bench.subjects import Subject
 from narrowband.feedback import Feedback, Layout, compression
 
 __all__ = [
-    "AS_IT_IS", "Fit", "Job", "Kind", "Offer", "Unit", "alive", "cheapest", "fit", "residual_nbytes", "tensors_of",
-    "units_of",
+    "AS_IT_IS", "Fit", "Job", "Kind", "Offer", "Unit", "alive", "cheapest", "fit", "fit_shares", "residual_nbytes",
+    "tensors_of", "units_of",
 ]  # fmt: skip
 
 #: A unit is cut into its children where it keeps more than this share of all, and there are repeated blocks inside.
@@ -309,6 +309,7 @@ class Job:
         codec: with which gradients are compressed, for the residuals that its feedback keeps; None: they are not.
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
+        alone: whether to see what a process takes that trains with the choice and does nothing else.
     """
 
     build: Callable[[], Subject]
@@ -317,6 +318,7 @@ class Job:
     codec: str | None = None
     device: str | None = None
     seed: int = 0
+    alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -633,7 +635,7 @@ class Fit:
         predicted: bytes of all tensors that are alive at once.
         measured: the same, measured.
         plain: what training as it is takes, measured.
-        process: bytes that the choice's training takes of a process; None on CUDA, and where the system does not tell.
+        process: bytes that the choice's training takes of a process; None on CUDA, and where nobody asked or tells.
         predicted_ratio: of its step to the plain one.
         ratio: the same, measured.
         gradient_error: norm of the difference from exact gradients over the norm of these.
@@ -721,7 +723,7 @@ class _Search:
 
     def _process(self, policy: ActivationPolicy) -> int | None:
         job = self._job
-        if self._survey.bench.device != "cpu":
+        if self._survey.bench.device != "cpu" or not job.alone:
             return None
         self._say("a process that trains so")
         with contextlib.suppress(BrokenProcessPool):  # there is not enough memory
@@ -742,3 +744,9 @@ def fit(job: Job, budget: int, on_event: Callable[[str], None] | None = None) ->
         ValueError: there is no such optimizer or codec, or the model returns nothing that needs gradients.
     """
     return _Search(job, on_event or (lambda _: None)).within(budget)
+
+
+def fit_shares(job: Job, shares: Sequence[float]) -> list[Fit]:
+    """:func:`fit` for several budgets, which are shares of what training as it is holds."""
+    search = _Search(job, lambda _: None)
+    return [search.within(math.floor(share * search.plain)) for share in shares]

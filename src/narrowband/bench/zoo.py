@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import torch
 
 from narrowband.activations import ActivationPolicy
 from narrowband.bench.architectures import ZOO
+from narrowband.bench.budget import Job, fit_shares
 from narrowband.bench.memory import Way, compare
 from narrowband.bench.subjects import is_out_of_memory, subject
 
-__all__ = ["Config", "count", "run", "sentence", "summary"]
+__all__ = ["Config", "count", "foretold", "run", "sentence", "summary"]
 
 #: Samples, at most.
 _MOST = 256
@@ -39,6 +41,7 @@ class Config:
         seconds: Of a plain step, at least: batches are as large as that takes.
         peaks: Also measure peaks of memory.
         seed: Of parameters and data.
+        shares: Instead of all that, budgets: shares of what training as it is holds, within which it is to be done.
     """
 
     names: tuple[str, ...] = ()
@@ -47,8 +50,12 @@ class Config:
     seconds: float = 0.3
     peaks: bool = True
     seed: int = 0
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        for share in self.shares:
+            if not 0 < share <= 1:
+                raise ValueError(f"shares: {share} is not above 0 and at most 1")
         for name in self.names:
             if name not in ZOO:
                 raise ValueError(f"the zoo has no {name!r}; there are: {', '.join(ZOO)}")
@@ -64,7 +71,10 @@ def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[s
 
     Rows hold ``name``, ``family``, and either ``skipped``, a sentence, or ``batch``, ``plain_s``, ``ratio_to_plain``
     with the rounds' ``ratios``, ``kept_bytes``, ``kept_share`` of what a plain step keeps, ``peak_share``, and
-    ``gradient_cosine`` between the gradients of a step and the exact ones.
+    ``gradient_cosine`` between the gradients of a step and the exact ones. With ``shares`` there are, beside ``batch``,
+    ``plain_bytes`` and ``notes``, and in ``budgets`` for every share whether it was ``reached``, the bytes that were
+    ``predicted`` and ``measured``, their ``error``, the ratio of steps, likewise, the gradients' error, and how many
+    units had which offer.
 
     Args:
         config: what to measure.
@@ -81,7 +91,8 @@ def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[s
             continue
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
             try:
-                yield about | alone.submit(_measured, name, config, torch.get_num_threads()).result()
+                measure = _budgets if config.shares else _measured
+                yield about | alone.submit(measure, name, config, torch.get_num_threads()).result()
             except BrokenProcessPool:
                 yield about | {"skipped": "its process was ended, for want of memory perhaps"}
 
@@ -121,16 +132,67 @@ def sentence(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _measured(name: str, config: Config, threads: int) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
+def foretold(rows: Sequence[dict[str, Any]]) -> str:
+    """How well budgets were met and predicted, for people."""
+    found = [budget for row in rows for budget in row.get("budgets", ())]
+    if not found:
+        return sentence(rows)
+    errors = sorted(abs(budget["error"]) for budget in found)
+    met = sum(budget["reached"] for budget in found)
+    return (
+        f"Of {len(found)} budgets {met} were met, and the others are below the least that training holds. What was "
+        f"predicted is off by {statistics.median(errors):.1%} in the median, and by {errors[-1]:.1%} at most."
+    )
+
+
+def _skipping(measure: Callable[[str, Config], dict[str, Any]], name: str, config: Config) -> dict[str, Any]:
     try:
-        batch = _batch(name, config)
-        build = functools.partial(subject, name, batch)
-        plain, few = compare(ways, build, rounds=config.rounds, peaks=config.peaks, seed=config.seed)
+        return measure(name, config)
     except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
         why = "there is not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
         return {"skipped": f"it does not run with the version that is installed: {why}"}
+
+
+def _budgets(name: str, config: Config, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    return _skipping(_fitted, name, config)
+
+
+def _fitted(name: str, config: Config) -> dict[str, Any]:
+    batch = _batch(name, config)
+    job = Job(functools.partial(subject, name, batch), seed=config.seed, alone=False)
+    fits = fit_shares(job, config.shares)
+    return {
+        "batch": batch,
+        "plain_bytes": fits[0].plain,
+        "notes": fits[0].notes,
+        "budgets": [
+            {
+                "share": share,
+                "reached": found.reached,
+                "predicted": found.predicted,
+                "measured": found.measured,
+                "error": found.predicted / found.measured - 1,
+                "predicted_ratio": found.predicted_ratio,
+                "ratio_to_plain": found.ratio,
+                "gradient_error": found.gradient_error,
+                "units": Counter(found.choices.values()),
+            }
+            for share, found in zip(config.shares, fits, strict=True)
+        ],
+    }
+
+
+def _measured(name: str, config: Config, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    return _skipping(_compared, name, config)
+
+
+def _compared(name: str, config: Config) -> dict[str, Any]:
+    ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
+    batch = _batch(name, config)
+    build = functools.partial(subject, name, batch)
+    plain, few = compare(ways, build, rounds=config.rounds, peaks=config.peaks, seed=config.seed)
     return {
         "batch": batch,
         "plain_s": plain["step_s"],

@@ -225,6 +225,9 @@ class BenchMemory:
     """Instead of one model, all architectures of a zoo out of transformers and timm, or those that are named, as far as
     these packages are installed, with batches whose plain step takes 0.3 s: half an hour on two cores. Rows that the
     file of --json has already are not measured again."""
+    shares: tuple[float, ...] = ()
+    """With --zoo: instead of time and bytes, train each within these shares of what it holds as it is, and say how far
+    what was predicted is from what it holds then, with batches whose plain step takes 0.05 s."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file, with machine, versions and command."""
 
@@ -236,6 +239,8 @@ class BenchMemory:
         check_output(self.json)
         if self.zoo is not None:
             return self._measure_zoo(console, self.zoo)
+        if self.shares:
+            raise ValueError("--shares is for the zoo: give --zoo, too; narrowband memory --budget is for one model")
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
             rows = memory.run(self.config, lambda name: progress.update(task, advance=1, description=name))
@@ -247,10 +252,12 @@ class BenchMemory:
         from rich.progress import Progress
 
         from narrowband.report.record import commit, provenance, read_json, write_json
-        from narrowband.report.tables import zoo_table
+        from narrowband.report.tables import budgets_table, zoo_table
 
-        own = self.config
-        config = zoo.Config(names, bits=(*own.bits, 8)[0], rounds=own.rounds, peaks=own.peaks, seed=own.seed)
+        own, seconds = self.config, 0.05 if self.shares else 0.3
+        config = zoo.Config(
+            names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares
+        )  # fmt: skip
         known: list[dict[str, Any]] = []
         if self.json is not None and self.json.exists():
             before = read_json(self.json, ("config", "rows", "commit"))
@@ -264,15 +271,15 @@ class BenchMemory:
                 progress.update(task, advance=1, description=row["name"])
                 if self.json is not None:  # nothing is lost on Ctrl-C
                     write_json(self.json, provenance(config.seed) | {"config": _plain(config), "rows": rows})
-        console.print(zoo_table(rows))
-        console.print(zoo.sentence(rows), highlight=False)
+        console.print(budgets_table(rows) if self.shares else zoo_table(rows))
+        console.print(zoo.foretold(rows), highlight=False)
         _record(console, self.json, _plain(config), rows)
         return DONE
 
 
 def _plain(config: zoo.Config) -> dict[str, Any]:
     """As JSON has it."""
-    return asdict(config) | {"names": list(config.names)}
+    return asdict(config) | {"names": list(config.names), "shares": list(config.shares)}
 
 
 def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "RELATIVE_ERROR",
     "adapt_table",
     "advice_table",
+    "budgets_table",
     "ddp_table",
     "demo_table",
     "estimate_table",
@@ -323,6 +324,30 @@ def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         if "skipped" in row:
             table.add_row(escape(row["name"]), row["family"], escape(row["skipped"]), *[NOTHING] * 5)
+    return table
+
+
+def budgets_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of ``bench memory --zoo --shares``, a line for every budget."""
+    table = _table(
+        "Training within shares of what it holds as it is",
+        *("architecture", "as it is", "budget", "predicted", "measured", "error", "step", "predicted", "gradients off"),
+    )
+    for row in rows:
+        if "skipped" in row:
+            table.add_row(escape(row["name"]), escape(row["skipped"]), *[NOTHING] * 7)
+        for budget in row.get("budgets", ()):
+            table.add_row(
+                escape(row["name"]),
+                format_bytes(row["plain_bytes"]),
+                f"{budget['share']:.0%}" + ("" if budget["reached"] else ", not met"),
+                format_bytes(budget["predicted"]),
+                format_bytes(budget["measured"]),
+                f"{budget['error']:+.1%}",
+                f"{budget['ratio_to_plain']:.2f} ×",
+                f"{budget['predicted_ratio']:.2f} ×",
+                f"{budget['gradient_error']:.1%}",
+            )
     return table
 
 
