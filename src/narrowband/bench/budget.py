@@ -667,11 +667,11 @@ class _Search:
         bench = survey.bench
         self._tensors = tensors_of(bench.model, bench.inputs, job.optimizer, job.codec)
         #: Gradients come and go with the step.
-        self._throughout = sum(self._tensors.values()) - self._tensors["gradients"]
-        self.plain = self._throughout + max(survey.plain.alive)
+        self.throughout = sum(self._tensors.values()) - self._tensors["gradients"]
+        self.plain = self.throughout + max(survey.plain.alive)
 
     def within(self, budget: int) -> Fit:
-        survey, room = self._survey, budget - self._throughout
+        survey, room = self._survey, budget - self.throughout
         as_it_is = [offers[0] for offers in survey.offers]
         if self.plain <= budget:
             return self._fit(as_it_is, survey.plain, budget)
@@ -681,7 +681,7 @@ class _Search:
                 break
             self._say("the choice")
             step = survey.bench.step(survey.named(chosen))
-            over = self._throughout + max(step.alive) - budget
+            over = self.throughout + max(step.alive) - budget
             if over <= 0:
                 return self._fit(chosen, step, budget)
             room -= over
@@ -701,7 +701,7 @@ class _Search:
         return None
 
     def _fit(self, chosen: Sequence[Offer], step: _Step, budget: int) -> Fit:
-        survey, measured = self._survey, self._throughout + max(step.alive)
+        survey, measured = self._survey, self.throughout + max(step.alive)
         policy = survey.named(chosen)
         self._say("a step as it is, again")
         plain_s = survey.bench.step(PLAIN).seconds  # right after the choice's, on a machine that others may use, too
@@ -710,7 +710,7 @@ class _Search:
             reached=measured <= budget,
             tensors=self._tensors,
             kept=step.saved.kept_bytes,
-            predicted=self._throughout + alive(chosen, survey.gradients),
+            predicted=self.throughout + alive(chosen, survey.gradients),
             measured=measured,
             plain=self.plain,
             process=self._process(policy),
@@ -747,6 +747,10 @@ def fit(job: Job, budget: int, on_event: Callable[[str], None] | None = None) ->
 
 
 def fit_shares(job: Job, shares: Sequence[float]) -> list[Fit]:
-    """:func:`fit` for several budgets, which are shares of what training as it is holds."""
+    """:func:`fit` for several budgets, each with room for such a share of what training as it is holds beside
+    parameters, the optimizer's state and inputs.
+    """
     search = _Search(job, lambda _: None)
-    return [search.within(math.floor(share * search.plain)) for share in shares]
+    return [
+        search.within(search.throughout + math.floor(share * (search.plain - search.throughout))) for share in shares
+    ]

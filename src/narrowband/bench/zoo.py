@@ -24,7 +24,7 @@ from narrowband.bench.budget import Job, fit_shares
 from narrowband.bench.memory import Way, compare
 from narrowband.bench.subjects import is_out_of_memory, subject
 
-__all__ = ["Config", "count", "foretold", "run", "sentence", "summary"]
+__all__ = ["Config", "count", "fitted", "foretold", "run", "sentence", "summary"]
 
 #: Samples, at most.
 _MOST = 256
@@ -41,7 +41,8 @@ class Config:
         seconds: Of a plain step, at least: batches are as large as that takes.
         peaks: Also measure peaks of memory.
         seed: Of parameters and data.
-        shares: Instead of all that, budgets: shares of what training as it is holds, within which it is to be done.
+        shares: Instead of all that, budgets, with room for such shares of what training as it is holds beside
+            parameters, the optimizer's state and inputs.
     """
 
     names: tuple[str, ...] = ()
@@ -155,10 +156,11 @@ def _skipping(measure: Callable[[str, Config], dict[str, Any]], name: str, confi
 
 def _budgets(name: str, config: Config, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    return _skipping(_fitted, name, config)
+    return _skipping(fitted, name, config)
 
 
-def _fitted(name: str, config: Config) -> dict[str, Any]:
+def fitted(name: str, config: Config) -> dict[str, Any]:
+    """The rest of the row of one architecture that is trained within budgets."""
     batch = _batch(name, config)
     job = Job(functools.partial(subject, name, batch), seed=config.seed, alone=False)
     fits = fit_shares(job, config.shares)

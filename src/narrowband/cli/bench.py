@@ -226,8 +226,9 @@ class BenchMemory:
     these packages are installed, with batches whose plain step takes 0.3 s: half an hour on two cores. Rows that the
     file of --json has already are not measured again."""
     shares: tuple[float, ...] = ()
-    """With --zoo: instead of time and bytes, train each within these shares of what it holds as it is, and say how far
-    what was predicted is from what it holds then, with batches whose plain step takes 0.05 s."""
+    """With --zoo: instead of time and bytes, train each in budgets with room for these shares of what it holds as it
+    is, beside parameters, the optimizer's state and inputs, and say how far predictions are from what it holds then;
+    with batches whose plain step takes 0.05 s."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file, with machine, versions and command."""
 

@@ -330,7 +330,7 @@ def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
 def budgets_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench memory --zoo --shares``, a line for every budget."""
     table = _table(
-        "Training within shares of what it holds as it is",
+        "Training in budgets with room for shares of what it holds as it is, beside parameters, optimizer and inputs",
         *("architecture", "as it is", "budget", "predicted", "measured", "error", "step", "predicted", "gradients off"),
     )
     for row in rows:
