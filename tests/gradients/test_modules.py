@@ -404,6 +404,31 @@ def test_without_compression_it_is_what_fsdp2_does_between_nodes(ranks, options,
         assert steps == 12
 
 
+def two_passes(rank, world_size):
+    """Parameters after steps of two backward passes of one graph each, of which FSDP2 is told which is the last."""
+    mesh = mesh_of(2, world_size // 2)
+    found = []
+    for kind in ("ours", "native"):
+        model = shard(mlp(), mesh["shards"] if kind == "ours" else mesh)
+        if kind == "ours":
+            compress(model, "none", process_group=mesh["nodes"].get_group())
+        optimizer = adamw(model)
+        for step in range(6):
+            optimizer.zero_grad()
+            for last in (False, True):
+                model.set_is_last_backward(last)
+                loss_of(model, 100 * last + step, rank).backward()
+            optimizer.step()
+        found.append(whole(model))
+    return found
+
+
+def test_a_step_may_have_several_backward_passes_of_which_fsdp2_knows_the_last():
+    """What the first pass averaged is averaged again with the second's gradients: equal but for roundings."""
+    for ours, native in run_ranks(two_passes, 4):
+        torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+
+
 def sharded(rank, world_size, spec, options):
     mesh = mesh_of(2, world_size // 2)
     model = shard(mlp(), mesh["shards"])

@@ -118,6 +118,28 @@ def test_without_codecs_it_is_fsdp2_to_the_bit(options):
         assert stats.ratio == pytest.approx(1.0, abs=0.01)
 
 
+def two_passes(rank, world_size):
+    found = []
+    for ours in (True, False):
+        model = shard(mlp(), mesh_of(world_size))
+        if ours:
+            compress(model, gradients="none", parameters="none")
+        optimizer = adamw(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            for last in (False, True):
+                model.set_is_last_backward(last)
+                loss_of(model, 100 * last + step, rank).backward()
+            optimizer.step()
+        found.append(whole(model))
+    return found
+
+
+def test_a_step_may_have_several_backward_passes_of_which_fsdp2_knows_the_last():
+    for ours, native in run_ranks(two_passes, 2):
+        assert torch.equal(ours, native)
+
+
 @pytest.mark.parametrize(("ranks", "options"), [(3, "plain"), (4, "bf16"), *thorough((2, "offload"), (4, "columns"))])
 def test_eight_bits_train_like_fsdp2(ranks, options):
     """With three ranks shards are uneven, and padded."""
