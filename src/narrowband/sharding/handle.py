@@ -13,6 +13,7 @@ import torch.distributed as dist
 from narrowband.averaging.agreement import Agreement
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
+from narrowband.compiler import unseen
 from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange, in_backward
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import format_bytes
@@ -100,10 +101,9 @@ class ShardCompression:
             self._among.setdefault(group.group_name, (Peers.of(group), []))[1].append(exchange)
         self._device = next(model.parameters()).device
         self._agree({"call": "compress_shards", **self._facts()}, "Call it on all ranks with the same arguments")
-        disable: Any = torch.compiler.disable
         self._hooks = [
-            model.register_forward_pre_hook(disable(self._begin), prepend=True),
-            model.register_forward_hook(disable(self._end), always_call=True),
+            model.register_forward_pre_hook(unseen(self._begin), prepend=True),
+            model.register_forward_hook(unseen(self._end), always_call=True),
         ]
         self.removed = False
 
