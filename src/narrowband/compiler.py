@@ -77,11 +77,9 @@ def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
     return wrapper
 
 
-def refuse_compiled_autograd(lost: str) -> None:
-    """For the start of a backward pass. Nothing tells of the end of one that compiled autograd runs.
-
-    Args:
-        lost: what would not happen.
+def refuse_compiled_autograd() -> None:
+    """For the start of a backward pass. Nothing tells of the end of one that compiled autograd runs, so nobody would
+    wait for averages; nor does FSDP2 reduce gradients there, which it does in a callback at the end.
 
     Raises:
         UnsupportedError: it runs this one.
@@ -89,7 +87,7 @@ def refuse_compiled_autograd(lost: str) -> None:
     engine = sys.modules.get("torch._dynamo.compiled_autograd")  # who uses it has imported it
     if engine is not None and engine.in_compiled_autograd_region:
         raise UnsupportedError(
-            f"this backward pass is run by compiled autograd, which does not tell when it ends, so {lost}: leave "
-            "torch._dynamo.config.compiled_autograd False, and call backward() outside of "
+            "this backward pass is run by compiled autograd, which does not tell when it ends, so nothing would be "
+            "averaged: leave torch._dynamo.config.compiled_autograd False, and call backward() outside of "
             "torch._dynamo.compiled_autograd. torch.compile of the model, its layers or the whole step works"
         )

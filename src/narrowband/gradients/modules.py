@@ -102,7 +102,7 @@ class ModuleCompression(GradientCompression):
         """A backward pass that will reach the model's parameters; to be called in it, before it does."""
         if self._removed or not self._syncing:
             return
-        refuse_compiled_autograd("nothing would be averaged")
+        refuse_compiled_autograd()
         running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
         if self._backward == running:
             return
