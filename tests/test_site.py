@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import importlib
 import importlib.util
@@ -22,7 +23,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 RESULTS = [page for page in PAGES if page.startswith("results/")]
 
 #: Where a guide's first heading is what people search for, the menu says the same.
-NAMED_AS_IN_THE_MENU = ("how-to/", "results/", "tutorials/", "explanation/", "architecture")
+NAMED_AS_IN_THE_MENU = ("how-to/", "results/", "tutorials/", "explanation/", "architecture", "gallery")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,12 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
+@functools.cache
+def elements(page):
+    """Start tags and attributes of a page; pages of the gallery are long."""
+    return Elements(page).found
+
+
 def test_the_menu_is_short_and_has_every_page(config):
     assert len(config["nav"]) <= 7
     assert sorted(page for _, page in entries(config["nav"])) == PAGES
@@ -108,7 +115,7 @@ def test_every_picture_of_the_repository_is_shown():
 
 def test_pictures_are_there_and_said_in_words(site):
     for page in site.rglob("*.html"):
-        for tag, attributes in Elements(page).found:
+        for tag, attributes in elements(page):
             if tag == "img":
                 assert attributes["alt"], f"{page}: {attributes['src']}"
                 assert (page.parent / attributes["src"].partition("#")[0]).exists(), f"{page}: {attributes['src']}"
@@ -124,11 +131,75 @@ def test_pages_with_a_picture_in_mermaid_load_it_from_the_site(site):
 
 def test_nothing_is_fetched_from_another_host(site):
     for page in site.rglob("*.html"):
-        for tag, attributes in Elements(page).found:
+        for tag, attributes in elements(page):
             place = attributes.get("src") or (attributes.get("href") if tag == "link" else None) or ""
             assert not re.match(r"(https?:)?//", place), f"{page} fetches {place}"
     for style in site.rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+# ---- the gallery -----------------------------------------------------------------------------------------------------
+
+#: Records whose numbers lie in lists within rows, or have another unit in every row: their pages would show little.
+WITHOUT_A_PAGE = {"everything", "everything-sharded", "fidelity", "lgreco_times"}
+
+
+def records():
+    """Name and record of everything in the repository that has rows."""
+    results = ROOT / "benchmarks" / "results"
+    for path in (
+        *results.glob("*.json"),
+        *results.glob("*/summary.json"),
+        *ROOT.glob("reproduce/results/*/summary.json"),
+    ):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.get("rows"):
+            yield path.parent.name if path.stem == "summary" else path.stem, record
+
+
+def linked_from_the_gallery(site):
+    """Pages that the gallery links to or shows, by their names."""
+    found = elements(site / "gallery.html")
+    places = [attributes.get("href") or attributes.get("src") or "" for _, attributes in found]
+    return {place[len("gallery/") : -len(".html")] for place in places if place.startswith("gallery/")}
+
+
+def test_the_gallery_links_to_a_page_of_every_record(site):
+    names = {name for name, _ in records()}
+    assert names >= WITHOUT_A_PAGE
+    assert linked_from_the_gallery(site) == names - WITHOUT_A_PAGE
+    assert {path.stem for path in (site / "gallery").iterdir()} == names - WITHOUT_A_PAGE
+
+
+def test_each_page_of_the_gallery_has_its_charts_and_needs_no_other_file(site):
+    for name, record in records():
+        if name in WITHOUT_A_PAGE:
+            continue
+        page = site / "gallery" / f"{name}.html"
+        text, found = page.read_text(encoding="utf-8"), elements(page)
+        charts = json.loads(re.search(r"^const charts = (\{.*\});$", text, re.MULTILINE)[1])
+        assert charts, name
+        assert list(charts) == [of["id"] for tag, of in found if tag == "div" and of.get("class") == "chart"], name
+        assert all(chart["data"]["values"] for chart in charts.values()), name
+        assert not any("url" in chart["data"] for chart in charts.values()), name
+        assert "vegaEmbed(" in text, name  # what draws them
+        assert str(record["commit"]) in text, name
+        assert [of for tag, of in found if "src" in of or "href" in of or tag in ("link", "iframe")] == [], name
+
+
+def test_a_page_of_the_gallery_has_as_many_bars_as_its_record_has_rows(site):
+    text = (site / "gallery" / "ddp-200mbit.html").read_text(encoding="utf-8")
+    charts = json.loads(re.search(r"^const charts = (\{.*\});$", text, re.MULTILINE)[1])
+    rows = dict(records())["ddp-200mbit"]["rows"]
+    assert [bar["value"] for bar in charts["chart0"]["data"]["values"]] == [
+        row["step_s"]
+        for row in rows
+        if row["step_s"] is not None  # where it could not run
+    ]
+
+
+def test_no_page_of_the_gallery_is_in_the_repository():
+    assert not (DOCS / "gallery").exists()
 
 
 def documented(site, room):

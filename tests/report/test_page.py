@@ -107,6 +107,12 @@ def test_a_benchmark_has_a_chart_for_every_number_that_differs(tmp_path):
         assert re.search(r'class="mark-rect role-mark[^"]*".*?<path.*?<path', chart)
 
 
+def test_units_of_fields_are_written_out():
+    rows = [{"name": name, "tokens_per_s": at, "step_ms": at, "sent_nbytes": at} for at, name in enumerate("ab")]
+    page = record_page({"rows": rows}, "a record")
+    assert re.findall(r"<h2>([^<$]+)</h2>", page) == ["tokens per second", "step, milliseconds", "sent, bytes"]
+
+
 def test_the_sentence_says_what_compression_did_and_when_it_was_not_worth_it():
     def verdict(page):
         return re.search(r'<p class="verdict">(.*?)</p>', page)[1].replace("&#39;", "'")

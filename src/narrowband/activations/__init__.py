@@ -17,7 +17,7 @@ A forward pass goes through these files from bottom to top; each imports only fr
 :mod:`.outliers`       tensors that codes would not represent
 :mod:`.layout`         a tensor's order in memory, and its groups
 :mod:`.compiled`       what a compiled graph packs, as graphs; its codes are those of :mod:`.graph_codes`
-:mod:`.dynamo`         which modules are compiled, and how to hide from the compiler
+:mod:`.dynamo`         which modules are compiled
 :mod:`.stats`          what was saved: bytes by operator and by module
 :mod:`.policy`         what is kept in how many bits
 =====================  ===============================================================================

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
+from narrowband import compiler
 from narrowband.activations.layout import Grouping, largest_divisor
 from narrowband.activations.policy import ActivationPolicy
 from narrowband.activations.storages import base_of, is_of_a_parameter
@@ -283,11 +284,12 @@ def saved_by_checkpoint() -> bool:
 
 
 def _is_between(frame: types.FrameType) -> bool:
-    """Whether a frame is between the hook and its caller: this room's code, or Dynamo's around it."""
-    return frame.f_code.co_filename.startswith(_ROOM) or frame.f_code.co_filename.endswith(_DYNAMO)
+    """Whether a frame is between the hook and its caller: this room's code, or what hides it from Dynamo."""
+    return frame.f_code.co_filename.startswith(_ROOM) or frame.f_code.co_filename.endswith(_HIDING)
 
 
 _ROOM = os.path.dirname(__file__) + os.sep
-_DYNAMO = "/torch/_dynamo/eval_frame.py"
+#: PyTorch's, where :func:`~narrowband.compiler.unseen` has to use it.
+_HIDING = (compiler.__file__, "/torch/_dynamo/eval_frame.py")
 #: Between the hook and who calls an autograd function.
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

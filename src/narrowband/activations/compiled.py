@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from narrowband.activations import graph_codes
+from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _hook(function: Callable[..., Any], options: dict[str, Any]) -> GraphModule:
     module = torch.fx.GraphModule({}, graph)
     # Between compiled graphs autograd calls it while Dynamo watches, which would compile it. The class is its own.
     kind: Any = type(module)
-    kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[no-untyped-call]
+    kind.__call__ = unseen(kind.__call__)
     return module
 
 

@@ -25,7 +25,7 @@ from torch import distributed, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from narrowband.activations.dynamo import eager_modules, unseen
+from narrowband.activations.dynamo import eager_modules
 from narrowband.activations.modules import Modules
 from narrowband.activations.operators import Watch
 from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
@@ -34,6 +34,7 @@ from narrowband.activations.recorder import Recorder
 from narrowband.activations.regions import Regions, active, rerouted
 from narrowband.activations.stats import Saved, SavedStats
 from narrowband.activations.warmup import warm_up
+from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 from narrowband.stats import Stats
 

@@ -1,25 +1,20 @@
-"""What has to be known of ``torch.compile`` around a forward pass: which modules it compiled, and how to hide from it.
+"""What has to be known of ``torch.compile`` around a forward pass: which modules it compiled, and whether they bear it.
 
 Hooks on modules, the mode on functions and hooks on saved tensors are Python. Dynamo would see them, and compile them
-along, anew for every pass.
+along, anew for every pass: :func:`narrowband.compiler.unseen` hides them.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.overrides
 from torch import nn
-from torch._C._dynamo import eval_frame
 
-__all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "obstacle", "unseen", "without_mode"]
-
-_T = TypeVar("_T")
+__all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "obstacle", "without_mode"]
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
@@ -65,34 +60,6 @@ def eager_modules(model: nn.Module) -> Iterator[nn.Module]:
         yield model
         for module in model.children():
             yield from eager_modules(module)
-
-
-def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Let Dynamo look no further, if it is there at all: what is decorated runs as it is written, and so does what it
-    calls. PyTorch's own decorator for that would import Dynamo, which takes seconds.
-    """
-    disabled: list[Callable[..., _T]] = []
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> _T:
-        if not _is_looking():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args, **kwargs)
-
-    # Where Dynamo meets it while it traces.
-    vars(wrapper).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it watches what is saved for backward")
-    return wrapper
-
-
-def _is_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-#: Whether Dynamo compiles frames of this thread: what it calls for each, or nothing. Its decorator costs 4 µs a call,
-#: and optimizers load it; a step may have thousands of such calls, and next to never is one of them in compiled code.
-_is_looking: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", _is_loaded)
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
 from narrowband.activations.calls import NO_CALL, Call, call_of, differentiates_forward
-from narrowband.activations.dynamo import unseen
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.packed import Arena
 from narrowband.activations.policy import ActivationPolicy
 from narrowband.activations.recompute import DERIVED, Normalization, Recipes, bound, derive_elementwise
+from narrowband.compiler import unseen
 
 __all__ = ["Keeper", "Watch"]
 

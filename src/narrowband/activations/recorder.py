@@ -30,7 +30,6 @@ from narrowband.activations.calls import (
     differentiates_forward,
     saved_by_checkpoint,
 )
-from narrowband.activations.dynamo import unseen
 from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers
@@ -50,6 +49,7 @@ from narrowband.activations.storages import (
     is_strided,
     values_of,
 )
+from narrowband.compiler import unseen
 
 __all__ = ["Recorder"]
 

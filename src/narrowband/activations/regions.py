@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations.calls import COMPILED, Call
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, graph_bytes
-from narrowband.activations.dynamo import is_compiled_itself, unseen, without_mode
+from narrowband.activations.dynamo import is_compiled_itself, without_mode
 from narrowband.activations.recorder import Recorder
+from narrowband.compiler import unseen
 
 __all__ = ["Regions", "active", "graphs_behind", "recomputed", "rerouted"]
 

@@ -18,7 +18,6 @@ where one comes after the parameter was sent, that is an error.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,11 +29,12 @@ from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.several import averaging_of, forget, remember
+from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
@@ -102,7 +102,7 @@ class ModuleCompression(GradientCompression):
         """A backward pass that will reach the model's parameters; to be called in it, before it does."""
         if self._removed or not self._syncing:
             return
-        _refuse_compiled_autograd()
+        refuse_compiled_autograd()
         running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
         if self._backward == running:
             return
@@ -117,8 +117,8 @@ class ModuleCompression(GradientCompression):
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
-        end = _untraced(self._end)
-        queue(_untraced(lambda: queue(end)))
+        end = unseen(self._end)
+        queue(unseen(lambda: queue(end)))
 
     def arrived(self, p: Tensor) -> None:
         """A parameter has its gradient."""
@@ -221,7 +221,7 @@ def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
         if (own := handle()) is not None:
             own.arrived(p)
 
-    return _untraced(arrived)
+    return unseen(arrived)
 
 
 def _output(handle: weakref.ref[ModuleCompression]) -> Any:
@@ -235,28 +235,7 @@ def _output(handle: weakref.ref[ModuleCompression]) -> Any:
         if torch.is_grad_enabled() and handle() is not None:
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    cast("Any", x).register_hook(untraced)
+                    cast("Any", x).register_hook(hidden)
 
-    untraced = _untraced(began)
-    return _untraced(called)
-
-
-def _refuse_compiled_autograd() -> None:
-    """Nothing tells of the end of a backward pass that compiled autograd runs, so nobody would wait for averages.
-
-    Raises:
-        UnsupportedError: it runs this one.
-    """
-    engine = sys.modules.get("torch._dynamo.compiled_autograd")  # who uses it has imported it
-    if engine is not None and engine.in_compiled_autograd_region:
-        raise UnsupportedError(
-            "this backward pass is run by compiled autograd, which does not tell when it ends, so nothing would be "
-            "averaged: leave torch._dynamo.config.compiled_autograd False, and call backward() outside of "
-            "torch._dynamo.compiled_autograd. torch.compile of the model, its layers or the whole step works"
-        )
-
-
-def _untraced(hook: Callable[..., None]) -> Any:
-    """A hook that runs as it is written. Where a compiled function calls ``backward()``, Dynamo would trace it."""
-    disable: Any = torch.compiler.disable
-    return disable(hook)
+    hidden = unseen(began)
+    return unseen(called)

@@ -359,6 +359,8 @@ def _differ_at(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
 
 def _words(name: str) -> str:
     """A field's name, with its unit written out."""
+    if name.endswith("_per_s"):
+        return name.removesuffix("s").replace("_", " ") + "second"
     stem, _, unit = name.rpartition("_")
     units = {"s": "seconds", "ms": "milliseconds", "nbytes": "bytes"}
     return f"{stem}, {units[unit]}".replace("_", " ") if stem and unit in units else name.replace("_", " ")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from narrowband.averaging.agreement import Agreement
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
+from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange, in_backward
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import format_bytes
@@ -100,10 +102,9 @@ class ShardCompression:
             self._among.setdefault(group.group_name, (Peers.of(group), []))[1].append(exchange)
         self._device = next(model.parameters()).device
         self._agree({"call": "compress_shards", **self._facts()}, "Call it on all ranks with the same arguments")
-        disable: Any = torch.compiler.disable
         self._hooks = [
-            model.register_forward_pre_hook(disable(self._begin), prepend=True),
-            model.register_forward_hook(disable(self._end), always_call=True),
+            model.register_forward_pre_hook(unseen(self._begin), prepend=True),
+            model.register_forward_hook(unseen(self._end), always_call=True),
         ]
         self.removed = False
 
@@ -223,8 +224,12 @@ class ShardCompression:
         self.look(self._parameters)
         self._forward = True
 
-    def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
+    def _end(self, _: nn.Module, __: Any, outputs: Any) -> None:
         self._forward = False
+        if not in_backward():
+            for x in torch.utils._pytree.tree_leaves(outputs):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    cast("Any", x).register_hook(_BACKWARD_BEGINS)
 
     @torch.no_grad()
     def look(self, exchanges: Sequence[ParameterExchange]) -> None:
@@ -303,6 +308,10 @@ class ShardCompression:
             if kept is not None and kept["reference"].numel() != each.layout.numel:
                 return f"the state of {each.layout.module or 'the model'} is of another size"
         return ""
+
+
+#: A hook of the model's outputs, at which backward begins.
+_BACKWARD_BEGINS = unseen(lambda _: refuse_compiled_autograd())
 
 
 def _counter(count: weakref.WeakMethod[Any], *, of_gradients: bool) -> Any:
