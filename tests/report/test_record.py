@@ -3,12 +3,22 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 
 import pytest
 import torch
 
 import narrowband
-from narrowband.report.record import commit, environment, machine, provenance, read_json, versions, write_json
+from narrowband.report.record import (
+    commit,
+    commit_of,
+    environment,
+    machine,
+    provenance,
+    read_json,
+    versions,
+    write_json,
+)
 
 
 def test_a_result_says_where_it_comes_from():
@@ -56,6 +66,30 @@ def test_a_record_that_is_torn_or_of_another_version_is_refused_with_what_to_do(
 def test_a_commit_is_a_hash_or_nothing():
     found = commit()
     assert found is None or len(found.removesuffix("-dirty")) == 40
+
+
+def test_what_a_run_has_written_does_not_make_the_code_another(tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    code, result = tmp_path / "src" / "code.py", tmp_path / "reproduce" / "results" / "rows.json"
+    for path in (code, result):
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit_of(code.parent) == head
+    result.write_text("2")
+    assert commit_of(code.parent) == head
+    code.write_text("2")
+    assert commit_of(code.parent) == f"{head}-dirty"
+
+
+def test_a_folder_outside_of_a_checkout_has_no_commit(tmp_path):
+    assert commit_of(tmp_path) is None
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "machine", "provenance", "read_json", "versions", "write_json", "write_text"]
+__all__ = ["commit", "commit_of", "machine", "provenance", "read_json", "versions", "write_json", "write_text"]
 
 #: Distributions whose versions change results, besides this one.
 _DISTRIBUTIONS = ("torch", "numpy", "numba")
@@ -54,15 +54,29 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit that this code was checked out from, with ``-dirty`` after it if changed; None outside a checkout."""
-    here = Path(__file__).resolve().parent
+    return commit_of(Path(__file__).resolve().parent)
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit that a folder was checked out from, with ``-dirty`` after it if anything in that checkout was changed
+    which is no result: what one run has written does not change the next one. None outside a checkout.
+    """
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=here, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
+        found = _git(folder, "rev-parse", "HEAD")
+        results = [f":(top,exclude){name}" for name in _RESULTS]
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", *results)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return f"{found}-dirty" if changed else found
+
+
+#: Folders of a checkout that runs write to, and what is made of that.
+_RESULTS = ("benchmarks/results", "reproduce/results", "docs/results")
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 #: Variables of the environment that a measurement may depend on.
