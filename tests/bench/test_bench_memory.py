@@ -125,7 +125,7 @@ def test_rows_tell_bytes_time_and_fidelity(model):
     assert rows["checkpoint"]["kept_bytes"] == 2 * 4 * elements
     assert rows["checkpoint"]["gradient_error"] < 1e-6
     assert rows["checkpoint, 8 bits"]["kept_bytes"] == 2 * elements
-    assert 0 < rows["8 bits"]["gradient_error"] < rows["4 bits"]["gradient_error"] < 0.2
+    assert 0 < rows["8 bits"]["gradient_error"] < rows["4 bits"]["gradient_error"] < 0.3
     assert rows["bf16"]["kept_bytes"] < plain
     assert all(row["step_s"] > 0 and row["compress_s"] >= 0 for row in rows.values())
     assert rows["8 bits"]["compress_s"] > 0

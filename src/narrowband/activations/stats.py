@@ -17,14 +17,15 @@ class SavedBytes:
     Attributes:
         raw_bytes: without compression: the memory of every saved tensor, counted once.
         kept_bytes: with compression.
-        seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it.
+        seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it. No two runs
+            agree in them, so comparisons leave them out.
         outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
             outlier is in them; see :class:`~narrowband.activations.outliers.Magnitudes`.
     """
 
     raw_bytes: int = 0
     kept_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     outliers: int = 0
 
     @property
