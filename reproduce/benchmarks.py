@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowband.bench.zoo import sentence
+from narrowband.bench.zoo import foretold, sentence
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pictures import Bar, Panel
 from reproduce.report import NOTHING, Opening, beginning, source, write_page
@@ -35,6 +35,7 @@ _FILES = {
     "stages": "pipeline-100mbit.json",
     "memory": "memory-deit-tiny-jemalloc.json",
     "zoo": "memory-zoo.json",
+    "budgets": "memory-budgets.json",
     "demo": "demo/summary.json",
     "loops": "kernels.json",
 }
@@ -343,6 +344,23 @@ def page(found: Records, path: Path) -> None:
             found["zoo"],
         ),
         *_table(
+            "Training in a budget",
+            "The same architectures with AdamW and small batches, whose plain step takes 0.05 s. All: bytes of tensors "
+            "that are alive at once in training as it is. Budgets have room for four fifths and for half of what that "
+            "is beside parameters, the optimizer's state and inputs, and `narrowband memory gpt --budget 1GB` "
+            "([how](../how-to/activations.md)) looks for the fastest way to train within them. Off: how far the bytes "
+            "that it predicts are from those that are measured then. Step: over the plain one, of the choice; on a "
+            "machine that others used, so it scatters. Not met: the choice holds the least that is possible. "
+            f"{foretold(found['budgets']['rows'])}",
+            ("architecture", "all", "four fifths", "off", "step", "half", "off", "step"),
+            [
+                (row["name"], format_bytes(row["plain_bytes"]), *(x for each in row["budgets"] for x in _budget(each)))
+                for row in found["budgets"]["rows"]
+                if "skipped" not in row
+            ],
+            found["budgets"],
+        ),
+        *_table(
             "The demo",
             "A GPT of 3.3 million parameters on the source text of Python's standard library, four ranks, one seed. "
             "AdamW, betas 0.9 and 0.95, weight decay 0.1, 170 steps. Where a row begins with updates, ranks step their "
@@ -367,6 +385,12 @@ def page(found: Records, path: Path) -> None:
         ),
     ]
     write_page(path, lambda _: "\n".join(lines).rstrip() + "\n", found, _OPENING)
+
+
+def _budget(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What was measured, how far it is from what was predicted, and the step."""
+    held = format_bytes(found["measured"])
+    return held if found["reached"] else f"{held}, not met", f"{found['error']:+.1%}", f"{found['ratio_to_plain']:.2f}×"
 
 
 def _code(name: str) -> str:
