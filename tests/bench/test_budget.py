@@ -14,8 +14,9 @@ from torch import nn
 
 from narrowband.activations import ActivationPolicy, compress_activations
 from narrowband.bench import budget
-from narrowband.bench.budget import AS_IT_IS, Job, Kind, Offer, alive, cheapest, units_of
+from narrowband.bench.budget import Job
 from narrowband.bench.memory import PLAIN, survey
+from narrowband.bench.offers import AS_IT_IS, Kind, Offer, alive, cheapest, smallest, units_of
 from narrowband.bench.subjects import subject
 
 
@@ -189,6 +190,22 @@ def test_a_model_whose_second_run_is_another_is_not_recomputed():
     assert "computes something else than the first" in surveyed.notes[0]
 
 
+class Silent(Tower):
+    def forward(self, x):
+        return 0.0 * super().forward(x)
+
+
+def silent():
+    return Silent(2), (torch.randn(64, 32, 64),)
+
+
+def test_gradients_of_zero_are_not_off():
+    search = budget._Search(Job(silent, alone=False), lambda _: None)
+    found = search.within(search.throughout + (search.plain - search.throughout) * 7 // 10)
+    assert found.reached
+    assert found.gradient_error == 0
+
+
 # ---- what training takes ---------------------------------------------------------------------------------------------
 
 
@@ -239,7 +256,7 @@ def test_kinds_with_gradients_far_off_are_chosen_only_where_nothing_else_fits(se
     offers = [[changed(offer) for offer in own] for own in surveyed.offers]
     monkeypatch.setattr(surveyed, "offers", offers)
     exact = [[o for o in own if not o.error] for own in offers]
-    least = alive(budget._smallest(exact, surveyed.gradients), surveyed.gradients)
+    least = alive(smallest(exact, surveyed.gradients), surveyed.gradients)
     assert not any(o.error for o in search._chosen(least + least // 100))
     assert any(o.error for o in search._chosen(least - least // 10))
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowband as nb
 from narrowband.averaging import flat as flat_module
 from narrowband.averaging.flat import local
-from tests.gradients.training import LOSSLESS, flat, loss_of, mlp, refusal, sgd, train, wrap
+from tests.gradients.training import LOSSLESS, flat, loss_of, mlp, refusal, sgd, train, train_in_two_passes, wrap
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 
@@ -412,13 +412,7 @@ def two_passes(rank, world_size):
         model = shard(mlp(), mesh["shards"] if kind == "ours" else mesh)
         if kind == "ours":
             compress(model, "none", process_group=mesh["nodes"].get_group())
-        optimizer = adamw(model)
-        for step in range(6):
-            optimizer.zero_grad()
-            for last in (False, True):
-                model.set_is_last_backward(last)
-                loss_of(model, 100 * last + step, rank).backward()
-            optimizer.step()
+        train_in_two_passes(model, rank, range(6), adamw(model))
         found.append(whole(model))
     return found
 

@@ -49,6 +49,16 @@ def loss_of(model, step, rank, dtype=torch.float32):
     return (model(x) - y).square().mean()
 
 
+def train_in_two_passes(model, rank, steps, optimizer):
+    """Every step has two backward passes, and FSDP2 is told which is the last."""
+    for step in steps:
+        optimizer.zero_grad()
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            loss_of(model, 100 * last + step, rank).backward()
+        optimizer.step()
+
+
 def wrap(model, cap=HUGE, **options):
     return DistributedDataParallel(model, bucket_cap_mb=cap, **options)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
-from tests.gradients.training import loss_of, mlp, refusal
+from tests.gradients.training import loss_of, mlp, refusal, train_in_two_passes
 from tests.loops import asked_for_from_now
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
@@ -124,13 +124,7 @@ def two_passes(rank, world_size):
         model = shard(mlp(), mesh_of(world_size))
         if ours:
             compress(model, gradients="none", parameters="none")
-        optimizer = adamw(model)
-        for step in range(4):
-            optimizer.zero_grad()
-            for last in (False, True):
-                model.set_is_last_backward(last)
-                loss_of(model, 100 * last + step, rank).backward()
-            optimizer.step()
+        train_in_two_passes(model, rank, range(4), adamw(model))
         found.append(whole(model))
     return found
 
