@@ -129,6 +129,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                 "tensor is kept in. Give the outer one a policy for both models"
             )
         warm_up(self.model, self.policy)  # autocast may be on by now
+        self.estimates.notes.receive()
         recorder = Recorder(self.model, self.modules, self.policy, self.estimates)
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -173,6 +174,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         refused = _refusal(error[1])
         if refused is not None:
             raise refused from cast("BaseException", error[1])
+        self.estimates.notes.send()
         saved = regions.recorder.saved
         if error[0] is None:
             self._count(saved)

@@ -86,12 +86,16 @@ class Magnitudes:
         Args:
             width: of the range of every group of every part, float32.
         """
+        return bool(self.dwarfed_by(width))
+
+    def dwarfed_by(self, width: Tensor) -> Tensor:
+        """The same, where the tensor is: one bool."""
         found = torch.zeros((), dtype=torch.bool, device=width.device)
         for largest_PGN, reach in zip(self._largest, self.REACH, strict=False):
             reaching = (largest_PGN >= (width / reach).view(*largest_PGN.shape[:2], 1)).sum(-1)
             there = (largest_PGN > 0).sum(-1)
             found = found | ((reaching <= (there + self.FEW - 1) // self.FEW) & (reaching < there)).any()
-        return bool(found)
+        return found
 
     def outliers(self, width: Tensor) -> Outliers | None:
         """What is wrong with ranges of these widths, if anything."""

@@ -3,6 +3,11 @@
 A batch that is more than four times (:data:`~narrowband.activations.ranges.JUMP`) as wide as its estimate is not
 clipped to a fraction: it has 8 bits, and its own range. And a tensor with outliers is kept as it is; see
 :class:`~narrowband.activations.outliers.Magnitudes`. These two rules are not the paper's.
+
+On a GPU the host would have to wait for each tensor to follow them. There the device settles a batch's ranges, and the
+host hears of it a batch later: a tensor that was more than twice (:data:`WIDER`) as wide as its estimate, or had
+outliers, is looked at in the next batch as on a CPU. Until then it has its own range, but the bits that it was to have.
+What is not finite decodes to NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +31,13 @@ from narrowband.kernels import Rows
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["Arena", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "quantized"]
+__all__ = ["WIDER", "Arena", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "quantized"]
+
+#: How many times as wide as its estimate a batch on a GPU may be, and the next one is not looked at.
+WIDER = 2
+
+#: Types of devices that work by themselves while the host goes on.
+AHEAD = {"cuda"}
 
 #: What saved a tensor: an operator, by its name for a policy, and the module of that name ("": the model).
 Place = tuple[str, str]
@@ -167,6 +178,18 @@ class Payload:
         self.low, self.step = ranges.unbind()
         return seen, learned, finite, moved
 
+    def encode_adapting(self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, **form: Any) -> Tensor:
+        """Make codes with ranges that the device settles; see :func:`~narrowband.kernels.quantize_rows_adapting`.
+
+        Returns:
+            The new estimate.
+        """
+        ranges, learned = kernels.quantize_rows_adapting(
+            x, self.codes, self.rows, estimate, decay, note, drift=DRIFT, jump=JUMP, bits=self.bits, **form
+        )
+        self.low, self.step = ranges.unbind()
+        return learned
+
     @property
     def nbytes(self) -> int:
         """Of codes, and of ranges where each sample has its own."""
@@ -221,6 +244,14 @@ def quantized(
         payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
+    if x.device.type in AHEAD and not policy.symmetric and estimates.notes.read(name) <= WIDER:
+        note = estimates.notes.place(name, x.device)
+        learned = payload.encode_adapting(x, estimate, estimates.decay, note, stochastic=form["stochastic"], seed=seed)
+        if _by_chance(seed):
+            dwarfed = Magnitudes(x, rows).dwarfed_by(learned[0])
+            note.copy_(torch.where(dwarfed, torch.inf, note))
+        estimates.replace(name, estimate, learned)
+        return payload
     seen, learned, finite, moved = payload.encode_learning(x, estimate, estimates.decay, seed=seed, **form)
     if not finite:
         return Outliers(extreme=True)

@@ -10,6 +10,9 @@ estimates of the batches before, and the same pass finds the batch's extremes. W
 range by more than a small share of its width (:data:`DRIFT`), the tensor is quantized anew, as the paper has it. So
 every range is the paper's within that share. An element beyond the range exceeds it by at most 1/μ times what it
 exceeds the paper's, since x − (μ·end + (1 − μ)·x) = μ·(x − end).
+
+On a GPU nothing of this may wait for the device, or the host could not run ahead of it. So the device settles ranges by
+itself, and what the host has to know of a batch it reads in the next one: see :class:`Notes`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from narrowband import kernels
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["DRIFT", "JUMP", "Estimates", "centred", "ranges", "shaped"]
+__all__ = ["DRIFT", "JUMP", "Estimates", "Notes", "centred", "ranges", "shaped"]
 
 #: The share of a range's width by which an end may differ from what equations 6 and 7 say.
 DRIFT = 0.02
@@ -34,6 +37,89 @@ DRIFT = 0.02
 JUMP = 4
 #: About half of all steps miss the middle by a bit.
 _TRIES = 64
+
+
+class Notes:
+    """What a device has noted of tensors, and the host reads later: a float32 each, the largest since it was read.
+
+    Example:
+        >>> notes, cpu = Notes(), torch.device("cpu")
+        >>> _ = notes.place("scores", cpu).fill_(3.0)
+        >>> notes.send()
+        >>> notes.receive()
+        >>> notes.read("scores"), notes.read("scores"), notes.read("mix")
+        (3.0, 0.0, 0.0)
+    """
+
+    def __init__(self) -> None:
+        self._boards: dict[torch.device, _Board] = {}
+        self._lock = threading.Lock()
+
+    def place(self, name: str, device: torch.device) -> Tensor:
+        """Where the device notes what it finds of a tensor, of shape (1,)."""
+        with self._lock:
+            board = self._boards.get(device)
+            if board is None:
+                board = self._boards[device] = _Board(device)
+            return board.place(name)
+
+    def send(self) -> None:
+        """Have everything that was noted so far brought to the host, while both go on."""
+        with self._lock:
+            for board in self._boards.values():
+                board.send()
+
+    def receive(self) -> None:
+        """Take in what has arrived; nothing is waited for."""
+        with self._lock:
+            for board in self._boards.values():
+                board.receive()
+
+    def read(self, name: str) -> float:
+        """What has arrived of a tensor, once; 0 where nothing has."""
+        return max((board.values.pop(name, 0.0) for board in self._boards.values()), default=0.0)
+
+
+class _Board:
+    """The notes of one device.
+
+    Attributes:
+        values: what has arrived and was not read yet, by names; without zeros.
+    """
+
+    #: For so many names at first.
+    _ROOM = 512
+
+    def __init__(self, device: torch.device) -> None:
+        self.values: dict[str, float] = {}
+        self._index: dict[str, int] = {}
+        self._there = torch.zeros(self._ROOM, device=device)
+        self._on_its_way: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def place(self, name: str) -> Tensor:
+        at = self._index.setdefault(name, len(self._index))
+        if at >= self._there.numel():
+            self._there = torch.cat((self._there, torch.zeros_like(self._there)))
+        return self._there[at : at + 1]
+
+    def send(self) -> None:
+        if self._on_its_way is not None or not self._index:
+            return
+        there = self._there[: len(self._index)]
+        if there.is_cuda:
+            self._on_its_way = torch.empty(there.shape, pin_memory=True)
+            self._on_its_way.copy_(there, non_blocking=True)
+            self._event = torch.cuda.current_stream(there.device).record_event()
+        else:
+            self._on_its_way = there.clone()
+        there.zero_()
+
+    def receive(self) -> None:
+        if self._on_its_way is None or (self._event is not None and not self._event.query()):  # type: ignore[no-untyped-call]
+            return
+        arrived, self._on_its_way, self._event = self._on_its_way.tolist(), None, None
+        self.values = {name: value for name, value in zip(self._index, arrived, strict=False) if value}
 
 
 class Estimates:
@@ -52,6 +138,8 @@ class Estimates:
         self.decay = decay
         self.seed = seed
         self.draws = 0
+        #: Of widths of batches over those of their estimates, and of batches with outliers: infinite.
+        self.notes = Notes()
         self._ranges: dict[str, Tensor] = {}  # (2, groups): α, β
         self._lock = threading.Lock()
 

@@ -220,9 +220,13 @@ class Normalization:
         return self._input == (x.data_ptr(), x.shape, x.dtype)
 
     def normalized(self, x: Tensor) -> Tensor | None:
-        """n, contiguous; None where the input does not come back of it."""
+        """n, contiguous; None where the input does not come back of it. On a GPU nobody asks: there, NaN comes back
+        then.
+        """
         n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
         self._statistics = mean, rstd
+        if x.is_cuda:
+            return n
         return n if bool((torch.isfinite(mean) & torch.isfinite(1 / rstd)).all()) else None
 
     def input(self, x: Tensor) -> Function:
@@ -301,8 +305,8 @@ def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
             scale = (variance.float() + eps).rsqrt()
         scale = scale.float() if weight is None else scale.float() * weight.float()
         shift = mean.float() * -scale if bias is None else bias.float() - mean.float() * scale
-    if not bool(torch.isfinite(scale + shift).all()):
-        return  # there may be more to it then
+    if not x.is_cuda and not bool(torch.isfinite(scale + shift).all()):
+        return  # there may be more to it then; on a GPU nobody asks, and the result is not finite either
     one, zero = torch.ones_like(scale), torch.zeros_like(scale)
     channels = (-1, *[1] * (x.dim() - 2))
 

@@ -99,7 +99,7 @@ def use_once(x: Tensor, chosen: Compression) -> None:
         for _ in exchange.job():
             pass
         exchange.deliver(good=True)
-        kernels.low_rank_product(operand.x, *(torch.zeros(1, side) for side in x.shape))  # as of a narrow layer
+        kernels.low_rank_product(operand.x, *(x.new_zeros(1, side) for side in x.shape))  # as of a narrow layer
         return
     if feedback is not None and feedback.needs_learning_rates:
         feedback.set_learning_rates({"": 1.0})

@@ -5,8 +5,12 @@ copy alternate, so both see the same neighbours; ``ratio_to_copy`` is the smalle
 time of the copy, because on a shared machine noise only adds. ``ratio_median``, the median of the ratios of
 neighbouring repeats, stands beside it: where the two differ much, the run was disturbed.
 
-On a GPU (``device=cuda``) a repeat ends when the device has done what it was told, so launching a loop counts, and
-``gigabytes_per_s`` says what the copy reaches: the card's limit for what goes through its memory once each way.
+``bandwidth_share`` compares with the copy by bytes: those that a loop has to read and write at least (each input once,
+each output once), per second, over the copy's. 1 is memory speed; loops whose bytes depend on the data have none.
+
+On a GPU (``device=cuda``) the device itself says when a loop begins and ends, and work before it keeps the device busy
+while the loop is launched: ``ms`` is the device's time, its waiting for the host included where a loop asks it for an
+answer. How long a call holds the host stands beside it as ``host_ms``. ``gigabytes_per_s`` says what the copy reaches.
 
 Every repeat starts from a like state: what a loop changes is restored before it, outside the timed region. The copy
 goes into the tensor that loops write to, so that its place in memory favours neither.
@@ -69,6 +73,8 @@ class Config:
 
 _BASELINE_REPEATS = 2
 _REST_S = 0.02
+#: What a GPU fills before a loop: longer than it takes to launch one, and than its caches.
+_AHEAD_NBYTES = 1 << 30
 
 
 def backends(config: Config) -> tuple[str, ...]:
@@ -97,7 +103,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
     """Measure, and yield one row per loop and backend as it is done.
 
     Rows hold ``loop``, ``backend``, ``numel``, ``ms`` (smallest), ``ratio_to_copy``, and beside these ``ratio_median``,
-    ``copy_ms``, ``gigabytes_per_s`` (of the copy), ``device`` and ``threads``.
+    ``copy_ms``, ``gigabytes_per_s`` (of the copy), ``bandwidth_share``, ``host_ms``, ``device`` and ``threads``.
 
     Raises:
         UnsupportedError: there is no such device, or no Triton for it.
@@ -128,43 +134,68 @@ def _made(make: Maker, data: Data, backend: Backend | None) -> Loop:
         return make(data, backend)
 
 
-def _timed(body: Callable[[], object], device: str) -> float:
-    """Seconds of one call, begun when the machine is at rest.
+@dataclass(frozen=True)
+class _Taken:
+    """Seconds of one call, and those in which it held the host."""
+
+    seconds: float
+    host: float
+
+
+def _timed(body: Callable[[], object]) -> _Taken:
+    """One call on the CPU, begun when the machine is at rest.
 
     The pause keeps a loop out of the wake of the copy before it, whose worker threads may still hold a core. It is
     spent awake, for a core that has slept is slow to begin with.
     """
-    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    place = cast("Any", torch.device(device))
-    wait()
     end = time.perf_counter() + _REST_S
     while (start := time.perf_counter()) < end:
         pass
-    with place:
-        body()
-    wait()
-    return time.perf_counter() - start
+    body()
+    taken = time.perf_counter() - start
+    return _Taken(taken, taken)
+
+
+def _timed_on_gpu(body: Callable[[], object]) -> _Taken:
+    """One call on the GPU, behind something that it is still busy with."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    ahead = torch.empty(_AHEAD_NBYTES, dtype=torch.uint8)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        ahead.zero_()
+    begin.record()
+    start = time.perf_counter()
+    body()
+    host = time.perf_counter() - start
+    end.record()
+    torch.cuda.synchronize()
+    return _Taken(begin.elapsed_time(end) / 1e3, host)
 
 
 def _row(name: str, backend: str, data: Data, loop: Loop, repeats: int) -> dict[str, Any]:
+    timed = _timed if data.device == "cpu" else _timed_on_gpu
     taken, copied = [], []
     for repeat in range(-1, repeats):  # the first compiles and touches memory
-        if loop.restore is not None:
-            loop.restore()
-        copy_s = _timed(lambda: data.y.copy_(data.x), data.device)
-        taken_s = _timed(lambda turn=repeat + 1: loop.body(turn), data.device)  # type: ignore[misc]
+        with cast("Any", torch.device(data.device)):
+            if loop.restore is not None:
+                loop.restore()
+            copy = timed(lambda: data.y.copy_(data.x))
+            own = timed(lambda turn=repeat + 1: loop.body(turn))  # type: ignore[misc]
         if repeat >= 0:
-            copied.append(copy_s)
-            taken.append(taken_s)
+            copied.append(copy.seconds)
+            taken.append(own)
+    fastest, copy_s = min(own.seconds for own in taken), min(copied)
     return {
         "loop": name,
         "backend": backend,
         "numel": data.numel,
-        "ms": min(taken) * 1e3,
-        "ratio_to_copy": min(taken) / min(copied),
-        "ratio_median": statistics.median(t / c for t, c in zip(taken, copied, strict=True)),
-        "copy_ms": min(copied) * 1e3,
-        "gigabytes_per_s": 8e-9 * data.numel / min(copied),
+        "ms": fastest * 1e3,
+        "ratio_to_copy": fastest / copy_s,
+        "ratio_median": statistics.median(t.seconds / c for t, c in zip(taken, copied, strict=True)),
+        "copy_ms": copy_s * 1e3,
+        "gigabytes_per_s": 8e-9 * data.numel / copy_s,
+        "bandwidth_share": None if loop.nbytes is None else loop.nbytes / fastest / (8 * data.numel / copy_s),
+        "host_ms": min(own.host for own in taken) * 1e3,
         "device": torch.cuda.get_device_name() if data.device == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
     }

@@ -41,10 +41,11 @@ _PLANE = (8, 112)
 
 @dataclass(frozen=True)
 class Loop:
-    """One thing to time, and what puts back the state it needs."""
+    """One thing to time, what puts back the state it needs, and how many bytes it has to read and write at least."""
 
     body: Callable[[int], object]
     restore: Callable[[], object] | None = None
+    nbytes: int | None = None
 
 
 class Data:
@@ -72,7 +73,8 @@ def _quantizer(bits: int, scale: kernels.Scale, stochastic: bool, group: int = G
         return Loop(
             lambda seed: backend.quantize_groups(
                 data.x, payload, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed
-            )
+            ),
+            nbytes=data.x.nbytes + payload.nbytes,
         )
 
     return make
@@ -85,7 +87,8 @@ def _dequantizer(bits: int, scale: kernels.Scale) -> Maker:
         return Loop(
             lambda _: backend.dequantize_groups(
                 payload, data.y, bits=bits, group=GROUP, scale=scale, weight=0.25, accumulate=True
-            )
+            ),
+            nbytes=2 * data.y.nbytes + payload.nbytes,
         )
 
     return make
@@ -97,13 +100,15 @@ def _payload(numel: int, bits: int, scale: kernels.Scale, group: int) -> Tensor:
 
 
 def _select(sampled: bool) -> Maker:
-    return lambda data, backend: Loop(lambda seed: backend.select_topk(data.x, data.k, sampled=sampled, seed=seed))
+    return lambda data, backend: Loop(
+        lambda seed: backend.select_topk(data.x, data.k, sampled=sampled, seed=seed), nbytes=data.x.nbytes
+    )
 
 
 def _take_difference(data: Data, backend: Any) -> Loop:
     """An update and the parameters before it change places, so that two calls leave what was there."""
     base = data.normal(data.numel)
-    return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x))
+    return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x), nbytes=4 * data.x.nbytes)
 
 
 def _ef_topk_encode(density: float) -> Maker:
@@ -125,7 +130,7 @@ def _ef_topk_encode(density: float) -> Maker:
             x.copy_(data.x)
             residual.copy_(residual_before)
 
-        return Loop(body, restore)
+        return Loop(body, restore, nbytes=4 * x.nbytes + out.nbytes)
 
     return make
 
@@ -155,7 +160,7 @@ def _ef_topk_kept(density: float, bits: int) -> Maker:
             for own, part in zip(held, before, strict=True):
                 own.copy_(part)
 
-        return Loop(body, restore)
+        return Loop(body, restore, nbytes=2 * x.nbytes + 2 * sum(part.nbytes for part in before) + out.nbytes)
 
     return make
 
@@ -166,13 +171,14 @@ def _keep(bits: int, *, read: bool = False) -> Maker:
     def make(data: Data, backend: Any) -> Loop:
         if bits == 16:
             half = torch.empty(data.numel, dtype=torch.bfloat16)
-            return Loop(lambda seed: backend.keep_in_16(data.x, half, seed=seed))
+            return Loop(lambda seed: backend.keep_in_16(data.x, half, seed=seed), nbytes=data.x.nbytes + half.nbytes)
         codes = torch.empty(data.numel, dtype=torch.int8)
         exponents = torch.empty(-(-data.numel // kernels.STORE_GROUP), dtype=torch.int8)
         backend.keep_in_8(data.x, codes, exponents, seed=0)
+        nbytes = data.x.nbytes + codes.nbytes + exponents.nbytes
         if read:
-            return Loop(lambda _: backend.read_from_8(codes, exponents, data.y))
-        return Loop(lambda seed: backend.keep_in_8(data.x, codes, exponents, seed=seed))
+            return Loop(lambda _: backend.read_from_8(codes, exponents, data.y), nbytes=nbytes)
+        return Loop(lambda seed: backend.keep_in_8(data.x, codes, exponents, seed=seed), nbytes=nbytes)
 
     return make
 
@@ -188,12 +194,12 @@ def _split_shares(data: Data, backend: Any) -> Loop:
 
 def _compensate(data: Data, backend: Any) -> Loop:
     x, residual = data.x.clone(), torch.zeros(data.numel)
-    return Loop(lambda _: backend.compensate(x, residual), residual.zero_)
+    return Loop(lambda _: backend.compensate(x, residual), residual.zero_, nbytes=4 * x.nbytes)
 
 
 def _threshold(data: Data, backend: Any) -> Loop:
     value = float(data.x.abs().kthvalue(data.numel - data.k + 1).values)
-    return Loop(lambda _: backend.select_threshold(data.x, value))
+    return Loop(lambda _: backend.select_threshold(data.x, value), nbytes=data.x.nbytes)
 
 
 def _levels(bits: int, *, decode: bool) -> Maker:
@@ -237,7 +243,7 @@ def _fixed_point(data: Data) -> Tensor:
 
 def _fixed_quantize(data: Data, backend: Any) -> Loop:
     codes = torch.empty(data.numel, dtype=torch.int32)
-    return Loop(lambda _: backend.fixed_quantize(data.x, codes, 2.0**-27, 2**31 - 1))
+    return Loop(lambda _: backend.fixed_quantize(data.x, codes, 2.0**-27, 2**31 - 1), nbytes=2 * data.x.nbytes)
 
 
 def _fixed_encode(data: Data, backend: Any) -> Loop:
@@ -255,7 +261,7 @@ def _fixed_decode(data: Data, backend: Any) -> Loop:
 
 def _fixed_dequantize(data: Data, backend: Any) -> Loop:
     codes = _fixed_point(data)
-    return Loop(lambda _: backend.fixed_dequantize(codes, data.y, 2.0**-27))
+    return Loop(lambda _: backend.fixed_dequantize(codes, data.y, 2.0**-27), nbytes=2 * data.y.nbytes)
 
 
 def _low_rank_product(data: Data, backend: Any) -> Loop:
@@ -263,7 +269,7 @@ def _low_rank_product(data: Data, backend: Any) -> Loop:
     side = math.isqrt(data.numel)
     out = data.y[: side * side]
     p, q = (data.normal(4, side) for _ in range(2))
-    return Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True))
+    return Loop(lambda _: backend.low_rank_product(out, p, q, weight=0.25, accumulate=True), nbytes=2 * out.nbytes)
 
 
 def _dgc(sampled: bool) -> Maker:
@@ -289,7 +295,7 @@ def _dgc(sampled: bool) -> Maker:
 
         restore()
         hint = body(0)
-        return Loop(body, restore)
+        return Loop(body, restore, nbytes=5 * x.nbytes)
 
     return make
 
@@ -342,14 +348,17 @@ class _Activation:
 
 def _activation_extremes(data: Data, backend: Any) -> Loop:
     a = _Activation(data, backend)
-    return Loop(lambda _: backend.row_extremes(a.x, a.rows))
+    return Loop(lambda _: backend.row_extremes(a.x, a.rows), nbytes=a.x.nbytes)
 
 
 def _activation_quantize(bits: int, *, watch: bool = False) -> Maker:
     def make(data: Data, backend: Any) -> Loop:
         a = _Activation(data, backend, bits)
         quantize = backend.quantize_rows_extremes if watch else backend.quantize_rows
-        return Loop(lambda seed: quantize(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed))
+        return Loop(
+            lambda seed: quantize(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True, seed=seed),
+            nbytes=a.x.nbytes + a.codes.nbytes,
+        )
 
     return make
 
@@ -358,20 +367,23 @@ def _activation_dequantize(bits: int) -> Maker:
     def make(data: Data, backend: Any) -> Loop:
         a = _Activation(data, backend, bits)
         backend.quantize_rows(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True)
-        return Loop(lambda _: backend.dequantize_rows(a.codes, a.y, a.rows, a.low, a.step, bits=bits))
+        return Loop(
+            lambda _: backend.dequantize_rows(a.codes, a.y, a.rows, a.low, a.step, bits=bits),
+            nbytes=a.y.nbytes + a.codes.nbytes,
+        )
 
     return make
 
 
 def _activation_mask(data: Data, backend: Any) -> Loop:
     mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
-    return Loop(lambda _: backend.mask_between(data.x, mask))
+    return Loop(lambda _: backend.mask_between(data.x, mask), nbytes=data.x.nbytes + mask.nbytes)
 
 
 def _activation_apply_mask(data: Data, backend: Any) -> Loop:
     mask = torch.empty(-(-data.numel // 8), dtype=torch.uint8)
     backend.mask_between(data.x, mask)
-    return Loop(lambda _: backend.apply_mask(mask, data.x, data.y, 1.25))
+    return Loop(lambda _: backend.apply_mask(mask, data.x, data.y, 1.25), nbytes=2 * data.x.nbytes + mask.nbytes)
 
 
 class _Pooled:
@@ -408,7 +420,7 @@ LOOPS: dict[str, Maker] = {
     "qsgd-4bit-l2-encode": _quantizer(4, "l2", True),
     "qsgd-4bit-decode-accumulate": _dequantizer(4, "absmax"),
     "sign-encode": _quantizer(1, "mean", False),
-    "group-minmax": lambda data, backend: Loop(lambda _: backend.group_minmax(data.x, GROUP)),
+    "group-minmax": lambda data, backend: Loop(lambda _: backend.group_minmax(data.x, GROUP), nbytes=data.x.nbytes),
     "topk-sampled-select": _select(sampled=True),
     "topk-exact-select": _select(sampled=False),
     "threshold-select": _threshold,
@@ -423,7 +435,7 @@ LOOPS: dict[str, Maker] = {
     "residual-keep-8": _keep(8),
     "residual-read-8": _keep(8, read=True),
     "take-difference": _take_difference,
-    "all-finite": lambda data, backend: Loop(lambda _: backend.all_finite(data.x)),
+    "all-finite": lambda data, backend: Loop(lambda _: backend.all_finite(data.x), nbytes=data.x.nbytes),
     "levels-2bit-encode": _levels(2, decode=False),
     "levels-2bit-decode": _levels(2, decode=True),
     "levels-4bit-encode": _levels(4, decode=False),

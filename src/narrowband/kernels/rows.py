@@ -41,6 +41,7 @@ __all__ = [
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
+    "quantize_rows_adapting",
     "quantize_rows_extremes",
     "quantize_rows_learning",
     "row_extremes",
@@ -139,6 +140,41 @@ def quantize_rows_learning(
         x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed
     )
     return cast("tuple[Tensor, Tensor, Tensor, bool, float]", result)
+
+
+def quantize_rows_adapting(
+    x: Tensor,
+    out: Tensor,
+    rows: Rows,
+    estimates: Tensor,
+    decay: float,
+    note: Tensor,
+    *,
+    drift: float,
+    jump: float,
+    bits: int,
+    stochastic: bool,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_rows_learning` of a tensor of one part, with codes made anew where they have to be, and nothing
+    that the host would have to wait for.
+
+    Each group is judged by itself. Where an end has moved by more than ``drift``, its codes are made again with the new
+    estimate; or, where the batch is more than ``jump`` times as wide as the estimate was, with the batch's own range.
+    Where an element is not finite, or the range is not, nothing is learned, and the range is NaN, so that all of the
+    group decodes to NaN.
+
+    Args:
+        note: one float32: becomes the largest of what it is and of the widths of the batch over those of the estimates.
+            Infinite where something is not finite, or an estimate has no width and the batch has one.
+
+    Returns:
+        Low and step of the codes, (2, groups), and the new estimates.
+    """
+    result = backend_of(x).quantize_rows_adapting(
+        x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed
+    )
+    return cast("tuple[Tensor, Tensor]", result)
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

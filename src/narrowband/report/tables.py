@@ -83,9 +83,14 @@ def _table(title: str, *columns: str) -> Table:
 
 def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench kernels``."""
-    table = _table(f"{rows[0]['numel']:,} float32 elements, against a plain copy", "loop", "backend", "ms", "× copy")
+    table = _table(
+        f"{rows[0]['numel']:,} float32 elements, against a plain copy", "loop", "backend", "ms", "× copy", "bandwidth"
+    )
     for row in rows:
-        table.add_row(escape(row["loop"]), row["backend"], f"{row['ms']:.2f}", f"{row['ratio_to_copy']:.2f}")
+        share = format_or_dash(lambda share: f"{share:.0%}", row.get("bandwidth_share"))
+        ms, ratio = f"{row['ms']:.2f}", f"{row['ratio_to_copy']:.2f}"
+        table.add_row(escape(row["loop"]), row["backend"], ms, ratio, share)
+    table.caption = "bandwidth: bytes that a loop has to read and write at least, per second, over the copy's"
     return table
 
 

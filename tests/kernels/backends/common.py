@@ -46,6 +46,8 @@ class OnGpu:
             def there(value: Any) -> Any:
                 if isinstance(value, (tuple, list)):
                     return type(value)(map(there, value))
+                if isinstance(value, torch.device):
+                    return torch.device(_GPU)
                 if not isinstance(value, torch.Tensor) or value.is_cuda:
                     return value
                 return moved.setdefault(id(value), (value, value.to(_GPU, copy=True)))[1]
@@ -53,7 +55,8 @@ class OnGpu:
             result = function(*map(there, arguments), **{name: there(value) for name, value in options.items()})
             for here, own in moved.values():
                 here.copy_(own)
-            return back(result) if moved else result
+            made = any(isinstance(value, torch.device) for value in (*arguments, *options.values()))
+            return back(result) if moved or made else result
 
         return call
 

@@ -90,6 +90,10 @@ def main(capability: int) -> None:
             cuda.quantize_rows(y, out[: rows.nbytes(bits)], rows, low, low + 1, bits=bits, stochastic=bits > 2)
             cuda.dequantize_rows(out[: rows.nbytes(bits)], y, rows, low, low + 1, bits=bits)
         cuda.row_extremes(y, rows)
+        cuda.quantize_rows_adapting(
+            y, out[: rows.nbytes(8)], rows, torch.ones(2, rows.groups), 0.9, torch.zeros(1), drift=0.02, jump=4.0,
+            bits=8, stochastic=True,
+        )  # fmt: skip
         cuda.quantize_rows_learning(
             y, out[: rows.nbytes(8)], rows, low.view(1, 2) + x[:2].view(2, 1), 0.9, bits=8, stochastic=True
         )

@@ -66,6 +66,55 @@ def test_rows_of_activations(
 
 
 @given(
+    outer=st.integers(1, 40), groups=st.sampled_from([1, 2, 3, 7]), inner=st.sampled_from([1, 16, 40, 64, 100, 3000]),
+    kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]), stochastic=st.booleans(),
+    known=st.sampled_from(["zeros", "a bit off", "far off", "normal"]), gap=st.sampled_from([0, 8]), seed=seeds,
+)  # fmt: skip
+@settings(max_examples=examples(40), deadline=None)
+def test_ranges_adapt_and_nothing_is_told_to_the_host(
+    outer: int, groups: int, inner: int, kind: str, dtype: Any, bits: int, stochastic: bool, known: str, gap: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """By each group, what :func:`quantize_rows_learning` and a second look would do."""
+    rows = kernels.Rows(1, outer, groups, inner)
+    x = make_as(dtype, kind, rows.numel + outer * gap, seed % 2**32).view(outer, -1)[:, : groups * inner]
+    low, high = reference.row_extremes(x, rows)
+    estimates = torch.stack((high - low, low)).nan_to_num(1.0, 1.0, 1.0).clamp(-1e30, 1e30)
+    if known == "normal":
+        estimates = make("normal", 2 * groups, 1 + seed % 1000).view(2, groups)
+        estimates[0].abs_()
+    elif known != "zeros":
+        estimates[0] *= torch.where(torch.arange(groups) % 2 == 0, 1.0, 1.5 if known == "a bit off" else 0.1)
+    else:
+        estimates.zero_()
+    note, form = torch.full((1,), 0.25), {"bits": bits, "stochastic": stochastic, "seed": seed}
+    outcomes = []
+    for backend in BACKENDS:
+        codes, own = place(backend, torch.zeros(rows.nbytes(bits), dtype=torch.uint8)), place(backend, note)
+        given = place(backend, x), codes, rows, place(backend, estimates), 0.9, own
+        ranges, learned = backend.quantize_rows_adapting(*given, drift=0.02, jump=4.0, **form)
+        outcomes.append(back([ranges.contiguous(), learned.contiguous(), codes, own]))
+    assert_all_same(outcomes)
+    ranges, learned, codes, own = outcomes[0]
+    finite = torch.isfinite(2 * torch.maximum(high, -low))
+    assert torch.isnan(ranges[:, ~finite]).all()
+    assert torch.equal(learned[:, ~finite], estimates[:, ~finite])
+    assert bool(torch.isinf(own).all()) >= bool((~finite).any())
+    for g in finite.nonzero().view(-1).tolist():
+        lines = x.view(outer, groups, inner)[:, g] if not gap else x.unflatten(1, (groups, inner))[:, g]
+        line, column = kernels.Rows(1, outer, 1, inner), estimates[:, g : g + 1]
+        again = torch.empty(line.nbytes(bits), dtype=torch.uint8)
+        _, seen, expected, _, moved = reference.quantize_rows_learning(
+            lines.contiguous(), again, line, column, 0.9, bits=bits, stochastic=False
+        )
+        assert_same(learned[:, g : g + 1], expected)
+        if moved > 0.02:
+            width = (seen[1] - seen[0]).item()
+            column = torch.stack((seen[1] - seen[0], seen[0])) if width > 4.0 * column[0].item() else expected
+        assert_same(ranges[0, g : g + 1], column[1])
+
+
+@given(
     groups=st.integers(0, 20),
     kinds=st.tuples(*[st.sampled_from(KINDS)] * 2),
     decay=st.sampled_from([0.0, 0.5, 0.9]),

@@ -70,9 +70,14 @@ def raw(x: Tensor) -> tuple[Tensor, bool]:
     return (x.view(torch.int16), True) if x.dtype == torch.bfloat16 else (x, False)
 
 
-def fold_seed(seed: int) -> int:
-    """A seed in the 32 bits that :func:`mix` is given, as a signed number: Triton then takes one type for all."""
-    return signed(fold(seed))
+def fold_seed(seed: int, first: int = 0) -> int:
+    """A seed in the 32 bits that :func:`mix` is given, as a signed number: Triton then takes one type for all.
+
+    Args:
+        seed: of the draw.
+        first: the index of the first element, where a loop counts from there.
+    """
+    return signed((fold(seed) + first) & 0xFFFFFFFF)
 
 
 def signed(word: int) -> int:

@@ -47,15 +47,19 @@ def momentum_topk(
 
 @kernel
 def _forget(now, before, indices, old, k, against, NESTEROV: tl.constexpr, MASKING: tl.constexpr, WIDTH: tl.constexpr):
-    """``against`` is the momentum with its sign turned."""
+    """``against`` is the momentum with its sign turned.
+
+    What one thread has loaded of scattered places another one may store: all have to have read before one writes.
+    """
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = i < k
     at = tl.load(indices + i, mask=there, other=0).to(tl.int64)
     value = tl.load(now + at, mask=there, other=0.0)
-    tl.store(old + i, value, mask=there)
     velocity = tl.zeros_like(value)
     if not MASKING:
         velocity = tl.load(before + at, mask=there, other=0.0) - value
+    tl.debug_barrier()
+    tl.store(old + i, value, mask=there)
     left = tl.zeros_like(value)
     if NESTEROV:
         left = velocity * against

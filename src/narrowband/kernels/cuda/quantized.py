@@ -1,4 +1,9 @@
-"""Grouped quantization in Triton. A program has some whole groups, a row each."""
+"""Grouped quantization in Triton. A program has some whole groups, a row each.
+
+Groups of a power of two are the usual case, and have loops of their own: a program knows how long its rows are, so that
+it reads and writes without masks, 16 bytes at a time, every element once, and packs codes in its registers. What these
+leave at the end of a tensor, and groups of other lengths, go through the general loops.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_groups", "group_minmax", "quantize_groups"]
 
-#: Longer groups do not fit into a program's registers.
-_LONGEST = 8192
+#: Longer groups do not fit into a program's registers, and planes of shorter ones do not fill a word.
+_LONGEST, _SHORTEST = 8192, 32
 
 _MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
@@ -143,6 +148,85 @@ def _quantize(
 
 
 @kernel
+def _write_whole_plane(codes, out, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The bytes of a plane of whole rows, four in a word; ``out`` has where the words of each row begin."""
+    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits, and come first
+    parts: tl.constexpr = 8 // PLANE
+    stride: tl.constexpr = WIDTH // parts
+    byte = (codes >> down) & ((1 << PLANE) - 1)
+    if parts > 1:
+        shift = tl.arange(0, parts) * PLANE
+        byte = tl.sum(tl.reshape(byte, (ROWS, parts, stride)) << shift[None, :, None], 1)
+    shift = tl.arange(0, 4) * 8
+    word = tl.sum(tl.reshape(byte, (ROWS, stride // 4, 4)) << shift[None, None, :], 2)
+    tl.store(out[:, None] + WIDTH * down // 32 + tl.arange(0, stride // 4)[None, :], word)
+
+
+@kernel
+def _read_whole_plane(words, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The bits of codes that a plane of whole rows holds, in their place."""
+    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
+    parts: tl.constexpr = 8 // PLANE
+    stride: tl.constexpr = WIDTH // parts
+    word = tl.load(words[:, None] + WIDTH * down // 32 + tl.arange(0, stride // 4)[None, :])
+    shift = tl.arange(0, 4) * 8
+    byte = tl.reshape((word[:, :, None] >> shift[None, None, :]) & 255, (ROWS, stride))
+    shift = tl.arange(0, parts) * PLANE
+    return tl.reshape((byte[:, None, :] >> shift[None, :, None]) & ((1 << PLANE) - 1), (ROWS, WIDTH)) << down
+
+
+@kernel
+def _quantize_whole(
+    x, lows, steps, words, levels, shift, top, folded,
+    BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    v = tl.load(x + part * (ROWS * WIDTH) + i)
+    low, step = _header(v, i >= 0, row * 0 + WIDTH, levels, SCALE)
+    if SCALE == _MINMAX:
+        tl.store(lows + part * ROWS + row, low)
+    tl.store(steps + part * ROWS + row, step)
+    if SCALE == _MEAN:
+        finite = step == step  # noqa: PLR0124 - not NaN
+        code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
+    else:
+        inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+        own = tl.zeros_like(v) + shift
+        if STOCHASTIC:
+            own = own + uniform(part * (ROWS * WIDTH) + i, folded)
+        code = code_of(v, low[:, None], inverse[:, None], own, top)
+    out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
+
+
+@kernel
+def _dequantize_whole(
+    lows, steps, words, out, offset, weight,
+    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    step = tl.load(steps + part * ROWS + row)
+    low = tl.zeros_like(step)
+    if HAS_LOW:
+        low = tl.load(lows + part * ROWS + row)
+    source = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
+    code = tl.zeros((ROWS, WIDTH), tl.int32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            code |= _read_whole_plane(source, BITS, 8 >> plane, ROWS, WIDTH)
+    value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
+    place = out + part * (ROWS * WIDTH) + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if ACCUMULATE:
+        value = tl.load(place) + value
+    tl.store(place, value)
+
+
+@kernel
 def _read_plane(codes, at, j, m, inside, BITS: tl.constexpr, PLANE: tl.constexpr):
     """The bits of codes that a plane of this width holds, in their place; how many bytes of it each row has."""
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
@@ -201,6 +285,13 @@ def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+def _whole(n: int, group: int, codes: Tensor, tile: dict[str, int]) -> int:
+    """How many programs' tiles of whole groups there are, that loops without masks can take."""
+    if tile["WIDTH"] != group or group < _SHORTEST or codes.data_ptr() % 4:
+        return 0
+    return n // (tile["ROWS"] * group)
+
+
 def quantize_groups(
     x: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, stochastic: bool, seed: int = 0
 ) -> None:
@@ -209,17 +300,27 @@ def quantize_groups(
         return
     n, groups = x.numel(), -(-x.numel() // group)
     header = groups * (2 if scale == "minmax" else 1)
-    floats, codes = _floats(out, header), out[4 * header :]
-    codes[packed_nbytes(n, bits, group) :] = 0
+    end = 4 * header + packed_nbytes(n, bits, group)
+    floats, codes = _floats(out, header), out[4 * header : end]
+    if end < out.numel():
+        out[end:] = 0
     centre = (1 << (bits - 1)) - 1
     levels, offset = ((1 << bits) - 1, 0) if scale == "minmax" else (centre, centre)
     top = (1 << bits) - 1 if scale == "minmax" else 2 * centre
-    tile = _tile(group)
-    run(
-        _quantize, -(-groups // tile["ROWS"]), x, floats, floats[header - groups :], codes, n, groups, group,
-        packed_nbytes(group, bits, group), float(levels), float(offset if stochastic else offset + 0.5), float(top),
-        fold_seed(seed), on=x, BITS=bits, SCALE=_SCALES[scale], STOCHASTIC=stochastic, **tile,
-    )  # fmt: skip
+    numbers = float(levels), float(offset if stochastic else offset + 0.5), float(top)
+    tile, folded, steps = _tile(group), fold_seed(seed), floats[header - groups :]
+    form = {"BITS": bits, "SCALE": _SCALES[scale], "STOCHASTIC": stochastic, **tile}
+    programs = _whole(n, group, codes, tile)
+    done = programs * tile["ROWS"]
+    if programs:
+        words = codes[: done * group * bits // 8].view(torch.int32)
+        run(_quantize_whole, programs, x, floats, steps, words, *numbers, folded, on=x, **form)
+    if done < groups:
+        first, group_nbytes = done * group, packed_nbytes(group, bits, group)
+        arrays = x[first:], floats[done:], steps[done:], codes[done * group_nbytes :]
+        sizes = n - first, groups - done, group, group_nbytes
+        rest = fold_seed(seed, first)
+        run(_quantize, -(-(groups - done) // tile["ROWS"]), *arrays, *sizes, *numbers, rest, on=x, **form)
     if floats.data_ptr() != out.data_ptr():
         out[: 4 * header] = floats.view(torch.uint8)
 
@@ -236,9 +337,15 @@ def dequantize_groups(
     header = groups * (2 if scale == "minmax" else 1)
     floats, codes = _floats(payload, header), payload[4 * header :]
     offset = {"minmax": 0.0, "mean": 0.5}.get(scale, float((1 << (bits - 1)) - 1))
-    tile = _tile(group)
-    run(
-        _dequantize, -(-groups // tile["ROWS"]), floats, floats[header - groups :], codes, out, n, group,
-        packed_nbytes(group, bits, group), offset, float(weight),
-        on=out, BITS=bits, HAS_LOW=scale == "minmax", ACCUMULATE=accumulate, **tile,
-    )  # fmt: skip
+    tile, steps = _tile(group), floats[header - groups :]
+    form = {"BITS": bits, "HAS_LOW": scale == "minmax", "ACCUMULATE": accumulate, **tile}
+    programs = _whole(n, group, codes, tile)
+    done = programs * tile["ROWS"]
+    if programs:
+        words = codes[: done * group * bits // 8].view(torch.int32)
+        run(_dequantize_whole, programs, floats, steps, words, out, offset, float(weight), on=out, **form)
+    if done < groups:
+        first, group_nbytes = done * group, packed_nbytes(group, bits, group)
+        arrays = floats[done:], steps[done:], codes[done * group_nbytes :], out[first:]
+        sizes = n - first, group, group_nbytes
+        run(_dequantize, -(-(groups - done) // tile["ROWS"]), *arrays, *sizes, offset, float(weight), on=out, **form)

@@ -1,6 +1,9 @@
 """Rows of codes with shared ranges, in Triton.
 
 A program has some bytes of some rows, and the elements in these; or some of the ranges.
+
+Where estimates adapt, the rows of a program share a range: what it has seen is then two numbers. A range is settled by
+one program, and a second look at the rows, which is launched whatever it found, returns at once where none is needed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from narrowband.kernels import reference
 from narrowband.kernels.cuda.common import (
     BLOCK,
     INFINITE,
@@ -36,6 +40,7 @@ __all__ = [
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
+    "quantize_rows_adapting",
     "quantize_rows_extremes",
     "quantize_rows_learning",
     "row_extremes",
@@ -141,6 +146,96 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
     tl.store(seen + tl.num_programs(0) + tl.program_id(0), tl.max((there & infinite).to(tl.int32), 0).to(tl.float32))
 
 
+@kernel
+def _quantize_group(
+    x, out, ranges, seen, outer, groups, inner, apart, stride, sharers, blocks, levels, folded,
+    AGAIN: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Codes of some rows of a group, and their extremes; or again, if the group's range was changed.
+
+    The first time ``ranges`` are the estimates, and the second time what :func:`_settle` made of them.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    g = at // (sharers * blocks)
+    share = at % (sharers * blocks)
+    wanted = True
+    if AGAIN:
+        wanted = tl.load(seen + g) != 0
+        low, step = tl.load(ranges + g), tl.load(ranges + groups + g)
+    else:
+        low, step = tl.load(ranges + groups + g), tl.div_rn(tl.load(ranges + g), levels)
+    if wanted:
+        o = share // blocks * ROWS + tl.arange(0, ROWS)
+        t = share % blocks * WIDTH + tl.arange(0, WIDTH)
+        r = o * groups + g
+        inverse = tl.where(step < TINY, 0.0, tl.div_rn(1.0, step))
+        begin = o * apart + g * inner
+        there = (o < outer)[:, None] & (t < stride)[None, :]
+        byte = tl.zeros((ROWS, WIDTH), tl.int32)
+        least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
+        most = tl.full((ROWS, WIDTH), _LEAST, tl.int32)
+        for part in tl.static_range(8 // BITS):
+            j = part * stride + t
+            ok = there & (j < inner)[None, :]
+            v = load(x + begin[:, None] + j[None, :], ok, HALF)
+            shift = tl.zeros_like(v) + 0.5
+            if STOCHASTIC:
+                h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
+                shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
+            byte |= tl.where(ok, code_of(v, low, inverse, shift, (1 << BITS) - 1.0) << (part * BITS), 0)
+            if not AGAIN:
+                place = ordered(v.to(tl.int32, bitcast=True))
+                least = tl.minimum(least, tl.where(ok, place, _MOST))
+                most = tl.maximum(most, tl.where(ok, place, _LEAST))
+        tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
+        if not AGAIN:
+            tl.store(seen + 2 * at, tl.min(tl.min(least, 1), 0))
+            tl.store(seen + 2 * at + 1, tl.max(tl.max(most, 1), 0))
+
+
+@kernel
+def _settle(
+    estimates, seen, ranges, again, note, groups, shares, levels, decay, rest, drift, jump, WIDTH: tl.constexpr
+):  # fmt: skip
+    """What a group has learned, its range, and whether its codes are to be made again."""
+    g = tl.program_id(0)
+    low = tl.full((WIDTH,), _MOST, tl.int32)
+    high = tl.full((WIDTH,), _LEAST, tl.int32)
+    for first in range(0, shares, WIDTH):
+        share = first + tl.arange(0, WIDTH)
+        place = seen + 2 * (g.to(tl.int64) * shares + share)
+        low = tl.minimum(low, tl.load(place, mask=share < shares, other=_MOST))
+        high = tl.maximum(high, tl.load(place + 1, mask=share < shares, other=_LEAST))
+    low = tl.min(low, 0)
+    high = tl.max(high, 0)
+    finite = (high < INFINITE) & (low >= -INFINITE)
+    low, high = ordered(low).to(tl.float32, bitcast=True), ordered(high).to(tl.float32, bitcast=True)
+    top = tl.where(high > -low, high, -low) * 2.0
+    finite = finite & ((top.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE)
+    width, begin = tl.load(estimates + g), tl.load(estimates + groups + g)
+    own = high - low
+    wider = width * decay + own * rest
+    later = begin * decay + low * rest
+    near = later - begin
+    far = tl.abs(near + (wider - width))
+    near = tl.abs(near)
+    moved = tl.where((near > far) | (near != near), near, far)  # noqa: PLR0124 - NaN stays NaN
+    moved = tl.where(moved == 0.0, 0.0, tl.div_rn(moved, wider))
+    drifted = finite & (moved > drift)
+    jumped = own > width * jump
+    chosen_width = tl.where(drifted, tl.where(jumped, own, wider), width)
+    chosen_low = tl.where(drifted, tl.where(jumped, low, later), begin)
+    tl.store(ranges + g, tl.where(finite, chosen_low, float("nan")))
+    tl.store(ranges + groups + g, tl.where(finite, tl.div_rn(chosen_width, levels), float("nan")))
+    tl.store(ranges + 2 * groups + g, tl.where(finite, wider, width))
+    tl.store(ranges + 3 * groups + g, tl.where(finite, later, begin))
+    tl.store(again + g, tl.where(finite, drifted.to(tl.int32), 1))
+    share = tl.where(own == 0.0, 0.0, tl.div_rn(own, width))
+    share = tl.where(finite, share, float("inf"))
+    tl.atomic_max(note, share.to(tl.int32, bitcast=True))
+
+
 def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
     """A tensor, and how far neighbouring lines of rows are apart in it."""
     line = rows.groups * rows.inner
@@ -230,3 +325,46 @@ def quantize_rows_learning(
     low, high = quantize_rows_extremes(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
     learned, finite, moved = learn_ranges(estimates, low, high, decay)
     return ranges, torch.stack((low, high)), learned, finite, moved
+
+
+#: Shorter rows, in bytes, that lie apart from the next one of their group, would be read mostly for what is between.
+_SHORTEST = 64
+#: Numbers of a range that one program looks at in a turn.
+_SHARES = 1024
+
+
+def quantize_rows_adapting(
+    x: Tensor,
+    out: Tensor,
+    rows: Rows,
+    estimates: Tensor,
+    decay: float,
+    note: Tensor,
+    *,
+    drift: float,
+    jump: float,
+    bits: int,
+    stochastic: bool,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    if not rows.numel or (rows.groups > 1 and rows.inner * x.element_size() < _SHORTEST):
+        return reference.quantize_rows_adapting(
+            x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed
+        )
+    x, apart = _spaced(x, rows)
+    outer, groups, inner = rows.outer, rows.groups, rows.inner
+    stride, levels = -(-inner * bits // 8), float((1 << bits) - 1)
+    tile = _tile(stride)
+    blocks, sharers = -(-stride // tile["WIDTH"]), -(-outer // tile["ROWS"])
+    programs = groups * sharers * blocks
+    notes = torch.empty(4 * groups + groups + 2 * programs, dtype=torch.int32, device=x.device)
+    made, again, seen = notes[: 4 * groups].view(torch.float32), notes[4 * groups : 5 * groups], notes[5 * groups :]
+    own, half = raw(x)
+    shape = outer, groups, inner, apart, stride, sharers, blocks, levels, fold_seed(seed)
+    form = {"HALF": half, "BITS": bits, "STOCHASTIC": stochastic, **tile}
+    run(_quantize_group, programs, own, out, estimates, seen, *shape, on=x, AGAIN=False, **form)
+    numbers = groups, sharers * blocks, levels, float(decay), 1.0 - decay, float(drift), float(jump)
+    run(_settle, groups, estimates, seen, made, again, note.view(torch.int32), *numbers, on=x, WIDTH=_SHARES)
+    run(_quantize_group, programs, own, out, made, again, *shape, on=x, AGAIN=True, **form)
+    made = made.view(4, groups)
+    return made[:2], made[2:]

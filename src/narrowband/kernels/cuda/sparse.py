@@ -63,6 +63,7 @@ def _accumulate(out, indices, values, k, weight, WIDTH: tl.constexpr):
         step += 1
         there = going & (i + step < k)
         going = there & (tl.load(indices + i + step, mask=there, other=-1) == at)
+    tl.debug_barrier()  # what one thread has loaded another one may store
     tl.store(out + at, total, mask=first)
 
 

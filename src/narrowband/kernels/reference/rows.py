@@ -27,6 +27,7 @@ __all__ = [
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
+    "quantize_rows_adapting",
     "quantize_rows_extremes",
     "quantize_rows_learning",
     "row_extremes",
@@ -87,11 +88,16 @@ def quantize_rows_extremes(
     return row_extremes(x, rows)
 
 
-def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+def _learned(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+    """New estimates, and by which share of their width an end has moved."""
     learned = estimates * decay + torch.stack((high - low, low)) * (1 - decay)
     width, beta = learned - estimates
     moved = torch.maximum(beta.abs(), (beta + width).abs())
-    share = torch.where(moved == 0, 0.0, moved / learned[0])
+    return learned, torch.where(moved == 0, 0.0, moved / learned[0])
+
+
+def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
+    learned, share = _learned(estimates, low, high, decay)
     whole = torch.isfinite(2 * torch.maximum(high, -low)).all()
     largest = share.amax() if share.numel() else whole.new_zeros((), dtype=torch.float32)
     finite, far = torch.stack((whole.float(), largest)).tolist()
@@ -106,6 +112,34 @@ def quantize_rows_learning(
     low, high = quantize_rows_extremes(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
     learned, finite, moved = learn_ranges(estimates, low, high, decay)
     return ranges, torch.stack((low, high)), learned, finite, moved
+
+
+def quantize_rows_adapting(
+    x: Tensor,
+    out: Tensor,
+    rows: Rows,
+    estimates: Tensor,
+    decay: float,
+    note: Tensor,
+    *,
+    drift: float,
+    jump: float,
+    bits: int,
+    stochastic: bool,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    low, high = row_extremes(x, rows)
+    learned, share = _learned(estimates, low, high, decay)
+    own, finite = torch.stack((high - low, low)), torch.isfinite(2 * torch.maximum(high, -low))
+    wider = torch.where(own[0] == 0, 0.0, own[0] / estimates[0])
+    top = torch.where(finite, wider, torch.inf).amax() if wider.numel() else note.new_zeros(())
+    note.copy_(torch.maximum(note.view(()), top).view(note.shape))
+    chosen = torch.where(share > drift, torch.where(own[0] > jump * estimates[0], own, learned), estimates)
+    chosen, learned = torch.where(finite, chosen, torch.nan), torch.where(finite, learned, estimates)
+    levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    ranges = torch.stack((chosen[1], chosen[0] / levels))
+    quantize_rows(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
+    return ranges, learned
 
 
 def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:

@@ -1,0 +1,111 @@
+"""Where the host does not wait for what a tensor holds: as on a GPU, whose part is played by the CPU here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from narrowband import kernels
+from narrowband.activations import packed
+from narrowband.activations.ranges import Notes
+
+
+@pytest.fixture(autouse=True)
+def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "AHEAD", {"cpu"})
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+
+
+def gradients(layers: nn.Module, x: torch.Tensor, saving: nb.ActivationCompression | None) -> torch.Tensor:
+    layers.zero_grad()
+    if saving is None:
+        layers(x).square().mean().backward()
+    else:
+        with saving:
+            loss = layers(x).square().mean()
+        loss.backward()
+    return torch.cat([p.grad.flatten() for p in layers.parameters()])
+
+
+def off(layers: nn.Module, x: torch.Tensor, saving: nb.ActivationCompression) -> float:
+    exact = gradients(layers, x, None)
+    return ((gradients(layers, x, saving) - exact).norm() / exact.norm()).item()
+
+
+def test_gradients_are_those_of_a_host_that_waits(monkeypatch):
+    """While no range jumps, codes are the same, but for groups: each is judged by itself."""
+    errors = []
+    for ahead in ({"cpu"}, set()):
+        monkeypatch.setattr(packed, "AHEAD", ahead)
+        layers, generator = model(), torch.Generator().manual_seed(1)
+        saving = nb.compress_activations(layers, bits=8)
+        errors.append([off(layers, torch.randn(64, 64, generator=generator), saving) for _ in range(6)])
+    assert max(errors[0]) < 0.02
+    assert sum(errors[0]) == pytest.approx(sum(errors[1]), rel=0.2)
+
+
+def test_nothing_is_asked_of_the_device_but_once(monkeypatch):
+    """Every step after the first one makes codes with one call, and reads no value of a tensor."""
+    layers, x = model(), torch.randn(64, 64)
+    saving = nb.compress_activations(layers, bits=8)
+    monkeypatch.setattr(packed, "_by_chance", lambda _: False)
+    gradients(layers, x, saving)
+    for name in ("learn_ranges", "row_extremes", "quantize_rows_learning"):
+        monkeypatch.setattr(kernels, name, lambda *_, **__: pytest.fail("the host waits"))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda _: pytest.fail("the host waits"))
+    monkeypatch.setattr(torch.Tensor, "item", lambda _: pytest.fail("the host waits"))
+    for _ in range(3):
+        gradients(layers, x, saving)
+
+
+def test_a_batch_that_is_much_wider_is_looked_at_in_the_next_step():
+    copied = nn.Identity()  # what the first linear layer saves is then no input of the model, which would live anyway
+    copied.forward = lambda x: x * 1.0
+    wide = nn.Sequential(copied, model())
+    saving = nb.compress_activations(wide, bits=8)
+
+    def step(x: torch.Tensor) -> int:
+        with saving as saved:
+            loss = wide(x).square().mean()
+        loss.backward()
+        return saved.outliers
+
+    x = torch.randn(64, 64)
+    spiky = x.clone()
+    spiky[3, 5] = 1e5  # of one row
+    assert step(x) == 0
+    assert step(spiky) == 0  # codes were made before anybody could know
+    assert step(spiky) >= 1  # and now it is kept as it is
+
+
+def test_what_is_not_finite_gives_gradients_that_are_not():
+    layers, x = model(), torch.randn(64, 64)
+    saving = nb.compress_activations(layers, bits=8)
+    gradients(layers, x, saving)
+    estimates = {name: value.clone() for name, value in saving.estimates.state_dict().items()}
+    bad = x.clone()
+    bad[0, 0] = math.nan
+    assert gradients(layers, bad, saving).isnan().any()
+    for name, value in saving.estimates.state_dict().items():  # nothing was learned of it
+        assert value.isfinite().all()
+        assert torch.equal(value, estimates[name])
+    assert gradients(layers, x, saving).isfinite().all()
+
+
+def test_notes_of_more_names_than_there_was_room_for():
+    notes, cpu = Notes(), torch.device("cpu")
+    for at in range(1500):
+        notes.place(f"{at}", cpu).fill_(float(at))
+    notes.send()
+    notes.receive()
+    # Those in memory that was left when it grew are of the past.
+    assert [notes.read(f"{at}") for at in (0, 1, 1100, 1499)] == [0.0, 1.0, 1100.0, 1499.0]
+    assert notes.read("1499") == 0.0
