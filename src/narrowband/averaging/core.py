@@ -36,7 +36,8 @@ from narrowband.averaging.step import MEASURE_EVERY, Group, Parts, Step, fill_wi
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow
-from narrowband.errors import DisagreementError
+from narrowband.errors import DisagreementError, PayloadError
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -82,6 +83,8 @@ class Averaging:
         later: Callable[[Callable[[], None]], bool] | None = None,
     ) -> None:
         self.compression = settings.compression
+        #: Whether every tensor that is fed was computed: zeros are then no sign that nobody has used a layer.
+        self.complete = False
         self._settings = settings
         self._seed = settings.seed
         self._set_up_name, self._step_name = set_up, step
@@ -98,6 +101,7 @@ class Averaging:
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
         self._errors: dict[str, float] = {}
+        self._unread: list[_Unread] = []
         self._connect(group)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
@@ -265,6 +269,7 @@ class Averaging:
         return {}
 
     def _new_step(self) -> Step:
+        self._settle()
         total, number, start = self._total, self._step, self._settings.warmup_steps
         compressing = not self._paused and number >= start
         codec = self.compression.codec_at(max(0, number - start), self._epoch) if compressing else Identity()
@@ -288,7 +293,23 @@ class Averaging:
             finished=self._finished,
         )
         step.raises_later = self._later(step.raise_error)
+        if step.raises_later and self.complete:
+            step.go_ahead()
         return step
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Learn what devices have found out of steps that the host did not wait for; of all, if it waits now."""
+        with self._lock:
+            unread, self._unread = self._unread, []
+            for at, one in enumerate(unread):
+                if not one.has_arrived(wait=wait):
+                    self._unread = unread[at:]
+                    break
+                if one.is_damaged:
+                    self._engine.post(_raise_damaged)
+                skipped = int(one.is_bad)
+                one.step.skipped += skipped
+                self._total.skipped += skipped
 
     @property
     def _stopped_by(self) -> BaseException | None:
@@ -311,8 +332,10 @@ class Averaging:
         future.set_result(result)
         return future
 
-    def _finished(self, step: StepStats, errors: Mapping[str, float]) -> None:
+    def _finished(self, step: StepStats, errors: Mapping[str, float], findings: Findings | None) -> None:
         with self._lock:
+            if findings is not None:
+                self._unread.append(_Unread(step, findings))
             self._errors.update(errors)
             self._step += 1
             self._open_step = None
@@ -342,6 +365,45 @@ class Averaging:
                 f"{what}: the exchange broke off while a step was being written, so part of the residuals is sent and "
                 "part is not; go on from the last checkpoint"
             )
+
+
+class _Unread:
+    """What a device has found out of a step, on its way to the host.
+
+    Args:
+        step: its statistics, which go into what is counted without this.
+        findings: of the step.
+    """
+
+    def __init__(self, step: StepStats, findings: Findings) -> None:
+        self.step = step
+        places, self._event = findings.places, None
+        if places.is_cuda:
+            self._values = torch.empty(places.shape, dtype=places.dtype, pin_memory=True)
+            self._values.copy_(places, non_blocking=True)
+            self._event = torch.cuda.current_stream(places.device).record_event()
+        else:
+            self._values = places.clone()
+
+    def has_arrived(self, *, wait: bool) -> bool:
+        """Whether the values are here."""
+        if wait and self._event is not None:
+            self._event.synchronize()
+        return self._event is None or bool(self._event.query())
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something was not finite, on any rank."""
+        return bool(self._values[Findings.ANY])
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a payload was damaged."""
+        return bool(self._values[Findings.DAMAGED])
+
+
+def _raise_damaged() -> None:
+    raise PayloadError("a payload of an earlier step was damaged on its way, and residuals may be wrong since")
 
 
 def _call(method: Callable[[BaseException], None] | None, error: BaseException) -> None:

@@ -65,7 +65,8 @@ class Handle(Averaging):
         return f"{type(self).__name__}({', '.join(facts)})"
 
     def stats(self) -> Stats[StepStats]:
-        """Bytes, seconds and relative error: in total, and of the last finished step."""
+        """Bytes, seconds and relative error: in total, and of the last finished step. On a GPU it waits for that."""
+        self._settle(wait=True)
         with self._lock:
             return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
 
@@ -311,7 +312,7 @@ class Handle(Averaging):
         self._paused = mine["paused"]
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"]
-        self._total, self._last, self._errors = StepStats(), StepStats(), {}
+        self._total, self._last, self._errors, self._unread = StepStats(), StepStats(), {}, []
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """The state of this rank, and its residuals, if both can be loaded."""

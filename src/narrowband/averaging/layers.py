@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from narrowband.adapt.policy import as_choice
 from narrowband.adapt.traffic import Traffic
 from narrowband.averaging.mixing import codec_like, for_gradients, spec_beside
@@ -128,6 +130,21 @@ class Layers:
     def incremental(self) -> bool:
         """Whether payloads are changes of what all ranks hold; then all layers' are."""
         return self.state is not None and self.state.incremental
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a step can be decided where the tensors are, without the host: see :class:`~narrowband.kernels.
+        Findings`.
+        """
+        if self.observer is not None or self.incremental:
+            return False
+        if not all(isinstance(state, Feedback) and state.goes_ahead for state in self.states.values()):
+            return False
+        kinds = {self.spec_for(name) for name in self.parameters.shapes}
+        if self._small_codec is not None:
+            kinds.add(Compression(self._small_codec, self.default.feedback))
+        dtypes = {p.vector.dtype for p in self.parameters.by_name.values() if p.compressed}
+        return dtypes <= {torch.float32} and all(self.collective_for(kind).goes_ahead(kind.codec) for kind in kinds)
 
     @property
     def states(self) -> dict[str, State]:

@@ -4,6 +4,10 @@ A step is one transaction. Feedback changes its state only when every tensor of 
 rank, and with feedback no average is written before that is known. With ``all_gather`` it is known early: the
 all-reduce of small parameters carries one element more, NaN where a rank encoded something that is not finite, so that
 averages are written while the last payload is on the wire. Without feedback each average is written when it arrives.
+
+On a GPU nothing of this needs the host, which would have to wait for each answer (:meth:`Step.go_ahead`). Feedback is
+committed as tensors are encoded; what is not finite is noted on the device, and the notes travel in the same trailers.
+Before averages are written, the device rolls feedback back if it has to, and where it has, all averages become NaN.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from narrowband import kernels
 from narrowband.averaging.parameters import Parameter, Vector
 from narrowband.averaging.stats import StepStats
 from narrowband.codecs import Codec
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import Exchange, Operand, Transfer, all_reduce_nbytes
 from narrowband.errors import UnsupportedError
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +48,9 @@ ADVICE = (
     "Call pause, resume, set_epoch, set_layers, load_state_dict and remove on all ranks, between the same two steps, "
     "with the same arguments; then go on from a checkpoint of all ranks"
 )
+
+#: Types of devices that work by themselves while the host goes on.
+AHEAD = {"cuda"}
 
 #: The relative error costs two passes over the gradients, so it is measured in one step of this many.
 MEASURE_EVERY = 50
@@ -123,8 +132,8 @@ class Step:
         measure: whether the relative error is measured.
         seed: of the run.
         facts: what this rank is about to do.
-        finished: called with the step's statistics, and with relative errors by layer if they were measured, when all
-            averages are written, before any future is resolved.
+        finished: called with the step's statistics, with relative errors by layer if they were measured, and with what
+            the device found, when all averages are written, before any future is resolved.
     """
 
     def __init__(
@@ -137,7 +146,7 @@ class Step:
         measure: bool,
         seed: int,
         facts: Facts,
-        finished: Callable[[StepStats, Mapping[str, float]], None],
+        finished: Callable[[StepStats, Mapping[str, float], Findings | None], None],
     ) -> None:
         self._parts = parts
         self._layers, self._peers, self._engine = parts.layers, parts.peers, parts.engine
@@ -172,10 +181,22 @@ class Step:
         self._stats = StepStats(steps=1)
         self._wire_before = self._engine.wire_seconds
         self._measure = measure
+        #: Where the device notes whether the step counts; None: the host decides.
+        self.findings: Findings | None = None
         #: Whether the engine broke in this step. The feedback is then again what it was before, unless ``torn``.
         self.abandoned = False
         #: Whether the engine broke between the decision that the step counts and its end.
         self.torn = False
+
+    def go_ahead(self) -> None:
+        """Have the device decide whether the step counts, where it can. To be called before anything is added.
+
+        Not where the relative error is measured, and not with feedback that has to know (``goes_ahead`` of
+        :class:`~narrowband.averaging.layers.Layers`).
+        """
+        device, measures = self._layers.parameters.device, self._measure and not self._layers.exact
+        if device.type in AHEAD and not measures and self._layers.goes_ahead:
+            self.findings = Findings(device)
 
     def add(self, group: Group, *, last: bool) -> None:
         """A group of tensors is complete: start what it needs."""
@@ -293,6 +314,7 @@ class Step:
 
     def _new_exchange(self, layer: Layer, operands: Sequence[Operand]) -> Exchange:
         exchange = layer.collective(operands, self._peers, measure=self._measure, state=layer.state)
+        exchange.findings = self.findings
         self._exchanges.append(exchange)
         return exchange
 
@@ -320,7 +342,9 @@ class Step:
                 flagged = [torch.zeros(1, device=self.results[0][1].device)]
                 vectors[alone] = flagged[0]
             for flat in flagged:
-                flat[-1] = 0.0 if self._encoded_finite else math.nan
+                flat[-1:].fill_(0.0 if self._encoded_finite else math.nan)
+                if self.findings is not None:
+                    kernels.poison_if(self.findings.place(Findings.OWN), flat[-1:])
         for vector, flat in vectors.items():
             if not vector.compressed:
                 nbytes = all_reduce_nbytes(flat.numel() * flat.element_size(), self._peers.size)
@@ -375,7 +399,11 @@ class Step:
         if x.is_sparse:
             x.copy_(own)  # takes its memory
         if check and self._layers.stateful:
-            self._uncompressed_finite &= bool((x._values() if x.is_sparse else x).isfinite().all())
+            finite = (x._values() if x.is_sparse else x).isfinite().all()
+            if self.findings is None:
+                self._uncompressed_finite &= bool(finite)
+            else:
+                self.findings.note(Findings.ANY, ~finite)
 
     def _start(self, job: Job, then: Callable[[], None] | None = None, *, decides: bool = True) -> None:
         self._open_jobs += 1
@@ -410,6 +438,9 @@ class Step:
         if self._open_jobs:
             return
         self._delivered = True
+        if self.findings is not None:
+            for group in self._dense:
+                kernels.poison_if(self.findings.place(Findings.ANY), group.buffer if group.out is None else group.out)
         self._look()
         self._account()
         for future, buffer in self.results:
@@ -436,7 +467,8 @@ class Step:
         encoded = sum(n.encoded for _, n in norms)
         if norms and math.isfinite(encoded):
             stats.relative_error = sum(n.lost for _, n in norms) / encoded if encoded else 0.0
-        self._finished(stats, {key: n.lost / n.encoded if n.encoded else 0.0 for key, n in norms})
+        errors = {key: n.lost / n.encoded if n.encoded else 0.0 for key, n in norms}
+        self._finished(stats, errors, self.findings)
 
     def abandon(self, error: BaseException) -> None:
         """The engine broke: put the feedback back, and pass the error on to whoever waits."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from narrowband import kernels
 from narrowband.codecs.base import Codec, Shape, aligned, numel_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Cast(Codec):
         wire[x.numel() :] = 0
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        return bool(payload.view(self.sum_dtype(torch.float32)).isfinite().all())
+        return kernels.holds(payload.view(self.sum_dtype(torch.float32)).isfinite().all())
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool

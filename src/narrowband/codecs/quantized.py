@@ -64,7 +64,7 @@ class _Grouped(Codec):
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
         """A span or a norm may leave float32 where no element does."""
         header = payload[: self._header_nbytes(numel_of(shape))]
-        return bool(header.view(torch.float32).isfinite().all())
+        return kernels.holds(header.view(torch.float32).isfinite().all())
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         g = self._grouping(x.numel())

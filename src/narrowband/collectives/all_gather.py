@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from narrowband.codecs.base import dims
 from narrowband.collectives.engine import Transfer
 from narrowband.collectives.exchange import TRAILER, Exchange
 from narrowband.collectives.primitives import all_gather, concatenated, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +45,10 @@ class AllGather(Exchange):
     def obstacle(codec: Codec, feedback: State | None) -> None:  # noqa: ARG004
         return None
 
+    @staticmethod
+    def goes_ahead(codec: Codec) -> bool:
+        return codec.fixed_size
+
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
         super().__init__(operands, peers, measure=measure, state=state)
         self._fixed = True  # whether sizes do not depend on the data
@@ -59,7 +65,11 @@ class AllGather(Exchange):
             self._parts.append(part)
             places = [part[span] for span in spans_of(sizes)]
         for operand, place in zip(operands, places, strict=True):
-            self._locally_finite &= self._encode(operand, place)[0]
+            finite, _ = self._encode(operand, place)
+            self._locally_finite &= finite
+            if self.findings is not None and not finite:  # of a loop that knows at once, and has left no payload
+                zeros = torch.zeros(dims(operand.shape), dtype=operand.dtype, device=operand.x.device)
+                operand.codec.encode(zeros, out=place)
 
     @property
     def first_nbytes(self) -> int:
@@ -82,11 +92,16 @@ class AllGather(Exchange):
             self.sent_nbytes += all_gather_nbytes(8 * len(self.operands), size)
             payload = torch.zeros(capacity + TRAILER, dtype=torch.uint8, device=device)
             torch.cat(self._payloads, out=payload[: self._spans[self.peers.rank][-1].stop])
-        payload[capacity:] = 0 if self._locally_finite else 1
+        payload[capacity:] = 0 if self._locally_finite or self.findings is not None else 1
+        if self.findings is not None:
+            payload[capacity : capacity + 1].copy_(self.findings.place(Findings.OWN))
         received = torch.empty(size, capacity + TRAILER, dtype=torch.uint8, device=device)
         self.sent_nbytes += all_gather_nbytes(payload.numel(), size)
         yield Transfer(lambda: all_gather(received, payload, self.peers))
-        self.finite = not bool(received[:, capacity].any())
+        if self.findings is None:
+            self.finite = not bool(received[:, capacity].any())
+        else:
+            self.findings.note(Findings.ANY, received[:, capacity].any())
         self._received = received
 
     def _write(self, good: bool) -> None:

@@ -15,6 +15,7 @@ from narrowband.collectives.engine import Transfer
 from narrowband.collectives.exchange import Exchange
 from narrowband.collectives.primitives import concatenated, spans_of
 from narrowband.collectives.traffic import all_reduce_nbytes
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +53,10 @@ class AllReduce(Exchange):
         return None
 
     @staticmethod
+    def goes_ahead(codec: Codec) -> bool:
+        return not codec.shared_seed  # sends every element: what is not finite arrives as such
+
+    @staticmethod
     def kind_of(codec: Codec, dtype: torch.dtype) -> str:
         """The dtype in which payloads are added."""
         return str(codec.sum_dtype(dtype))
@@ -66,7 +71,7 @@ class AllReduce(Exchange):
         for operand, span in zip(operands, spans_of(sizes), strict=True):
             finite, payload = self._encode(operand, part[span])
             self._locally_finite &= finite
-            if not finite:
+            if not finite and self.findings is None:
                 payload.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
         self._parts.append(part)
 
@@ -88,7 +93,12 @@ class AllReduce(Exchange):
             self.sent_nbytes += all_reduce_nbytes(self._sum.numel(), self.peers.size)
             yield Transfer(lambda: dist.all_reduce(values, group=self.peers.group, async_op=True))
         if stateful:  # inf and NaN survive the sum, and every rank holds the same sum
-            self.finite = kernels.all_finite(values.float())
+            with self._noting(Findings.ANY):
+                finite = kernels.all_finite(values.float())
+            if self.findings is None:
+                self.finite = finite
+            else:
+                self.findings.note(Findings.ANY, bad=not finite)
 
     def _write(self, good: bool) -> None:
         spans = spans_of([payload.numel() for payload in self._payloads])

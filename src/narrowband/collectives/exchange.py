@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -24,9 +24,11 @@ import torch
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.feedback.base import Norms
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -70,6 +72,9 @@ class Exchange(ABC):
     uses_pairs: ClassVar[bool] = False
     #: Whether a rank encodes means, whose error its feedback then keeps, see :meth:`State.owner_error`.
     has_owners: ClassVar[bool] = False
+    #: Where loops note what is not finite, if the host is not to wait for them; given before the first :meth:`encode`.
+    #: Then all counts as finite here, feedback is rolled back on the device, and NaN is the caller's to write.
+    findings: Findings | None = None
 
     @staticmethod
     @abstractmethod
@@ -85,6 +90,11 @@ class Exchange(ABC):
     @abstractmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         """Why this collective cannot carry a codec's payloads with this feedback, as an error's text; None: it can."""
+
+    @staticmethod
+    def goes_ahead(codec: Codec) -> bool:  # noqa: ARG004
+        """Whether it can carry a codec's payloads while nobody waits to hear what is finite."""
+        return False
 
     @staticmethod
     def kind_of(codec: Codec, dtype: torch.dtype) -> str:  # noqa: ARG004
@@ -121,7 +131,10 @@ class Exchange(ABC):
         begin = time.perf_counter()
         operands, self._not_encoded = self._not_encoded, []
         self.operands += operands
-        self._encode_all(operands)
+        with self._noting(Findings.OWN):
+            self._encode_all(operands)
+        if self.findings is not None and not self._locally_finite:  # of a loop that knows at once
+            self.findings.note(Findings.OWN, bad=True)
         self.encode_seconds += time.perf_counter() - begin
         return self._locally_finite
 
@@ -131,6 +144,10 @@ class Exchange(ABC):
         """Bytes that a rank will send in the first collective, for the operands encoded so far: equal on all ranks.
         Where sizes depend on the data, the most that it can be.
         """
+
+    def _noting(self, what: int) -> AbstractContextManager[None]:
+        """Loops note what they find, if the host is not to wait for it."""
+        return nullcontext() if self.findings is None else self.findings.noting(what)
 
     def flag(self, finite: bool) -> None:
         """Let this exchange's trailer also say whether other tensors of its sender are finite."""
@@ -171,7 +188,8 @@ class Exchange(ABC):
         self._decided = True
         self._finish_feedback(good)
         if self.finite:
-            self._write(good)
+            with self._noting(Findings.ANY):
+                self._write(good)
         else:
             for operand in self.operands:
                 operand.average.fill_(torch.nan)
@@ -193,6 +211,8 @@ class Exchange(ABC):
                 if not good:
                     operand.feedback.roll_back(operand.key, operand.x)
                     self.norms.clear()
+                elif self.findings is not None:
+                    operand.feedback.roll_back_if(self.findings.place(Findings.ANY), operand.key, operand.x)
                 elif not operand.committed:
                     self._commit(operand, payload)
             elif self.measure and good:
@@ -230,7 +250,10 @@ class Exchange(ABC):
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
         # Where there is no residual yet, zeros make one, so that a state has one for every layer.
-        if feedback is not None and (operand.incremental or not feedback.holds(operand.key) or _any_nonzero(x)):
+        ahead = self.findings is not None
+        if feedback is not None and (
+            ahead or operand.incremental or not feedback.holds(operand.key) or _any_nonzero(x)
+        ):
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)
             early = self._commits_early(operand)  # while it is in the caches and other ranks still compute

@@ -321,6 +321,15 @@ class Feedback(State):
     def roll_back(self, key: str, x: Tensor) -> None:
         """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
 
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether :meth:`roll_back_if` can undo all that :meth:`encode` and :meth:`commit` did to float32 gradients."""
+        return False
+
+    def roll_back_if(self, bad: Tensor, key: str, x: Tensor) -> None:
+        """:meth:`roll_back`, if ``bad``, one int32 on the device, is not zero: the host is not told."""
+        raise TypeError(f"{self.name} has to know on the host whether a step counts")
+
     def sent_reference(self, key: str) -> Tensor | None:
         """Where :attr:`incremental`: what the receivers hold of this sender under ``key``, flat float32.
 

@@ -246,6 +246,13 @@ class ErrorFeedback(Feedback):
         elif x.dtype == torch.float32:
             self._residuals[key].copy_(x)
 
+    @property
+    def goes_ahead(self) -> bool:
+        return self.store == "fp32"
+
+    def roll_back_if(self, bad: Tensor, key: str, x: Tensor) -> None:
+        kernels.restore_if(bad, self._residuals[key], x)
+
     def residual(self, key: str) -> Tensor | None:
         if self.store == "fp32":
             return self._residuals.get(key)

@@ -69,6 +69,7 @@ class DDPCompression(GradientCompression):
             owners=None if tensors is None else dict(model.module.named_parameters()),
             later=at_the_end_of_backward,
         )
+        self.complete = not model.find_unused_parameters
         self._buckets: list[list[str]] = []
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)

@@ -31,8 +31,11 @@ from narrowband.kernels.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
+    poison_if,
+    restore_if,
     take_difference,
 )
+from narrowband.kernels.findings import Findings, holds
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.kept import compensate_kept, take_former
 from narrowband.kernels.knapsack import cheapest_within
@@ -76,6 +79,7 @@ __all__ = [
     "LEAST_POWER",
     "SHARE_BLOCK",
     "STORE_GROUP",
+    "Findings",
     "Rows",
     "Scale",
     "Windows",
@@ -105,6 +109,7 @@ __all__ = [
     "from_share",
     "fuses",
     "group_minmax",
+    "holds",
     "keep_in_8",
     "keep_in_16",
     "learn_ranges",
@@ -116,6 +121,7 @@ __all__ = [
     "momentum_topk",
     "orthonormalize",
     "packed_nbytes",
+    "poison_if",
     "pool_places",
     "pool_positions",
     "quantize_groups",
@@ -125,6 +131,7 @@ __all__ = [
     "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
+    "restore_if",
     "row_extremes",
     "sample_rank",
     "sample_size",

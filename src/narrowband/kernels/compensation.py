@@ -17,6 +17,8 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
+    "poison_if",
+    "restore_if",
     "take_difference",
 ]
 
@@ -82,3 +84,13 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
 def all_zero(x: Tensor) -> bool:
     """True if no element differs from zero (NaN does)."""
     return cast("bool", backend_of(x).all_zero(x))
+
+
+def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
+    """``out = x`` if ``bad``, one int32 where the others are, is not zero; the host is not asked."""
+    backend_of(out).restore_if(bad, out, x)
+
+
+def poison_if(bad: Tensor, x: Tensor) -> None:
+    """``x = NaN``, of any floating dtype, if ``bad``, one int32 where x is, is not zero; the host is not asked."""
+    backend_of(x).poison_if(bad, x)

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import Rows, Windows, cuda
+from narrowband.kernels import Findings, Rows, Windows, cuda
 
 _TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
@@ -32,7 +32,7 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 #: Files of loops.
 FAMILIES = (
-    "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows", "selection", "shares",
+    "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows", "selection", "shares",
     "sparse", "stores",
 )  # fmt: skip
 
@@ -67,7 +67,8 @@ def main(capability: int) -> None:
         ("minmax", 4, True), ("minmax", 7, False), ("absmax", 8, True), ("l2", 3, True), ("mean", 1, False),
     ):  # fmt: skip
         cuda.quantize_groups(x, out, bits=bits, group=128, scale=scale, stochastic=stochastic)
-        cuda.dequantize_groups(out, x, bits=bits, group=100, scale=scale, weight=0.5, accumulate=stochastic)
+        for group in (100, 128):
+            cuda.dequantize_groups(out, x, bits=bits, group=group, scale=scale, weight=0.5, accumulate=stochastic)
     cuda.group_minmax(x, 8192)
     cuda.keep_in_16(x, half, seed=1)
     codes, exponents = torch.empty(5000, dtype=torch.int8), torch.empty(79, dtype=torch.int8)
@@ -75,6 +76,10 @@ def main(capability: int) -> None:
         cuda.keep_in_8(x, codes, exponents, seed=seed)
     cuda.read_from_8(codes, exponents, x)
     cuda.all_finite(x)
+    with Findings(x.device).noting(Findings.OWN):
+        cuda.all_finite(x)
+    cuda.restore_if(torch.zeros(1, dtype=torch.int32), x, x)
+    cuda.poison_if(torch.zeros(1, dtype=torch.int32), x)
     cuda.compensate(x, x.clone(), decay=0.9)
     cuda.difference(x, x.clone(), x.clone())
     cuda.take_difference(x, x.clone())

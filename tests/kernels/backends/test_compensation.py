@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import cpu, reference
+from narrowband.kernels import Findings, cpu, reference
 from narrowband.kernels.cpu import selection
 from tests.kernels.backends.common import (
     BACKENDS,
@@ -186,3 +187,35 @@ def test_one_nan_anywhere_is_found(where: int) -> None:
     assert not cpu.difference(x, torch.zeros(MILLION), torch.empty(MILLION))
     assert not cpu.take_difference(x.clone(), torch.zeros(MILLION))
     assert not cpu.compensate(x, torch.zeros(MILLION))
+
+
+@pytest.mark.parametrize("n", [1, 5000, 40_000])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_is_restored_or_poisoned_if_a_note_says_so(n: int, bad: int) -> None:
+    x, y, note = make("any-bits", n), make("normal", n, 1), torch.tensor([bad], dtype=torch.int32)
+    on_all("restore_if", note, y, x)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        on_all("poison_if", note, y.to(dtype))
+    out = y.clone()
+    reference.restore_if(note, out, x)
+    assert_same(out, x if bad else y)
+    reference.poison_if(note, out)
+    assert bool(out.isnan().all()) == bool(bad) or not bad
+
+
+@pytest.mark.parametrize("broken", [0.0, math.inf, math.nan])
+def test_a_loop_that_notes_what_it_finds_says_that_all_is_well(broken: float) -> None:
+    for backend in BACKENDS:
+        x, residual = (place(backend, make("normal", 5000, seed)) for seed in range(2))
+        x[4321] += broken
+        findings = Findings(x.device)
+        with findings.noting(Findings.OWN):
+            answers = [backend.all_finite(x.clone()), backend.compensate(x, residual)]
+        noted = findings.places.tolist()
+        if backend.name == "cuda":
+            assert answers == [True, True]
+            assert noted == [int(broken != 0.0), 0, 0]
+        else:  # the host computes, and knows
+            assert answers == [broken == 0.0] * 2
+            assert noted == [0, 0, 0]
+        assert backend.all_finite(residual) is (broken == 0.0)

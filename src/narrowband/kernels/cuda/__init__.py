@@ -19,6 +19,8 @@ from narrowband.kernels.cuda.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
+    poison_if,
+    restore_if,
     take_difference,
 )
 from narrowband.kernels.cuda.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
@@ -83,6 +85,7 @@ __all__ = [
     "mask_between",
     "momentum_topk",
     "orthonormalize",
+    "poison_if",
     "pool_places",
     "pool_positions",
     "quantize_groups",
@@ -92,6 +95,7 @@ __all__ = [
     "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
+    "restore_if",
     "row_extremes",
     "select_threshold",
     "select_topk",

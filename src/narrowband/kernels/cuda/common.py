@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from narrowband.kernels.findings import open_place
 from narrowband.kernels.reference.common import fold
 
 if TYPE_CHECKING:
@@ -57,9 +59,13 @@ def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any)
 
 
 def all_below(tops: Tensor, below: float) -> bool:
-    """Whether all magnitudes, which programs noted as integers, are smaller."""
-    limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
-    return bool(tops.amax().cpu() < limit)
+    """Whether all magnitudes, which programs noted as integers, are smaller; or True, where that is noted instead."""
+    (limit,) = struct.unpack("<i", struct.pack("<f", min(below, math.inf)))
+    place = open_place(tops.device)
+    if place is None:
+        return bool(tops.amax() < limit)
+    run(_note_top, 1, tops, place, tops.numel(), limit, on=tops, WIDTH=1024)
+    return True
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:
@@ -83,6 +89,16 @@ def fold_seed(seed: int, first: int = 0) -> int:
 def signed(word: int) -> int:
     """32 bits as a signed number."""
     return word - (1 << 32) if word >> 31 else word
+
+
+@kernel
+def _note_top(tops, place, n, limit, WIDTH: tl.constexpr):
+    """One program notes whether any of these numbers reaches a limit."""
+    top = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, n, WIDTH):
+        i = first + tl.arange(0, WIDTH)
+        top = tl.maximum(top, tl.load(tops + i, mask=i < n, other=0))
+    tl.atomic_or(place, 1, mask=tl.max(top, 0) >= limit)
 
 
 @kernel

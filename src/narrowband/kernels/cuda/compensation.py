@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
+from narrowband.kernels import reference
 from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below, kernel, run
 from narrowband.kernels.cuda.selection import COMPENSATE, Source, choose, choose_sampled
 from narrowband.kernels.cuda.sparse import elias_fano_encode
@@ -21,7 +22,20 @@ from narrowband.kernels.sparse import elias_fano_nbytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["all_finite", "compensate", "compensate_select_topk", "difference", "encode_topk", "take_difference"]
+__all__ = [
+    "all_finite",
+    "compensate",
+    "compensate_select_topk",
+    "difference",
+    "encode_topk",
+    "poison_if",
+    "restore_if",
+    "take_difference",
+]
+
+
+#: Elements of a program that has hardly ever anything to do.
+_RARE = 1 << 14
 
 
 @kernel
@@ -61,6 +75,31 @@ def _take_difference(x, base, tops, n, WIDTH: tl.constexpr):
     tl.store(x + i, old, mask=i < n)
     tl.store(base + i, apart, mask=i < n)
     _note(tops, apart)
+
+
+@kernel
+def _restore(bad, out, x, n, WIDTH: tl.constexpr):
+    if tl.load(bad) != 0:
+        i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+        tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
+
+
+@kernel
+def _poison(bad, x, n, WIDTH: tl.constexpr):
+    if tl.load(bad) != 0:
+        i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+        tl.store(x + i, tl.full((WIDTH,), float("nan"), tl.float32).to(x.dtype.element_ty), mask=i < n)
+
+
+def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
+    run(_restore, -(-out.numel() // _RARE), bad, out, x, out.numel(), on=out, WIDTH=_RARE)
+
+
+def poison_if(bad: Tensor, x: Tensor) -> None:
+    if x.dtype in (torch.float32, torch.float16):
+        run(_poison, -(-x.numel() // _RARE), bad, x, x.numel(), on=x, WIDTH=_RARE)
+    else:  # Triton's interpreter has a bfloat16 of its own
+        reference.poison_if(bad, x)
 
 
 def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -> bool:

@@ -16,6 +16,8 @@ from narrowband.kernels.reference.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
+    poison_if,
+    restore_if,
     take_difference,
 )
 from narrowband.kernels.reference.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
@@ -82,6 +84,7 @@ __all__ = [
     "mask_between",
     "momentum_topk",
     "orthonormalize",
+    "poison_if",
     "pool_places",
     "pool_positions",
     "quantize_groups",
@@ -91,6 +94,7 @@ __all__ = [
     "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
+    "restore_if",
     "row_extremes",
     "select_threshold",
     "select_topk",

@@ -24,6 +24,8 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
+    "poison_if",
+    "restore_if",
 ]
 
 
@@ -87,3 +89,11 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
     limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
     tops = [magnitude_bits(x[begin:end]).amax() for begin, end, _ in runs_of_groups(x.numel(), common.CHUNK)]
     return not tops or bool(torch.stack(tops).amax().cpu() < limit)
+
+
+def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
+    out.copy_(torch.where(bad != 0, x, out))
+
+
+def poison_if(bad: Tensor, x: Tensor) -> None:
+    x.masked_fill_(bad != 0, math.nan)

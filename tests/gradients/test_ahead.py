@@ -1,0 +1,73 @@
+"""Steps that are decided where tensors are, with nothing told to the host: as on a GPU, whose part the CPU plays."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from narrowband.averaging import step as steps
+from tests.gradients.training import compress, flat, loss_of, mlp, residuals, sgd, wrap
+from tests.ranks import run_ranks
+
+SPECS = [
+    "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
+    "topk:density=0.1,values=int8+ef", "fp16+ef",
+]  # fmt: skip
+BAD = 3
+
+
+def trained(rank, world_size, spec, ahead, bad, options):
+    """Parameters, residuals and counters after some steps, in one of which a gradient of one rank is inf."""
+    steps.AHEAD = {"cpu"} if ahead else set()
+    model = wrap(mlp())
+    handle = compress(model, spec, min_numel=64, **options)
+    optimizer = sgd(model, 0.1)
+    averages, waited = [], []
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, number, rank)
+        if number == BAD and rank == 1 and bad:
+            loss = loss + math.inf * model.module[0].weight[0, 0]
+        before = residuals(handle)
+        loss.backward()
+        waited.append(handle._unread != [])
+        averages.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
+        if number == BAD and bad:
+            assert all(torch.equal(residuals(handle)[name], value) for name, value in before.items())
+            assert not averages.pop().isfinite().all()
+        else:
+            optimizer.step()
+    return flat(model), residuals(handle), torch.stack(averages), handle.stats().total.skipped, waited
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("bad", [True, False])
+def test_what_the_device_decides_is_what_the_host_would(spec, bad):
+    own, theirs = (run_ranks(trained, 2, spec, ahead, bad, {}) for ahead in (True, False))
+    for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(
+        own, theirs, strict=True
+    ):
+        assert torch.equal(parameters, expected)
+        assert torch.equal(averages, others)
+        assert kept.keys() == its.keys()
+        assert all(torch.equal(kept[name], its[name]) for name in kept)
+        if "ef" in spec:  # without feedback nobody asks
+            assert skipped == count == int(bad)
+        # A step that measures the error asks the host: the first one, if there is any.
+        assert waited == [spec == "none"] + [True] * 5
+        assert not any(never)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [("dgc:density=0.1", {}), ("uniform:bits=8+ef21", {}), ("powersgd:rank=2", {}),
+     ("uniform:bits=4+ef", {"collective": "scatter_reduce"}), ("topk:density=0.1+ef:store=int8", {})],
+)  # fmt: skip
+def test_where_feedback_has_to_know_the_host_waits(spec, options):
+    own, theirs = (run_ranks(trained, 2, spec, ahead, True, options) for ahead in (True, False))
+    for (parameters, *_, skipped, waited), (expected, *_, count, _never) in zip(own, theirs, strict=True):
+        assert torch.equal(parameters, expected)
+        assert skipped == count == 1
+        assert not any(waited)
