@@ -15,6 +15,8 @@ from narrowband.bench import adapt, ddp, foretold, kernels, memory, peers, pipel
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
 __all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan"]
@@ -44,12 +46,14 @@ class BenchKernels:
         from narrowband.report.tables import kernels_table
 
         check_output(self.json)
+        keep = _keeping(self.json, asdict(self.config))
         rows = []
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=kernels.count(self.config))
             for row in kernels.run(self.config):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["loop"])
+                keep(rows)
         console.print(kernels_table(rows))
         _record(console, self.json, asdict(self.config), rows)
         return DONE
@@ -63,12 +67,16 @@ class BenchDDP:
     busy. Needs what ``narrowband lab`` needs (see ``narrowband doctor``); ``--rate none`` needs nothing, and runs the
     ranks on loopback.
 
+    With --device cuda ranks train on this machine's GPUs, and the links between them are what they are. One rank sends
+    nothing: its rows say what encoding and decoding take beside DDP without a hook.
+
     Examples:
       narrowband bench ddp --nodes 4 --rate 200mbit --codecs none fp16 topk:density=0.01+ef qsgd:bits=4
       narrowband bench ddp --rate 1gbit --baselines --json ddp-1gbit.json
       narrowband bench ddp --nodes 2 --per-node 2 --codecs none topk:density=0.01+ef
       narrowband bench ddp --sharded --codecs qsgd:bits=8/uniform:bits=8 qsgd:bits=4/uniform:bits=4
       narrowband bench ddp --nodes 2 --rate none --model gpt-tiny
+      narrowband bench ddp --nodes 1 --device cuda --model gpt2-small --amp --codecs none qsgd:bits=4
     """
 
     config: Annotated[ddp.Config, tyro.conf.arg(name="")] = field(default_factory=ddp.Config)
@@ -217,6 +225,7 @@ class BenchMemory:
       narrowband bench memory --baselines
       narrowband bench memory --model gpt --batch 8 --bits 8 4 2
       narrowband bench memory --model mine.py:build --batch 16 --baselines --json memory.json
+      narrowband bench memory --model deit-small --batch 128 --device cuda --only "bf16, 8 bits" "bf16, checkpoint"
       narrowband bench memory --zoo --json zoo.json
     """
 
@@ -242,9 +251,25 @@ class BenchMemory:
             return self._measure_zoo(console, self.zoo)
         if self.shares:
             raise ValueError("--shares is for the zoo: give --zoo, too; narrowband memory --budget is for one model")
+        keep, rounds = _keeping(self.json, asdict(self.config)), 0
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
-            rows = memory.run(self.config, lambda name: progress.update(task, advance=1, description=name))
+
+            def tell(name: str) -> None:
+                progress.update(task, advance=1, description=name)
+                if not console.is_terminal and not rounds:  # a file shows no bar, and first steps may take long
+                    console.print(f"first steps of {name}", style="dim", markup=False, highlight=False)
+
+            def after_round(known: list[dict[str, Any]]) -> None:
+                nonlocal rounds
+                rounds += 1
+                keep(known)
+                if not console.is_terminal:
+                    steps = ", ".join(f"{row['name']} {statistics.median(row['ratios']):.2f}" for row in known)
+                    said = f"round {rounds} of {self.config.rounds}, × {known[0]['name']}: {steps}"
+                    console.print(said, style="dim", markup=False, highlight=False)
+
+            rows = memory.run(self.config, tell, after_round)
         console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
         _record(console, self.json, asdict(self.config), rows)
         return DONE
@@ -252,12 +277,14 @@ class BenchMemory:
     def _measure_zoo(self, console: Console, names: tuple[str, ...]) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.record import commit, provenance, read_json, write_json
+        from narrowband.report.record import commit, read_json
         from narrowband.report.tables import budgets_table, zoo_table
 
         own, seconds = self.config, 0.05 if self.shares else 0.3
+        if own.only:
+            raise ValueError("--only names rows of one model: leave it out, or leave out --zoo")
         config = zoo.Config(
-            names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares
+            names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares, own.device
         )  # fmt: skip
         known: list[dict[str, Any]] = []
         if self.json is not None and self.json.exists():
@@ -265,13 +292,13 @@ class BenchMemory:
             if (before["config"], before["commit"]) == (_plain(config), commit()):
                 known = before["rows"]
         rows: list[dict[str, Any]] = []
+        keep = _keeping(self.json, _plain(config))
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=zoo.count(config))
             for row in zoo.run(config, known):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["name"])
-                if self.json is not None:  # nothing is lost on Ctrl-C
-                    write_json(self.json, provenance(config.seed) | {"config": _plain(config), "rows": rows})
+                keep(rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         console.print(zoo.foretold(rows), highlight=False)
         _record(console, self.json, _plain(config), rows)
@@ -281,6 +308,16 @@ class BenchMemory:
 def _plain(config: zoo.Config) -> dict[str, Any]:
     """As JSON has it."""
     return asdict(config) | {"names": list(config.names), "shares": list(config.shares)}
+
+
+def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
+    """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up."""
+    if path is None:
+        return lambda _: None
+    from narrowband.report.record import provenance, write_json
+
+    before = provenance(config["seed"]) | {"config": config}
+    return lambda rows: write_json(path, before | {"rows": rows})
 
 
 def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
