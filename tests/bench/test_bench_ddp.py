@@ -125,9 +125,11 @@ def test_several_ranks_per_machine_have_rows_for_each_way_to_send():
 
 
 def test_links_are_emulated_unless_ranks_are_on_gpus(monkeypatch):
-    assert Config().rate == "200mbit"
+    assert Config().link == "200mbit"
+    assert Config().place() == LabConfig(nodes=4, rate="200mbit")
+    assert Config(rate="none").link == "none"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert Config(device="cuda").rate == "none"
+    assert Config(device="cuda").link == "none"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -130,9 +130,7 @@ class Config:
         if not self.codecs and not self.baselines:
             raise ValueError("nothing to measure: give codecs, or ask for baselines")
         check_seed(self.seed)
-        if self.rate == "auto":
-            object.__setattr__(self, "rate", "none" if self.device == "cuda" else "200mbit")
-        if self.device == "cuda" and (self.rate != "none" or self.delay or self.loss):
+        if self.device == "cuda" and (self.link != "none" or self.delay or self.loss):
             raise ValueError("device=cuda: links are emulated between CPUs only; leave out rate, delay and loss")
         if self.device == "cuda" and (self.sharded or self.per_node > 1):
             raise ValueError("device=cuda: sharded and per_node are measured on the CPU only; leave these out")
@@ -148,15 +146,20 @@ class Config:
                 )
             for part in spec.split("/") if self.sharded else (spec,):
                 _check(part, self.model)
-        if self.rate == "none" and (self.delay or self.loss):
+        if self.link == "none" and (self.delay or self.loss):
             raise ValueError("delay and loss need an emulated link: give a rate too, e.g. rate=1gbit")
         self.place()
 
+    @property
+    def link(self) -> str:
+        """The rate, without ``auto``."""
+        return self.rate if self.rate != "auto" else "none" if self.device == "cuda" else "200mbit"
+
     def place(self) -> Loopback | LabConfig:
         """Where the ranks run."""
-        if self.rate == "none":
+        if self.link == "none":
             return Loopback(self.nodes * self.per_node)
-        return LabConfig(nodes=self.nodes, per_node=self.per_node, rate=self.rate, delay=self.delay, loss=self.loss)
+        return LabConfig(nodes=self.nodes, per_node=self.per_node, rate=self.link, delay=self.delay, loss=self.loss)
 
 
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
@@ -186,7 +189,7 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One row from what each rank measured: the slowest rank's time per round, everyone's bytes on average."""
     row: dict[str, Any] = {
         "codec": parts[0]["codec"],
-        "rate": config.rate,
+        "rate": config.link,
         "nodes": config.nodes,
         "per_node": config.per_node,
         "step_s": None,
@@ -499,7 +502,7 @@ def _main(rank_process: RankProcess) -> None:
     config = Config(**{**rank_process.config, "codecs": tuple(rank_process.config["codecs"])})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = _join(config, rank_process)
-    card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
+    card = os.environ["GLOO_SOCKET_IFNAME"] if config.link != "none" else None
     shape = MODELS[config.model]
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + rank_process.rank)
 

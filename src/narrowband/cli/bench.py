@@ -1,5 +1,5 @@
-"""``narrowband bench kernels``, ``bench ddp``, ``bench plan``, ``bench pipeline``, ``bench peers``, ``bench adapt`` and
-``bench memory``.
+"""``narrowband bench kernels``, ``bench ddp``, ``bench plan``, ``bench pipeline``, ``bench peers``, ``bench adapt``,
+``bench memory`` and ``bench gpu``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, foretold, kernels, memory, peers, pipeline, zoo
+from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, zoo
+from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan"]
+__all__ = [
+    "BenchAdapt", "BenchDDP", "BenchGPU", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class BenchDDP:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
-        _record(console, self.json, asdict(self.config), rows)
+        _record(console, self.json, asdict(self.config) | {"rate": self.config.link}, rows)
         own = self.config.codecs
         failed = any("error" in row for row in rows if row["codec"].startswith(own))
         return FAILED if failed else DONE  # a hook of PyTorch's that fails is a result
@@ -373,3 +376,43 @@ class BenchPeers:
         )
         _record(console, self.json, asdict(self.config), rows)
         return DONE if equal else FAILED
+
+
+@dataclass(frozen=True)
+class BenchGPU:
+    """Measure this machine's GPU: every loop, saved activations, and training steps; one record of all.
+
+    Each part runs in a process of its own. What fails or takes too long is noted, and the others still run. In a
+    checkout ``make gpu`` runs it with the tests of the loops as one more part, the command behind --.
+
+    Examples:
+      narrowband bench gpu --json gpu.json
+      narrowband bench gpu --parts kernels ddp --patience 2
+      narrowband bench gpu --json gpu.json -- python -m pytest tests/kernels/backends tests/gpu
+    """
+
+    config: Annotated[gpu.Config, tyro.conf.arg(name="")] = field(default_factory=gpu.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write what is known after each part to this file, with the GPU, machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.report.gpu import gpu as found
+        from narrowband.report.record import provenance, write_json
+        from narrowband.report.tables import gpu_table
+
+        check_output(self.json)
+        these = gpu.parts(self.config, behind or ())
+        check_device("cuda")
+        about = found()
+        record = provenance() | {"gpu": about and asdict(about), "config": asdict(self.config), "parts": []}
+
+        def keep(part: dict[str, Any]) -> None:
+            record["parts"].append(part)
+            if self.json is not None:
+                write_json(self.json, record)
+
+        gpu.run(these, keep)
+        console.print(gpu_table(record["parts"]))
+        if self.json is not None:
+            console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
+        return FAILED if any(part["error"] for part in record["parts"]) else DONE

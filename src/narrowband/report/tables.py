@@ -29,6 +29,7 @@ __all__ = [
     "demo_table",
     "estimate_table",
     "foretold_table",
+    "gpu_table",
     "kernels_table",
     "lab_table",
     "memory_table",
@@ -302,9 +303,20 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             format_or_dash(format_bytes, row["peak_bytes"]),
             format_or_dash("{:.2f}".format, row["peak_ratio"]),
             format_seconds(row["step_s"]),
-            f"{statistics.median(row['ratios']):.2f}",
+            f"{row['ratio_to_plain'] or statistics.median(row['ratios']):.2f}",
             format_or_dash("{:.3f}".format, row["gradient_error"]),
         )
+    return table
+
+
+def gpu_table(parts: Sequence[dict[str, Any]]) -> Table:
+    """The parts of ``bench gpu``: how long each took, and what became of it."""
+    table = _table("Parts", "part", "time", "rows", "what became of it")
+    for part in parts:
+        said = part["error"] or "done"
+        if "failed" in part and part["rows"]:
+            said = ", ".join(f"{number} {name}" for name, number in part["rows"][0].items())
+        table.add_row(part["part"], format_seconds(part["seconds"]), str(len(part["rows"])), escape(said))
     return table
 
 
