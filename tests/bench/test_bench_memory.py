@@ -15,6 +15,8 @@ from torch._inductor import config as inductor
 from narrowband.activations import ActivationPolicy, SavedBytes
 from narrowband.bench import memory
 from narrowband.bench.subjects import subject
+from narrowband.cli import main
+from narrowband.cli.exits import STOPPED
 
 MODEL = """
 from collections import OrderedDict
@@ -268,6 +270,29 @@ def test_compiled_rows_tell_what_graphs_keep(model):
 def test_a_model_without_blocks_cannot_be_checkpointed(model):
     with pytest.raises(ValueError, match="checkpointing needs blocks"):
         memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, baselines=True, rounds=1))
+
+
+def test_the_command_says_what_it_is_at_and_has_the_rows_of_finished_rounds_when_it_is_ended(
+    model, tmp_path, capsys, monkeypatch
+):
+    path, plain = tmp_path / "rows.json", memory.run
+
+    def ended(config, on_event, on_round):
+        def last(known):
+            on_round(known)
+            raise KeyboardInterrupt
+
+        return plain(config, on_event, last)
+
+    monkeypatch.setattr(memory, "run", ended)
+    words = ("--model", model, "--batch", "8", "--only", "bf16, 8 bits", "--rounds", "2", "--no-peaks")
+    assert main(["bench", "memory", *words, "--device", "cpu", "--json", str(path)]) == STOPPED
+    out = capsys.readouterr().out
+    for said in ("first steps of bf16, 8 bits", "round 1 of 2, steps × bf16: bf16 1.00; bf16, 8 bits "):
+        assert said in " ".join(out.split())
+    found = json.loads(path.read_text())
+    assert found["config"]["device"] == "cpu"
+    assert [(row["name"], len(row["ratios"])) for row in found["rows"]] == [("bf16", 1), ("bf16, 8 bits", 1)]
 
 
 # ---- one model -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ _LINES = 3
 #: The tests of the loops, where there is a checkout: they come from whoever calls.
 _BATTERY = "battery"
 
-#: Name → seconds, and the words of a ``narrowband bench``. On a data-centre card all of it takes less than 8 minutes.
+#: Name → the seconds that it may take, 8 minutes in all, and the words of a ``narrowband bench``.
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     _BATTERY: (210.0, ()),
     "kernels": (
@@ -56,7 +56,7 @@ class Config:
     Attributes:
         parts: Only these of battery, kernels, memory and ddp. The battery is the command behind --, of pytest.
         patience: Times the limits after which a part is ended: 210 s for the battery, 130 s for kernels, 70 s each for
-            memory and ddp. They are those of a data-centre card.
+            memory and ddp, which are meant for a data-centre card.
     """
 
     parts: tuple[str, ...] = ()

@@ -255,21 +255,23 @@ class BenchMemory:
         if self.shares:
             raise ValueError("--shares is for the zoo: give --zoo, too; narrowband memory --budget is for one model")
         keep, rounds = _keeping(self.json, asdict(self.config)), 0
+        seen: set[str] = set()
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
 
             def tell(name: str) -> None:
                 progress.update(task, advance=1, description=name)
-                if not console.is_terminal and not rounds:  # a file shows no bar, and first steps may take long
+                if not console.is_terminal and name not in seen:  # a file shows no bar, and first steps may take long
                     console.print(f"first steps of {name}", style="dim", markup=False, highlight=False)
+                seen.add(name)
 
             def after_round(known: list[dict[str, Any]]) -> None:
                 nonlocal rounds
                 rounds += 1
                 keep(known)
                 if not console.is_terminal:
-                    steps = ", ".join(f"{row['name']} {statistics.median(row['ratios']):.2f}" for row in known)
-                    said = f"round {rounds} of {self.config.rounds}, × {known[0]['name']}: {steps}"
+                    steps = "; ".join(f"{row['name']} {statistics.median(row['ratios']):.2f}" for row in known)
+                    said = f"round {rounds} of {self.config.rounds}, steps × {known[0]['name']}: {steps}"
                     console.print(said, style="dim", markup=False, highlight=False)
 
             rows = memory.run(self.config, tell, after_round)
