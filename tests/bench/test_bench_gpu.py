@@ -82,7 +82,7 @@ def test_of_tests_it_is_counted_how_they_went(tmp_path):
 def test_the_battery_is_the_callers_and_the_others_are_commands_of_narrowband():
     assert [part.name for part in gpu.parts(gpu.Config())] == ["kernels", "memory", "ddp"]
     battery, *others = gpu.parts(gpu.Config(patience=2.0), ["pytest", "tests"])
-    assert (battery.words, battery.writes, battery.limit_s) == (("pytest", "tests"), "junit", 420.0)
+    assert (battery.words, battery.writes, battery.limit_s) == (("pytest", "tests"), "junit", 400.0)
     assert {part.writes for part in others} == {"json"}
     assert sum(part.limit_s for part in gpu.parts(gpu.Config(), ["pytest"])) <= 8 * 60
     with pytest.raises(ValueError, match="which tests are the battery"):

@@ -34,9 +34,9 @@ _BATTERY = "battery"
 
 #: Name → the seconds that it may take, 8 minutes in all, and the words of a ``narrowband bench``.
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
-    _BATTERY: (210.0, ()),
+    _BATTERY: (200.0, ()),
     "kernels": (
-        130.0, ("kernels", "--device", "cuda", "--backend", "all", "--numel", "64000000", "--repeats", "5"),
+        120.0, ("kernels", "--device", "cuda", "--backend", "all", "--numel", "64000000", "--repeats", "5"),
     ),
     "memory": (
         70.0,
@@ -45,7 +45,13 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
             "bf16, 4 bits", "bf16, 8 bits, MLPs recomputed", "bf16, checkpoint",
         ),
     ),
-    "ddp": (70.0, ("ddp", "--device", "cuda", "--nodes", "1", "--model", "gpt2-small", "--amp")),
+    "ddp": (
+        90.0,
+        (
+            "ddp", "--device", "cuda", "--nodes", "1", "--model", "gpt2-small", "--amp", "--rounds", "4", "--codecs",
+            "none", "fp16", "qsgd:bits=4", "topk:density=0.01+ef", "powersgd:rank=4",
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -55,8 +61,8 @@ class Config:
 
     Attributes:
         parts: Only these of battery, kernels, memory and ddp. The battery is the command behind --, of pytest.
-        patience: Times the limits after which a part is ended: 210 s for the battery, 130 s for kernels, 70 s each for
-            memory and ddp, which are meant for a data-centre card.
+        patience: Times the limits after which a part is ended: 200 s for the battery, 120 s for kernels, 70 s for
+            memory and 90 s for ddp, which are meant for a data-centre card.
     """
 
     parts: tuple[str, ...] = ()
