@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Where pytest-benchmark is installed, too, its warning that processes share the cores would be an error here.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --no-loadscope-reorder
 DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
 
@@ -33,10 +34,9 @@ lint: $(DEV)  ## ruff (lint and format), mypy, the floors of the architecture, a
 bench: $(DEV)  ## time every kernel against a plain copy of the same tensor
 	$(BIN)/narrowband bench kernels
 
-gpu: $(DEV)  ## on a machine with a GPU: test its loops byte for byte, time them, and write gpu.json to send us
+gpu: $(DEV)  ## on a machine with a GPU: test its loops byte for byte, time them and training, and write gpu.json to send us
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "no GPU that this build of torch can use: narrowband doctor says why")'
-	$(PYTEST) tests/kernels/backends
-	$(BIN)/narrowband bench kernels --device cuda --backend all --numel 64000000 --json gpu.json
+	$(BIN)/narrowband bench gpu --json gpu.json -- env $(PYTEST) -n auto --maxprocesses 10 tests/kernels/backends tests/gpu
 
 docs: $(DOCS)  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

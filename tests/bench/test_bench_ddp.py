@@ -3,8 +3,9 @@ from __future__ import annotations
 import statistics
 
 import pytest
+import torch
 
-from narrowband.bench.ddp import NO_COMMUNICATION, Config, run
+from narrowband.bench.ddp import NO_COMMUNICATION, Config, backend_of, run
 from narrowband.bench.models import MODELS
 from narrowband.lab import LabConfig, requirements
 from tests.gradients.training import FINGERPRINT
@@ -82,6 +83,11 @@ def test_the_kernel_counts_what_the_library_says_that_it_sent():
         ({"sharded": True}, "has to be a pair, of gradients and of parameters"),
         ({"sharded": True, "per_node": 2}, "leave out per_node and baselines"),
         ({"sharded": True, "codecs": ("none/qsgd:bit=8",)}, "did you mean 'bits'"),
+        ({"device": "gpu"}, "device='gpu' is none of cpu, cuda"),
+        ({"device": "cuda", "rate": "1gbit"}, "links are emulated between CPUs only; leave out rate"),
+        ({"device": "cuda", "delay": "5ms"}, "links are emulated between CPUs only"),
+        ({"device": "cuda", "sharded": True, "codecs": ("none/none",)}, "sharded and per_node are measured on the CPU"),
+        ({"device": "cuda", "per_node": 2}, "sharded and per_node are measured on the CPU only"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, message):
@@ -116,3 +122,43 @@ def test_several_ranks_per_machine_have_rows_for_each_way_to_send():
     # A payload to each of three others; half a payload to one.
     for row in (levels, sharded):
         assert row["sent_bytes_per_step"] < 0.25 * flat["sent_bytes_per_step"] + 2000
+
+
+def test_links_are_emulated_unless_ranks_are_on_gpus(monkeypatch):
+    assert Config().link == "200mbit"
+    assert Config().place() == LabConfig(nodes=4, rate="200mbit")
+    assert Config(rate="none").link == "none"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert Config(device="cuda").link == "none"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(ValueError, match="device=cuda: PyTorch finds no CUDA device here"):
+        Config(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "gpus", "has_nccl", "backend"),
+    [("cpu", 1, 0, True, "gloo"), ("cpu", 1, 1, True, "gloo"), ("cuda", 2, 1, True, "gloo"),
+     ("cuda", 1, 1, False, "gloo"), ("cuda", 1, 1, True, "nccl"), ("cuda", 8, 8, True, "nccl")],
+)  # fmt: skip
+def test_nccl_takes_ranks_that_have_a_gpu_of_their_own(device, ranks, gpus, has_nccl, backend):
+    assert backend_of(device, ranks, gpus, has_nccl=has_nccl) == backend
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "bfloat16"])
+def test_one_rank_encodes_and_decodes_and_sends_nothing(amp):
+    config = Config(
+        nodes=1, rate="none", model="gpt-tiny", codecs=("none", "qsgd:bits=4", "dgc:density=0.01"), rounds=2, steps=2,
+        amp=amp,
+    )  # fmt: skip
+    rows = {row["codec"]: row for row in run(config)}
+    assert list(rows) == [NO_COMMUNICATION, *config.codecs]
+    assert not any("error" in row for row in rows.values())
+    assert "DDP without a hook" in rows[NO_COMMUNICATION]["note"]
+    assert {row["sent_bytes_per_step"] for row in rows.values()} == {0}
+    assert 0 < rows["qsgd:bits=4"]["relative_error"] < 0.1  # so it was encoded and decoded
+    assert rows["qsgd:bits=4"]["encode_s"] > 0
+    assert rows["qsgd:bits=4"]["decode_s"] > 0
+    assert all(row["ratio_to_compute"] > 0 for row in rows.values())

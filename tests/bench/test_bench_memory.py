@@ -15,6 +15,8 @@ from torch._inductor import config as inductor
 from narrowband.activations import ActivationPolicy, SavedBytes
 from narrowband.bench import memory
 from narrowband.bench.subjects import subject
+from narrowband.cli import main
+from narrowband.cli.exits import STOPPED
 
 MODEL = """
 from collections import OrderedDict
@@ -95,7 +97,14 @@ def test_what_is_no_model_is_refused(model, name, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"batch": 0}, "batch=0"), ({"rounds": 0}, "rounds=0"), ({"bits": (3,)}, "bits=3"), ({"model": "gtp"}, "'gtp'")],
+    [
+        ({"batch": 0}, "batch=0"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"bits": (3,)}, "bits=3"),
+        ({"model": "gtp"}, "'gtp'"),
+        ({"bits": ()}, "nothing to measure"),
+        ({"device": "gpu"}, "device='gpu' is none of cpu, cuda"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
@@ -145,6 +154,7 @@ def test_the_peak_is_that_of_a_process_in_which_nothing_else_ran(model):
     assert kept < rows["plain"]["peak_bytes"] < 3 * kept
     assert rows["plain"]["peak_ratio"] == 1
     assert rows["8 bits"]["peak_ratio"] == rows["plain"]["peak_bytes"] / rows["8 bits"]["peak_bytes"]
+    assert rows["8 bits"]["peak_to_same_precision"] == rows["8 bits"]["peak_bytes"] / rows["plain"]["peak_bytes"]
     del held
 
 
@@ -178,6 +188,57 @@ def test_ways_of_any_model_are_compared_in_turn(model):
     assert rows[1]["kept_bytes"] < rows[0]["kept_bytes"] / 6
 
 
+def test_rows_are_chosen_by_name_and_compared_with_their_own_precision(model):
+    names = ("4 bits", "bf16, 8 bits")
+    config = memory.Config(model=model, batch=8, only=names, rounds=3, peaks=False, device="cpu")
+    known = []
+    rows = {row["name"]: row for row in memory.run(config, None, known.append)}
+    assert list(rows) == ["plain", "4 bits", "bf16", "bf16, 8 bits"]  # these two are what they are compared with
+    assert memory.count(config) == 4 * (1 + 3)
+    for name, same in (("4 bits", "plain"), ("bf16, 8 bits", "bf16")):
+        row, its = rows[name], rows[same]
+        ratios = [a / b for a, b in zip(row["ratios"], its["ratios"], strict=True)]
+        assert row["ratio_to_same_precision"] == sorted(ratios)[1] > 0
+        assert its["ratio_to_same_precision"] == 1
+    assert rows["4 bits"]["ratio_to_same_precision"] == rows["4 bits"]["ratio_to_plain"]
+    assert [[len(row["ratios"]) for row in after] for after in known] == [[1] * 4, [2] * 4, [3] * 4]
+
+
+def test_where_all_rows_are_bf16_they_are_compared_with_bf16(model):
+    config = memory.Config(model=model, batch=8, only=("bf16, checkpoint", "bf16, 8 bits"), rounds=1, peaks=False)
+    rows = {row["name"]: row for row in memory.run(config)}
+    assert list(rows) == ["bf16", "bf16, 8 bits", "bf16, checkpoint"]
+    for row in rows.values():
+        assert row["ratio_to_plain"] is None
+        assert row["ratio_to_same_precision"] == row["ratios"][0] > 0
+    assert rows["bf16, 8 bits"]["kept_ratio"] > 1.5
+    assert rows["bf16, checkpoint"]["gradient_error"] < 1e-6
+
+
+def test_a_row_that_there_is_not_is_refused_with_those_there_are(model):
+    with pytest.raises(ValueError, match=r"no row is called 'bf16, 3 bits'; there are: 'plain', '8 bits'"):
+        memory.count(memory.Config(model=model, batch=8, only=("bf16, 3 bits",)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(ValueError, match="device=cuda: PyTorch finds no CUDA device here"):
+        memory.Config(device="cuda")
+
+
+def test_gradients_are_compared_in_float64_whatever_they_are_in():
+    """Against the definition, of all parameters end to end."""
+    generator = torch.Generator().manual_seed(0)
+    reference = [torch.randn(shape, generator=generator) for shape in ((300, 20), (7,), (2, 3, 4))]
+    own = [x + 1e-4 * torch.randn(x.shape, generator=generator) for x in reference]
+    a, b = (torch.cat([x.flatten() for x in xs]).double() for xs in (own, reference))
+    error, cosine = memory._beside(own, reference)
+    assert error == pytest.approx(float((a - b).norm() / b.norm()), rel=1e-12)
+    assert cosine == pytest.approx(float(a @ b / (a.norm() * b.norm())), rel=1e-12)
+    assert memory._beside(own, [torch.zeros_like(x) for x in own]) == (None, None)
+    assert memory._beside([own[0] * float("nan")], reference[:1]) == (None, None)
+
+
 def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
     config = memory.Config(
         model=model.replace(":build", ":halves"), batch=8, bits=(8, 4), baselines=True, rounds=1, peaks=False
@@ -209,6 +270,29 @@ def test_compiled_rows_tell_what_graphs_keep(model):
 def test_a_model_without_blocks_cannot_be_checkpointed(model):
     with pytest.raises(ValueError, match="checkpointing needs blocks"):
         memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, baselines=True, rounds=1))
+
+
+def test_the_command_says_what_it_is_at_and_has_the_rows_of_finished_rounds_when_it_is_ended(
+    model, tmp_path, capsys, monkeypatch
+):
+    path, plain = tmp_path / "rows.json", memory.run
+
+    def ended(config, on_event, on_round):
+        def last(known):
+            on_round(known)
+            raise KeyboardInterrupt
+
+        return plain(config, on_event, last)
+
+    monkeypatch.setattr(memory, "run", ended)
+    words = ("--model", model, "--batch", "8", "--only", "bf16, 8 bits", "--rounds", "2", "--no-peaks")
+    assert main(["bench", "memory", *words, "--device", "cpu", "--json", str(path)]) == STOPPED
+    out = capsys.readouterr().out
+    for said in ("first steps of bf16, 8 bits", "round 1 of 2, steps × bf16: bf16 1.00; bf16, 8 bits "):
+        assert said in " ".join(out.split())
+    found = json.loads(path.read_text())
+    assert found["config"]["device"] == "cpu"
+    assert [(row["name"], len(row["ratios"])) for row in found["rows"]] == [("bf16", 1), ("bf16, 8 bits", 1)]
 
 
 # ---- one model -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ TINY = MODELS["gpt-tiny"]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_number_of_parameters_is_the_formula(name):
-    assert sum(p.numel() for p in GPT(MODELS[name]).parameters()) == MODELS[name].numel()
+    with torch.device("meta"):  # some have no room in a small machine
+        model = GPT(MODELS[name])
+    assert sum(p.numel() for p in model.parameters()) == MODELS[name].numel()
 
 
 def test_the_benchmark_model_is_the_one_that_is_quoted():

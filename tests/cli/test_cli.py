@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -17,6 +18,7 @@ import narrowband
 from narrowband.cli import main
 from narrowband.codecs import available
 from narrowband.lab import LabConfig, requirements
+from narrowband.report.gpu import GPU
 
 LIMIT_S = 120.0  # only a failure takes this long
 LAB_MISSING = requirements(LabConfig(nodes=2))
@@ -156,6 +158,23 @@ def test_doctor_says_what_there_is(narrow, tmp_path):
         assert word in out
     findings = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert {"name": "gloo", "good": True, "detail": "collectives on CPU"} in findings
+
+
+def test_doctor_says_what_a_gpu_and_its_software_are():
+    from narrowband.cli import doctor
+
+    card = GPU("Card 9", 2, 80 * 10**9, "9.0", "570.86.15", "12.8", "3.4.0", "2.27.3")
+    found = {each.name: each for each in doctor._about_gpu(card, (["a", "b", "c"], ["all_zero", "d"]))}
+    assert found["CUDA"].detail == "2 × Card 9, 80 GB, compute capability 9.0"
+    assert found["driver"].detail == "570.86.15; torch is built for CUDA 12.8"
+    assert found["loops on GPU"].detail == "3 in Triton 3.4.0; 2 in plain torch: all_zero, d"
+    assert all(each.good for each in found.values())
+
+    old = dataclasses.replace(card, driver=None, triton=None)
+    found = {each.name: each for each in doctor._about_gpu(old, None)}
+    assert "neither the system nor nvidia-smi tells" in found["driver"].detail
+    assert not found["loops on GPU"].good
+    assert "Triton is missing" in found["loops on GPU"].detail
 
 
 def test_bench_kernels_writes_what_other_programs_read(narrow, tmp_path):

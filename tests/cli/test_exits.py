@@ -104,6 +104,7 @@ WRONG = [
     ("bench adapt --json folder", "folder is a folder"),
     ("bench adapt --plans file", "give another place"),
     ("bench memory --json folder", "folder is a folder"),
+    ("bench gpu --json folder", "folder is a folder"),
     ("memory model.py:fits --json folder", "folder is a folder"),
     ("memory model.py:fits --budget 1GB --output folder", "folder is a folder"),
     ("demo --out file", "give another place"),
@@ -140,6 +141,9 @@ WRONG = [
     ("bench memory --model model.py:does_not_fit", "forward does not take the inputs"),
     ("bench memory --model nowhere.py:fits", "there is no file nowhere.py"),
     ("bench memory --bits", "nothing to measure"),
+    ("bench memory --zoo --only bf16", "--only names rows of one model: leave it out, or leave out --zoo"),
+    ("bench gpu --parts battery", "which tests are the battery? Put a command of pytest behind '--'"),
+    ("bench ddp --device cuda --rate 1gbit", "links are emulated between CPUs only; leave out rate"),
     # links, ranks, seeds, numbers
     *((f"{command} --rate {rate}", f"rate '{rate}'")
       for command in ("bench ddp", "bench pipeline") for rate in ("0", "0mbit", "nonsense", "nan")),

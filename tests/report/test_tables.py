@@ -58,6 +58,13 @@ def test_what_was_recorded_can_be_drawn_with_and_without_newer_fields(record, ta
         assert "…" not in drawn(table(rows), width=80)  # names are folded before a number is cut
 
 
+def test_steps_on_a_gpu_are_titled_by_the_card_and_how_ranks_reach_each_other():
+    row = {"codec": "none", "nodes": 1, "rate": "none", "device": "Card 9", "backend": "nccl", "step_s": 1.0,
+           "ratio_to_compute": 1.0, "sent_bytes_per_step": 0.0, "link_bytes_per_step": None}  # fmt: skip
+    assert "1 rank, Card 9, nccl" in drawn(tables.ddp_table([row]))
+    assert "2 ranks, Card 9, nccl" in drawn(tables.ddp_table([row | {"nodes": 2}]))
+
+
 def test_relative_errors_stand_beside_the_bytes():
     rows = [
         {"codec": "none", "nodes": 2, "rate": "none", "step_s": 1.0, "ratio_to_compute": 1.0,

@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowband.activations import OPERATORS, ActivationPolicy, Saved, compress_activations
+from narrowband.bench.devices import default_device, moved, wait_for
 from narrowband.bench.memory import (
     PLAIN,
     Way,
-    default_device,
     footprint,
     gradients_of,
     most_alive,
-    moved,
     optimizer_of,
     result_of,
     scalar_of,
@@ -151,8 +150,7 @@ class _Bench:
 
         def watch(name: str, *, ends: bool) -> Callable[..., None]:
             def hook(*_: Any) -> None:
-                if self.device != "cpu":
-                    torch.cuda.synchronize()
+                wait_for(self.device)
                 now = time.perf_counter()
                 if ends:
                     found[name] += now - begun[name]
@@ -175,8 +173,7 @@ class _Bench:
         if mark is not None:
             result_of(output).register_hook(lambda _: mark())  # type: ignore[no-untyped-call]
         torch.autograd.backward(scalar_of(output))
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        wait_for(self.device)
         taken = time.perf_counter() - begin
         self.model.zero_grad()
         return taken

@@ -16,6 +16,13 @@ the kernel counted on its machine's network card (``link_bytes_per_step``), prot
 With ``sharded`` one model is sharded among all ranks by FSDP2, and rows say what gradients and parameters are
 compressed with; FSDP2 by itself stands beside them.
 
+With ``device="cuda"`` ranks train on this machine's GPUs, rank i on GPU i modulo their number: over NCCL where every
+rank has a GPU of its own, which NCCL asks for, and else over gloo, by way of the CPU's memory. A block of steps ends
+when the GPU has done it.
+
+One rank alone still does all the rest: every bucket is encoded, sent to nobody, and decoded. The first row is then DDP
+without a hook, so ``ratio_to_compute`` says what the library costs a step of that.
+
 With several ranks per machine each spec has three rows: every rank sends to every other (``flat``); ranks sum inside
 their machine first (``levels``); and the model is sharded inside each machine (``fsdp2``). Beside these stands FSDP2
 with nothing sent between machines, and what PyTorch does by itself: DDP and HSDP.
@@ -44,13 +51,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from narrowband.adapt import Plan
+from narrowband.bench.devices import Device, check_device, wait_for
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks, transmitted
 from narrowband.collectives import Collective
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
-__all__ = ["NO_COMMUNICATION", "Config", "run", "skip_communication"]
+__all__ = ["NO_COMMUNICATION", "Config", "backend_of", "run", "skip_communication"]
 
 #: The row that every other is measured against: a hook that sends nothing and returns the bucket at once.
 NO_COMMUNICATION = "no-communication"
@@ -70,8 +78,9 @@ class Config:
     Attributes:
         nodes: Number of machines.
         per_node: Ranks on each. They share its link, and reach each other without it.
-        rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
-        model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
+        rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped. auto is
+            200mbit on the CPU, and none with device=cuda.
+        model: Which GPT: gpt-13m, gpt-demo, gpt-tiny or gpt2-small (13.3, 3.3, 0.13 and 163 million parameters).
         codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there. With
             sharded: pairs, of gradients and of parameters, with a slash between: qsgd:bits=8/uniform:bits=8.
         sharded: Shard one model among all ranks by FSDP2, instead of giving each a whole one.
@@ -84,12 +93,15 @@ class Config:
             each costs a collective; PyTorch's own default is 25.
         collective: How compressed gradients travel; auto: by what sends least.
         momentum: Of SGD, in every row; in rows of dgc, which has its own before the wire, the optimizer has none.
+        device: Where ranks train. cuda: rank i on GPU i modulo their number, over NCCL where every rank has one.
+        amp: Run forward under bfloat16 autocast, and step by AdamW, as models of this kind are trained on GPUs; in rows
+            of dgc it has no first moment.
         seed: Of parameters and data.
     """
 
     nodes: int = 4
     per_node: int = 1
-    rate: str = "200mbit"
+    rate: str = "auto"
     model: str = "gpt-13m"
     codecs: tuple[str, ...] = (
         "none", "fp16", "topk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "qsgd:bits=4",
@@ -103,6 +115,8 @@ class Config:
     bucket_cap_mb: int = 8
     collective: Collective | Literal["auto"] = "auto"
     momentum: float = 0.9
+    device: Device = "cpu"
+    amp: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -116,6 +130,11 @@ class Config:
         if not self.codecs and not self.baselines:
             raise ValueError("nothing to measure: give codecs, or ask for baselines")
         check_seed(self.seed)
+        if self.device == "cuda" and (self.link != "none" or self.delay or self.loss):
+            raise ValueError("device=cuda: links are emulated between CPUs only; leave out rate, delay and loss")
+        if self.device == "cuda" and (self.sharded or self.per_node > 1):
+            raise ValueError("device=cuda: sharded and per_node are measured on the CPU only; leave these out")
+        check_device(self.device)
         if self.sharded and (self.per_node > 1 or self.baselines):
             raise ValueError(
                 "sharded is for one rank per node, and has FSDP2 beside it: leave out per_node and baselines"
@@ -127,15 +146,20 @@ class Config:
                 )
             for part in spec.split("/") if self.sharded else (spec,):
                 _check(part, self.model)
-        if self.rate == "none" and (self.delay or self.loss):
+        if self.link == "none" and (self.delay or self.loss):
             raise ValueError("delay and loss need an emulated link: give a rate too, e.g. rate=1gbit")
         self.place()
 
+    @property
+    def link(self) -> str:
+        """The rate, without ``auto``."""
+        return self.rate if self.rate != "auto" else "none" if self.device == "cuda" else "200mbit"
+
     def place(self) -> Loopback | LabConfig:
         """Where the ranks run."""
-        if self.rate == "none":
+        if self.link == "none":
             return Loopback(self.nodes * self.per_node)
-        return LabConfig(nodes=self.nodes, per_node=self.per_node, rate=self.rate, delay=self.delay, loss=self.loss)
+        return LabConfig(nodes=self.nodes, per_node=self.per_node, rate=self.link, delay=self.delay, loss=self.loss)
 
 
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
@@ -144,9 +168,9 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
     Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for
     baselines) and ``link_bytes_per_step`` (None on loopback, where all ranks share one card), ``cpu_s`` (processor time
     of a step, summed over a rank's threads: where ranks share processors, as here, it is what makes a step longer),
-    ``relative_error`` (as in :class:`narrowband.StepStats`, mean over ranks; None where nothing is compressed), and
-    beside these what the codec's handle says of its time. A row that failed holds ``error`` and None for what it could
-    not measure.
+    ``relative_error`` (as in :class:`narrowband.StepStats`, mean over ranks; None where nothing is compressed), beside
+    these what the codec's handle says of its time, and with ``device="cuda"`` the ``device``'s name and the ``backend``
+    (nccl or gloo). A row that failed holds ``error`` and None for what it could not measure.
 
     Args:
         on_event: called with ``{"event": "round", "done": …, "of": …, "codec": …}`` while the ranks work.
@@ -165,7 +189,7 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One row from what each rank measured: the slowest rank's time per round, everyone's bytes on average."""
     row: dict[str, Any] = {
         "codec": parts[0]["codec"],
-        "rate": config.rate,
+        "rate": config.link,
         "nodes": config.nodes,
         "per_node": config.per_node,
         "step_s": None,
@@ -174,8 +198,7 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
         "link_bytes_per_step": None,
         "relative_error": None,
     }
-    if "note" in parts[0]:
-        row["note"] = parts[0]["note"]
+    row |= {name: parts[0][name] for name in ("device", "backend", "note") if name in parts[0]}
     errors = [part["error"] for part in parts if part["error"]]
     if errors:
         return row | {"error": errors[0]}
@@ -197,6 +220,11 @@ def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 _TIMES = ("encode_s", "wire_s", "decode_s", "waiting_s")
+
+
+def backend_of(device: Device, ranks: int, gpus: int, *, has_nccl: bool) -> str:
+    """By which backend so many ranks of a machine with so many GPUs reach each other: NCCL refuses two on one GPU."""
+    return "nccl" if device == "cuda" and ranks <= gpus and has_nccl else "gloo"
 
 
 def skip_communication(model: DDP) -> None:
@@ -229,7 +257,10 @@ class _Kind:
 
 
 def _kinds(config: Config) -> list[_Kind]:
-    nothing = _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model))
+    if config.nodes * config.per_node == 1:
+        nothing = _Kind(NO_COMMUNICATION, None, note="DDP without a hook: one rank has nobody to send to")
+    else:
+        nothing = _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model))
     if config.sharded:
         alone = _Kind("torch: FSDP2", None, shards=("nodes",))
         own = [_Kind(spec, _attach_shards(spec, config.seed), shards=("nodes",)) for spec in config.codecs]
@@ -346,7 +377,7 @@ def _baselines() -> list[_Kind]:
 class _Row:
     """One row on one rank: its model, and what was measured so far."""
 
-    def __init__(self, kind: _Kind, config: Config) -> None:
+    def __init__(self, kind: _Kind, config: Config, device: torch.device) -> None:
         self.kind = kind
         self.error: str | None = None
         self.round_step_s: list[float] = []
@@ -354,13 +385,15 @@ class _Row:
         self.cpu_s: list[float] = []  # of all threads
         self.link_bytes = 0
         self._config = config
+        self._device = device
         self._handle: Any = None
         self._counts = dict.fromkeys(("sent_bytes", *_TIMES), 0.0)
 
     def build(self, tokens_SBL: Tensor) -> None:
         """Make the model and take the warm-up steps."""
         torch.manual_seed(self._config.seed)
-        model = GPT(MODELS[self._config.model])
+        with self._device:
+            model = GPT(MODELS[self._config.model])
         self._model: nn.Module
         if self.kind.shards:
             mesh = _mesh(self._config)
@@ -376,10 +409,16 @@ class _Row:
                 bucket_cap_mb=self.kind.bucket_cap_mb or self._config.bucket_cap_mb,
                 gradient_as_bucket_view=True,
             )
-        momentum = 0.0 if self.kind.has_momentum else self._config.momentum
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE, momentum=momentum)
+        self._optimizer = self._optimizer_of(list(self._model.parameters()))
         self._handle = self.kind.attach(self._model, self._optimizer) if self.kind.attach is not None else None
         self._train(tokens_SBL)
+
+    def _optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self._config.amp:
+            betas = (0.0 if self.kind.has_momentum else 0.9, 0.999)
+            return torch.optim.AdamW(parameters, betas=betas, fused=True)
+        momentum = 0.0 if self.kind.has_momentum else self._config.momentum
+        return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=momentum)
 
     def wake(self, tokens_SBL: Tensor) -> None:
         """The first step of a round, which is not timed."""
@@ -388,8 +427,10 @@ class _Row:
     def measure(self, tokens_SBL: Tensor) -> None:
         """One timed round: as many steps as ``tokens_SBL`` holds batches."""
         before = self._handle.stats().total if self._handle is not None else None
+        wait_for(self._device)
         cpu, start = time.process_time(), time.perf_counter()
         self._train(tokens_SBL)
+        wait_for(self._device)
         self.round_step_s.append((time.perf_counter() - start) / len(tokens_SBL))
         self.cpu_s.append((time.process_time() - cpu) / len(tokens_SBL))
         if before is not None:
@@ -400,8 +441,9 @@ class _Row:
     def _train(self, tokens_SBL: Tensor) -> None:
         for tokens_BL in tokens_SBL:
             self._optimizer.zero_grad()
-            logits_BLV = self._model(tokens_BL[:, :-1])
-            loss = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.amp):
+                logits_BLV = self._model(tokens_BL[:, :-1])
+                loss = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
             torch.autograd.backward(loss)
             self._optimizer.step()
 
@@ -414,6 +456,8 @@ class _Row:
         }
         if self.kind.note:
             found["note"] = self.kind.note
+        if self._device.type == "cuda":
+            found |= {"device": torch.cuda.get_device_name(self._device), "backend": dist.get_backend()}
         if self.error:
             return found
         steps = len(self.round_step_s) * self._config.steps
@@ -437,24 +481,36 @@ def _joined(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> Non
     except Exception as error:  # whatever a baseline's hook raises is that row's result
         lines = str(error).strip().splitlines()
         row.error = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    failed = torch.tensor([row.error is not None], dtype=torch.int32)
+    failed = torch.tensor([row.error is not None], dtype=torch.int32, device=tokens_SBL.device)
     dist.all_reduce(failed)
     if failed.item() and row.error is None:
         row.error = "failed on another rank"
 
 
+def _join(config: Config, rank_process: RankProcess) -> torch.device:
+    """Meet the other ranks; returns where this one trains."""
+    gpus = torch.cuda.device_count() if config.device == "cuda" else 0
+    device = torch.device("cuda", rank_process.rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    has_nccl = dist.is_nccl_available()
+    dist.init_process_group(backend_of(config.device, rank_process.world_size, gpus, has_nccl=has_nccl))
+    return device
+
+
 def _main(rank_process: RankProcess) -> None:
     config = Config(**{**rank_process.config, "codecs": tuple(rank_process.config["codecs"])})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo")
-    card = os.environ["GLOO_SOCKET_IFNAME"] if config.rate != "none" else None
+    device = _join(config, rank_process)
+    card = os.environ["GLOO_SOCKET_IFNAME"] if config.link != "none" else None
     shape = MODELS[config.model]
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + rank_process.rank)
 
     def tokens(steps: int) -> Tensor:
-        return torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
+        drawn = torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
+        return drawn.to(device)
 
-    rows = [_Row(kind, config) for kind in _kinds(config)]
+    rows = [_Row(kind, config, device) for kind in _kinds(config)]
     compute, others = rows[0], rows[1:]
     total = len(rows) + len(others) * config.rounds
     done = 0

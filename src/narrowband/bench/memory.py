@@ -3,7 +3,8 @@
 ``compare`` measures ways to train in less memory, and ``run`` those of a configuration. All rows live in one process
 and take turns, so that a machine that others use treats them alike; ``ratio_to_plain`` is the median over rounds of a
 row's step over the plain step right before it. A step is forward and backward, and what is timed follows a step of the
-same kind, as in training. Two measures of memory stand beside each other:
+same kind, as in training; on CUDA it ends when the device has done it. Before anything is timed every row takes three
+steps, of which the first has Triton compile its loops. Two measures of memory stand beside each other:
 
 * ``kept_bytes``: what autograd keeps between forward and backward, every tensor's memory counted once, without
   parameters, buffers and inputs;
@@ -43,12 +44,13 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
 from narrowband.activations.packed import Arena
+from narrowband.bench.devices import Device, check_device, default_device, moved, wait_for
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
 
 __all__ = [
-    "OPTIMIZERS", "PLAIN", "Config", "Way", "compare", "count", "default_device", "footprint", "gradients_of",
-    "most_alive", "moved", "optimizer_of", "result_of", "run", "scalar_of", "survey",
+    "OPTIMIZERS", "PLAIN", "Config", "Way", "compare", "count", "footprint", "gradients_of", "most_alive",
+    "optimizer_of", "result_of", "run", "scalar_of", "survey",
 ]  # fmt: skip
 
 #: Nothing is compressed.
@@ -88,9 +90,12 @@ class Config:
         baselines: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
             recomputed, where modules are called mlp.
         compiled: Also torch.compile, which needs a C++ compiler and minutes.
+        only: Only these of all rows that baselines and compiled can give, by name: "8 bits" "bf16, 8 bits". The row
+            that they are compared with is always there: plain or, where all of them are bf16, bf16.
         rounds: Timed steps of every row.
         peaks: Also measure peaks of memory; on CPU each row then trains in a process of its own, too. --no-peaks leaves
             these out, which is faster.
+        device: Where to train; CUDA where there is any, when left out.
         seed: Of parameters and data.
     """
 
@@ -99,8 +104,10 @@ class Config:
     bits: tuple[int, ...] = (8, 4)
     baselines: bool = False
     compiled: bool = False
+    only: tuple[str, ...] = ()
     rounds: int = 5
     peaks: bool = True
+    device: Device | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -108,10 +115,11 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         check_seed(self.seed)
+        check_device(self.device)
         for bits in self.bits:
             if bits not in (8, 4, 2):
                 raise ValueError(f"bits={bits}: there are 8, 4 and 2")
-        if not (self.bits or self.baselines or self.compiled):
+        if not (self.bits or self.baselines or self.compiled or self.only):
             raise ValueError("nothing to measure: give bits, such as 8 4, or ask for baselines")
         if self.model not in SUBJECTS and ":" not in self.model:
             subject(self.model, self.batch)
@@ -135,12 +143,34 @@ class Way:
     checkpoint: bool = False
     compiled: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done to save memory, but for autocast."""
+        return self.policy.is_off and not self.checkpoint and not self.compiled
+
 
 #: What transformers call the half of a block that is not attention.
 _MLPS = "*.mlp"
 
 
 def _ways(config: Config) -> list[Way]:
+    """What is measured; the first is what the others are compared with.
+
+    Raises:
+        ValueError: a row is asked for that there is not.
+    """
+    if not config.only:
+        return _all_ways(config)
+    ways = {way.name: way for way in _all_ways(replace(config, only=(), baselines=True, compiled=True))}
+    unknown = [name for name in config.only if name not in ways]
+    if unknown:
+        raise ValueError(f"no row is called {', '.join(map(repr, unknown))}; there are: {', '.join(map(repr, ways))}")
+    of_bf16 = [ways[name].amp for name in config.only]
+    needed = {*config.only, *(["bf16"] if any(of_bf16) else []), *([] if all(of_bf16) else ["plain"])}
+    return [way for name, way in ways.items() if name in needed]
+
+
+def _all_ways(config: Config) -> list[Way]:
     few = {bits: ActivationPolicy(bits=bits) for bits in config.bits}  # type: ignore[arg-type]
     ways = [Way("plain"), *(Way(f"{bits} bits", policy) for bits, policy in few.items())]
     if config.baselines:
@@ -159,7 +189,8 @@ def _ways(config: Config) -> list[Way]:
 
 
 def _has_mlps(config: Config) -> bool:
-    model, _ = subject(config.model, config.batch)
+    # A batch of one is enough to see names; a model of the user's own may be made for the batch that was asked for.
+    model, _ = subject(config.model, 1 if config.model in SUBJECTS else config.batch)
     return any(fnmatch.fnmatchcase(name, _MLPS) for name, _ in model.named_modules())
 
 
@@ -183,7 +214,11 @@ class _Row:
             self.model.compile()
         self.context = compress_activations(self.model, policy=way.policy)
         self.steps: list[float] = []
-        self.plain_steps: list[float] = []  # right before
+        self.ratios: list[float] = []  # to the first row's step right before
+        self.saved: Saved
+        self.error: float | None = None
+        self.cosine: float | None = None
+        self.peak: int | None = None
 
     def step(self, *, counted: bool = False) -> Saved | None:
         """Forward and backward; what was saved, if it is counted or compressed."""
@@ -204,26 +239,38 @@ class _Row:
 
     def timed(self) -> float:
         """Seconds of a step."""
+        wait_for(self.device)
         begin = time.perf_counter()
         self.step()
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        wait_for(self.device)
         return time.perf_counter() - begin
 
 
-def run(config: Config, on_event: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+def run(
+    config: Config,
+    on_event: Callable[[str], None] | None = None,
+    on_round: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> list[dict[str, Any]]:
     """Measure all rows of a configuration; see :func:`compare`.
 
     Args:
         config: what to measure.
         on_event: called with the name of the row at work.
+        on_round: called after each round with what is known so far.
     """
+    ways, device = _ways(config), config.device or default_device()
     if config.model not in SUBJECTS:
-        tried(config.model, config.batch)
-    build = functools.partial(subject, config.model, config.batch)
+        tried(config.model, config.batch, device)
     return compare(
-        _ways(config), build, rounds=config.rounds, peaks=config.peaks, seed=config.seed, on_event=on_event
-    )  # fmt: skip
+        ways,
+        functools.partial(subject, config.model, config.batch),
+        rounds=config.rounds,
+        peaks=config.peaks,
+        device=device,
+        seed=config.seed,
+        on_event=on_event,
+        on_round=on_round,
+    )
 
 
 def compare(
@@ -232,16 +279,21 @@ def compare(
     *,
     rounds: int = 5,
     peaks: bool = True,
+    device: Device | None = None,
     seed: int = 0,
     on_event: Callable[[str], None] | None = None,
+    on_round: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure ways to train one model, which take turns in this process.
 
-    Rows hold ``name``, ``step_s``, ``ratio_to_plain`` and the rounds' ``ratios``, ``kept_bytes`` and ``kept_ratio``
-    (plain over kept), ``peak_bytes`` and ``peak_ratio`` (None where the system does not tell, or nobody asked),
-    ``compress_s`` (seconds of a step that packing and unpacking take), ``gradient_error``: the norm of the difference
-    from the plain row's gradients over the norm of these, and ``gradient_cosine`` of the angle between both; rows of
-    other arithmetic (bf16) are compared with bf16.
+    Rows hold ``name``, ``step_s``, the rounds' ``ratios`` to the first row's step, ``kept_bytes`` and ``kept_ratio``
+    (the first row's over its own), ``peak_bytes`` and ``peak_ratio`` likewise (None where the system does not tell, or
+    nobody asked), ``compress_s`` (seconds of a step that packing and unpacking take), ``gradient_error``: the norm of
+    the difference from the plain row's gradients over the norm of these, and ``gradient_cosine`` of the angle between
+    both; rows of other arithmetic (bf16) are compared with bf16. ``ratio_to_plain`` is the median of ``ratios``, or
+    None where the first row is bf16's. ``ratio_to_same_precision`` and ``peak_to_same_precision`` are a row's step and
+    peak over those of the row in which nothing is compressed and whose precision is the same, None where there is none:
+    of steps the median over rounds, each of which has both rows' ratios to the first.
 
     Args:
         ways: the first one is what the others are compared with.
@@ -249,15 +301,14 @@ def compare(
             partial of one.
         rounds: timed steps of every row, each right after a step of the first way.
         peaks: whether to measure these, too.
+        device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
         on_event: called with the name of the row at work.
+        on_round: called after each round with the rows as far as they are known: peaks are measured last.
     """
     tell = on_event or (lambda _: None)
-    device = default_device()
-    rows = [_Row(way, build, device, seed) for way in ways]
-    counts: list[Saved] = []
-    errors: list[tuple[float | None, float | None]] = []
-    exact: dict[bool, Tensor] = {}
+    rows = [_Row(way, build, device or default_device(), seed) for way in ways]
+    exact: dict[bool, list[Tensor]] = {}
     for row in rows:
         tell(row.way.name)
         row.step()
@@ -265,62 +316,52 @@ def compare(
         torch.manual_seed(seed)  # dropout leaves out the same elements in all rows
         saved = row.step(counted=True)
         assert saved is not None
-        counts.append(saved)
-        gradients = gradients_of(row.model)
-        if row.way.policy.is_off:
-            exact.setdefault(row.way.amp, gradients)
-        reference = exact.get(row.way.amp)
-        errors.append((None, None) if reference is None else _beside(gradients, reference))
-    plain = rows[0]
+        row.saved = saved
+        gradients = [p.grad for p in row.model.parameters() if p.grad is not None]
+        if row.way.policy.is_off and row.way.amp not in exact:
+            exact[row.way.amp] = [x.clone() for x in gradients]  # the next step writes into the same memory
+        if row.way.amp in exact:
+            row.error, row.cosine = _beside(gradients, exact[row.way.amp])
+    first = rows[0]
     for turn in range(rounds):
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
             tell(row.way.name)
-            before = plain.settled() if row is not plain else 0.0
+            before = first.settled() if row is not first else 0.0
             taken = row.settled()
             row.steps.append(taken)
-            row.plain_steps.append(before or taken)
-    highest: list[int | None] = []
-    for row in rows:
-        if peaks:
+            row.ratios.append(taken / before if before else 1.0)
+        if on_round is not None:
+            on_round([_told(row, rows) for row in rows])
+    if peaks:
+        for row in rows:
             tell(row.way.name)
-        highest.append(_peak(row, build, seed) if peaks else None)
-    return [_told(*those, counts[0], highest[0]) for those in zip(rows, counts, errors, highest, strict=True)]
+            row.peak = _peak(row, build, seed)
+    return [_told(row, rows) for row in rows]
 
 
-def _told(
-    row: _Row,
-    saved: Saved,
-    error: tuple[float | None, float | None],
-    peak: int | None,
-    plain: Saved,
-    plain_peak: int | None,
-) -> dict[str, Any]:
-    ratios = [a / b for a, b in zip(row.steps, row.plain_steps, strict=True)]
+def _told(row: _Row, rows: Sequence[_Row]) -> dict[str, Any]:
+    first, saved = rows[0], row.saved
+    same = next((each for each in rows if each.way.is_plain and each.way.amp == row.way.amp), None)
+    ratio = statistics.median(row.ratios)
     return {
         "name": row.way.name,
         "step_s": statistics.median(row.steps),
-        "ratio_to_plain": statistics.median(ratios),
-        "ratios": ratios,
+        "ratio_to_plain": None if first.way.amp else ratio,
+        "ratio_to_same_precision": None
+        if same is None
+        else statistics.median(own / its for own, its in zip(row.ratios, same.ratios, strict=True)),
+        "ratios": list(row.ratios),
         "kept_bytes": saved.kept_bytes,
-        "kept_ratio": plain.raw_bytes / saved.kept_bytes if saved.kept_bytes else None,
+        "kept_ratio": first.saved.raw_bytes / saved.kept_bytes if saved.kept_bytes else None,
         "saved_of_own": 1 - saved.kept_bytes / saved.raw_bytes if saved.raw_bytes else 0.0,
-        "peak_bytes": peak,
-        "peak_ratio": None if not peak or not plain_peak else plain_peak / peak,
+        "peak_bytes": row.peak,
+        "peak_ratio": first.peak / row.peak if row.peak and first.peak else None,
+        "peak_to_same_precision": row.peak / same.peak if same is not None and row.peak and same.peak else None,
         "compress_s": sum(kept.seconds for kept in saved.by_operator.values()),
-        "gradient_error": error[0],
-        "gradient_cosine": error[1],
+        "gradient_error": row.error,
+        "gradient_cosine": row.cosine,
         "by_operator": {name: asdict(kept) for name, kept in saved.by_operator.items()},
     }
-
-
-def default_device() -> str:
-    """CUDA where there is any."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def moved(x: Any, device: str) -> Any:
-    """A tensor, on a device; anything else as it is."""
-    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def result_of(output: Any) -> Tensor:
@@ -353,13 +394,21 @@ def scalar_of(output: Any) -> Tensor:
     return F.cross_entropy(rows, torch.arange(len(rows), device=x.device) % rows.shape[1])
 
 
-def _beside(own: Tensor, reference: Tensor) -> tuple[float | None, float | None]:
+def _beside(own: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[float | None, float | None]:
     """The norm of the difference over that of the reference, and the cosine of the angle between both; None where they
     say nothing, because a gradient is zero or not finite.
+
+    Sums are in float64, where the gradients are, and of one parameter after the other: a GPU has no room for copies of
+    all of them, and a link to the CPU would be slower than training.
     """
-    found = (own - reference).norm() / reference.norm(), own @ reference / (own.norm() * reference.norm())
-    error, cosine = (float(x) if math.isfinite(x) else None for x in found)
-    return error, cosine
+    sums = torch.zeros(4, dtype=torch.float64, device=reference[0].device if reference else None)
+    for own_x, reference_x in zip(own, reference, strict=True):
+        x, y = own_x.double(), reference_x.double()
+        sums += torch.stack(((x - y).square().sum(), x.square().sum(), y.square().sum(), (x * y).sum()))
+    difference, one, other, product = sums.tolist()
+    error = math.sqrt(difference / other) if other else math.nan
+    cosine = product / math.sqrt(one * other) if one and other else math.nan
+    return error if math.isfinite(error) else None, cosine if math.isfinite(cosine) else None
 
 
 def gradients_of(model: nn.Module) -> Tensor:
@@ -381,7 +430,7 @@ def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
     if row.device != "cpu":
         row.model.zero_grad()
         gc.collect()
-        torch.cuda.synchronize()
+        wait_for(row.device)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         row.step()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from narrowband.bench.architectures import ZOO
+from narrowband.bench.devices import moved
 from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
 
 __all__ = ["SUBJECTS", "Subject", "is_out_of_memory", "subject", "tried"]
@@ -91,13 +92,15 @@ def subject(name: str, batch: int) -> Subject:
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
 
 
-def tried(name: str, batch: int) -> Subject:
-    """:func:`subject`, whose forward was run once to see that it takes its inputs; backward keeps nothing of that.
+def tried(name: str, batch: int, device: str = "cpu") -> Subject:
+    """:func:`subject` on a device, whose forward was run once there to see that it takes its inputs; backward keeps
+    nothing of that.
 
     Raises:
         ValueError: as :func:`subject` does, or forward raises an error.
     """
     model, inputs = subject(name, batch)
+    model, inputs = model.to(device), tuple(moved(x, device) for x in inputs)
     if name not in SUBJECTS:
         with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
             model(*inputs)

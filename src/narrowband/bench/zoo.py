@@ -21,6 +21,7 @@ import torch
 from narrowband.activations import ActivationPolicy
 from narrowband.bench.architectures import ZOO
 from narrowband.bench.budget import Job, fit_shares
+from narrowband.bench.devices import Device, check_device
 from narrowband.bench.memory import Way, compare
 from narrowband.bench.subjects import is_out_of_memory, subject
 
@@ -43,6 +44,7 @@ class Config:
         seed: Of parameters and data.
         shares: Instead of all that, budgets, with room for such shares of what training as it is holds beside
             parameters, the optimizer's state and inputs.
+        device: Where to train; CUDA where there is any, when left out.
     """
 
     names: tuple[str, ...] = ()
@@ -52,8 +54,10 @@ class Config:
     peaks: bool = True
     seed: int = 0
     shares: tuple[float, ...] = ()
+    device: Device | None = None
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         for share in self.shares:
             if not 0 < share <= 1:
                 raise ValueError(f"shares: {share} is not above 0 and at most 1")
@@ -162,7 +166,7 @@ def _budgets(name: str, config: Config, threads: int) -> dict[str, Any]:
 def fitted(name: str, config: Config) -> dict[str, Any]:
     """The rest of the row of one architecture that is trained within budgets."""
     batch = _batch(name, config)
-    job = Job(functools.partial(subject, name, batch), seed=config.seed, alone=False)
+    job = Job(functools.partial(subject, name, batch), device=config.device, seed=config.seed, alone=False)
     fits = fit_shares(job, config.shares)
     return {
         "batch": batch,
@@ -194,7 +198,7 @@ def _compared(name: str, config: Config) -> dict[str, Any]:
     ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
     batch = _batch(name, config)
     build = functools.partial(subject, name, batch)
-    plain, few = compare(ways, build, rounds=config.rounds, peaks=config.peaks, seed=config.seed)
+    plain, few = compare(ways, build, rounds=config.rounds, peaks=config.peaks, device=config.device, seed=config.seed)
     return {
         "batch": batch,
         "plain_s": plain["step_s"],
@@ -214,7 +218,7 @@ def _batch(name: str, config: Config) -> int:
     batch = 1
     while True:
         build = functools.partial(subject, name, batch)
-        (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, seed=config.seed)
+        (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, device=config.device, seed=config.seed)
         short = config.seconds / plain["step_s"]
         if short <= 1 or batch >= _MOST:
             return batch

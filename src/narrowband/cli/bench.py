@@ -1,5 +1,5 @@
-"""``narrowband bench kernels``, ``bench ddp``, ``bench plan``, ``bench pipeline``, ``bench peers``, ``bench adapt`` and
-``bench memory``.
+"""``narrowband bench kernels``, ``bench ddp``, ``bench plan``, ``bench pipeline``, ``bench peers``, ``bench adapt``,
+``bench memory`` and ``bench gpu``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, foretold, kernels, memory, peers, pipeline, zoo
+from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, zoo
+from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
-__all__ = ["BenchAdapt", "BenchDDP", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan"]
+__all__ = [
+    "BenchAdapt", "BenchDDP", "BenchGPU", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,14 @@ class BenchKernels:
         from narrowband.report.tables import kernels_table
 
         check_output(self.json)
+        keep = _keeping(self.json, asdict(self.config))
         rows = []
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=kernels.count(self.config))
             for row in kernels.run(self.config):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["loop"])
+                keep(rows)
         console.print(kernels_table(rows))
         _record(console, self.json, asdict(self.config), rows)
         return DONE
@@ -63,12 +70,16 @@ class BenchDDP:
     busy. Needs what ``narrowband lab`` needs (see ``narrowband doctor``); ``--rate none`` needs nothing, and runs the
     ranks on loopback.
 
+    With --device cuda ranks train on this machine's GPUs, and the links between them are what they are. One rank sends
+    nothing: its rows say what encoding and decoding take beside DDP without a hook.
+
     Examples:
       narrowband bench ddp --nodes 4 --rate 200mbit --codecs none fp16 topk:density=0.01+ef qsgd:bits=4
       narrowband bench ddp --rate 1gbit --baselines --json ddp-1gbit.json
       narrowband bench ddp --nodes 2 --per-node 2 --codecs none topk:density=0.01+ef
       narrowband bench ddp --sharded --codecs qsgd:bits=8/uniform:bits=8 qsgd:bits=4/uniform:bits=4
       narrowband bench ddp --nodes 2 --rate none --model gpt-tiny
+      narrowband bench ddp --nodes 1 --device cuda --model gpt2-small --amp --codecs none qsgd:bits=4
     """
 
     config: Annotated[ddp.Config, tyro.conf.arg(name="")] = field(default_factory=ddp.Config)
@@ -94,7 +105,7 @@ class BenchDDP:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
-        _record(console, self.json, asdict(self.config), rows)
+        _record(console, self.json, asdict(self.config) | {"rate": self.config.link}, rows)
         own = self.config.codecs
         failed = any("error" in row for row in rows if row["codec"].startswith(own))
         return FAILED if failed else DONE  # a hook of PyTorch's that fails is a result
@@ -217,6 +228,7 @@ class BenchMemory:
       narrowband bench memory --baselines
       narrowband bench memory --model gpt --batch 8 --bits 8 4 2
       narrowband bench memory --model mine.py:build --batch 16 --baselines --json memory.json
+      narrowband bench memory --model deit-small --batch 128 --device cuda --only "bf16, 8 bits" "bf16, checkpoint"
       narrowband bench memory --zoo --json zoo.json
     """
 
@@ -242,9 +254,27 @@ class BenchMemory:
             return self._measure_zoo(console, self.zoo)
         if self.shares:
             raise ValueError("--shares is for the zoo: give --zoo, too; narrowband memory --budget is for one model")
+        keep, rounds = _keeping(self.json, asdict(self.config)), 0
+        seen: set[str] = set()
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
-            rows = memory.run(self.config, lambda name: progress.update(task, advance=1, description=name))
+
+            def tell(name: str) -> None:
+                progress.update(task, advance=1, description=name)
+                if not console.is_terminal and name not in seen:  # a file shows no bar, and first steps may take long
+                    console.print(f"first steps of {name}", style="dim", markup=False, highlight=False)
+                seen.add(name)
+
+            def after_round(known: list[dict[str, Any]]) -> None:
+                nonlocal rounds
+                rounds += 1
+                keep(known)
+                if not console.is_terminal:
+                    steps = "; ".join(f"{row['name']} {statistics.median(row['ratios']):.2f}" for row in known)
+                    said = f"round {rounds} of {self.config.rounds}, steps × {known[0]['name']}: {steps}"
+                    console.print(said, style="dim", markup=False, highlight=False)
+
+            rows = memory.run(self.config, tell, after_round)
         console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
         _record(console, self.json, asdict(self.config), rows)
         return DONE
@@ -252,12 +282,14 @@ class BenchMemory:
     def _measure_zoo(self, console: Console, names: tuple[str, ...]) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.record import commit, provenance, read_json, write_json
+        from narrowband.report.record import commit, read_json
         from narrowband.report.tables import budgets_table, zoo_table
 
         own, seconds = self.config, 0.05 if self.shares else 0.3
+        if own.only:
+            raise ValueError("--only names rows of one model: leave it out, or leave out --zoo")
         config = zoo.Config(
-            names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares
+            names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares, own.device
         )  # fmt: skip
         known: list[dict[str, Any]] = []
         if self.json is not None and self.json.exists():
@@ -265,13 +297,13 @@ class BenchMemory:
             if (before["config"], before["commit"]) == (_plain(config), commit()):
                 known = before["rows"]
         rows: list[dict[str, Any]] = []
+        keep = _keeping(self.json, _plain(config))
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=zoo.count(config))
             for row in zoo.run(config, known):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["name"])
-                if self.json is not None:  # nothing is lost on Ctrl-C
-                    write_json(self.json, provenance(config.seed) | {"config": _plain(config), "rows": rows})
+                keep(rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         console.print(zoo.foretold(rows), highlight=False)
         _record(console, self.json, _plain(config), rows)
@@ -281,6 +313,16 @@ class BenchMemory:
 def _plain(config: zoo.Config) -> dict[str, Any]:
     """As JSON has it."""
     return asdict(config) | {"names": list(config.names), "shares": list(config.shares)}
+
+
+def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
+    """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up."""
+    if path is None:
+        return lambda _: None
+    from narrowband.report.record import provenance, write_json
+
+    before = provenance(config["seed"]) | {"config": config}
+    return lambda rows: write_json(path, before | {"rows": rows})
 
 
 def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -336,3 +378,43 @@ class BenchPeers:
         )
         _record(console, self.json, asdict(self.config), rows)
         return DONE if equal else FAILED
+
+
+@dataclass(frozen=True)
+class BenchGPU:
+    """Measure this machine's GPU: every loop, saved activations, and training steps; one record of all.
+
+    Each part runs in a process of its own. What fails or takes too long is noted, and the others still run. In a
+    checkout ``make gpu`` runs it with the tests of the loops as one more part, the command behind --.
+
+    Examples:
+      narrowband bench gpu --json gpu.json
+      narrowband bench gpu --parts kernels ddp --patience 2
+      narrowband bench gpu --json gpu.json -- python -m pytest tests/kernels/backends tests/gpu
+    """
+
+    config: Annotated[gpu.Config, tyro.conf.arg(name="")] = field(default_factory=gpu.Config)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write what is known after each part to this file, with the GPU, machine, versions and command."""
+
+    def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.report.gpu import gpu as found
+        from narrowband.report.record import provenance, write_json
+        from narrowband.report.tables import gpu_table
+
+        check_output(self.json)
+        these = gpu.parts(self.config, behind or ())
+        check_device("cuda")
+        about = found()
+        record = provenance() | {"gpu": about and asdict(about), "config": asdict(self.config), "parts": []}
+
+        def keep(part: dict[str, Any]) -> None:
+            record["parts"].append(part)
+            if self.json is not None:
+                write_json(self.json, record)
+
+        gpu.run(these, keep)
+        console.print(gpu_table(record["parts"]))
+        if self.json is not None:
+            console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
+        return FAILED if any(part["error"] for part in record["parts"]) else DONE

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from narrowband.report.gpu import GPU
+
 __all__ = ["Doctor"]
 
 #: What PyPI has under the name of our package.
@@ -182,20 +184,16 @@ def _backends() -> Iterator[_Finding]:
     import torch.distributed as dist
 
     from narrowband import kernels
+    from narrowband.report.gpu import gpu, loops_of, nccl_version
 
     threads = torch.get_num_threads()
     backend = kernels.backend_for("cpu").name
     loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
     yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
-    if torch.cuda.is_available():
-        yield _Finding("CUDA", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
+    found = gpu()
+    if found is not None:
         fast = kernels.backend_for("cuda").name == "cuda"
-        how = (
-            "Triton, and plain torch where Triton has none"
-            if fast
-            else "plain torch: Triton is missing, or this GPU is too old for it"
-        )
-        yield _Finding("loops on GPU", fast, how)
+        yield from _about_gpu(found, loops_of("narrowband.kernels.cuda") if fast else None)
     else:
         built = torch.version.cuda
         why = (
@@ -206,7 +204,27 @@ def _backends() -> Iterator[_Finding]:
         yield _Finding("torch.distributed", False, "this build of torch has none: install torch from pytorch.org")
         return
     yield _Finding("gloo", dist.is_gloo_available(), "collectives on CPU")
-    yield _Finding("NCCL", dist.is_nccl_available(), "collectives on GPU; comes with CUDA builds of torch")
+    version = nccl_version()
+    nccl = (
+        "collectives on GPU; comes with CUDA builds of torch" if version is None else f"{version}: collectives on GPU"
+    )
+    yield _Finding("NCCL", dist.is_nccl_available(), nccl)
+
+
+def _about_gpu(found: GPU, loops: tuple[list[str], list[str]] | None) -> Iterator[_Finding]:
+    """What is said of a GPU; ``loops`` are those in Triton and those in plain torch, None where Triton has no part."""
+    from narrowband.units import format_bytes
+
+    card = f"{found.count} × {found.name}, {format_bytes(found.memory_bytes)}, compute capability {found.capability}"
+    yield _Finding("CUDA", True, card)
+    driver = found.driver or "of a version that neither the system nor nvidia-smi tells"
+    yield _Finding("driver", True, f"{driver}; torch is built for CUDA {found.cuda}")
+    if loops is None:
+        yield _Finding("loops on GPU", False, "plain torch: Triton is missing, or this GPU is too old for it")
+        return
+    own, plain = loops
+    rest = f"; {len(plain)} in plain torch: {', '.join(plain)}" if plain else ""
+    yield _Finding("loops on GPU", True, f"{len(own)} in Triton {found.triton or ''}".strip() + rest)
 
 
 def _packages() -> Iterator[_Finding]:

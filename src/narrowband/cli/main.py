@@ -26,6 +26,7 @@ _COMMANDS = {
     "bench peers": ("bench", "BenchPeers"),
     "bench adapt": ("bench", "BenchAdapt"),
     "bench memory": ("bench", "BenchMemory"),
+    "bench gpu": ("bench", "BenchGPU"),
     "lab": ("lab", "Lab"),
     "rendezvous": ("rendezvous", "Rendezvous"),
     "plan": ("plan", "Plan"),
@@ -35,6 +36,9 @@ _COMMANDS = {
     "codecs": ("codecs", "Codecs"),
     "doctor": ("doctor", "Doctor"),
 }
+
+#: What stands behind "--" is a command that these start.
+_WITH_A_COMMAND = ("lab", "bench gpu")
 
 _EXAMPLES = (
     ("narrowband demo", "see what compression does, in a few minutes"),
@@ -111,7 +115,7 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
     import tyro
 
     kind = _load(name)
-    if behind is not None and name != "lab":
+    if behind is not None and name not in _WITH_A_COMMAND:
         raise ValueError(
             f"narrowband {name} takes nothing behind '--'; that is for `narrowband lab … -- python train.py`"
         )

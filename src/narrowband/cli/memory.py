@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from narrowband.bench import memory, subjects
+from narrowband.bench import devices, memory, subjects
 from narrowband.cli.exits import DONE, FAILED, check_output
 
 if TYPE_CHECKING:
@@ -76,21 +76,16 @@ class Memory:
         check_output(self.output, self.json)
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        import torch
-
         from narrowband.activations import ActivationPolicy
         from narrowband.bench import budget
         from narrowband.report.tables import saved_table, takes_table
 
         self._check()
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device=cuda: PyTorch finds no CUDA device here; narrowband doctor says more")
-        device = self.device or memory.default_device()
+        devices.check_device(self.device)
         with console.status("building"):
-            model, inputs = subjects.tried(self.model, self.batch)
+            model, inputs = subjects.tried(self.model, self.batch, self.device or devices.default_device())
             model.train()
         tensors = budget.tensors_of(model, inputs, self.optimizer, self.codec)
-        model, inputs = model.to(device), tuple(memory.moved(x, device) for x in inputs)
         surveys = {}
         with console.status("") as status:
             for bits in (8, 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "demo_table",
     "estimate_table",
     "foretold_table",
+    "gpu_table",
     "kernels_table",
     "lab_table",
     "memory_table",
@@ -96,9 +98,12 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench ddp``."""
-    place = "loopback" if rows[0]["rate"] == "none" else f"links of {rows[0]['rate']}"
-    per_node = rows[0].get("per_node", 1)
-    who = f"{rows[0]['nodes']} ranks" if per_node == 1 else f"{rows[0]['nodes']} machines of {per_node} ranks"
+    first = rows[0]
+    place = "loopback" if first["rate"] == "none" else f"links of {first['rate']}"
+    if "device" in first:
+        place = f"{first['device']}, {first['backend']}"
+    nodes, per_node = first["nodes"], first.get("per_node", 1)
+    who = f"{nodes} rank{'s' if nodes > 1 else ''}" if per_node == 1 else f"{nodes} machines of {per_node} ranks"
     table = _table(f"{who}, {place}", "codec", "step", "× compute", "sent/step", "error", "on link")
     for row in rows:
         table.add_row(
@@ -293,7 +298,8 @@ def _do(row: dict[str, Any]) -> str:
 
 def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """The rows of ``bench memory``."""
-    table = _table(title, "row", "kept", "× less", "peak", "× less", "step", "× plain", "gradient error")
+    first = escape(f"× {rows[0]['name']}")
+    table = _table(title, "row", "kept", "× less", "peak", "× less", "step", first, "gradient error")
     for row in rows:
         table.add_row(
             escape(row["name"]),
@@ -302,9 +308,20 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             format_or_dash(format_bytes, row["peak_bytes"]),
             format_or_dash("{:.2f}".format, row["peak_ratio"]),
             format_seconds(row["step_s"]),
-            f"{row['ratio_to_plain']:.2f}",
+            f"{row['ratio_to_plain'] or statistics.median(row['ratios']):.2f}",
             format_or_dash("{:.3f}".format, row["gradient_error"]),
         )
+    return table
+
+
+def gpu_table(parts: Sequence[dict[str, Any]]) -> Table:
+    """The parts of ``bench gpu``: how long each took, and what became of it."""
+    table = _table("Parts", "part", "time", "rows", "what became of it")
+    for part in parts:
+        said = part["error"] or "done"
+        if "failed" in part and part["rows"]:
+            said = ", ".join(f"{number} {name}" for name, number in part["rows"][0].items())
+        table.add_row(part["part"], format_seconds(part["seconds"]), str(len(part["rows"])), escape(said))
     return table
 
 
