@@ -1,9 +1,9 @@
 """What loops find out of their data, where the host does not wait for a device to say so.
 
 Loops tell whether what they saw was finite, and whether a payload was damaged. On a GPU an answer costs a wait: the
-host would stand still until the device has done everything before, and the device would then stand still until the host
-has launched what follows. So a caller that can go on without the answer opens a :class:`Findings`: loops then answer that
-all is well, and note on the device what is so. What follows has to be right either way, and ask the notes there.
+host would stand still until the device has done everything before, and the device would then stand still until the
+host has launched what follows. So a caller that can go on without the answer opens a :class:`Findings`: loops then
+answer that all is well, and note on the device what is so. What follows has to be right either way.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def loops_of(package: str = "narrowband.kernels.cuda") -> tuple[list[str], list[
 
     Example:
         >>> own, plain = loops_of("narrowband.kernels.cpu")
-        >>> "quantize_groups" in own, plain
-        (True, [])
+        >>> "quantize_groups" in own, "restore_if" in plain
+        (True, True)
     """
     from narrowband.kernels.backends import Backend
 

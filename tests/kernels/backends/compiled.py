@@ -32,8 +32,8 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 #: Files of loops.
 FAMILIES = (
-    "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows", "selection", "shares",
-    "sparse", "stores",
+    "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows", "selection",
+    "shares", "sparse", "stores",
 )  # fmt: skip
 
 

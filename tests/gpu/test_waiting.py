@@ -1,0 +1,81 @@
+"""The host runs ahead of the GPU: PyTorch is asked to raise where it waits for an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowband as nb
+from tests.ranks import run_ranks
+
+SPECS = ("none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.01", "topk:density=0.01+ef")
+COMPILING_S = 300.0
+
+
+class _NoWaiting:
+    """An error in every thread that waits for the device."""
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
+    return nn.Sequential(*layers).cuda()
+
+
+def trained(rank: int, world_size: int, spec: str) -> tuple[int, bool]:
+    """Steps of one rank over NCCL, the third of which has inf in a gradient."""
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, device_id=0)
+    layers = DistributedDataParallel(model(), device_ids=[0])
+    handle = nb.compress_gradients(layers, spec, min_numel=64)
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+    x = torch.randn(64, 256, device="cuda")
+
+    def step() -> None:
+        layers(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    for _ in range(3):  # DDP makes its buckets anew; the first step measures the error
+        step()
+    with _NoWaiting():
+        for _ in range(3):
+            step()
+    (layers(x).square().mean() * torch.inf).backward()
+    torch.cuda.synchronize()
+    return handle.stats().total.skipped, any(bool(p.grad.isnan().any()) for p in layers.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS)
+def test_from_the_hook_to_the_average_nobody_waits(spec: str) -> None:
+    ((skipped, broken),) = run_ranks(trained, 1, spec, timeout_s=COMPILING_S)
+    assert broken
+    assert skipped == ("ef" in spec)
+
+
+@pytest.mark.gpu
+def test_saved_activations_are_packed_and_restored_while_nobody_waits() -> None:
+    layers, x = model(), torch.randn(64, 256, device="cuda")
+    saving = nb.compress_activations(layers, bits=8)
+
+    def step() -> None:
+        with saving:
+            loss = layers(x).square().mean()
+        loss.backward()
+
+    step()  # what has no range yet is looked at
+    with _NoWaiting():
+        for _ in range(3):
+            step()
+    assert saving.stats().total.ratio > 3
