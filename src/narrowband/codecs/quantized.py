@@ -18,6 +18,8 @@ from narrowband.codecs.base import Codec, Shape, aligned, around, numel_of
 from narrowband.codecs.spec import check_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from narrowband.kernels import Scale
@@ -39,7 +41,7 @@ class _Grouping:
     stochastic: bool
 
 
-class _Grouped(Codec):
+class GroupedCodec(Codec):
     """A code of a few bits per element, and a header per group."""
 
     requantizes = True
@@ -78,6 +80,49 @@ class _Grouped(Codec):
             payload, out, bits=g.bits, group=g.group, scale=g.scale, weight=weight, accumulate=accumulate
         )
 
+    @property
+    def takes_several(self) -> bool:
+        """Whether :meth:`encode_all` and :meth:`decode_means` can take tensors of any size along."""
+        return self._grouping(1) == self._grouping(2)
+
+    def encode_all(
+        self,
+        xs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        *,
+        seeds: Sequence[int],
+        residuals: Sequence[Tensor] = (),
+        decay: float = 1.0,
+    ) -> bool:
+        """:meth:`encode` of several tensors, or :meth:`encode_compensated` with ``subtract`` where there are residuals:
+        as few launches on a GPU as of one.
+
+        Args:
+            xs: flat contiguous float32, not empty.
+            outs: where payloads go.
+            seeds: one for each.
+            residuals, decay: as :meth:`encode_compensated` has them.
+
+        Returns:
+            Whether all is finite, or True where that is noted (:class:`~narrowband.kernels.Findings`).
+        """
+        g = self._grouping(1)
+        return kernels.quantize_all(
+            xs, outs, bits=g.bits, group=g.group, scale=g.scale, stochastic=g.stochastic, seeds=seeds,
+            residuals=residuals, decay=decay,
+        )  # fmt: skip
+
+    def decode_means(self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor]) -> None:
+        """:meth:`decode_mean` of several tensors, whose payloads are at these places in each rank's row.
+
+        Args:
+            payloads: (ranks, bytes), uint8.
+            places: one for each tensor, of the length of its payload.
+            outs: flat contiguous float32.
+        """
+        g = self._grouping(1)
+        kernels.dequantize_means(payloads, places, outs, bits=g.bits, group=g.group, scale=g.scale)
+
 
 def _check_group(name: str, key: str, group: int) -> None:
     if not 1 <= group <= MAX_GROUP:
@@ -85,7 +130,7 @@ def _check_group(name: str, key: str, group: int) -> None:
 
 
 @dataclass(frozen=True)
-class Uniform(_Grouped):
+class Uniform(GroupedCodec):
     """Evenly spaced levels between each group's smallest and largest value.
 
     Args:
@@ -123,7 +168,7 @@ class Uniform(_Grouped):
 
 
 @dataclass(frozen=True)
-class QSGD(_Grouped):
+class QSGD(GroupedCodec):
     """Stochastic levels around zero, scaled by each bucket's norm: unbiased (Alistarh et al., arXiv 1610.02132).
 
     Section 3.1 of the paper: ``Q(v_i) = ‖v‖ · sgn(v_i) · ξ_i`` with ``s = 2**(bits − 1) − 1`` levels.
@@ -154,7 +199,7 @@ class QSGD(_Grouped):
 
 
 @dataclass(frozen=True)
-class Sign(_Grouped):
+class Sign(GroupedCodec):
     """One bit per element, and each bucket's mean magnitude (Karimireddy et al., arXiv 1901.09847). Use with ``+ef``.
 
     Args:

@@ -6,11 +6,12 @@ depend on the data, ranks first tell each other these sizes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from narrowband.codecs.base import dims
+from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives.engine import Transfer
 from narrowband.collectives.exchange import TRAILER, Exchange
 from narrowband.collectives.primitives import all_gather, concatenated, spans_of
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
     from narrowband.feedback import State
 
 __all__ = ["AllGather"]
+
+
+def _alike(operands: Sequence[Operand]) -> list[list[int]]:
+    """Places of operands with the same codec and feedback, in their order."""
+    kinds: dict[tuple[Codec, int], list[int]] = {}
+    for at, operand in enumerate(operands):
+        kinds.setdefault((operand.codec, id(operand.feedback)), []).append(at)
+    return [*kinds.values()]
 
 
 class AllGather(Exchange):
@@ -64,12 +73,33 @@ class AllGather(Exchange):
             part = torch.empty(sum(sizes) + TRAILER, dtype=torch.uint8, device=operands[0].x.device)
             self._parts.append(part)
             places = [part[span] for span in spans_of(sizes)]
+        if self.findings is not None:
+            self._encode_ahead(operands, [part[span] for span in spans_of(sizes)])
+            return
         for operand, place in zip(operands, places, strict=True):
-            finite, _ = self._encode(operand, place)
-            self._locally_finite &= finite
-            if self.findings is not None and not finite:  # of a loop that knows at once, and has left no payload
-                zeros = torch.zeros(dims(operand.shape), dtype=operand.dtype, device=operand.x.device)
-                operand.codec.encode(zeros, out=place)
+            self._locally_finite &= self._encode(operand, place)[0]
+
+    def _encode_ahead(self, operands: Sequence[Operand], places: Sequence[Tensor]) -> None:
+        """Encode while nobody waits to hear what is finite: at once what can be, where launching takes the time."""
+        for own in _alike(operands):
+            codec, feedback, some = operands[own[0]].codec, operands[own[0]].feedback, [operands[at] for at in own]
+            outs = [places[at] for at in own]
+            several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
+            xs = [each.x for each in some]
+            if feedback is not None and feedback.encodes_all(codec):
+                self._locally_finite &= feedback.encode_all([each.key for each in some], xs, codec, **several)
+                for each in some:
+                    each.compensated = each.committed = True
+            elif feedback is None and isinstance(codec, GroupedCodec) and codec.takes_several:
+                self._locally_finite &= codec.encode_all(xs, **several)
+            else:
+                for each, place in zip(some, outs, strict=True):
+                    finite, _ = self._encoded(each, place)
+                    self._locally_finite &= finite
+                    if not finite:  # of a loop that knows at once, and has left no payload
+                        zeros = torch.zeros(dims(each.shape), dtype=each.dtype, device=each.x.device)
+                        codec.encode(zeros, out=place)
+        self._payloads += places
 
     @property
     def first_nbytes(self) -> int:
@@ -106,7 +136,16 @@ class AllGather(Exchange):
 
     def _write(self, good: bool) -> None:
         size = self.peers.size
-        for i, operand in enumerate(self.operands):
+        left = [*range(len(self.operands))]
+        if self.findings is not None:
+            for own in _alike(self.operands):
+                codec = self.operands[own[0]].codec
+                if isinstance(codec, GroupedCodec) and codec.takes_several:
+                    spans, outs = [self._spans[0][at] for at in own], [self.operands[at].average for at in own]
+                    codec.decode_means(self._received, spans, outs)
+                    left = [at for at in left if at not in set(own)]
+        for i in left:
+            operand = self.operands[i]
             if self._fixed:
                 payloads: Sequence[Tensor] | Tensor = self._received[:, self._spans[0][i]]
             else:

@@ -204,6 +204,9 @@ class Exchange(ABC):
 
     def _finish_feedback(self, good: bool) -> None:
         """Commit or roll back every operand's feedback."""
+        if good and self.findings is not None:
+            self._roll_back_if_bad(self.findings.place(Findings.ANY))
+            return
         for operand, payload in zip(self.operands, self._payloads, strict=False):
             seed = operand.seed_of(self.peers.rank)
             if operand.compensated:
@@ -211,8 +214,6 @@ class Exchange(ABC):
                 if not good:
                     operand.feedback.roll_back(operand.key, operand.x)
                     self.norms.clear()
-                elif self.findings is not None:
-                    operand.feedback.roll_back_if(self.findings.place(Findings.ANY), operand.key, operand.x)
                 elif not operand.committed:
                     self._commit(operand, payload)
             elif self.measure and good:
@@ -221,6 +222,17 @@ class Exchange(ABC):
                 sent = torch.empty(dims(operand.shape), dtype=operand.dtype, device=lost.device)
                 lost.sub_(self._codec(operand).decode(payload, sent, seed=seed).view(-1))
                 self.norms[operand.key] = Norms(before, squared_norm(lost))
+
+    def _roll_back_if_bad(self, bad: Tensor) -> None:
+        """Roll feedback back, which is committed already, where the device has found that the step does not count."""
+        by_state: dict[int, list[Operand]] = {}
+        for operand in self.operands:
+            if operand.compensated:
+                by_state.setdefault(id(operand.feedback), []).append(operand)
+        for operands in by_state.values():
+            assert operands[0].feedback is not None
+            keys, xs = [operand.key for operand in operands], [operand.x for operand in operands]
+            operands[0].feedback.roll_back_if(bad, keys, xs)
 
     def _commit(self, operand: Operand, payload: Tensor) -> None:
         assert operand.feedback is not None
@@ -246,7 +258,13 @@ class Exchange(ABC):
         return operand.codec
 
     def _encode(self, operand: Operand, out: Tensor | None = None) -> tuple[bool, Tensor]:
-        """(whether it is finite, its payload), compensated by the residual."""
+        """(whether it is finite, its payload), compensated by the residual; the payload is kept."""
+        finite, payload = self._encoded(operand, out)
+        self._payloads.append(payload)
+        return finite, payload
+
+    def _encoded(self, operand: Operand, out: Tensor | None = None) -> tuple[bool, Tensor]:
+        """The same, and nothing is kept."""
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
         # Where there is no residual yet, zeros make one, so that a state has one for every layer.
@@ -268,7 +286,6 @@ class Exchange(ABC):
         else:
             finite = kernels.all_finite(x.float())
             payload = codec.encode(x.view(dims(operand.shape)), seed=seed, out=out)
-        self._payloads.append(payload)
         return finite, payload
 
 

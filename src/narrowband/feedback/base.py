@@ -323,12 +323,27 @@ class Feedback(State):
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether :meth:`roll_back_if` can undo all that :meth:`encode` and :meth:`commit` did to float32 gradients."""
+        """Whether :meth:`roll_back_if` can undo what :meth:`encode` and :meth:`commit` did with float32 gradients."""
         return False
 
-    def roll_back_if(self, bad: Tensor, key: str, x: Tensor) -> None:
-        """:meth:`roll_back`, if ``bad``, one int32 on the device, is not zero: the host is not told."""
+    def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
+        """:meth:`roll_back` of several tensors, if ``bad``, one int32 where they are, is not zero."""
         raise TypeError(f"{self.name} has to know on the host whether a step counts")
+
+    def encodes_all(self, codec: Codec) -> bool:
+        """Whether :meth:`encode_all` can take this codec's tensors together."""
+        return False
+
+    def encode_all(
+        self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
+    ) -> bool:
+        """:meth:`encode` of several float32 tensors, each into its place, and :meth:`commit`: undone by
+        :meth:`roll_back_if`.
+
+        Returns:
+            Whether all is finite, or True where that is noted (:class:`~narrowband.kernels.Findings`).
+        """
+        raise TypeError(f"{self.name} encodes one tensor after the other")
 
     def sent_reference(self, key: str) -> Tensor | None:
         """Where :attr:`incremental`: what the receivers hold of this sender under ``key``, flat float32.

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import SelectingCodec, dims, squared_norm
+from narrowband.codecs.quantized import GroupedCodec
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 from narrowband.feedback.kept import Kept, Store
@@ -124,18 +125,9 @@ class ErrorFeedback(Feedback):
         out: Tensor | None = None,
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        if not self.holds(key):
-            self.add_residual(key, torch.zeros(x.numel(), device=x.device))
-        numel = self._residuals[key].numel() if self.store == "fp32" else self._kept[key].numel
-        if numel != x.numel():
-            raise ValueError(
-                f"the residual of {key!r} has {numel} elements, so {x.numel()} cannot be encoded there; "
-                "use another key, or load the state of this model"
-            )
+        self._open(key, x, seed)
         if commit and not self.can_roll_back(x):
             raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
-        self._seeds[key] = seed
-        self._in_one_pass.pop(key, None)
         if commit and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
             return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
         residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
@@ -152,6 +144,23 @@ class ErrorFeedback(Feedback):
             elif finite:
                 self._close(key, residual)
         return finite, payload
+
+    def _open(self, key: str, x: Tensor, seed: int) -> None:
+        """Have a residual for a tensor that is about to be encoded.
+
+        Raises:
+            ValueError: there is one, of another size.
+        """
+        if not self.holds(key):
+            self.add_residual(key, torch.zeros(x.numel(), device=x.device))
+        numel = self._residuals[key].numel() if self.store == "fp32" else self._kept[key].numel
+        if numel != x.numel():
+            raise ValueError(
+                f"the residual of {key!r} has {numel} elements, so {x.numel()} cannot be encoded there; "
+                "use another key, or load the state of this model"
+            )
+        self._seeds[key] = seed
+        self._in_one_pass.pop(key, None)
 
     def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:
         """Whether what is sent is the k largest sums as they are: all that is kept is then known with them."""
@@ -250,8 +259,20 @@ class ErrorFeedback(Feedback):
     def goes_ahead(self) -> bool:
         return self.store == "fp32"
 
-    def roll_back_if(self, bad: Tensor, key: str, x: Tensor) -> None:
-        kernels.restore_if(bad, self._residuals[key], x)
+    def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
+        kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
+
+    def encodes_all(self, codec: Codec) -> bool:
+        return self.store == "fp32" and isinstance(codec, GroupedCodec) and codec.takes_several
+
+    def encode_all(
+        self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
+    ) -> bool:
+        assert isinstance(codec, GroupedCodec)
+        for key, x, seed in zip(keys, xs, seeds, strict=True):
+            self._open(key, x, seed)
+        residuals = [self._residuals[key] for key in keys]
+        return codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
 
     def residual(self, key: str) -> Tensor | None:
         if self.store == "fp32":

@@ -32,6 +32,7 @@ from narrowband.kernels.compensation import (
     difference,
     encode_topk,
     poison_if,
+    restore_all_if,
     restore_if,
     take_difference,
 )
@@ -43,7 +44,15 @@ from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbyte
 from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.masks import Windows, apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.momentum import forget, momentum_topk
-from narrowband.kernels.quantized import Scale, dequantize_groups, group_minmax, packed_nbytes, quantize_groups
+from narrowband.kernels.quantized import (
+    Scale,
+    dequantize_groups,
+    dequantize_means,
+    group_minmax,
+    packed_nbytes,
+    quantize_all,
+    quantize_groups,
+)
 from narrowband.kernels.rows import (
     Rows,
     dequantize_rows,
@@ -94,6 +103,7 @@ __all__ = [
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
+    "dequantize_means",
     "dequantize_rows",
     "difference",
     "elias_fano_decode",
@@ -124,6 +134,7 @@ __all__ = [
     "poison_if",
     "pool_places",
     "pool_positions",
+    "quantize_all",
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_adapting",
@@ -131,6 +142,7 @@ __all__ = [
     "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
+    "restore_all_if",
     "restore_if",
     "row_extremes",
     "sample_rank",

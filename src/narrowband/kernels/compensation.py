@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, cast
 from narrowband.kernels.backends import backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "difference",
     "encode_topk",
     "poison_if",
+    "restore_all_if",
     "restore_if",
     "take_difference",
 ]
@@ -89,6 +92,12 @@ def all_zero(x: Tensor) -> bool:
 def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
     """``out = x`` if ``bad``, one int32 where the others are, is not zero; the host is not asked."""
     backend_of(out).restore_if(bad, out, x)
+
+
+def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """:func:`restore_if` of several tensors, all float32."""
+    if outs:
+        backend_of(outs[0]).restore_all_if(bad, outs, xs)
 
 
 def poison_if(bad: Tensor, x: Tensor) -> None:

@@ -30,14 +30,18 @@ from typing import TYPE_CHECKING, Literal, cast
 from narrowband.kernels.backends import backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
     "Scale",
     "dequantize_groups",
+    "dequantize_means",
     "group_minmax",
     "packed_nbytes",
     "plane_widths",
+    "quantize_all",
     "quantize_groups",
 ]
 
@@ -67,6 +71,50 @@ def quantize_groups(
 ) -> None:
     """Quantize float32 ``x`` into ``out`` (uint8: header, codes, zero padding to its end)."""
     backend_of(x).quantize_groups(x, out, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed)
+
+
+def quantize_all(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    *,
+    bits: int,
+    group: int,
+    scale: Scale,
+    stochastic: bool,
+    seeds: Sequence[int],
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> bool:
+    """:func:`quantize_groups` of several tensors, a seed for each; as few launches on a GPU as of one.
+
+    With residuals, one for each, also what error feedback does before and after: ``(x, residual) ← (residual, sum −
+    decoded)``, where the sum, decay · residual + x, is what is quantized.
+
+    Returns:
+        Whether all that was quantized is finite; with residuals also what is decoded.
+    """
+    return cast(
+        "bool",
+        backend_of(xs[0]).quantize_all(
+            xs, outs, bits=bits, group=group, scale=scale, stochastic=stochastic, seeds=seeds, residuals=residuals,
+            decay=decay,
+        ),
+    )  # fmt: skip
+
+
+def dequantize_means(
+    payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
+) -> None:
+    """``out = Σ decoded / ranks`` for several tensors, in the order of ranks, as :func:`dequantize_groups` would do it
+    one after the other; as few launches on a GPU as for one.
+
+    Args:
+        payloads: (ranks, bytes), uint8: each row holds one rank's payloads.
+        places: where those of the tensors are in a row, in their order.
+        outs: flat float32.
+        bits, group, scale: as there.
+    """
+    backend_of(payloads).dequantize_means(payloads, places, outs, bits=bits, group=group, scale=scale)
 
 
 def dequantize_groups(

@@ -69,6 +69,14 @@ def main(capability: int) -> None:
         cuda.quantize_groups(x, out, bits=bits, group=128, scale=scale, stochastic=stochastic)
         for group in (100, 128):
             cuda.dequantize_groups(out, x, bits=bits, group=group, scale=scale, weight=0.5, accumulate=stochastic)
+    with Findings(x.device).noting(Findings.OWN):
+        cuda.quantize_all(
+            [x, x], [out[:3000], out[4000:7000]], bits=4, group=128, scale="minmax", stochastic=True, seeds=[1, 2],
+            residuals=[x.clone(), x.clone()],
+        )  # fmt: skip
+    cuda.quantize_all([x], [out], bits=3, group=128, scale="l2", stochastic=False, seeds=[1])
+    cuda.dequantize_means(out[:6000].view(2, 3000), [slice(0, 3000)], [x], bits=4, group=128, scale="minmax")
+    cuda.restore_all_if(torch.zeros(1, dtype=torch.int32), [x], [x])
     cuda.group_minmax(x, 8192)
     cuda.keep_in_16(x, half, seed=1)
     codes, exponents = torch.empty(5000, dtype=torch.int8), torch.empty(79, dtype=torch.int8)

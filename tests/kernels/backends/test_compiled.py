@@ -34,5 +34,5 @@ def test_every_loop_compiles_for_a_gpu_and_rounds_every_operation(capability, tm
     assert families == files - {"kept"}  # which has none of its own
     for family in families:  # all of its loops
         source = inspect.getsource(importlib.import_module(f"narrowband.kernels.cuda.{family}"))
-        own = {f"{family}.{name}" for name in re.findall(r"\b(?:run|_below)\(\s*(_\w+),", source)}
+        own = {f"{family}.{name}" for name in re.findall(r"\b(?:run|_below|segments\.run)\(\s*(_\w+),", source)}
         assert own == {loop.partition(" ")[0] for loop in found if loop.startswith(family)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import cpu
-from tests.kernels.backends.common import BACKENDS, on_all
+from narrowband.kernels import cpu, reference
+from tests.kernels.backends.common import BACKENDS, KINDS, assert_all_same, back, on_all, place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 from tests.kernels.backends.common import (
     SIZES,
-    assert_all_same,
     assert_same,
     assert_same_payload,
     dequantize,
@@ -76,3 +78,90 @@ def test_a_payload_may_start_at_any_address(scale: str, bits: int, offset: int) 
         dequantize(cpu, payload, x, bits, 128, scale, accumulate=True),
         dequantize(cpu, aligned, x, bits, 128, scale, accumulate=True),
     )
+
+
+#: Tiles of whole groups alone, with a rest, and nothing but a rest; a short last group; nothing.
+_LENGTHS = st.lists(st.sampled_from([0, 5, 64, 2048, 2100, 4096, 5000]), min_size=1, max_size=4)
+
+
+@given(
+    lengths=_LENGTHS, kind=st.sampled_from(KINDS), quantizer=quantizers, group=st.sampled_from([7, 32, 128, 512, 4096]),
+    stochastic=st.booleans(), feedback=st.booleans(), decay=st.sampled_from([1.0, 0.95]), shift=st.sampled_from([0, 1]),
+    seed=seeds,
+)  # fmt: skip
+@settings(max_examples=examples(40), deadline=None)
+def test_several_tensors_at_once_are_one_after_the_other(
+    lengths: list[int], kind: str, quantizer: tuple[Any, int], group: int, stochastic: bool, feedback: bool,
+    decay: float, shift: int, seed: int,
+) -> None:  # fmt: skip
+    scale, bits = quantizer
+    form: dict[str, Any] = {"bits": bits, "group": group, "scale": scale}
+    sizes = [header_nbytes(n, group, scale) + -(-kernels.packed_nbytes(n, bits, group) // 4) * 4 for n in lengths]
+    ends = np.cumsum([0, *sizes]).tolist()
+    places = [slice(a, b) for a, b in pairwise(ends)]
+    wider = [make(kind, n + shift, seed % 1000 + at) for at, n in enumerate(lengths)]
+    lacking = [make("normal", n + shift, 7 + at) for at, n in enumerate(lengths)]
+    xs, residuals = ([x[shift:] for x in own] for own in (wider, lacking))
+    outcomes = []
+    for backend in BACKENDS:
+        payloads = place(backend, torch.full((2, ends[-1]), 0xAA, dtype=torch.uint8))
+        finite, held, kept = [], [], []
+        for rank in range(2):
+            own = [place(backend, x * (1 + rank) if rank else x)[shift:] for x in wider]
+            lacks = [place(backend, x)[shift:] for x in lacking] if feedback else []
+            outs = [payloads[rank, span] for span in places]
+            options = {**form, "stochastic": stochastic, "seeds": [seed + at for at in range(len(xs))]}
+            finite.append(backend.quantize_all(own, outs, **options, residuals=lacks, decay=decay))
+            held += own
+            kept += lacks
+        means = [place(backend, torch.full((n,), 5.0)) for n in lengths]
+        backend.dequantize_means(payloads, places, means, **form)
+        outcomes.append(back([finite, held, kept, payloads, means]))
+    if scale in ("l2", "mean"):  # whose sums may be ordered in other ways
+        for own, expected in zip(outcomes[:-1], outcomes[-1:] * 2, strict=True):
+            assert own[0] == expected[0]
+            for got, wanted, n in zip(own[4], expected[4], lengths, strict=True):
+                near = torch.isclose(got, wanted, rtol=1e-4, atol=0.0, equal_nan=True)
+                assert (~near).sum() <= (0 if scale == "mean" else 2) + n // 1000 or not math.isfinite(
+                    float(wanted.sum())
+                )
+    else:
+        assert_all_same(outcomes)
+    finite, held, kept, payloads, means = outcomes[-1]
+    for at, x in enumerate(xs):  # and that is what one loop after the other does
+        total, before = x.clone(), residuals[at].clone()
+        if feedback:
+            reference.compensate(total, before, decay=decay)
+            total = before
+        out = torch.empty(sizes[at], dtype=torch.uint8)
+        reference.quantize_groups(total, out, **form, stochastic=stochastic, seed=seed + at)
+        assert torch.equal(payloads[0, places[at]], out)
+        if feedback:
+            assert_same(held[at], residuals[at])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("feedback", [False, True])
+def test_many_tensors_take_as_many_launches_as_one(feedback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowband.kernels.cuda import common
+
+    (backend,) = [backend for backend in BACKENDS if backend.name == "cuda"]
+    launches = []
+    before = common.run
+    monkeypatch.setattr(common, "run", lambda loop, *a, **k: (launches.append(loop), before(loop, *a, **k)))
+    for count in (1, 12):
+        launches.clear()
+        xs, residuals = ([place(backend, make("normal", 4096, at)) for at in range(count)] for _ in range(2))
+        form: dict[str, Any] = {"bits": 4, "group": 128, "scale": "absmax"}
+        nbytes = header_nbytes(4096, 128, "absmax") + kernels.packed_nbytes(4096, 4, 128)
+        payloads = place(backend, torch.zeros((2, count * nbytes), dtype=torch.uint8))
+        places = [slice(at * nbytes, (at + 1) * nbytes) for at in range(count)]
+        findings = kernels.Findings(payloads.device)
+        with findings.noting(kernels.Findings.OWN):
+            backend.quantize_all(
+                xs, [payloads[0, span] for span in places], **form, stochastic=True, seeds=range(count),
+                residuals=residuals if feedback else (),
+            )  # fmt: skip
+        backend.dequantize_means(payloads, places, xs, **form)
+        backend.restore_all_if(findings.place(kernels.Findings.ANY), xs, residuals)
+        assert len(launches) == 3

@@ -20,6 +20,7 @@ from narrowband.kernels.cuda.compensation import (
     difference,
     encode_topk,
     poison_if,
+    restore_all_if,
     restore_if,
     take_difference,
 )
@@ -29,7 +30,13 @@ from narrowband.kernels.cuda.levels import levels_decode, levels_encode
 from narrowband.kernels.cuda.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cuda.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.cuda.momentum import forget, momentum_topk
-from narrowband.kernels.cuda.quantized import dequantize_groups, group_minmax, quantize_groups
+from narrowband.kernels.cuda.quantized import (
+    dequantize_groups,
+    dequantize_means,
+    group_minmax,
+    quantize_all,
+    quantize_groups,
+)
 from narrowband.kernels.cuda.rows import (
     dequantize_rows,
     learn_ranges,
@@ -64,6 +71,7 @@ __all__ = [
     "compensate_project",
     "compensate_select_topk",
     "dequantize_groups",
+    "dequantize_means",
     "dequantize_rows",
     "difference",
     "elias_fano_decode",
@@ -88,6 +96,7 @@ __all__ = [
     "poison_if",
     "pool_places",
     "pool_positions",
+    "quantize_all",
     "quantize_groups",
     "quantize_rows",
     "quantize_rows_adapting",
@@ -95,6 +104,7 @@ __all__ = [
     "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
+    "restore_all_if",
     "restore_if",
     "row_extremes",
     "select_threshold",

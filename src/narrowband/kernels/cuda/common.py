@@ -22,6 +22,7 @@ __all__ = [
     "INFINITE",
     "MAGNITUDE",
     "TINY",
+    "Segments",
     "all_below",
     "code_of",
     "fold_seed",
@@ -32,6 +33,7 @@ __all__ = [
     "ordered",
     "raw",
     "run",
+    "segment",
     "signed",
     "store",
     "uniform",
@@ -68,6 +70,40 @@ def all_below(tops: Tensor, below: float) -> bool:
     return True
 
 
+class Segments:
+    """Several tensors in one launch: a table of numbers of each, int64, on their device.
+
+    A program finds its tensor by the table's first column, which says with which program it begins.
+
+    Args:
+        on: one of the tensors.
+
+    Attributes:
+        programs: how many there are so far.
+    """
+
+    def __init__(self, on: Tensor) -> None:
+        self._on = on
+        self._rows: list[tuple[int, ...]] = []
+        self.programs = 0
+
+    def add(self, programs: int, *numbers: int) -> None:
+        """A tensor that so many programs work on, and its numbers; none where there are no programs."""
+        if programs:
+            self._rows.append((self.programs, *numbers))
+            self.programs += programs
+
+    def run(self, loop: Any, *arguments: Any, **constants: Any) -> None:
+        """Start a loop, which is given the table, the number of tensors, and these."""
+        if not self.programs:
+            return
+        device = self._on.device
+        table = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        table = table.to(device, non_blocking=True)
+        count, most = len(self._rows), triton.next_power_of_2(len(self._rows))
+        run(loop, self.programs, table, count, *arguments, on=self._on, SEGMENTS=most, **constants)
+
+
 def raw(x: Tensor) -> tuple[Tensor, bool]:
     """A float32 tensor as it is; of a bfloat16 one the bits, for :func:`load` and :func:`store`; and whether it is one.
 
@@ -99,6 +135,16 @@ def _note_top(tops, place, n, limit, WIDTH: tl.constexpr):
         i = first + tl.arange(0, WIDTH)
         top = tl.maximum(top, tl.load(tops + i, mask=i < n, other=0))
     tl.atomic_or(place, 1, mask=tl.max(top, 0) >= limit)
+
+
+@kernel
+def segment(table, count, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The row of a program's tensor in the table of :class:`Segments`, and which of its programs this is."""
+    own = tl.program_id(0)
+    row = tl.arange(0, SEGMENTS)
+    first = tl.load(table + row * COLUMNS, mask=row < count, other=0x7FFFFFFF)
+    at = tl.sum((first <= own).to(tl.int32), 0) - 1
+    return table + at * COLUMNS, own - tl.load(table + at * COLUMNS)
 
 
 @kernel

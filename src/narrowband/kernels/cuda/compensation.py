@@ -14,12 +14,14 @@ import torch
 import triton.language as tl
 
 from narrowband.kernels import reference
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, Segments, all_below, kernel, run, segment
 from narrowband.kernels.cuda.selection import COMPENSATE, Source, choose, choose_sampled
 from narrowband.kernels.cuda.sparse import elias_fano_encode
 from narrowband.kernels.sparse import elias_fano_nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "difference",
     "encode_topk",
     "poison_if",
+    "restore_all_if",
     "restore_if",
     "take_difference",
 ]
@@ -89,6 +92,24 @@ def _poison(bad, x, n, WIDTH: tl.constexpr):
     if tl.load(bad) != 0:
         i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
         tl.store(x + i, tl.full((WIDTH,), float("nan"), tl.float32).to(x.dtype.element_ty), mask=i < n)
+
+
+@kernel
+def _restore_segments(table, count, bad, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
+    if tl.load(bad) != 0:
+        own, part = segment(table, count, 4, SEGMENTS)
+        out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+        x = tl.load(own + 2).to(tl.pointer_type(tl.float32))
+        n = tl.load(own + 3)
+        i = part * WIDTH + tl.arange(0, WIDTH)
+        tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
+
+
+def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    segments = Segments(outs[0])
+    for out, x in zip(outs, xs, strict=True):
+        segments.add(-(-out.numel() // _RARE), out.data_ptr(), x.data_ptr(), out.numel())
+    segments.run(_restore_segments, bad, WIDTH=_RARE)
 
 
 def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:

@@ -3,11 +3,14 @@
 Groups of a power of two are the usual case, and have loops of their own: a program knows how long its rows are, so that
 it reads and writes without masks, 16 bytes at a time, every element once, and packs codes in its registers. What these
 leave at the end of a tensor, and groups of other lengths, go through the general loops.
+
+A step has many small tensors, and launching a loop takes longer than running it. So there are loops for all tensors
+that go together, with what error feedback does around quantizing, and with the payloads of all ranks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -19,21 +22,27 @@ from narrowband.kernels.cuda.common import (
     INFINITE,
     MAGNITUDE,
     TINY,
+    Segments,
     code_of,
     fold_seed,
     kernel,
     ordered,
     run,
+    segment,
     uniform,
 )
+from narrowband.kernels.cuda.compensation import compensate
+from narrowband.kernels.findings import holds, open_place
 from narrowband.kernels.quantized import packed_nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
 
     from narrowband.kernels.quantized import Scale
 
-__all__ = ["dequantize_groups", "group_minmax", "quantize_groups"]
+__all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_all", "quantize_groups"]
 
 #: Longer groups do not fit into a program's registers, and planes of shorter ones do not fill a word.
 _LONGEST, _SHORTEST = 8192, 32
@@ -227,6 +236,94 @@ def _dequantize_whole(
 
 
 @kernel
+def _quantize_segments(
+    table, count, place, levels, shift, top, offset, decay,
+    BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, FEEDBACK: tl.constexpr, NOTES: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """:func:`_quantize_whole` of several tensors, of sums with their residuals, and what these then lack."""
+    own, part = segment(table, count, 7, SEGMENTS)
+    x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    residual = tl.load(own + 2).to(tl.pointer_type(tl.float32))
+    lows = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+    steps = tl.load(own + 4).to(tl.pointer_type(tl.float32))
+    words = tl.load(own + 5).to(tl.pointer_type(tl.int32))
+    folded = tl.load(own + 6).to(tl.int32)
+    row = tl.arange(0, ROWS)
+    i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x += part * (ROWS * WIDTH)
+    residual += part * (ROWS * WIDTH)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        residual = tl.multiple_of(residual, 16)
+    v = tl.load(x + i)
+    old = v
+    if FEEDBACK:
+        old = tl.load(residual + i)
+        v = old * decay + v
+    low, step = _header(v, i >= 0, row * 0 + WIDTH, levels, SCALE)
+    if SCALE == _MINMAX:
+        tl.store(lows + part * ROWS + row, low)
+    tl.store(steps + part * ROWS + row, step)
+    if NOTES:
+        bad = (step != step) | (low != low)  # noqa: PLR0124 - NaN
+        if FEEDBACK:
+            bad = bad | (tl.abs(step) == float("inf")) | (tl.abs(low) == float("inf"))
+        tl.atomic_or(place, 1, mask=tl.max(bad.to(tl.int32), 0) > 0)
+    if SCALE == _MEAN:
+        finite = step == step  # noqa: PLR0124 - not NaN
+        code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
+    else:
+        inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+        at = tl.zeros_like(v) + shift
+        if STOCHASTIC:
+            at = at + uniform(part * (ROWS * WIDTH) + i, folded)
+        code = code_of(v, low[:, None], inverse[:, None], at, top)
+    out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
+    if FEEDBACK:
+        decoded = (code.to(tl.float32) - offset) * step[:, None] + low[:, None]
+        tl.debug_barrier()  # what one thread has loaded another one may store
+        tl.store(x + i, old)
+        tl.store(residual + i, v - decoded)
+
+
+@kernel
+def _mean_segments(
+    table, count, ranks, apart, offset, weight,
+    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Means of what ranks have sent, for several tensors; payloads of one are so many words apart."""
+    own, part = segment(table, count, 5, SEGMENTS)
+    out = tl.load(own + 1).to(tl.pointer_type(tl.float32)) + part * (ROWS * WIDTH)
+    lows = tl.load(own + 2).to(tl.pointer_type(tl.float32)) + part * ROWS
+    steps = tl.load(own + 3).to(tl.pointer_type(tl.float32)) + part * ROWS
+    words = tl.load(own + 4).to(tl.pointer_type(tl.int32)) + part * (ROWS * WIDTH * BITS // 32)
+    row = tl.arange(0, ROWS)
+    if ALIGNED:
+        out = tl.multiple_of(out, 16)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    there = part * 0
+    for rank in range(ranks):
+        step = tl.load(steps + there + row)
+        low = tl.zeros_like(step)
+        if HAS_LOW:
+            low = tl.load(lows + there + row)
+        source = words + there + row * (WIDTH * BITS // 32)
+        code = tl.zeros((ROWS, WIDTH), tl.int32)
+        for plane in tl.static_range(4):
+            if BITS & (8 >> plane):
+                code |= _read_whole_plane(source, BITS, 8 >> plane, ROWS, WIDTH)
+        value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
+        total = tl.where(rank == 0, value, total + value)
+        there += apart
+    tl.store(out + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], total)
+
+
+@kernel
 def _read_plane(codes, at, j, m, inside, BITS: tl.constexpr, PLANE: tl.constexpr):
     """The bits of codes that a plane of this width holds, in their place; how many bytes of it each row has."""
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
@@ -263,33 +360,88 @@ def _dequantize(
     tl.store(out + element, value, mask=inside)
 
 
-def _tile(group: int) -> dict[str, int]:
-    """Rows and columns of a program's tile."""
-    width = max(8, triton.next_power_of_2(group))
-    return {"ROWS": max(1, BLOCK // width), "WIDTH": width}
-
-
-def _floats(payload: Tensor, count: int) -> Tensor:
-    """The header, in memory where floats may lie: the payload's own where it can be."""
-    own = payload[: 4 * count]
-    return own.view(torch.float32) if own.data_ptr() % 4 == 0 else own.clone().view(torch.float32)
-
-
 def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     if group > _LONGEST:
         return reference.group_minmax(x, group)
     groups = -(-x.numel() // group)
     low, high = x.new_empty(groups), x.new_empty(groups)
-    tile = _tile(group)
+    tile = _Form(8, group, "minmax").tile
     run(_minmax, -(-groups // tile["ROWS"]), x, low, high, x.numel(), groups, group, on=x, **tile)
     return low, high
 
 
-def _whole(n: int, group: int, codes: Tensor, tile: dict[str, int]) -> int:
-    """How many programs' tiles of whole groups there are, that loops without masks can take."""
-    if tile["WIDTH"] != group or group < _SHORTEST or codes.data_ptr() % 4:
-        return 0
-    return n // (tile["ROWS"] * group)
+class _Form:
+    """What a quantizer's loops are given, whatever the tensor.
+
+    Attributes:
+        tile: rows and columns of a program's tile.
+        levels: what a span, or a magnitude, is divided by.
+        shift: what is added before rounding down.
+        top: the largest code.
+        offset: the code of zero, in the symmetric scales.
+    """
+
+    def __init__(self, bits: int, group: int, scale: Scale, *, stochastic: bool = False) -> None:
+        self.bits, self.group, self.scale, self.stochastic = bits, group, scale, stochastic
+        centre = (1 << (bits - 1)) - 1
+        ranged = scale == "minmax"
+        self.levels, self.top = (
+            float((1 << bits) - 1 if ranged else centre),
+            float((1 << bits) - 1 if ranged else 2 * centre),
+        )
+        self.shift = (0.0 if ranged else float(centre)) + (0.0 if stochastic else 0.5)
+        self.offset = {"minmax": 0.0, "mean": 0.5}.get(scale, float(centre))
+        width = max(8, int(triton.next_power_of_2(group)))
+        self.tile: dict[str, int] = {"ROWS": max(1, BLOCK // width), "WIDTH": width}
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of loops that quantize."""
+        return {"BITS": self.bits, "SCALE": _SCALES[self.scale], "STOCHASTIC": self.stochastic, **self.tile}
+
+    def parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a payload of n elements: the header, in memory where floats may lie, which is the payload's own where it
+        can be; the steps in it; and the codes.
+        """
+        groups = -(-n // self.group)
+        header = groups * (2 if self.scale == "minmax" else 1)
+        own = payload[: 4 * header]
+        there = own.data_ptr() % 4 == 0 and own.storage_offset() % 4 == 0
+        floats = (own if there else own.clone()).view(torch.float32)
+        return floats, floats[header - groups :], payload[4 * header :]
+
+    def whole(self, n: int, codes: Tensor) -> int:
+        """How many programs' tiles of whole groups there are, that loops without masks can take."""
+        if (
+            self.tile["WIDTH"] != self.group
+            or self.group < _SHORTEST
+            or codes.data_ptr() % 4
+            or codes.storage_offset() % 4
+        ):
+            return 0
+        return n // (self.tile["ROWS"] * self.group)
+
+    def quantize_rest(self, x: Tensor, floats: Tensor, steps: Tensor, codes: Tensor, seed: int, done: int) -> None:
+        """The groups from this one on, by the general loop."""
+        n, groups = x.numel(), -(-x.numel() // self.group)
+        if done < groups:
+            first, each = done * self.group, packed_nbytes(self.group, self.bits, self.group)
+            arrays = x[first:], floats[done:], steps[done:], codes[done * each :]
+            numbers = n - first, groups - done, self.group, each, self.levels, self.shift, self.top
+            programs = -(-(groups - done) // self.tile["ROWS"])
+            run(_quantize, programs, *arrays, *numbers, fold_seed(seed, first), on=x, **self.constants)
+
+    def dequantize_rest(
+        self, floats: Tensor, steps: Tensor, codes: Tensor, out: Tensor, done: int, weight: float, *, accumulate: bool
+    ) -> None:
+        """The same of decoding."""
+        n, groups = out.numel(), -(-out.numel() // self.group)
+        if done < groups:
+            first, each = done * self.group, packed_nbytes(self.group, self.bits, self.group)
+            arrays = floats[done:], steps[done:], codes[done * each :], out[first:]
+            numbers = n - first, self.group, each, self.offset, float(weight)
+            form = {"BITS": self.bits, "HAS_LOW": self.scale == "minmax", "ACCUMULATE": accumulate, **self.tile}
+            run(_dequantize, -(-(groups - done) // self.tile["ROWS"]), *arrays, *numbers, on=out, **form)
 
 
 def quantize_groups(
@@ -298,31 +450,18 @@ def quantize_groups(
     if group > _LONGEST:
         reference.quantize_groups(x, out, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed)
         return
-    n, groups = x.numel(), -(-x.numel() // group)
-    header = groups * (2 if scale == "minmax" else 1)
-    end = 4 * header + packed_nbytes(n, bits, group)
-    floats, codes = _floats(out, header), out[4 * header : end]
-    if end < out.numel():
-        out[end:] = 0
-    centre = (1 << (bits - 1)) - 1
-    levels, offset = ((1 << bits) - 1, 0) if scale == "minmax" else (centre, centre)
-    top = (1 << bits) - 1 if scale == "minmax" else 2 * centre
-    numbers = float(levels), float(offset if stochastic else offset + 0.5), float(top)
-    tile, folded, steps = _tile(group), fold_seed(seed), floats[header - groups :]
-    form = {"BITS": bits, "SCALE": _SCALES[scale], "STOCHASTIC": stochastic, **tile}
-    programs = _whole(n, group, codes, tile)
-    done = programs * tile["ROWS"]
+    form = _Form(bits, group, scale, stochastic=stochastic)
+    floats, steps, codes = form.parts(out, x.numel())
+    codes[packed_nbytes(x.numel(), bits, group) :] = 0
+    programs = form.whole(x.numel(), codes)
+    done = programs * form.tile["ROWS"]
     if programs:
         words = codes[: done * group * bits // 8].view(torch.int32)
-        run(_quantize_whole, programs, x, floats, steps, words, *numbers, folded, on=x, **form)
-    if done < groups:
-        first, group_nbytes = done * group, packed_nbytes(group, bits, group)
-        arrays = x[first:], floats[done:], steps[done:], codes[done * group_nbytes :]
-        sizes = n - first, groups - done, group, group_nbytes
-        rest = fold_seed(seed, first)
-        run(_quantize, -(-(groups - done) // tile["ROWS"]), *arrays, *sizes, *numbers, rest, on=x, **form)
+        numbers = form.levels, form.shift, form.top, fold_seed(seed)
+        run(_quantize_whole, programs, x, floats, steps, words, *numbers, on=x, **form.constants)
+    form.quantize_rest(x, floats, steps, codes, seed, done)
     if floats.data_ptr() != out.data_ptr():
-        out[: 4 * header] = floats.view(torch.uint8)
+        out[: floats.nbytes] = floats.view(torch.uint8)
 
 
 def dequantize_groups(
@@ -333,19 +472,87 @@ def dequantize_groups(
             payload, out, bits=bits, group=group, scale=scale, weight=weight, accumulate=accumulate
         )
         return
-    n, groups = out.numel(), -(-out.numel() // group)
-    header = groups * (2 if scale == "minmax" else 1)
-    floats, codes = _floats(payload, header), payload[4 * header :]
-    offset = {"minmax": 0.0, "mean": 0.5}.get(scale, float((1 << (bits - 1)) - 1))
-    tile, steps = _tile(group), floats[header - groups :]
-    form = {"BITS": bits, "HAS_LOW": scale == "minmax", "ACCUMULATE": accumulate, **tile}
-    programs = _whole(n, group, codes, tile)
-    done = programs * tile["ROWS"]
+    form = _Form(bits, group, scale)
+    floats, steps, codes = form.parts(payload, out.numel())
+    programs = form.whole(out.numel(), codes)
+    done = programs * form.tile["ROWS"]
     if programs:
         words = codes[: done * group * bits // 8].view(torch.int32)
-        run(_dequantize_whole, programs, floats, steps, words, out, offset, float(weight), on=out, **form)
-    if done < groups:
-        first, group_nbytes = done * group, packed_nbytes(group, bits, group)
-        arrays = floats[done:], steps[done:], codes[done * group_nbytes :], out[first:]
-        sizes = n - first, group, group_nbytes
-        run(_dequantize, -(-(groups - done) // tile["ROWS"]), *arrays, *sizes, offset, float(weight), on=out, **form)
+        constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ACCUMULATE": accumulate, **form.tile}
+        run(_dequantize_whole, programs, floats, steps, words, out, form.offset, float(weight), on=out, **constants)
+    form.dequantize_rest(floats, steps, codes, out, done, weight, accumulate=accumulate)
+
+
+# ---- several tensors -------------------------------------------------------------------------------------------------
+
+
+def _aligned(tensors: Iterable[Tensor]) -> bool:
+    """Whether 16 bytes can be read at a time."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def quantize_all(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    *,
+    bits: int,
+    group: int,
+    scale: Scale,
+    stochastic: bool,
+    seeds: Sequence[int],
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> bool:
+    if group > _LONGEST or any(out.data_ptr() % 4 or out.storage_offset() % 4 for out in outs):
+        return reference.quantize_all(
+            xs, outs, bits=bits, group=group, scale=scale, stochastic=stochastic, seeds=seeds, residuals=residuals,
+            decay=decay,
+        )  # fmt: skip
+    form, segments = _Form(bits, group, scale, stochastic=stochastic), Segments(xs[0])
+    place, rests, headers = open_place(xs[0].device), [], []
+    for x, residual, out, seed in zip(xs, residuals or xs, outs, seeds, strict=True):
+        floats, steps, codes = form.parts(out, x.numel())
+        end = packed_nbytes(x.numel(), bits, group)
+        if end < codes.numel():
+            codes[end:] = 0
+        programs = form.whole(x.numel(), codes)
+        pointers = (own.data_ptr() for own in (x, residual, floats, steps, codes))
+        segments.add(programs, *pointers, fold_seed(seed))
+        done = programs * form.tile["ROWS"]
+        if done * group < x.numel():
+            rests.append((x, residual, floats, steps, codes, seed, done))
+        headers.append(floats)
+    numbers = form.levels, form.shift, form.top, form.offset, float(decay)
+    several = {"FEEDBACK": bool(residuals), "NOTES": place is not None, "ALIGNED": _aligned((*xs, *residuals))}
+    segments.run(_quantize_segments, xs[0] if place is None else place, *numbers, **form.constants, **several)
+    for x, residual, floats, steps, codes, seed, done in rests:
+        if residuals:
+            compensate(x[done * group :], residual[done * group :], decay=decay)
+        form.quantize_rest(residual, floats, steps, codes, seed, done)
+        if residuals:
+            form.dequantize_rest(floats, steps, codes, residual, done, -1.0, accumulate=True)
+    finite = True
+    for floats in headers if place is None else (rest[2] for rest in rests):
+        finite &= holds((floats.isfinite() if residuals else ~floats.isnan()).all())
+    return finite
+
+
+def dequantize_means(
+    payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
+) -> None:
+    ranks, apart = payloads.shape[0], payloads.stride(0)
+    if group > _LONGEST or apart % 4 or payloads.data_ptr() % 4 or any(place.start % 4 for place in places):
+        reference.dequantize_means(payloads, places, outs, bits=bits, group=group, scale=scale)
+        return
+    form, segments, weight = _Form(bits, group, scale), Segments(outs[0]), 1.0 / ranks
+    for place, out in zip(places, outs, strict=True):
+        floats, steps, codes = form.parts(payloads[0, place], out.numel())
+        programs = form.whole(out.numel(), codes)
+        segments.add(programs, *(own.data_ptr() for own in (out, floats, steps, codes)))
+        done = programs * form.tile["ROWS"]
+        if done * group < out.numel():
+            for rank in range(ranks):
+                parts = form.parts(payloads[rank, place], out.numel())
+                form.dequantize_rest(*parts, out, done, weight, accumulate=rank > 0)
+    constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ALIGNED": _aligned(outs), **form.tile}
+    segments.run(_mean_segments, ranks, apart // 4, form.offset, weight, **constants)

@@ -14,6 +14,8 @@ from narrowband.kernels.reference.sparse import elias_fano_encode
 from narrowband.kernels.sparse import elias_fano_nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -25,6 +27,7 @@ __all__ = [
     "difference",
     "encode_topk",
     "poison_if",
+    "restore_all_if",
     "restore_if",
 ]
 
@@ -93,6 +96,11 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
 
 def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
     out.copy_(torch.where(bad != 0, x, out))
+
+
+def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    for out, x in zip(outs, xs, strict=True):
+        restore_if(bad, out, x)
 
 
 def poison_if(bad: Tensor, x: Tensor) -> None:

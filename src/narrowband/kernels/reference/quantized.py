@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from narrowband.kernels.findings import holds
 from narrowband.kernels.quantized import plane_widths
 from narrowband.kernels.reference.common import (
     NON_FINITE,
@@ -18,13 +19,16 @@ from narrowband.kernels.reference.common import (
     uniform,
     unpack_codes,
 )
+from narrowband.kernels.reference.compensation import compensate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from narrowband.kernels.quantized import Scale
 
-__all__ = ["dequantize_groups", "group_minmax", "quantize_groups"]
+__all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_all", "quantize_groups"]
 
 
 def _extremes(x_GM: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,3 +122,38 @@ def dequantize_groups(
             out[begin:end] = value
         at += nbytes
         first = last
+
+
+def quantize_all(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    *,
+    bits: int,
+    group: int,
+    scale: Scale,
+    stochastic: bool,
+    seeds: Sequence[int],
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> bool:
+    finite = True
+    for at, (x, out, seed) in enumerate(zip(xs, outs, seeds, strict=True)):
+        total = x
+        if residuals:
+            total = residuals[at]
+            compensate(x, total, decay=decay)
+        quantize_groups(total, out, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed)
+        header = out[: 4 * -(-x.numel() // group) * (2 if scale == "minmax" else 1)].clone().view(torch.float32)
+        finite &= holds((header.isfinite() if residuals else ~header.isnan()).all())
+        if residuals:
+            dequantize_groups(out, total, bits=bits, group=group, scale=scale, weight=-1.0, accumulate=True)
+    return finite
+
+
+def dequantize_means(
+    payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
+) -> None:
+    weight = 1.0 / len(payloads)
+    for place, out in zip(places, outs, strict=True):
+        for rank, row in enumerate(payloads):
+            dequantize_groups(row[place], out, bits=bits, group=group, scale=scale, weight=weight, accumulate=rank > 0)
