@@ -125,6 +125,8 @@ def main(capability: int) -> None:
         for nesterov in (False, True):
             cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov)
     y = y[:20_000]
+    for subtract in (False, True):
+        cuda.encode_topk(y, y, 100, out, subtract=subtract)
     cuda.compensate_select_topk(y, y, 100, sampled=True)
     for nesterov in (False, True):
         cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov, sampled=True)

@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from narrowband import kernels
+from narrowband.errors import PayloadError
 from narrowband.kernels import reference
 from tests.kernels.backends.common import BACKENDS, KINDS, assert_same, back, make, place
 from tests.thorough import examples, thorough
@@ -161,7 +163,7 @@ def test_where_the_sample_misled_all_is_looked_at(looking, afterwards, monkeypat
 @settings(
     max_examples=examples(60),
     deadline=None,
-    phases=[Phase.generate],
+    phases=[Phase.generate],  # finding the smallest example takes minutes in the interpreter
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_the_largest_of_anything(looking, kind, n, share, seed):
@@ -170,13 +172,15 @@ def test_the_largest_of_anything(looking, kind, n, share, seed):
     assert_same(*both(looking, "select_topk", x, max(1, round(share**4 * n))))
 
 
-@pytest.mark.parametrize("broken", [0.0, *thorough(torch.inf, torch.nan)])
+@pytest.mark.parametrize("broken", [0.0, torch.inf, *thorough(torch.nan)])
 def test_a_sum_of_which_candidates_are_put_aside(looking, broken):
     x, residual = make("normal", N, 1), make("few-levels", N, 2)
     x[N - 2] += broken
     own, expected = both(looking, "compensate_select_topk", x, residual, 60, decay=0.9)
     assert own[0][0] is expected[0][0] is (broken == 0.0)
     assert_same(*(outcome if broken == 0.0 else outcome[1:] for outcome in (own, expected)))
+    out = torch.full((600,), 0xAA, dtype=torch.uint8)
+    assert_same(*both(looking, "encode_topk", x, residual, 60, out, decay=0.9, subtract=True))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -196,3 +200,24 @@ def test_a_sample_seldom_misleads(n, k):
     rank, room = selection._margins(n, k)
     assert (rng.binomial(size, k / n, draws) < rank).all()
     assert (rng.beta(rank, size - rank + 1, draws) * n < room).all()
+
+
+def test_elias_fano_of_which_programs_read_several_tiles(triton_, monkeypatch):
+    from narrowband.kernels.cuda import sparse
+
+    monkeypatch.setattr(sparse, "_BYTES", 16)
+    monkeypatch.setattr(sparse, "_READERS", 4)
+    k = 1000
+    indices = reference.randomk_indices(N, k, SEED, torch.device("cpu"))
+    payload = torch.empty(kernels.elias_fano_nbytes(k, N), dtype=torch.uint8)
+    reference.elias_fano_encode(indices, N, payload)
+    assert torch.equal(triton_.elias_fano_decode(payload, k, N), indices)
+    for byte in (0, 17, 249):  # of the first tile and program, of others, and of the last
+        broken = payload.clone()
+        broken[byte] ^= 4
+        with pytest.raises(PayloadError):
+            triton_.elias_fano_decode(broken, k, N)
+    monkeypatch.setattr(sparse, "raise_if", lambda _damaged, _message: None)
+    payload[:120] = 0  # there are less indices than there should be
+    found = triton_.elias_fano_decode(payload, k, N)
+    assert 0 <= found.amin() <= found.amax() < N

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from narrowband.errors import PayloadError
 from narrowband.kernels.reference.common import fold
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "mix",
     "nearest",
     "ordered",
+    "raise_if",
     "raw",
     "run",
     "signed",
@@ -60,6 +62,15 @@ def all_below(tops: Tensor, below: float) -> bool:
     """Whether all magnitudes, which programs noted as integers, are smaller."""
     limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
     return bool(tops.amax().cpu() < limit)
+
+
+def raise_if(damaged: Tensor, message: str) -> None:
+    """Raise :class:`PayloadError` if any of the numbers that programs noted is not zero.
+
+    Loops stay inside of their tensors with damaged payloads, too, so that this may come after them.
+    """
+    if bool(damaged.any()):
+        raise PayloadError(message)
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:
