@@ -363,25 +363,40 @@ def _draw(a, b, c, f, g, out, n, size, folded, KIND: tl.constexpr, WIDTH: tl.con
     tl.store(out + i, value, mask=there)
 
 
-@_loop
-def _bound(
-    a, b, c, f, g, scratch, groups, n, rank, sharers, KIND: tl.constexpr, SHARERS: tl.constexpr, SAMPLE: tl.constexpr
-):  # fmt: skip
-    """A magnitude that more than k elements reach, rounded down: the one of this rank in a sample. Zeros elsewhere.
-
-    At least the smallest there is, so that a tensor of mostly zeros has few candidates.
-    """
+@kernel
+def _begin(scratch, groups, sharers, level, SHARERS: tl.constexpr):
+    """Notes and groups of zeros, except that candidates reach this level."""
     note = tl.arange(0, 2 * _COUNTS)
     tl.store(scratch + note, note * 0, mask=(note < _NOTES) & (note != _LOW))
     sharer = tl.arange(0, SHARERS)
     tl.store(scratch + groups + sharer, sharer * 0, mask=sharer < sharers)
+    tl.store(scratch + _LOW, level)
+
+
+@_loop
+def _bound(
+    a, b, c, f, g, scratch, groups, n, rank, sharers, KIND: tl.constexpr, SHARERS: tl.constexpr, SAMPLE: tl.constexpr
+):  # fmt: skip
+    """Candidates reach the magnitude of this rank in a sample, rounded down. More than k elements do.
+
+    They are not zero, so that a tensor of mostly zeros has few of them.
+    """
     i = tl.arange(0, SAMPLE).to(tl.int64)
     _value, magnitude = _look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
     level = tl.max(magnitude, 0) * 0
     for bit in range(18):
         higher = level | (1 << (30 - bit))
         level = tl.where(tl.sum((magnitude >= higher).to(tl.int32), 0) >= rank, higher, level)
-    tl.store(scratch + _LOW, tl.maximum(level, 1))
+    _begin(scratch, groups, sharers, tl.maximum(level, 1), SHARERS)
+
+
+@_loop
+def _bound_given(counts, scratch, groups, k, sharers, GIVEN: tl.constexpr, SHARERS: tl.constexpr):
+    """Candidates reach k itself, or the k-th largest of what was tallied."""
+    level = k
+    if not GIVEN:
+        level, _wanted = _known(counts, k, k * 0, 4)
+    _begin(scratch, groups, sharers, level, SHARERS)
 
 
 @_loop
@@ -410,6 +425,20 @@ def _gather(
     tl.store(scratch + table + 2 * tile + 1, number)
 
 
+@kernel
+def _pieces(
+    scratch, groups, table, number_of_tiles, part, GROUP: tl.constexpr, SHARERS: tl.constexpr
+):  # fmt: skip
+    """Where the candidates of a group's tiles are, how many, and where they belong."""
+    sharer = tl.arange(0, SHARERS)
+    before = tl.sum(tl.load(scratch + groups + sharer, mask=sharer < part, other=0), 0)
+    tile = part * GROUP + tl.arange(0, GROUP)
+    entry = scratch + table + 2 * tile
+    begin = tl.load(entry, mask=tile < number_of_tiles, other=0)
+    number = tl.load(entry + 1, mask=tile < number_of_tiles, other=0)
+    return begin, number, before + tl.cumsum(number, 0) - number
+
+
 @_loop
 def _arrange(
     a, b, c, f, g, scratch, groups, table, candidates, k, n, room, number_of_tiles, sharers,
@@ -422,18 +451,12 @@ def _arrange(
     elements, close = _amount(scratch, k, n, room, True)
     seen = tl.zeros((_VALUES,), tl.int32)
     if close > 0:
-        sharer = tl.arange(0, SHARERS)
-        before = tl.sum(tl.load(scratch + groups + sharer, mask=sharer < part, other=0), 0)
-        own = part * GROUP + tl.arange(0, GROUP)
-        entry = scratch + table + 2 * own
-        begin = tl.load(entry, mask=own < number_of_tiles, other=0)
-        number = tl.load(entry + 1, mask=own < number_of_tiles, other=0)
-        end = before + tl.cumsum(number, 0)
+        begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
         lane = tl.arange(0, LANES)
         for step in range(0, tl.max(number, 0), LANES):
             there = (step + lane)[None, :] < number[:, None]
             place = begin[:, None] + (step + lane)[None, :]
-            target = (end - number)[:, None] + (step + lane)[None, :] + 2 * room
+            target = first[:, None] + (step + lane)[None, :] + 2 * room
             index = tl.load(scratch + candidates + place, mask=there, other=0)
             bits = tl.load(scratch + candidates + room + place, mask=there, other=0)
             tl.store(scratch + candidates + target, index, mask=there)
@@ -448,6 +471,24 @@ def _arrange(
             _value, magnitude = _look(a, b, c, f, g, i, i < n, KIND, False)
             seen += tl.histogram((magnitude >> 23) & (_VALUES - 1), _VALUES, mask=i < n)
     tl.atomic_add(scratch + tl.arange(0, _VALUES), seen, mask=seen > 0, sem="relaxed")
+
+
+@_loop
+def _take(
+    scratch, groups, table, candidates, indices, values, room, number_of_tiles,
+    GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr,
+):  # fmt: skip
+    """All candidates, in the order of their indices."""
+    part = tl.program_id(0).to(tl.int64)
+    begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
+    lane = tl.arange(0, LANES)
+    for step in range(0, tl.max(number, 0), LANES):
+        there = (step + lane)[None, :] < number[:, None]
+        place = scratch + candidates + begin[:, None] + (step + lane)[None, :]
+        target = first[:, None] + (step + lane)[None, :]
+        tl.store(indices + target, tl.load(place, mask=there, other=0), mask=there)
+        bits = tl.load(place + room, mask=there, other=0)
+        tl.store(values + target, bits.to(tl.float32, bitcast=True), mask=there)
 
 
 class Chosen(NamedTuple):
@@ -511,25 +552,50 @@ def _tally_from(digit: int, source: Source, scratch: Tensor, k: int, shared: _Sh
         source = source.after()
 
 
+class _Groups(NamedTuple):
+    """How a long tensor's tiles are grouped, and where in scratch memory what is about these: how many candidates each
+    group has, where those of each tile are, and these themselves.
+    """
+
+    tiles: int
+    group: int
+    sharers: int
+    places: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, n: int) -> _Groups:
+        tiles = -(-n // _TILE)
+        group = max(8, triton.next_power_of_2(-(-tiles // _PROGRAMS)))
+        sharers, begin = -(-tiles // group), _NOTES.value
+        return cls(tiles, group, sharers, (begin, begin + sharers, begin + sharers + 2 * tiles))
+
+    @property
+    def form(self) -> dict[str, int]:
+        lanes = max(1, BLOCK // self.group)
+        return {"GROUP": self.group, "LANES": lanes, "SHARERS": triton.next_power_of_2(self.sharers)}
+
+    def scratch(self, on: Tensor, places: int) -> Tensor:
+        return torch.empty(self.places[2] + places, dtype=torch.int32, device=on.device)
+
+    def gather(self, source: Source, scratch: Tensor, room: int) -> None:
+        form = {"KIND": source.kind, "GROUP": self.group, "WIDTH": _TILE, "num_warps": 8}
+        on = source.a
+        run(_gather, self.tiles, *source.arguments, scratch, *self.places, on.numel(), room, on=on, **form)
+
+
 def _gather_all(source: Source, k: int, rank: int, room: int) -> tuple[Tensor, _Shared]:
     """Candidates, put aside, and the counts of their digits; or those of all. The source is written."""
     on, n = source.a, source.a.numel()
-    tiles = -(-n // _TILE)
-    group = max(8, triton.next_power_of_2(-(-tiles // _PROGRAMS)))
-    sharers = -(-tiles // group)
-    groups, width = _NOTES.value, triton.next_power_of_2(sharers)
-    table = groups + sharers
-    candidates = table + 2 * tiles
-    scratch = torch.empty(candidates + 4 * room, dtype=torch.int32, device=on.device)
-    form = {"KIND": source.kind, "SHARERS": width, "SAMPLE": _SAMPLE, "num_warps": 8}
-    run(_bound, 1, *source.arguments, scratch, groups, n, rank, sharers, on=on, **form)
-    form = {"KIND": source.kind, "GROUP": group, "WIDTH": _TILE, "num_warps": 8}
-    run(_gather, tiles, *source.arguments, scratch, groups, table, candidates, n, room, on=on, **form)
+    own = _Groups.of(n)
+    scratch = own.scratch(on, 4 * room)
+    form = {"KIND": source.kind, "SHARERS": own.form["SHARERS"], "SAMPLE": _SAMPLE, "num_warps": 8}
+    run(_bound, 1, *source.arguments, scratch, own.places[0], n, rank, own.sharers, on=on, **form)
+    own.gather(source, scratch, room)
     source = source.after()
-    form = {"KIND": source.kind, "GROUP": group, "LANES": max(1, BLOCK // group), "SHARERS": width, "WIDTH": BLOCK}
-    places = scratch, groups, table, candidates, k, n, room, tiles, sharers
-    run(_arrange, sharers, *source.arguments, *places, on=on, **form)
-    shared = _Shared.of(n)._replace(candidates=candidates + 2 * room, room=room)
+    arrays = *source.arguments, scratch, *own.places
+    form = {"KIND": source.kind, **own.form, "WIDTH": BLOCK}
+    run(_arrange, own.sharers, *arrays, k, n, room, own.tiles, own.sharers, on=on, **form)
+    shared = _Shared.of(n)._replace(candidates=own.places[2] + 2 * room, room=room)
     _tally_from(1, source, scratch, k, shared)
     return scratch, shared
 
@@ -582,20 +648,43 @@ def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
     return _reaching(source, scratch, rank, k, given=False)
 
 
-def _reaching(source: Source, scratch: Tensor, level: int, most: int, *, given: bool) -> Chosen:
+def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen:
     """What reaches a threshold, and of that at most so many. The source is written."""
+    long = source.a.numel() >= _LONG
+    few = _few_reaching(source, counts, level, most, given=given) if long else None
+    chosen = few or _all_reaching(source.after() if long else source, counts, level, given=given)
+    if chosen.indices.numel() > most:
+        inside = choose(Source.plain(chosen.values), most, chosen.indices.numel())
+        return Chosen(chosen.indices[inside.indices], inside.values, chosen.tops)
+    return chosen
+
+
+def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen | None:
+    """What reaches a threshold in a long tensor, if that is little. The source is written."""
     on, n = source.a, source.a.numel()
-    shared = _Shared.of(n)
+    own, room = _Groups.of(n), min(n // _SCARCE, 2 * most + BLOCK)
+    scratch, groups = own.scratch(on, 2 * room), own.places[0]
+    form = {"GIVEN": given, "SHARERS": own.form["SHARERS"]}
+    run(_bound_given, 1, counts, scratch, groups, level, own.sharers, on=on, **form)
+    own.gather(source, scratch, room)
+    number = int(scratch[_FOUND.value])
+    if number > room:
+        return None
+    indices, values = torch.empty(number, dtype=torch.int32, device=on.device), torch.empty(number, device=on.device)
+    run(_take, own.sharers, scratch, *own.places, indices, values, room, own.tiles, on=on, **own.form)
+    return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1])
+
+
+def _all_reaching(source: Source, counts: Tensor, level: int, *, given: bool) -> Chosen:
+    """What reaches a threshold. The source is written."""
+    on, shared = source.a, _Shared.of(source.a.numel())
     numbers = shared.numbers(on)
     form = {"KIND": source.kind, "WRITE": True, "GIVEN": given, "FOUND": False, "WIDTH": BLOCK}
-    run(_count, shared.programs, *source.arguments, scratch, numbers, level, *shared.form, on=on, **form)
+    run(_count, shared.programs, *source.arguments, counts, numbers, level, *shared.form, on=on, **form)
     seen = numbers.view(-1, 3)
     number = int(seen[:, :2].sum())
-    indices, values = _write_all(source.after(), scratch, numbers, level, shared, number, given=given, every=True)
-    if number > most:
-        inside = choose(Source.plain(values), most, number)
-        indices, values = indices[inside.indices], inside.values
-    return Chosen(indices, values, seen[:, 2])
+    written = _write_all(source.after(), counts, numbers, level, shared, number, given=given, every=True)
+    return Chosen(*written, seen[:, 2])
 
 
 def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
