@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 #: Operators that give memory, or another view of it, and start nothing.
-_FREE = {"empty", "new_empty", "view", "slice", "select", "as_strided", "alias", "detach"}
+_FREE = {"empty", "new_empty", "view", "slice", "select", "unbind", "as_strided", "alias", "detach"}
 LONG, MEDIUM, SHORT = 1 << 20, 100_000, 10_000
 
 
@@ -81,3 +81,5 @@ def test_sparse_payloads(started: Any) -> None:
     assert len(started("elias_fano_decode", payload, k, LONG)) == 2
     assert len(started("sparse_accumulate", out, indices, torch.ones(k))) == 1
     assert len(started("check_indices", indices, LONG)) == 1
+    payloads = torch.empty(5, 4 * k + payload.numel(), dtype=torch.uint8)
+    assert len(started("sparse_sum_rows", out, payloads, k)) == 2 + 1 + 5  # zeros, and each part

@@ -35,6 +35,7 @@ __all__ = [
     "signed",
     "store",
     "uniform",
+    "unspecific",
 ]
 
 #: Elements that one program works on.
@@ -42,6 +43,12 @@ BLOCK = 2048
 
 #: Numbers that happen to be 1 are not made constants of the program, since those have no dtype.
 kernel: Any = triton.jit(do_not_specialize=["folded"])
+
+#: The same for all numbers of loops over bytes, which gain nothing from knowing that one is 1 or divisible by 16: every
+#: layer of a model has others, and would have loops compiled for itself.
+unspecific: Any = triton.jit(
+    do_not_specialize=["k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "tiles", "readers"]
+)
 
 #: All bits of a float but the sign, and those of infinity.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, kernel, run, unspecific
 from narrowband.kernels.cuda.selection import COMPENSATE, Chosen, Source, choose, choose_sampled
 from narrowband.kernels.cuda.sparse import write_lower, write_upper
 from narrowband.kernels.sparse import elias_fano_low_bits
@@ -109,7 +109,7 @@ def compensate_select_topk(
     return all_below(chosen.tops, math.inf), chosen.indices, chosen.values
 
 
-@kernel
+@unspecific
 def _payload(
     indices, values, residual, tops, out, number, k, n, low_bits, cut, nbytes, size, seen, stride,
     SUBTRACT: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,

@@ -70,7 +70,7 @@ _NOTES = tl.constexpr(1024 + 16)
 
 #: A k of 1 is no constant of a program, and neither is a threshold. Nor is compiled once more for each kind of number
 #: that says how programs share the work.
-_UNSPECIFIC = ["k", "folded", "rank", "sharers", "groups", "table", "candidates", "room", "number_of_tiles"]
+_UNSPECIFIC = ["k", "folded", "size", "rank", "sharers", "groups", "table", "candidates", "room", "number_of_tiles"]
 _loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
 
 #: How an element comes of arrays a, b and c and of numbers f and g. The latter three also write: what is new into the
@@ -240,7 +240,8 @@ def _count(
 ):  # fmt: skip
     """How many elements of each program are above the threshold and how many at it; and the largest magnitude.
 
-    The threshold is k itself if it is given, and otherwise the k-th largest of what was tallied.
+    The threshold is k itself if it is given, and otherwise the k-th largest of what was tallied. Behind all of these,
+    the largest magnitude of the first row, so that nobody need keep the scratch memory for it.
     """
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
@@ -248,6 +249,7 @@ def _count(
     level = k
     if not GIVEN:
         level, _wanted = _known(notes, k, part, 4)
+        tl.store(numbers + 3 * tl.num_programs(0), tl.load(notes + _TOP), mask=at == 0)
     elements, close = _amount(notes, k, width, room, FOUND)
     above = tl.zeros((WIDTH,), tl.int32)
     ties = tl.zeros((WIDTH,), tl.int32)
@@ -523,7 +525,7 @@ class _Shared(NamedTuple):
 
     def numbers(self, on: Tensor) -> Tensor:
         """Room for what :func:`_count` finds."""
-        return torch.empty(3 * self.programs, dtype=torch.int32, device=on.device)
+        return torch.empty(3 * self.programs + 1, dtype=torch.int32, device=on.device)
 
 
 def _margins(n: int, k: int) -> tuple[int, int]:
@@ -631,7 +633,7 @@ def choose(source: Source, k: int, width: int, rows: int = 1) -> Chosen:
     form = {"KIND": source.kind, "WRITE": False, "GIVEN": False, "FOUND": shared.room > 0, "WIDTH": BLOCK}
     run(_count, shared.programs, *source.arguments, scratch, numbers, k, *shared.form, on=on, **form)
     indices, values = _write_all(source, scratch, numbers, k, shared, rows * k, given=False, every=False)
-    return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1])
+    return Chosen(indices, values, numbers[-1:])
 
 
 def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
@@ -672,7 +674,7 @@ def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, give
         return None
     indices, values = torch.empty(number, dtype=torch.int32, device=on.device), torch.empty(number, device=on.device)
     run(_take, own.sharers, scratch, *own.places, indices, values, room, own.tiles, on=on, **own.form)
-    return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1])
+    return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1].clone())
 
 
 def _all_reaching(source: Source, counts: Tensor, level: int, *, given: bool) -> Chosen:
@@ -681,7 +683,7 @@ def _all_reaching(source: Source, counts: Tensor, level: int, *, given: bool) ->
     numbers = shared.numbers(on)
     form = {"KIND": source.kind, "WRITE": True, "GIVEN": given, "FOUND": False, "WIDTH": BLOCK}
     run(_count, shared.programs, *source.arguments, counts, numbers, level, *shared.form, on=on, **form)
-    seen = numbers.view(-1, 3)
+    seen = numbers[:-1].view(-1, 3)
     number = int(seen[:, :2].sum())
     written = _write_all(source.after(), counts, numbers, level, shared, number, given=given, every=True)
     return Chosen(*written, seen[:, 2])

@@ -1,4 +1,4 @@
-"""Sparse vectors in Triton."""
+"""Sparse vectors in Triton. R payloads, K indices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, kernel, raise_if, run
+from narrowband.kernels.cuda.common import BLOCK, kernel, raise_if, run, unspecific
 from narrowband.kernels.sparse import elias_fano_low_bits, elias_fano_nbytes
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
 
 
 def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
-    cut = 4 * k
-    end = cut + elias_fano_nbytes(k, out.numel())
-    parts = [(elias_fano_decode(row[cut:end], k, out.numel()), row[:cut].view(torch.float32)) for row in payloads]
-    sparse_sum(out, parts, weight)
+    n, cut = out.numel(), 4 * k
+    indices_RK = _decode_rows(payloads[:, cut : cut + elias_fano_nbytes(k, n)], k, n)
+    values_RK = payloads[:, :cut].view(torch.float32)
+    sparse_sum(out, list(zip(indices_RK, values_RK, strict=True)), weight)
 
 
 # ---- Elias–Fano ------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def write_lower(indices, out, t, number, k, n, low_bits, nbytes):
     tl.store(out + t, (byte & 255).to(tl.uint8), mask=t < nbytes)
 
 
-@kernel
+@unspecific
 def _encode(indices, out, k, n, low_bits, cut, nbytes, WIDTH: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * WIDTH
     t = begin + tl.arange(0, WIDTH)
@@ -155,14 +155,16 @@ def _ones(byte):
     return (byte + (byte >> 4)) & 0x0F
 
 
-@kernel
-def _count(payload, counts, cut, tiles, WIDTH: tl.constexpr):
-    """How many bits are set in each program's bytes of the upper part."""
+@unspecific
+def _count(payloads, counts, stride, cut, tiles, readers, WIDTH: tl.constexpr):
+    """How many bits are set in each program's bytes of the upper part of its row."""
+    at = tl.program_id(0).to(tl.int64)
+    payload = payloads + at // readers * stride
     number = tl.zeros((WIDTH,), tl.int32)
     for tile in range(tiles):
-        t = (tl.program_id(0).to(tl.int64) * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
+        t = (at % readers * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
         number += _ones(tl.load(payload + t, mask=t < cut, other=0).to(tl.int32))
-    tl.store(counts + tl.program_id(0), tl.sum(number, 0))
+    tl.store(counts + at, tl.sum(number, 0))
 
 
 @kernel
@@ -177,22 +179,25 @@ def _low(payload, i, there, low_bits, cut, nbytes):
     return (low >> (begin & 7)) & ((low * 0 + 1 << low_bits) - 1)
 
 
-@kernel
+@unspecific
 def _read(
-    payload, counts, indices, k, n, low_bits, cut, nbytes, tiles, readers, READERS: tl.constexpr, WIDTH: tl.constexpr
+    payloads, counts, wrongs, found, stride, k, n, low_bits, cut, nbytes, tiles, readers,
+    READERS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The indices whose bits are in this program's bytes of the upper part; and whether there is anything wrong.
 
     What is damaged becomes indices that the tensor has.
     """
-    program = tl.program_id(0)
+    at = tl.program_id(0).to(tl.int64)
+    row, program = at // readers, at % readers
+    payload, indices = payloads + row * stride, found + row * k
     reader = tl.arange(0, READERS)
-    number = tl.load(counts + reader, mask=reader < readers, other=0)
+    number = tl.load(counts + row * readers + reader, mask=reader < readers, other=0)
     total = tl.sum(number, 0)
     before = tl.sum(tl.where(reader < program, number, 0), 0).to(tl.int64)
     wrong = tl.zeros((WIDTH,), tl.int32)
     for tile in range(tiles):
-        t = (program.to(tl.int64) * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
+        t = (program * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
         byte = tl.load(payload + t, mask=t < cut, other=0).to(tl.int32)
         ones = _ones(byte)
         i = before + (tl.cumsum(ones, 0) - ones).to(tl.int64)
@@ -212,9 +217,9 @@ def _read(
         before += tl.sum(ones, 0)
     if total < k:  # each byte may have had four
         for part in range(4 * tiles):
-            i = (program.to(tl.int64) * 4 * tiles + part) * WIDTH + tl.arange(0, WIDTH)
+            i = (program * 4 * tiles + part) * WIDTH + tl.arange(0, WIDTH)
             tl.store(indices + i, tl.minimum(i, n - 1).to(tl.int32), mask=(i >= total) & (i < k))
-    tl.store(counts + readers + program, tl.maximum(tl.max(wrong, 0), (total != k).to(tl.int32)))
+    tl.store(wrongs + at, tl.maximum(tl.max(wrong, 0), (total != k).to(tl.int32)))
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
@@ -227,18 +232,23 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
 
 
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
-    indices = torch.empty(k, dtype=torch.int32, device=payload.device)
-    if not k:
+    return _decode_rows(payload.view(1, -1), k, n).view(-1)
+
+
+def _decode_rows(payloads: Tensor, k: int, n: int) -> Tensor:
+    """:func:`elias_fano_decode` of each row: int32 of shape (rows, k)."""
+    rows, nbytes = payloads.shape
+    indices = torch.empty(rows, k, dtype=torch.int32, device=payloads.device)
+    if not k or not rows:
         return indices
     low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
     tiles = -(-cut // (_BYTES * _READERS))
     readers = -(-cut // (_BYTES * tiles))
-    counts = torch.empty(2 * readers, dtype=torch.int32, device=payload.device)
-    run(_count, readers, payload, counts, cut, tiles, on=payload, WIDTH=_BYTES)
-    form = k, n, low_bits, cut, payload.numel(), tiles, readers
+    counts, wrong = torch.empty(2, rows * readers, dtype=torch.int32, device=payloads.device)
+    stride, programs = payloads.stride(0), rows * readers
+    run(_count, programs, payloads, counts, stride, cut, tiles, readers, on=payloads, WIDTH=_BYTES)
+    form = stride, k, n, low_bits, cut, nbytes, tiles, readers
     width = triton.next_power_of_2(readers)
-    run(_read, readers, payload, counts, indices, *form, on=payload, READERS=width, WIDTH=_BYTES)
-    raise_if(
-        counts[readers:], f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged"
-    )
+    run(_read, programs, payloads, counts, wrong, indices, *form, on=payloads, READERS=width, WIDTH=_BYTES)
+    raise_if(wrong, f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
     return indices
