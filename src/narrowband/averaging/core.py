@@ -305,7 +305,7 @@ class Averaging:
                 if not one.has_arrived(wait=wait):
                     self._unread = unread[at:]
                     break
-                if one.is_damaged:
+                if one.is_damaged and not one.is_bad:  # of what is not finite there may be no payload
                     self._engine.post(_raise_damaged)
                 skipped = int(one.is_bad)
                 one.step.skipped += skipped

@@ -135,12 +135,17 @@ def main(capability: int) -> None:
     cuda.compensate_project(x, x.clone(), q, p, sent=(p, q))
     cuda.compensate_project(x, x.clone(), torch.randn(20, 100), torch.randn(20, 50))
     cuda.orthonormalize(torch.randn(2, 4, 1000))
-    for n in (1000, 5000, 20_000):  # four warps, eight, and several programs for a row
+    for n in (1000, 5000, 20_000, 1 << 20):  # 4 warps, 16, several programs for a row, and candidates
         y = torch.zeros(n)
         cuda.select_topk(y, 100)
         cuda.compensate_select_topk(y, y, 100)
-        for nesterov in (False, True):
+        for nesterov in (False, True) if n < 1 << 20 else (True,):
             cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov)
+    cuda.select_topk(y, 100, sampled=True)
+    cuda.select_threshold(y, 1.0)
+    y = y[:20_000]
+    for subtract in (False, True):
+        cuda.encode_topk(y, y, 100, out, subtract=subtract)
     cuda.compensate_select_topk(y, y, 100, sampled=True)
     for nesterov in (False, True):
         cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov, sampled=True)

@@ -1,18 +1,24 @@
 """Long tensors in Triton, where several programs share a row and each takes several tiles: against the reference.
 
-Tiles are small here and programs few, so that tensors need not be long.
+Tiles are small here and programs few, so that tensors need not be long. What looks for candidates with a sample is
+tested apart from what does without.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
+from narrowband import kernels
+from narrowband.errors import PayloadError
 from narrowband.kernels import reference
-from tests.kernels.backends.common import BACKENDS, assert_same, back, make, place
-from tests.thorough import thorough
+from tests.kernels.backends.common import BACKENDS, KINDS, assert_same, back, make, place
+from tests.thorough import examples, thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -28,6 +34,33 @@ def triton_(monkeypatch):
     monkeypatch.setattr(selection, "_SHORT", 16)
     monkeypatch.setattr(selection, "_PROGRAMS", 4)
     return BACKENDS[1]
+
+
+@pytest.fixture
+def looking(triton_, monkeypatch):
+    """The same, which puts candidates aside: a sample of 256, tiles of 256, of which three programs take eight each."""
+    from narrowband.kernels.cuda import selection
+
+    for name, value in {"_LONG": 16, "_SAMPLE": 256, "_TILE": 256, "_SCARCE": 1}.items():
+        monkeypatch.setattr(selection, name, value)
+    return triton_
+
+
+@pytest.fixture
+def afterwards(monkeypatch):
+    """Calls a function of the test's (source, scratch memory, room) each time when candidates are put aside."""
+    from narrowband.kernels.cuda import selection
+
+    calls, gather_all = [], selection._gather_all
+
+    def gather(source, k, rank, room):
+        scratch, shared = gather_all(source, k, rank, room)
+        for call in calls:
+            call(source, scratch, room)
+        return scratch, shared
+
+    monkeypatch.setattr(selection, "_gather_all", gather)
+    return calls
 
 
 def both(backend, name, *arguments, **options):
@@ -78,3 +111,131 @@ def test_a_step_of_momentum_and_its_largest(triton_, nesterov, sampled, broken):
     x[7] += broken
     options = {"momentum": 0.9, "nesterov": nesterov, "scale": 0.1, "sampled": sampled, "seed": SEED}
     assert_same(*both(triton_, "momentum_topk", x, now, before, 300, **options))
+
+
+def clustered(n):
+    """All that is large is in few tiles."""
+    x = make("normal", n, SEED)
+    x[1500:1900] *= 100
+    return x
+
+
+def outlying(n):
+    x = make("normal", n, SEED)
+    x[n - 3] = 1e30
+    return x
+
+
+TENSORS = {"clustered": clustered, "one huge": outlying}
+
+
+@pytest.mark.parametrize("k", [1, 300, *thorough(40)])
+@pytest.mark.parametrize("kind", ["normal", "clustered", "one huge", *thorough("descending", "denormal", "inf")])
+def test_candidates_are_all_that_is_looked_at(looking, afterwards, kind, k):
+    """What is in the tensor once they are put aside makes no difference."""
+    x = TENSORS[kind](N) if kind in TENSORS else make(kind, N, SEED)
+    afterwards.append(lambda source, _scratch, _room: source.a.fill_(3e38))
+    assert torch.equal(back(looking.select_topk(place(looking, x), k)), reference.select_topk(x, k))
+
+
+@pytest.mark.parametrize("misled", ["too few", "too many"])
+@pytest.mark.parametrize("k", [300, *thorough(40)])
+def test_where_the_sample_misled_all_is_looked_at(looking, afterwards, monkeypatch, misled, k):
+    from narrowband.kernels.cuda import selection
+
+    x, residual, oldest = (make("normal", N, seed) for seed in range(3))
+    # The smallest of the sample, and hardly more room than is needed; or its largest, and any room.
+    monkeypatch.setattr(selection, "_margins", lambda _n, k: (256, k) if misled == "too many" else (1, N))
+    seen = []
+    afterwards.append(lambda _source, scratch, room: seen.append((int(scratch[selection._FOUND.value]), room)))
+    assert_same(*both(looking, "select_topk", x, k))
+    assert_same(*both(looking, "compensate_select_topk", x, residual, k, decay=0.9))
+    for nesterov in (False, True):
+        assert_same(*both(looking, "momentum_topk", x, residual, oldest, k, momentum=0.9, nesterov=nesterov))
+    assert len(seen) == 4
+    assert all(found > room or found < k for found, room in seen)
+
+
+@pytest.mark.parametrize("kind", ["few-levels", "clustered", *thorough("normal", "equal", "zeros", "any-bits")])
+@pytest.mark.parametrize("scarce", [2, 5000])
+def test_what_reaches_a_threshold_is_put_aside_where_there_is_room(looking, monkeypatch, kind, scarce):
+    """Much of it where that is half of a tensor, and next to nothing otherwise; and with a sample's threshold."""
+    from narrowband.kernels.cuda import selection
+
+    looks, count = [], selection._all_reaching
+    monkeypatch.setattr(selection, "_SCARCE", scarce)
+    monkeypatch.setattr(selection, "_all_reaching", lambda *given, **form: looks.append(1) or count(*given, **form))
+    x, residual, oldest = TENSORS[kind](N) if kind in TENSORS else make(kind, N, SEED), *map(torch.zeros, (N, N))
+    assert_same(*both(looking, "select_threshold", x, 2.0))
+    assert len(looks) == (scarce == 5000)
+    assert_same(*both(looking, "select_topk", x, 600, sampled=True, seed=5))
+    assert_same(*both(looking, "compensate_select_topk", x, residual, 40, sampled=True, seed=6))
+    options = {"momentum": 0.9, "nesterov": True, "sampled": True, "seed": 7}
+    assert_same(*both(looking, "momentum_topk", x, residual, oldest, 40, **options))
+
+
+@given(
+    kind=st.sampled_from([*KINDS, *TENSORS]), n=st.sampled_from([300, 1000, 5003]), share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(
+    max_examples=examples(45),
+    deadline=None,
+    phases=[Phase.generate],  # finding the smallest example takes minutes in the interpreter
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_the_largest_of_anything(looking, kind, n, share, seed):
+    """Whether or not its sample misleads."""
+    x = TENSORS[kind](n) if kind in TENSORS else make(kind, n, seed)
+    assert_same(*both(looking, "select_topk", x, max(1, round(share**4 * n))))
+
+
+@pytest.mark.parametrize("broken", [0.0, torch.inf, *thorough(torch.nan)])
+def test_a_sum_of_which_candidates_are_put_aside(looking, broken):
+    x, residual = make("normal", N, 1), make("few-levels", N, 2)
+    x[N - 2] += broken
+    own, expected = both(looking, "compensate_select_topk", x, residual, 60, decay=0.9)
+    assert own[0][0] is expected[0][0] is (broken == 0.0)
+    assert_same(*(outcome if broken == 0.0 else outcome[1:] for outcome in (own, expected)))
+    out = torch.full((600,), 0xAA, dtype=torch.uint8)
+    assert_same(*both(looking, "encode_topk", x, residual, 60, out, decay=0.9, subtract=True))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_step_of_momentum_of_which_candidates_are_put_aside(looking, nesterov):
+    x, now, before = (make("normal", N, seed) for seed in range(3))
+    options = {"momentum": 0.9, "nesterov": nesterov, "scale": 0.1}
+    assert_same(*both(looking, "momentum_topk", x, now, before, 60, **options))
+
+
+@pytest.mark.parametrize("k", [1, 1000, 300_000])
+@pytest.mark.parametrize("n", [1_000_000, 100_000_000])
+def test_a_sample_seldom_misleads(n, k):
+    """Ranks in a sample are binomially distributed, and what is beyond its threshold is of a beta distribution."""
+    from narrowband.kernels.cuda import selection
+
+    size, rng, draws = selection._SAMPLE, np.random.default_rng(SEED), 20_000
+    rank, room = selection._margins(n, k)
+    assert (rng.binomial(size, k / n, draws) < rank).all()
+    assert (rng.beta(rank, size - rank + 1, draws) * n < room).all()
+
+
+def test_elias_fano_of_which_programs_read_several_tiles(triton_, monkeypatch):
+    from narrowband.kernels.cuda import sparse
+
+    monkeypatch.setattr(sparse, "_BYTES", 16)
+    monkeypatch.setattr(sparse, "_READERS", 4)
+    k = 1000
+    indices = reference.randomk_indices(N, k, SEED, torch.device("cpu"))
+    payload = torch.empty(kernels.elias_fano_nbytes(k, N), dtype=torch.uint8)
+    reference.elias_fano_encode(indices, N, payload)
+    assert torch.equal(triton_.elias_fano_decode(payload, k, N), indices)
+    for byte in (0, 249):  # of the first tile and program, and of the last
+        broken = payload.clone()
+        broken[byte] ^= 4
+        with pytest.raises(PayloadError):
+            triton_.elias_fano_decode(broken, k, N)
+    monkeypatch.setattr(sparse, "raise_if", lambda _damaged, _message: None)
+    payload[:120] = 0  # there are less indices than there should be
+    found = triton_.elias_fano_decode(payload, k, N)
+    assert 0 <= found.amin() <= found.amax() < N

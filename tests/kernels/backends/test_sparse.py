@@ -14,7 +14,7 @@ from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.sparse import CACHED
-from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
+from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, on_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,3 +140,34 @@ def test_elias_fano_decoding_of_any_bytes(n: int, k: int, seed: int) -> None:
     if results[0] is not None:
         reference.check_indices(results[0], n)
         assert results[0].numel() == k
+
+
+@pytest.mark.skipif("cuda" not in NAMES, reason="Triton is not installed")
+@given(n=st.sampled_from([1, 9, 1000, 2**31 - 1]), k=st.integers(1, 300), seed=seeds)
+@settings(max_examples=examples(60), deadline=None)
+def test_what_is_damaged_keeps_to_the_tensor_before_anyone_is_told(n: int, k: int, seed: int) -> None:
+    """The loops of GPUs may find damage long before the host hears of it."""
+    from narrowband.kernels.cuda import sparse
+
+    rng = np.random.default_rng(seed)
+    payload = torch.from_numpy(np.frombuffer(rng.bytes(kernels.elias_fano_nbytes(k, n)), np.uint8).copy())
+    around = torch.full((n + 200 if n <= 1000 else 0,), 5.0)
+    anything = torch.from_numpy(rng.integers(-(2**31), 2**31, k).astype(np.int32))
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "raise_if", lambda damaged, message: told.append((bool(damaged.any()), message)))
+        indices = BACKENDS[1].elias_fano_decode(payload, k, n)
+        BACKENDS[1].check_indices(anything, n)
+        if around.numel():
+            BACKENDS[1].sparse_accumulate(around[100:-100], anything, torch.ones(k))
+            BACKENDS[1].sparse_accumulate(around[100:-100], indices, torch.ones(k))
+    assert indices.numel() == k
+    assert 0 <= indices.amin() <= indices.amax() < n
+    assert (around[:100] == 5.0).all()
+    assert (around[-100:] == 5.0).all()
+    expected = (False, told[0][1])
+    try:
+        reference.elias_fano_decode(payload, k, n)
+    except PayloadError as error:
+        expected = (True, str(error))
+    assert told[0] == expected

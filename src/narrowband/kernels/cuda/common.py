@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.findings import open_place
+from narrowband.kernels.findings import open_place, refuse_if
 from narrowband.kernels.reference.common import fold
 
 if TYPE_CHECKING:
@@ -31,12 +31,14 @@ __all__ = [
     "mix",
     "nearest",
     "ordered",
+    "raise_if",
     "raw",
     "run",
     "segment",
     "signed",
     "store",
     "uniform",
+    "unspecific",
 ]
 
 #: Elements that one program works on.
@@ -44,6 +46,12 @@ BLOCK = 2048
 
 #: Numbers that happen to be 1 are not made constants of the program, since those have no dtype.
 kernel: Any = triton.jit(do_not_specialize=["folded"])
+
+#: The same for all numbers of loops over bytes, which gain nothing from knowing that one is 1 or divisible by 16: every
+#: layer of a model has others, and would have loops compiled for itself.
+unspecific: Any = triton.jit(
+    do_not_specialize=["k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "tiles", "readers"]
+)
 
 #: All bits of a float but the sign, and those of infinity.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -102,6 +110,14 @@ class Segments:
         table = table.to(device, non_blocking=True)
         count, most = len(self._rows), triton.next_power_of_2(len(self._rows))
         run(loop, self.programs, table, count, *arguments, on=self._on, SEGMENTS=most, **constants)
+
+
+def raise_if(damaged: Tensor, message: str) -> None:
+    """Raise :class:`PayloadError` if any of the numbers that programs noted is not zero; or have that noted instead.
+
+    Loops stay inside of their tensors with damaged payloads, too, so that this may come after them.
+    """
+    refuse_if(damaged.any(), message)
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:

@@ -11,13 +11,24 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 import triton.language as tl
 
 from narrowband.kernels import reference
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, Segments, all_below, kernel, run, segment
-from narrowband.kernels.cuda.selection import COMPENSATE, Source, choose, choose_sampled
-from narrowband.kernels.cuda.sparse import elias_fano_encode
-from narrowband.kernels.sparse import elias_fano_nbytes
+from narrowband.kernels.cuda.common import (
+    BLOCK,
+    INFINITE,
+    MAGNITUDE,
+    Segments,
+    all_below,
+    kernel,
+    run,
+    segment,
+    unspecific,
+)
+from narrowband.kernels.cuda.selection import COMPENSATE, Chosen, Source, choose, choose_sampled
+from narrowband.kernels.cuda.sparse import write_lower, write_upper
+from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +50,10 @@ __all__ = [
 
 #: Elements of a program that has hardly ever anything to do.
 _RARE = 1 << 14
+
+
+#: Bytes of each part of a payload that one program writes.
+_PART = 512
 
 
 @kernel
@@ -149,16 +164,46 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
     return _below(_take_difference, math.inf, x.numel(), x, base)
 
 
+def _largest(x: Tensor, residual: Tensor, k: int, decay: float, sampled: bool, seed: int) -> Chosen:
+    source = Source(COMPENSATE, x, residual, residual, float(decay))
+    return choose_sampled(source, k, seed) if sampled and k < x.numel() else choose(source, k, x.numel())
+
+
 def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, decay: float = 1.0, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor, Tensor]:
-    n = x.numel()
     if not k:
         empty = torch.empty(0, dtype=torch.int32, device=x.device)
         return compensate(x, residual, decay=decay), empty, x.new_empty(0)
-    source = Source(COMPENSATE, x, residual, residual, float(decay))
-    chosen = choose_sampled(source, k, seed) if sampled and k < n else choose(source, k, n)
+    chosen = _largest(x, residual, k, decay, sampled, seed)
     return all_below(chosen.tops, math.inf), chosen.indices, chosen.values
+
+
+@unspecific
+def _payload(
+    indices, values, residual, tops, out, number, k, n, low_bits, cut, nbytes, size, seen, stride,
+    SUBTRACT: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Values, Elias–Fano's upper and lower part, and zeros behind: of each part a program has its share.
+
+    Nothing is written where something was not finite.
+    """
+    begin = tl.program_id(0).to(tl.int64) * WIDTH
+    t = begin + tl.arange(0, WIDTH)
+    note = tl.arange(0, TOPS)
+    if tl.max(tl.load(tops + note * stride, mask=note < seen, other=0), 0) < INFINITE:
+        if begin < k:
+            value = tl.load(values + t, mask=t < number, other=0.0)
+            tl.store(out.to(tl.pointer_type(tl.float32), bitcast=True) + t, value, mask=t < k)
+            if SUBTRACT:
+                at = tl.load(indices + t, mask=t < number, other=0)
+                tl.store(residual + at, tl.zeros_like(value), mask=t < number)
+        if begin < cut:
+            write_upper(indices, out + 4 * k, t, number, k, n, low_bits, cut)
+        if begin < nbytes:
+            write_lower(indices, out + 4 * k + cut, t, number, k, n, low_bits, nbytes)
+        left = 4 * k + cut + nbytes
+        tl.store(out + left + t, (t * 0).to(tl.uint8), mask=left + t < size)
 
 
 def encode_topk(
@@ -172,15 +217,16 @@ def encode_topk(
     seed: int = 0,
     subtract: bool = False,
 ) -> bool:
-    finite, at, values = compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
-    if finite:
-        n, number, cut = x.numel(), at.numel(), 4 * k
-        end = cut + elias_fano_nbytes(k, n)
-        out[4 * number : cut] = 0
-        out[end:] = 0
-        out[: 4 * number].view(torch.float32).copy_(values)
-        lacking = [at.new_full((k - number,), n - 1)] if number < k else []
-        elias_fano_encode(torch.cat([at, *lacking]) if lacking else at, n, out[cut:end])
-        if subtract:
-            residual.index_fill_(0, at.long(), 0.0)
-    return finite
+    if not k:
+        finite = compensate(x, residual, decay=decay)
+        if finite:
+            out.zero_()
+        return finite
+    n, (indices, values, tops) = x.numel(), _largest(x, residual, k, decay, sampled, seed)
+    low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
+    nbytes, seen = -(-k * low_bits // 8), tops.numel()
+    parts = k, cut, nbytes, out.numel() - 4 * k - cut - nbytes
+    form = indices.numel(), k, n, low_bits, cut, nbytes, out.numel(), seen, tops.stride(0)
+    shape = {"SUBTRACT": subtract, "TOPS": triton.next_power_of_2(seen), "WIDTH": _PART}
+    run(_payload, -(-max(parts) // _PART), indices, values, residual, tops, out, *form, on=x, **shape)
+    return all_below(tops, math.inf)

@@ -34,15 +34,19 @@ def momentum_topk(
     launches without one.
     """
     n = x.numel()
-    empty = torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
     if not n:
-        return True, *empty, 0.0
+        return True, *_nothing(x), 0.0
     source = Source(NESTEROV if nesterov else MOMENTUM, x, now, before, float(momentum), float(scale))
     sampled = sampled and 0 < k < n
     chosen = choose_sampled(source, k, seed) if sampled else choose(source, max(k, 1), n)
     if not all_below(chosen.tops, math.inf):
-        return False, *empty, threshold
-    return True, chosen.indices[:k], chosen.values[:k], 0.0
+        return False, *_nothing(x), threshold
+    return (True, chosen.indices, chosen.values, 0.0) if k else (True, *_nothing(x), 0.0)
+
+
+def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+    """No indices, and no values."""
+    return torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
 
 
 @kernel

@@ -1,9 +1,14 @@
 """Selection in Triton: a threshold first, then places in their order.
 
 The k-th largest magnitude is found digit by digit, as a radix sort would: how many elements have each value of the
-highest 11 bits says which of these the k-th largest has, and so on with 10 and 10 more. Then every program counts what
-it has above the threshold and at it, and from the counts of the programs before knows where to write. All of this is as
-many launches for any data, and nothing of it waits for the device. Rows that fit into a program's registers take one.
+highest 8 bits says which of these the k-th largest has, and so on with the bits below. Then every program counts what
+it has above the threshold and at it, and from the counts of the programs before knows where to write. Rows that fit
+into a program's registers take one.
+
+A long tensor is looked at once. A sample says which magnitude somewhat more than k elements reach, and a pass puts
+these candidates aside; digits are then those of candidates. Where the sample misled, there are less than k candidates
+or more than there is room for. Then digits are those of all elements. The launches are the same, and which it is they
+read in the device's memory: nothing here waits for the device.
 
 Sums of a step (:mod:`~narrowband.kernels.cuda.compensation`, :mod:`~narrowband.kernels.cuda.momentum`) are made where
 the first look at them is taken: a :class:`Source` is up to three arrays, and how an element comes of them.
@@ -11,6 +16,7 @@ the first look at them is taken: a :class:`Source` is up to three arrays, and ho
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,15 +46,32 @@ __all__ = [
     "select_topk_rows",
 ]
 
-#: Longest rows that one program has in its registers, and that four warps have.
-_SHORT, _FOUR_WARPS = 8192, 2048
+#: Longest rows that one program has in its registers; and how many elements each of its warps has, if 16 are enough.
+_SHORT, _PER_WARP = 16384, 512
 #: About as many programs take a long tensor: where it has more tiles than these, each takes several, one by one.
 _PROGRAMS = 1024
-#: Counts of a row, of the values of its three digits; and with them what programs leave for later launches.
-_COUNTS, _NOTES = tl.constexpr(2048 + 1024 + 1024), tl.constexpr(4096 + 8)
 
-#: A k of 1 is no constant of a program, and neither is a threshold.
-_loop: Any = triton.jit(do_not_specialize=["k", "folded"])
+#: From how many elements on candidates are put aside: fewer come out of the cache as often as they are looked at.
+_LONG = 1 << 20
+#: Elements of the sample, which one program takes; and of a tile where candidates are looked for.
+_SAMPLE, _TILE = 8192, 2048
+#: Standard deviations by which the sample's threshold errs to the safe side, and by which there is room for more.
+_SAFE, _SPARE = 4.5, 6.0
+#: Candidates take at most one place for so many elements: 16 bytes of scratch memory each.
+_SCARCE = 16
+
+#: Values of a digit. A row's notes begin with how often each value of its four digits was seen.
+_VALUES = tl.constexpr(256)
+_COUNTS = tl.constexpr(4 * 256)
+#: Behind them: the threshold of candidates, how many there are, the largest magnitude; and from the fourth place on
+#: what is known after each digit.
+_LOW, _FOUND, _TOP, _LEFT = tl.constexpr(1024), tl.constexpr(1025), tl.constexpr(1026), tl.constexpr(1026)
+_NOTES = tl.constexpr(1024 + 16)
+
+#: A k of 1 is no constant of a program, and neither is a threshold. Nor is compiled once more for each kind of number
+#: that says how programs share the work.
+_UNSPECIFIC = ["k", "folded", "size", "rank", "sharers", "groups", "table", "candidates", "room", "number_of_tiles"]
+_loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
 
 #: How an element comes of arrays a, b and c and of numbers f and g. The latter three also write: what is new into the
 #: last array, and what was there into the first.
@@ -120,87 +143,130 @@ def _look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
 
 
 @kernel
-def _known(counts, k, part, KNOWN: tl.constexpr):
+def _known(notes, k, part, KNOWN: tl.constexpr):
     """The first digits of the k-th largest, with zeros for the others; and which of those with these digits it is.
 
     What was known before, the launch before has left behind the counts, in a place for each digit.
     """
-    VALUES: tl.constexpr = 2048 if KNOWN == 1 else 1024
-    PLACE: tl.constexpr = 0 if KNOWN == 1 else 1024 * KNOWN
-    left = counts + _COUNTS + 2 * KNOWN
+    VALUES: tl.constexpr = _VALUES if KNOWN < 4 else _VALUES // 2
+    DOWN: tl.constexpr = 31 - 8 * KNOWN if KNOWN < 4 else 0
+    left = notes + _LEFT + 2 * KNOWN
     level = 0
     wanted = k
     if KNOWN > 1:
         level, wanted = tl.load(left - 2), tl.load(left - 1)
-    number = tl.load(counts + PLACE + (VALUES - 1 - tl.arange(0, VALUES)))  # of the largest value first
+    number = tl.load(notes + (KNOWN - 1) * _VALUES + (VALUES - 1 - tl.arange(0, VALUES)))  # of the largest value first
     passed = tl.cumsum(number, 0)
     before = passed < wanted
-    level += (VALUES - 1 - tl.sum(before.to(tl.int32), 0)) << (30 - 10 * KNOWN)
+    level += (VALUES - 1 - tl.sum(before.to(tl.int32), 0)) << DOWN
     wanted = wanted - tl.max(tl.where(before, passed, 0), 0)
     tl.store(left, level, mask=part == 0)
     tl.store(left + 1, wanted, mask=part == 0)
     return level, wanted
 
 
+@kernel
+def _amount(notes, k, width, room, FOUND: tl.constexpr):
+    """How many elements are to be looked at, and how many candidates: either is zero."""
+    elements = width
+    candidates = 0
+    if FOUND:
+        number = tl.load(notes + _FOUND)
+        narrow = (number >= k) & (number <= room)
+        candidates = tl.where(narrow, number, 0)
+        elements = tl.where(narrow, 0, width)
+    return elements, candidates
+
+
+@kernel
+def _element(
+    a, b, c, f, g, found, room, begin, j, elements, candidates, KIND: tl.constexpr, WRITE: tl.constexpr,
+    FOUND: tl.constexpr,
+):  # fmt: skip
+    """Elements of a row, or candidates: their indices, values, and magnitudes as integers."""
+    i = begin + j
+    value, magnitude = _look(a, b, c, f, g, i, j < elements, KIND, WRITE)
+    if FOUND:
+        there = j < candidates
+        i = tl.where(there, tl.load(found + j, mask=there, other=0).to(tl.int64), i)
+        bits = tl.load(found + room + j, mask=there, other=0)
+        value = tl.where(there, bits.to(tl.float32, bitcast=True), value)
+        magnitude = tl.where(there, bits & MAGNITUDE, magnitude)
+    return i, value, magnitude
+
+
 @_loop
 def _tally(
-    a, b, c, f, g, counts, tops, k, width, sharers, tiles,
-    KIND: tl.constexpr, KNOWN: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, c, f, g, scratch, k, width, sharers, candidates, room,
+    KIND: tl.constexpr, KNOWN: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """How many elements of a row, of those that share the known digits of its k-th largest, have which next digit.
 
-    With no digit known, also the largest magnitude that a program has seen.
+    With no digit known, also the largest magnitude.
     """
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
-    own = counts + row * _NOTES
-    VALUES: tl.constexpr = 2048 if KNOWN == 0 else 1024
-    DOWN: tl.constexpr = 20 - 10 * KNOWN
-    PLACE: tl.constexpr = 0 if KNOWN == 0 else 1024 + 1024 * KNOWN
+    notes = scratch + row * _NOTES
+    VALUES: tl.constexpr = _VALUES if KNOWN < 3 else _VALUES // 2
+    DOWN: tl.constexpr = 23 - 8 * KNOWN if KNOWN < 3 else 0
+    UP: tl.constexpr = 31 - 8 * KNOWN
     if KNOWN > 0:
-        level, _wanted = _known(own, k, part, KNOWN)
+        level, _wanted = _known(notes, k, part, KNOWN)
+    elements, close = _amount(notes, k, width, room, FOUND)
     number = tl.zeros((VALUES,), tl.int32)
     top = tl.zeros((WIDTH,), tl.int32)
-    for tile in range(tiles):
-        j = (part * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
-        _value, magnitude = _look(a, b, c, f, g, row * width + j, j < width, KIND, True)
-        there = j < width
+    tiles = tl.cdiv(elements + close, WIDTH)
+    each = tl.cdiv(tiles, sharers)
+    for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
+        j = tile * WIDTH + tl.arange(0, WIDTH)
+        there = j < elements + close
+        _i, _value, magnitude = _element(
+            a, b, c, f, g, scratch + candidates, room, row * width, j, elements, close, KIND, True, FOUND
+        )
         if KNOWN > 0:
-            there = there & (magnitude >> (DOWN + 10) == level >> (DOWN + 10))
+            there = there & (magnitude >> UP == level >> UP)
         else:
             top = tl.maximum(top, magnitude)
         number += tl.histogram((magnitude >> DOWN) & (VALUES - 1), VALUES, mask=there)
-    tl.atomic_add(own + PLACE + tl.arange(0, VALUES), number, mask=number > 0, sem="relaxed")
+    tl.atomic_add(notes + KNOWN * _VALUES + tl.arange(0, VALUES), number, mask=number > 0, sem="relaxed")
     if KNOWN == 0:
-        tl.store(tops + at, tl.max(top, 0))
+        tl.atomic_max(notes + _TOP, tl.max(top, 0), sem="relaxed")
 
 
 @_loop
 def _count(
-    a, b, c, f, g, counts, numbers, tops, k, width, sharers, tiles,
-    KIND: tl.constexpr, WRITE: tl.constexpr, GIVEN: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, c, f, g, scratch, numbers, k, width, sharers, candidates, room,
+    KIND: tl.constexpr, WRITE: tl.constexpr, GIVEN: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """How many elements of each program are above the threshold and how many at it; and the largest magnitude.
 
-    The threshold is k itself if it is given, and otherwise the k-th largest of what was tallied.
+    The threshold is k itself if it is given, and otherwise the k-th largest of what was tallied. Behind all of these,
+    the largest magnitude of the first row, so that nobody need keep the scratch memory for it.
     """
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
+    notes = scratch + row * _NOTES
     level = k
     if not GIVEN:
-        level, _wanted = _known(counts + row * _NOTES, k, part, 3)
+        level, _wanted = _known(notes, k, part, 4)
+        tl.store(numbers + 3 * tl.num_programs(0), tl.load(notes + _TOP), mask=at == 0)
+    elements, close = _amount(notes, k, width, room, FOUND)
     above = tl.zeros((WIDTH,), tl.int32)
     ties = tl.zeros((WIDTH,), tl.int32)
     top = tl.zeros((WIDTH,), tl.int32)
-    for tile in range(tiles):
-        j = (part * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
-        _value, magnitude = _look(a, b, c, f, g, row * width + j, j < width, KIND, WRITE)
+    tiles = tl.cdiv(elements + close, WIDTH)
+    each = tl.cdiv(tiles, sharers)
+    for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
+        j = tile * WIDTH + tl.arange(0, WIDTH)
+        _i, _value, magnitude = _element(
+            a, b, c, f, g, scratch + candidates, room, row * width, j, elements, close, KIND, WRITE, FOUND
+        )
         above += (magnitude > level).to(tl.int32)
         ties += (magnitude == level).to(tl.int32)
         top = tl.maximum(top, magnitude)
-    tl.store(numbers + 2 * at, tl.sum(above, 0))
-    tl.store(numbers + 2 * at + 1, tl.sum(ties, 0))
-    tl.store(tops + at, tl.max(top, 0))
+    tl.store(numbers + 3 * at, tl.sum(above, 0))
+    tl.store(numbers + 3 * at + 1, tl.sum(ties, 0))
+    tl.store(numbers + 3 * at + 2, tl.max(top, 0))
 
 
 @kernel
@@ -220,32 +286,37 @@ def _places(magnitude, level, above, ties, allowed):
 
 @_loop
 def _write(
-    a, b, c, f, g, counts, numbers, indices, values, k, width, sharers, tiles,
-    KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, c, f, g, scratch, numbers, indices, values, k, width, sharers, candidates, room,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, FOUND: tl.constexpr, SHARERS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What is above the threshold, and of what is at it the first ones, or all, into the places where they belong."""
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
+    notes = scratch + row * _NOTES
     level = k
     allowed = 0x7FFFFFFF
-    begin = row * 0
-    left = counts + row * _NOTES + _COUNTS + 6
+    first = row * 0
     if not GIVEN:
-        level = tl.load(left)
+        level = tl.load(notes + _LEFT + 8)
     if not ALL:
-        allowed = tl.load(left + 1)
-        begin = row * k
+        allowed = tl.load(notes + _LEFT + 9)
+        first = row * k
+    elements, close = _amount(notes, k, width, room, FOUND)
     sharer = tl.arange(0, SHARERS)
-    before = numbers + 2 * (row * sharers + sharer)
+    before = numbers + 3 * (row * sharers + sharer)
     above = tl.sum(tl.load(before, mask=sharer < part, other=0), 0)
     ties = tl.sum(tl.load(before + 1, mask=sharer < part, other=0), 0)
-    for tile in range(tiles):
-        j = (part * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
-        i = row * width + j
-        value, magnitude = _look(a, b, c, f, g, i, j < width, KIND, False)
+    tiles = tl.cdiv(elements + close, WIDTH)
+    each = tl.cdiv(tiles, sharers)
+    for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
+        j = tile * WIDTH + tl.arange(0, WIDTH)
+        i, value, magnitude = _element(
+            a, b, c, f, g, scratch + candidates, room, row * width, j, elements, close, KIND, False, FOUND
+        )
         taken, place, more, more_ties = _places(magnitude, level, above, ties, allowed)
-        tl.store(indices + begin + place, i.to(tl.int32), mask=taken)
-        tl.store(values + begin + place, value, mask=taken)
+        tl.store(indices + first + place, i.to(tl.int32), mask=taken)
+        tl.store(values + first + place, value, mask=taken)
         above += more
         ties += more_ties
 
@@ -294,6 +365,134 @@ def _draw(a, b, c, f, g, out, n, size, folded, KIND: tl.constexpr, WIDTH: tl.con
     tl.store(out + i, value, mask=there)
 
 
+@kernel
+def _begin(scratch, groups, sharers, level, SHARERS: tl.constexpr):
+    """Notes and groups of zeros, except that candidates reach this level."""
+    note = tl.arange(0, 2 * _COUNTS)
+    tl.store(scratch + note, note * 0, mask=(note < _NOTES) & (note != _LOW))
+    sharer = tl.arange(0, SHARERS)
+    tl.store(scratch + groups + sharer, sharer * 0, mask=sharer < sharers)
+    tl.store(scratch + _LOW, level)
+
+
+@_loop
+def _bound(
+    a, b, c, f, g, scratch, groups, n, rank, sharers, KIND: tl.constexpr, SHARERS: tl.constexpr, SAMPLE: tl.constexpr
+):  # fmt: skip
+    """Candidates reach the magnitude of this rank in a sample, rounded down. More than k elements do.
+
+    They are not zero, so that a tensor of mostly zeros has few of them.
+    """
+    i = tl.arange(0, SAMPLE).to(tl.int64)
+    _value, magnitude = _look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
+    level = tl.max(magnitude, 0) * 0
+    for bit in range(18):
+        higher = level | (1 << (30 - bit))
+        level = tl.where(tl.sum((magnitude >= higher).to(tl.int32), 0) >= rank, higher, level)
+    _begin(scratch, groups, sharers, tl.maximum(level, 1), SHARERS)
+
+
+@_loop
+def _bound_given(counts, scratch, groups, k, sharers, GIVEN: tl.constexpr, SHARERS: tl.constexpr):
+    """Candidates reach k itself, or the k-th largest of what was tallied."""
+    level = k
+    if not GIVEN:
+        level, _wanted = _known(counts, k, k * 0, 4)
+    _begin(scratch, groups, sharers, level, SHARERS)
+
+
+@_loop
+def _gather(
+    a, b, c, f, g, scratch, groups, table, candidates, n, room,
+    KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The candidates of a tile, wherever the next room is; the table says where, and how many."""
+    tile = tl.program_id(0)
+    i = tile.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    value, magnitude = _look(a, b, c, f, g, i, i < n, KIND, True)
+    top = tl.max(magnitude, 0)
+    if top > tl.load(scratch + _TOP):  # few are, and others need not queue up
+        tl.atomic_max(scratch + _TOP, top, sem="relaxed")
+    large = (magnitude >= tl.load(scratch + _LOW)).to(tl.int32)
+    number = tl.sum(large, 0)
+    begin = number * 0
+    if number > 0:
+        begin = tl.atomic_add(scratch + _FOUND, number, sem="relaxed")
+        tl.atomic_add(scratch + groups + tile // GROUP, number, sem="relaxed")
+        place = begin + tl.cumsum(large, 0) - 1
+        stays = (large > 0) & (place < room)
+        tl.store(scratch + candidates + place, i.to(tl.int32), mask=stays)
+        tl.store(scratch + candidates + room + place, value.to(tl.int32, bitcast=True), mask=stays)
+    tl.store(scratch + table + 2 * tile, begin)
+    tl.store(scratch + table + 2 * tile + 1, number)
+
+
+@kernel
+def _pieces(
+    scratch, groups, table, number_of_tiles, part, GROUP: tl.constexpr, SHARERS: tl.constexpr
+):  # fmt: skip
+    """Where the candidates of a group's tiles are, how many, and where they belong."""
+    sharer = tl.arange(0, SHARERS)
+    before = tl.sum(tl.load(scratch + groups + sharer, mask=sharer < part, other=0), 0)
+    tile = part * GROUP + tl.arange(0, GROUP)
+    entry = scratch + table + 2 * tile
+    begin = tl.load(entry, mask=tile < number_of_tiles, other=0)
+    number = tl.load(entry + 1, mask=tile < number_of_tiles, other=0)
+    return begin, number, before + tl.cumsum(number, 0) - number
+
+
+@_loop
+def _arrange(
+    a, b, c, f, g, scratch, groups, table, candidates, k, n, room, number_of_tiles, sharers,
+    KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Candidates end to end, in the order of their indices, behind where they were; and the tally of the first digit,
+    of these or, where the sample misled, of all elements.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    elements, close = _amount(scratch, k, n, room, True)
+    seen = tl.zeros((_VALUES,), tl.int32)
+    if close > 0:
+        begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
+        lane = tl.arange(0, LANES)
+        for step in range(0, tl.max(number, 0), LANES):
+            there = (step + lane)[None, :] < number[:, None]
+            place = begin[:, None] + (step + lane)[None, :]
+            target = first[:, None] + (step + lane)[None, :] + 2 * room
+            index = tl.load(scratch + candidates + place, mask=there, other=0)
+            bits = tl.load(scratch + candidates + room + place, mask=there, other=0)
+            tl.store(scratch + candidates + target, index, mask=there)
+            tl.store(scratch + candidates + room + target, bits, mask=there)
+            digit = tl.reshape((bits & MAGNITUDE) >> 23, (GROUP * LANES,))
+            seen += tl.histogram(digit, _VALUES, mask=tl.reshape(there, (GROUP * LANES,)))
+    else:
+        tiles = tl.cdiv(elements, WIDTH)
+        each = tl.cdiv(tiles, sharers)
+        for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
+            i = tile * WIDTH + tl.arange(0, WIDTH)
+            _value, magnitude = _look(a, b, c, f, g, i, i < n, KIND, False)
+            seen += tl.histogram((magnitude >> 23) & (_VALUES - 1), _VALUES, mask=i < n)
+    tl.atomic_add(scratch + tl.arange(0, _VALUES), seen, mask=seen > 0, sem="relaxed")
+
+
+@_loop
+def _take(
+    scratch, groups, table, candidates, indices, values, room, number_of_tiles,
+    GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr,
+):  # fmt: skip
+    """All candidates, in the order of their indices."""
+    part = tl.program_id(0).to(tl.int64)
+    begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
+    lane = tl.arange(0, LANES)
+    for step in range(0, tl.max(number, 0), LANES):
+        there = (step + lane)[None, :] < number[:, None]
+        place = scratch + candidates + begin[:, None] + (step + lane)[None, :]
+        target = first[:, None] + (step + lane)[None, :]
+        tl.store(indices + target, tl.load(place, mask=there, other=0), mask=there)
+        bits = tl.load(place + room, mask=there, other=0)
+        tl.store(values + target, bits.to(tl.float32, bitcast=True), mask=there)
+
+
 class Chosen(NamedTuple):
     """What was chosen: sorted int32 indices, values there, and the largest magnitudes that programs saw of all."""
 
@@ -303,47 +502,113 @@ class Chosen(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """How programs share rows: elements of a row, programs of one, tiles of a program; and all of the programs."""
+    """How programs share rows: elements of a row, programs of one; and all of the programs. Where candidates are in
+    scratch memory, and how many have room; none.
+    """
 
     width: int
     sharers: int
-    tiles: int
     programs: int
+    candidates: int = 0
+    room: int = 0
 
     @classmethod
     def of(cls, width: int, rows: int = 1) -> _Shared:
         whole = -(-width // BLOCK)
         tiles = -(-whole // max(1, min(whole, _PROGRAMS // rows)))
         sharers = -(-whole // tiles)
-        return cls(width, sharers, tiles, rows * sharers)
+        return cls(width, sharers, rows * sharers)
 
     @property
-    def form(self) -> tuple[int, int, int]:
-        return self.width, self.sharers, self.tiles
+    def form(self) -> tuple[int, int, int, int]:
+        return self.width, self.sharers, self.candidates, self.room
 
-    def notes(self, on: Tensor, each: int = 1) -> Tensor:
-        """Room for so many numbers of each program."""
-        return torch.empty(self.programs * each, dtype=torch.int32, device=on.device)
+    def numbers(self, on: Tensor) -> Tensor:
+        """Room for what :func:`_count` finds."""
+        return torch.empty(3 * self.programs + 1, dtype=torch.int32, device=on.device)
 
 
-def _tally_all(source: Source, k: int, shared: _Shared, rows: int) -> tuple[Tensor, Tensor]:
+def _margins(n: int, k: int) -> tuple[int, int]:
+    """The rank in a sample of what is safely below the k-th largest of n, and room for what reaches it.
+
+    Of the k largest, a sample of s has about e = s·k / n, with a standard deviation of √e; and of n elements, about
+    n·r / s reach the r-th largest of a sample, with one of n·√r / s. What is added is for small numbers, which are not
+    normally distributed.
+    """
+    expected = _SAMPLE * k / n
+    rank = math.ceil(expected + _SAFE * math.sqrt(expected) + 6)
+    return rank, math.ceil(n * (rank + _SPARE * math.sqrt(rank) + 8) / _SAMPLE)
+
+
+def _tally_all(source: Source, k: int, shared: _Shared, rows: int) -> Tensor:
     """The counts of the digits of rows' k-th largest, and the largest magnitudes. The source is written."""
-    on = source.a
-    counts, tops = torch.zeros(rows, _NOTES.value, dtype=torch.int32, device=on.device), shared.notes(on)
-    for known in range(3):
-        form = {"KIND": source.kind, "KNOWN": known, "WIDTH": BLOCK}
-        run(_tally, shared.programs, *source.arguments, counts, tops, k, *shared.form, on=on, **form)
+    scratch = torch.zeros(rows * _NOTES.value, dtype=torch.int32, device=source.a.device)
+    _tally_from(0, source, scratch, k, shared)
+    return scratch
+
+
+def _tally_from(digit: int, source: Source, scratch: Tensor, k: int, shared: _Shared) -> None:
+    for known in range(digit, 4):
+        form = {"KIND": source.kind, "KNOWN": known, "FOUND": shared.room > 0, "WIDTH": BLOCK}
+        run(_tally, shared.programs, *source.arguments, scratch, k, *shared.form, on=source.a, **form)
         source = source.after()
-    return counts, tops
+
+
+class _Groups(NamedTuple):
+    """How a long tensor's tiles are grouped, and where in scratch memory what is about these: how many candidates each
+    group has, where those of each tile are, and these themselves.
+    """
+
+    tiles: int
+    group: int
+    sharers: int
+    places: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, n: int) -> _Groups:
+        tiles = -(-n // _TILE)
+        group = max(8, triton.next_power_of_2(-(-tiles // _PROGRAMS)))
+        sharers, begin = -(-tiles // group), _NOTES.value
+        return cls(tiles, group, sharers, (begin, begin + sharers, begin + sharers + 2 * tiles))
+
+    @property
+    def form(self) -> dict[str, int]:
+        lanes = max(1, BLOCK // self.group)
+        return {"GROUP": self.group, "LANES": lanes, "SHARERS": triton.next_power_of_2(self.sharers)}
+
+    def scratch(self, on: Tensor, places: int) -> Tensor:
+        return torch.empty(self.places[2] + places, dtype=torch.int32, device=on.device)
+
+    def gather(self, source: Source, scratch: Tensor, room: int) -> None:
+        form = {"KIND": source.kind, "GROUP": self.group, "WIDTH": _TILE, "num_warps": 8}
+        on = source.a
+        run(_gather, self.tiles, *source.arguments, scratch, *self.places, on.numel(), room, on=on, **form)
+
+
+def _gather_all(source: Source, k: int, rank: int, room: int) -> tuple[Tensor, _Shared]:
+    """Candidates, put aside, and the counts of their digits; or those of all. The source is written."""
+    on, n = source.a, source.a.numel()
+    own = _Groups.of(n)
+    scratch = own.scratch(on, 4 * room)
+    form = {"KIND": source.kind, "SHARERS": own.form["SHARERS"], "SAMPLE": _SAMPLE, "num_warps": 8}
+    run(_bound, 1, *source.arguments, scratch, own.places[0], n, rank, own.sharers, on=on, **form)
+    own.gather(source, scratch, room)
+    source = source.after()
+    arrays = *source.arguments, scratch, *own.places
+    form = {"KIND": source.kind, **own.form, "WIDTH": BLOCK}
+    run(_arrange, own.sharers, *arrays, k, n, room, own.tiles, own.sharers, on=on, **form)
+    shared = _Shared.of(n)._replace(candidates=own.places[2] + 2 * room, room=room)
+    _tally_from(1, source, scratch, k, shared)
+    return scratch, shared
 
 
 def _write_all(
-    source: Source, counts: Tensor, numbers: Tensor, k: int, shared: _Shared, number: int, *, given: bool, every: bool
+    source: Source, scratch: Tensor, numbers: Tensor, k: int, shared: _Shared, number: int, *, given: bool, every: bool
 ) -> tuple[Tensor, Tensor]:
     on = source.a
     indices, values = torch.empty(number, dtype=torch.int32, device=on.device), torch.empty(number, device=on.device)
-    form = {"KIND": source.kind, "GIVEN": given, "ALL": every, "WIDTH": BLOCK}
-    arrays = *source.arguments, counts, numbers, indices, values
+    form = {"KIND": source.kind, "GIVEN": given, "ALL": every, "FOUND": shared.room > 0, "WIDTH": BLOCK}
+    arrays = *source.arguments, scratch, numbers, indices, values
     form["SHARERS"] = triton.next_power_of_2(shared.sharers)
     run(_write, shared.programs, *arrays, k, *shared.form, on=on, **form)
     return indices, values
@@ -355,16 +620,20 @@ def choose(source: Source, k: int, width: int, rows: int = 1) -> Chosen:
     if width <= _SHORT:
         indices, tops = (torch.empty(size, dtype=torch.int32, device=on.device) for size in (rows * k, rows))
         values, tile = torch.empty(rows * k, device=on.device), max(16, triton.next_power_of_2(width))
-        form = {"KIND": source.kind, "WIDTH": tile, "num_warps": 4 if tile <= _FOUR_WARPS else 8}
+        form = {"KIND": source.kind, "WIDTH": tile, "num_warps": min(16, max(4, tile // _PER_WARP))}
         run(_short, rows, *source.arguments, indices, values, tops, k, width, on=on, **form)
         return Chosen(indices, values, tops)
-    shared = _Shared.of(width, rows)
-    counts, tops = _tally_all(source, k, shared, rows)
-    source, numbers = source.after(), shared.notes(on, 2)
-    form = {"KIND": source.kind, "WRITE": False, "GIVEN": False, "WIDTH": BLOCK}
-    arrays = *source.arguments, counts, numbers, shared.notes(on)
-    run(_count, shared.programs, *arrays, k, *shared.form, on=on, **form)
-    return Chosen(*_write_all(source, counts, numbers, k, shared, rows * k, given=False, every=False), tops)
+    rank, room = _margins(width, k)
+    if rows == 1 and width >= _LONG and _SCARCE * room <= width:
+        scratch, shared = _gather_all(source, k, rank, room)
+    else:
+        shared = _Shared.of(width, rows)
+        scratch = _tally_all(source, k, shared, rows)
+    source, numbers = source.after(), shared.numbers(on)
+    form = {"KIND": source.kind, "WRITE": False, "GIVEN": False, "FOUND": shared.room > 0, "WIDTH": BLOCK}
+    run(_count, shared.programs, *source.arguments, scratch, numbers, k, *shared.form, on=on, **form)
+    indices, values = _write_all(source, scratch, numbers, k, shared, rows * k, given=False, every=False)
+    return Chosen(indices, values, numbers[-1:])
 
 
 def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
@@ -377,24 +646,47 @@ def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
     sample = torch.empty(size, device=on.device)
     form = {"KIND": source.kind, "WIDTH": BLOCK}
     run(_draw, -(-size // BLOCK), *source.arguments, sample, n, size, fold_seed(seed), on=on, **form)
-    counts, _ = _tally_all(Source.plain(sample), rank, _Shared.of(size), 1)
-    return _reaching(source, counts, rank, k, given=False)
+    scratch = _tally_all(Source.plain(sample), rank, _Shared.of(size), 1)
+    return _reaching(source, scratch, rank, k, given=False)
 
 
 def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen:
     """What reaches a threshold, and of that at most so many. The source is written."""
+    long = source.a.numel() >= _LONG
+    few = _few_reaching(source, counts, level, most, given=given) if long else None
+    chosen = few or _all_reaching(source.after() if long else source, counts, level, given=given)
+    if chosen.indices.numel() > most:
+        inside = choose(Source.plain(chosen.values), most, chosen.indices.numel())
+        return Chosen(chosen.indices[inside.indices], inside.values, chosen.tops)
+    return chosen
+
+
+def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen | None:
+    """What reaches a threshold in a long tensor, if that is little. The source is written."""
     on, n = source.a, source.a.numel()
-    shared = _Shared.of(n)
-    numbers, tops = shared.notes(on, 2), shared.notes(on)
-    form = {"KIND": source.kind, "WRITE": True, "GIVEN": given, "WIDTH": BLOCK}
-    arrays = *source.arguments, counts, numbers, tops
-    run(_count, shared.programs, *arrays, level, *shared.form, on=on, **form)
-    number = int(numbers.sum())
-    indices, values = _write_all(source.after(), counts, numbers, level, shared, number, given=given, every=True)
-    if number > most:
-        inside = choose(Source.plain(values), most, number)
-        indices, values = indices[inside.indices], inside.values
-    return Chosen(indices, values, tops)
+    own, room = _Groups.of(n), min(n // _SCARCE, 2 * most + BLOCK)
+    scratch, groups = own.scratch(on, 2 * room), own.places[0]
+    form = {"GIVEN": given, "SHARERS": own.form["SHARERS"]}
+    run(_bound_given, 1, counts, scratch, groups, level, own.sharers, on=on, **form)
+    own.gather(source, scratch, room)
+    number = int(scratch[_FOUND.value])
+    if number > room:
+        return None
+    indices, values = torch.empty(number, dtype=torch.int32, device=on.device), torch.empty(number, device=on.device)
+    run(_take, own.sharers, scratch, *own.places, indices, values, room, own.tiles, on=on, **own.form)
+    return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1].clone())
+
+
+def _all_reaching(source: Source, counts: Tensor, level: int, *, given: bool) -> Chosen:
+    """What reaches a threshold. The source is written."""
+    on, shared = source.a, _Shared.of(source.a.numel())
+    numbers = shared.numbers(on)
+    form = {"KIND": source.kind, "WRITE": True, "GIVEN": given, "FOUND": False, "WIDTH": BLOCK}
+    run(_count, shared.programs, *source.arguments, counts, numbers, level, *shared.form, on=on, **form)
+    seen = numbers[:-1].view(-1, 3)
+    number = int(seen[:, :2].sum())
+    written = _write_all(source.after(), counts, numbers, level, shared, number, given=given, every=True)
+    return Chosen(*written, seen[:, 2])
 
 
 def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:

@@ -1,14 +1,14 @@
-"""Sparse vectors in Triton."""
+"""Sparse vectors in Triton. R payloads, K indices."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 import triton.language as tl
 
-from narrowband.errors import PayloadError
-from narrowband.kernels.cuda.common import BLOCK, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, kernel, raise_if, run, unspecific
 from narrowband.kernels.sparse import elias_fano_low_bits, elias_fano_nbytes
 
 if TYPE_CHECKING:
@@ -23,9 +23,14 @@ __all__ = [
     "sparse_accumulate",
     "sparse_sum",
     "sparse_sum_rows",
+    "write_lower",
+    "write_upper",
 ]
 
 _BLOCK = 1024
+#: Bytes of each part of Elias–Fano that one program writes, and of the upper one that it reads: few, since each holds
+#: four indices. At most so many programs read, because each adds up what the others have counted.
+_WRITTEN, _BYTES, _READERS = 512, 256, 1024
 
 
 @kernel
@@ -44,17 +49,19 @@ def check_indices(indices: Tensor, n: int) -> None:
         return
     bad = torch.empty(-(-k // BLOCK), dtype=torch.int32, device=indices.device)
     run(_check, bad.numel(), indices, bad, k, n, on=indices, WIDTH=BLOCK)
-    if bool(bad.any()):
-        raise PayloadError(f"indices must be sorted and in [0, {n}): the payload is damaged, or not for this tensor")
+    raise_if(bad, f"indices must be sorted and in [0, {n}): the payload is damaged, or not for this tensor")
 
 
 @kernel
-def _accumulate(out, indices, values, k, weight, WIDTH: tl.constexpr):
-    """Equal neighbours belong to the first of them, which adds one value after the other: the sum has one order."""
+def _accumulate(out, indices, values, k, n, weight, WIDTH: tl.constexpr):
+    """Equal neighbours belong to the first of them, which adds one value after the other: the sum has one order.
+
+    Indices outside of the tensor, which a damaged payload may hold, are left out.
+    """
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     at = tl.load(indices + i, mask=i < k, other=-1)
     before = tl.load(indices + i - 1, mask=(i > 0) & (i < k), other=-1)
-    first = (i < k) & (at != before)
+    first = (i < k) & (at != before) & (at >= 0) & (at < n)
     total = tl.load(out + at, mask=first, other=0.0)
     going = first
     step = 0
@@ -69,7 +76,7 @@ def _accumulate(out, indices, values, k, weight, WIDTH: tl.constexpr):
 
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
     k = indices.numel()
-    run(_accumulate, -(-k // _BLOCK), out, indices, values, k, float(weight), on=out, WIDTH=_BLOCK)
+    run(_accumulate, -(-k // _BLOCK), out, indices, values, k, out.numel(), float(weight), on=out, WIDTH=_BLOCK)
 
 
 def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
@@ -79,36 +86,66 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
 
 
 def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
-    cut = 4 * k
-    end = cut + elias_fano_nbytes(k, out.numel())
-    parts = [(elias_fano_decode(row[cut:end], k, out.numel()), row[:cut].view(torch.float32)) for row in payloads]
-    sparse_sum(out, parts, weight)
+    n, cut = out.numel(), 4 * k
+    indices_RK = _decode_rows(payloads[:, cut : cut + elias_fano_nbytes(k, n)], k, n)
+    values_RK = payloads[:, :cut].view(torch.float32)
+    sparse_sum(out, list(zip(indices_RK, values_RK, strict=True)), weight)
 
 
 # ---- Elias–Fano ------------------------------------------------------------------------------------------------------
 
 
 @kernel
-def _set_upper(indices, words, k, low_bits, WIDTH: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    at = (tl.load(indices + i, mask=i < k, other=0).to(tl.int64) >> low_bits) + i
-    bit = (tl.full((WIDTH,), 1, tl.int64) << (at & 31)).to(tl.int32)
-    tl.atomic_or(words + (at >> 5), bit, mask=i < k)
+def _index(indices, i, number, n):
+    """The i-th of so many indices; behind them, the last one there is."""
+    at = tl.load(indices + i, mask=i < number, other=0).to(tl.int64)
+    return tl.where(i < number, at, n - 1)
 
 
 @kernel
-def _write_lower(indices, out, k, low_bits, nbytes, WIDTH: tl.constexpr):
-    """Bytes of the lower part: each holds bits of some successive indices."""
-    t = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+def write_upper(indices, out, t, number, k, n, low_bits, cut):
+    """Bytes t of the upper part. The first index that has its bit there is found by halving."""
+    begin = 8 * t
+    i = t * 0
+    end = i + k
+    width = k
+    while width > 0:
+        middle = (i + end) >> 1
+        before = ((_index(indices, middle, number, n) >> low_bits) + middle < begin) & (middle < end)
+        i = tl.where(before, middle + 1, i)
+        end = tl.where(before, end, middle)
+        width = width >> 1
+    byte = t * 0
+    for _ in tl.static_range(8):
+        bit = (_index(indices, i, number, n) >> low_bits) + i - begin
+        inside = ((i < k) & (bit < 8)).to(tl.int64)
+        byte |= inside << (bit & 7)
+        i += inside
+    tl.store(out + t, byte.to(tl.uint8), mask=t < cut)
+
+
+@kernel
+def write_lower(indices, out, t, number, k, n, low_bits, nbytes):
+    """Bytes t of the lower part: each holds bits of some successive indices."""
     first = 8 * t // low_bits
     mask = (1 << low_bits) - 1
-    byte = tl.zeros((WIDTH,), tl.int64)
-    for number in range(8 // low_bits + 2):
-        i = first + number
+    byte = t * 0
+    for step in range(8 // low_bits + 2):
+        i = first + step
         begin = i * low_bits - 8 * t  # in this byte; negative where it begins in one before
-        low = tl.load(indices + i, mask=(i < k) & (begin < 8), other=0).to(tl.int64) & mask
-        byte |= tl.where(begin >= 0, low << tl.maximum(begin, 0), low >> tl.maximum(-begin, 0))
+        low = tl.where((i < k) & (begin < 8), _index(indices, i, number, n) & mask, 0)
+        byte |= tl.where(begin >= 0, low << tl.minimum(tl.maximum(begin, 0), 8), low >> tl.maximum(-begin, 0))
     tl.store(out + t, (byte & 255).to(tl.uint8), mask=t < nbytes)
+
+
+@unspecific
+def _encode(indices, out, k, n, low_bits, cut, nbytes, WIDTH: tl.constexpr):
+    begin = tl.program_id(0).to(tl.int64) * WIDTH
+    t = begin + tl.arange(0, WIDTH)
+    if begin < cut:
+        write_upper(indices, out, t, k, k, n, low_bits, cut)
+    if begin < nbytes:
+        write_lower(indices, out + cut, t, k, k, n, low_bits, nbytes)
 
 
 @kernel
@@ -119,32 +156,71 @@ def _ones(byte):
     return (byte + (byte >> 4)) & 0x0F
 
 
-@kernel
-def _count(payload, counts, cut, WIDTH: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    byte = tl.load(payload + t, mask=t < cut, other=0).to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum(_ones(byte), 0))
+@unspecific
+def _count(payloads, counts, stride, cut, tiles, readers, WIDTH: tl.constexpr):
+    """How many bits are set in each program's bytes of the upper part of its row."""
+    at = tl.program_id(0).to(tl.int64)
+    payload = payloads + at // readers * stride
+    number = tl.zeros((WIDTH,), tl.int32)
+    for tile in range(tiles):
+        t = (at % readers * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
+        number += _ones(tl.load(payload + t, mask=t < cut, other=0).to(tl.int32))
+    tl.store(counts + at, tl.sum(number, 0))
 
 
 @kernel
-def _read(payload, before, indices, k, low_bits, cut, nbytes, WIDTH: tl.constexpr):
-    """The indices whose bits are in this program's bytes of the upper part; ``before``: how many come earlier."""
-    t = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    byte = tl.load(payload + t, mask=t < cut, other=0).to(tl.int32)
-    ones = _ones(byte)
-    i = tl.load(before + tl.program_id(0)) + (tl.cumsum(ones, 0) - ones).to(tl.int64)
-    mask = (tl.full((WIDTH,), 1, tl.int64) << low_bits) - 1
-    for bit in tl.static_range(8):
-        there = ((byte >> bit) & 1 != 0) & (i < k)
-        begin = i * low_bits
-        low = tl.zeros((WIDTH,), tl.int64)
-        for number in tl.static_range(5):
-            at = cut + (begin >> 3) + number
-            part = tl.load(payload + at, mask=there & (at < nbytes), other=0).to(tl.int64)
-            low |= part << (8 * number)
-        low = (low >> (begin & 7)) & mask
-        tl.store(indices + i, ((8 * t + bit - i) << low_bits) | low, mask=there)
-        i += ((byte >> bit) & 1).to(tl.int64)
+def _low(payload, i, there, low_bits, cut, nbytes):
+    """The low bits of the i-th index."""
+    begin = i * low_bits
+    low = i * 0
+    for number in tl.static_range(5):
+        at = cut + (begin >> 3) + number
+        part = tl.load(payload + at, mask=there & (at < nbytes), other=0).to(tl.int64)
+        low |= part << (8 * number)
+    return (low >> (begin & 7)) & ((low * 0 + 1 << low_bits) - 1)
+
+
+@unspecific
+def _read(
+    payloads, counts, wrongs, found, stride, k, n, low_bits, cut, nbytes, tiles, readers,
+    READERS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The indices whose bits are in this program's bytes of the upper part; and whether there is anything wrong.
+
+    What is damaged becomes indices that the tensor has.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    row, program = at // readers, at % readers
+    payload, indices = payloads + row * stride, found + row * k
+    reader = tl.arange(0, READERS)
+    number = tl.load(counts + row * readers + reader, mask=reader < readers, other=0)
+    total = tl.sum(number, 0)
+    before = tl.sum(tl.where(reader < program, number, 0), 0).to(tl.int64)
+    wrong = tl.zeros((WIDTH,), tl.int32)
+    for tile in range(tiles):
+        t = (program * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
+        byte = tl.load(payload + t, mask=t < cut, other=0).to(tl.int32)
+        ones = _ones(byte)
+        i = before + (tl.cumsum(ones, 0) - ones).to(tl.int64)
+        # Bits side by side belong to indices with the same upper part: only these can descend.
+        beside = tl.load(payload + t - 1, mask=(t > 0) & (t < cut), other=0).to(tl.int32) >> 7
+        last = _low(payload, i - 1, (beside > 0) & (i <= k), low_bits, cut, nbytes)
+        for bit in tl.static_range(8):
+            one = (byte >> bit) & 1
+            there = (one > 0) & (i < k)
+            low = _low(payload, i, there, low_bits, cut, nbytes)
+            index = ((8 * t + bit - i) << low_bits) | low
+            wrong |= (there & ((index >= n) | ((beside > 0) & (low < last)))).to(tl.int32)
+            tl.store(indices + i, tl.minimum(index, n - 1).to(tl.int32), mask=there)
+            i += one.to(tl.int64)
+            beside = one
+            last = low
+        before += tl.sum(ones, 0)
+    if total < k:  # each byte may have had four
+        for part in range(4 * tiles):
+            i = (program * 4 * tiles + part) * WIDTH + tl.arange(0, WIDTH)
+            tl.store(indices + i, tl.minimum(i, n - 1).to(tl.int32), mask=(i >= total) & (i < k))
+    tl.store(wrongs + at, tl.maximum(tl.max(wrong, 0), (total != k).to(tl.int32)))
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
@@ -152,27 +228,28 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
     if not k:
         return
     low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
-    words = torch.zeros(-(-cut // 4), dtype=torch.int32, device=indices.device)
-    run(_set_upper, -(-k // _BLOCK), indices, words, k, low_bits, on=indices, WIDTH=_BLOCK)
-    out[:cut] = words.view(torch.uint8)[:cut]
-    if low_bits:
-        lower = out[cut:]
-        nbytes = -(-k * low_bits // 8)
-        run(_write_lower, -(-nbytes // _BLOCK), indices, lower, k, low_bits, nbytes, on=indices, WIDTH=_BLOCK)
+    form = k, n, low_bits, cut, -(-k * low_bits // 8)
+    run(_encode, -(-max(form[3:]) // _WRITTEN), indices, out, *form, on=indices, WIDTH=_WRITTEN)
 
 
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
-    if not k:
-        return torch.empty(0, dtype=torch.int32, device=payload.device)
+    return _decode_rows(payload.view(1, -1), k, n).view(-1)
+
+
+def _decode_rows(payloads: Tensor, k: int, n: int) -> Tensor:
+    """:func:`elias_fano_decode` of each row: int32 of shape (rows, k)."""
+    rows, nbytes = payloads.shape
+    indices = torch.empty(rows, k, dtype=torch.int32, device=payloads.device)
+    if not k or not rows:
+        return indices
     low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
-    programs = -(-cut // _BLOCK)
-    counts = torch.empty(programs, dtype=torch.int32, device=payload.device)
-    run(_count, programs, payload, counts, cut, on=payload, WIDTH=_BLOCK)
-    total = counts.cumsum(0)
-    indices = torch.zeros(k, dtype=torch.int64, device=payload.device)
-    form = k, low_bits, cut, payload.numel()
-    run(_read, programs, payload, total - counts, indices, *form, on=payload, WIDTH=_BLOCK)
-    damaged = (total[-1] != k) | (indices[-1] >= n) | (indices[1:] < indices[:-1]).any()
-    if bool(damaged):
-        raise PayloadError(f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
-    return indices.to(torch.int32)
+    tiles = -(-cut // (_BYTES * _READERS))
+    readers = -(-cut // (_BYTES * tiles))
+    counts, wrong = torch.empty(2, rows * readers, dtype=torch.int32, device=payloads.device)
+    stride, programs = payloads.stride(0), rows * readers
+    run(_count, programs, payloads, counts, stride, cut, tiles, readers, on=payloads, WIDTH=_BYTES)
+    form = stride, k, n, low_bits, cut, nbytes, tiles, readers
+    width = triton.next_power_of_2(readers)
+    run(_read, programs, payloads, counts, wrong, indices, *form, on=payloads, READERS=width, WIDTH=_BYTES)
+    raise_if(wrong, f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
+    return indices

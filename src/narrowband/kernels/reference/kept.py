@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from narrowband.kernels.kept import put_former
-from narrowband.kernels.reference import compensation, selection, stores
+from narrowband.kernels.reference import compensation, stores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,10 +54,10 @@ def kept_by_parts(
     else:
         total = torch.empty_like(x)
         stores.read_from_8(codes, exponents, total)
-    if not compensation.compensate(x.clone(), total, decay=options.decay):
-        return False, torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
-    at = selection.select_topk(total, k, sampled=options.sampled, seed=options.seed)
-    values = total[at]
+    form = {"decay": options.decay, "sampled": options.sampled, "seed": options.seed}
+    finite, at, values = compensation.compensate_select_topk(x.clone(), total, k, **form)
+    if not finite:
+        return False, at[:0], values[:0]
     put_former(x, codes, exponents)
     total[at] = values.abs().amin()  # what is sent counts as the smallest of it where powers of two are found
     if exponents is None:

@@ -1,0 +1,85 @@
+"""How many times a call starts something on a GPU: each costs the host as much as the loop takes for a small tensor."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowband import kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+#: Operators that give memory, or another view of it, and start nothing.
+_FREE = {"empty", "new_empty", "view", "slice", "select", "unbind", "as_strided", "alias", "detach"}
+LONG, MEDIUM, SHORT = 1 << 20, 100_000, 10_000
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators of PyTorch that start something."""
+
+    def __init__(self, started: list[str]) -> None:
+        super().__init__()
+        self._started = started
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = operator.overloadpacket.__name__
+        if name not in _FREE:
+            self._started.append(name)
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """What a call starts: loops, which are not run, and operators. What the host would ask for is as it should be."""
+    from narrowband.kernels.cuda import compensation, momentum, selection, sparse
+
+    names: list[str] = []
+
+    def run(loop: Any, *_arguments: Any, **_options: Any) -> None:
+        names.append(loop.__name__)
+
+    for family in (compensation, momentum, selection, sparse):
+        monkeypatch.setattr(family, "run", run)
+    for family in (compensation, momentum):
+        monkeypatch.setattr(family, "all_below", lambda _tops, _below: True)
+    monkeypatch.setattr(sparse, "raise_if", lambda _damaged, _message: None)
+
+    def call(name: str, *arguments: Any, **options: Any) -> list[str]:
+        names.clear()
+        with Operators(names):
+            getattr(sys.modules["narrowband.kernels.cuda"], name)(*arguments, **options)
+        return list(names)
+
+    return call
+
+
+@pytest.mark.parametrize(("n", "most"), [(LONG, 9), (MEDIUM, 8), (SHORT, 2)])
+def test_top_k_with_error_feedback(started: Any, n: int, most: int) -> None:
+    k = n // 1000
+    x, out = torch.zeros(n), torch.empty(4 * k + kernels.elias_fano_nbytes(k, n) + 3, dtype=torch.uint8)
+    assert len(started("encode_topk", x, x.clone(), k, out, subtract=True)) <= most
+    assert len(started("compensate_select_topk", x, x.clone(), k)) < most
+    assert len(started("momentum_topk", x, x.clone(), x.clone(), k, momentum=0.9)) < most
+    assert len(started("select_topk", x, k)) < most
+
+
+def test_sparse_payloads(started: Any) -> None:
+    k, out = LONG // 1000, torch.zeros(LONG)
+    indices, payload = (
+        torch.arange(k, dtype=torch.int32),
+        torch.empty(kernels.elias_fano_nbytes(k, LONG), dtype=torch.uint8),
+    )
+    assert len(started("elias_fano_encode", indices, LONG, payload)) == 1
+    assert len(started("elias_fano_decode", payload, k, LONG)) == 2
+    assert len(started("sparse_accumulate", out, indices, torch.ones(k))) == 1
+    assert len(started("check_indices", indices, LONG)) == 1
+    payloads = torch.empty(5, 4 * k + payload.numel(), dtype=torch.uint8)
+    assert len(started("sparse_sum_rows", out, payloads, k)) == 2 + 1 + 5  # zeros, and each part
