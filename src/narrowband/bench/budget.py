@@ -83,7 +83,7 @@ class Job:
         build: makes the model and its inputs: a function of a module, or a partial of one, since it goes to other
             processes.
         amp: whether forward runs under bfloat16 autocast.
-        optimizer: adamw, sgd or adafactor.
+        optimizer: adamw, sgd, adafactor or adamw-8bit.
         codec: with which gradients are compressed, for the residuals that its feedback keeps; None: they are not.
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
@@ -190,7 +190,7 @@ def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: s
     Args:
         model: it.
         inputs: of its forward.
-        optimizer: adamw, sgd or adafactor.
+        optimizer: adamw, sgd, adafactor or adamw-8bit.
         codec: with which gradients are compressed; None: they are not.
 
     Raises:
@@ -211,6 +211,10 @@ def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: s
     }
 
 
+#: What codes of an optimizer in 8 bits stand for: one table for all parameters.
+_SHARED = "qmap"
+
+
 def _state_nbytes(parameters: Sequence[Tensor], optimizer: str) -> int:
     """What an optimizer keeps of them, which is not those themselves."""
     total = 0
@@ -219,7 +223,8 @@ def _state_nbytes(parameters: Sequence[Tensor], optimizer: str) -> int:
         p.grad = torch.zeros_like(p)
         made = optimizer_of(optimizer, [p])
         made.step()
-        total += sum(x.nbytes for state in made.state.values() for x in state.values() if isinstance(x, Tensor))
+        kept = ((name, x) for state in made.state.values() for name, x in state.items() if isinstance(x, Tensor))
+        total += sum(x.nbytes for name, x in kept if not name.startswith(_SHARED))
     return total
 
 

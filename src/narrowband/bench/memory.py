@@ -56,11 +56,25 @@ __all__ = [
 #: Nothing is compressed.
 PLAIN = ActivationPolicy(bits="off")
 
-#: Name → optimizer, which keeps two numbers per parameter, one, and one per row and column.
+
+def _adamw_in_8_bits(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """That of bitsandbytes, which knows the CPU, too."""
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "optimizer='adamw-8bit' is bitsandbytes', which is missing: pip install bitsandbytes"
+        ) from error
+    made: torch.optim.Optimizer = AdamW8bit(parameters)
+    return made
+
+
+#: Name → optimizer, which keeps two numbers per parameter, one, one per row and column, and two of one byte.
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
+    "adamw-8bit": _adamw_in_8_bits,
 }
 
 
@@ -68,7 +82,7 @@ def optimizer_of(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimiz
     """One of :data:`OPTIMIZERS`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or its package is missing.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}")

@@ -50,8 +50,8 @@ class Memory:
     budget: str | None = None
     """Bytes of tensors that may be alive at once, such as 8GB or 600MB: parameters, gradients, the optimizer's state,
     residuals, activations, and what operators need for a moment."""
-    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
-    """Whose state is counted; sgd has momentum."""
+    optimizer: Literal["adamw", "sgd", "adafactor", "adamw-8bit"] = "adamw"
+    """Whose state is counted; sgd has momentum, and adamw-8bit is bitsandbytes'."""
     codec: str | None = None
     """With which gradients are compressed, such as topk:density=0.01+ef, for the residuals that its feedback keeps."""
     amp: bool = False
@@ -146,7 +146,7 @@ class Memory:
                 f"Not within {self.budget}: the least that training takes is {_measured(found)}. "
                 f"{', '.join(f'{name} {format_bytes(parts[name])}' for name in most)}; the rest is what operators "
                 "need for a moment. A smaller batch has fewer activations, an "
-                "optimizer in 8 bits (bitsandbytes, torchao) or adafactor a smaller state, and FSDP2 shares all but "
+                "optimizer in 8 bits (adamw-8bit) or adafactor a smaller state, and FSDP2 shares all but "
                 "activations among ranks.",
                 style="red", markup=False, highlight=False,
             )  # fmt: skip
