@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowband.bench.zoo import foretold, sentence
+from narrowband.bench.zoo import foretold, profile, sentence
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pictures import Bar, Panel
 from reproduce.report import NOTHING, Opening, beginning, source, write_page
@@ -323,10 +323,7 @@ def page(found: Records, path: Path) -> None:
             "Architectures of transformers and timm with random parameters, of which narrowband knows nothing, each "
             "with the smallest batch, a power of two, whose plain step takes 0.3 s. Step: over the plain step right "
             "before it, median of the rounds. Kept: for backward, of what the plain step keeps. Cosine: of the angle "
-            "between a batch's gradient and the exact one; the loss is the mean of squares of what the model returns. "
-            "Of two rows the cosine says nothing: efficientnet-b0, as transformers draws its parameters, passes hardly "
-            "any gradient on, and rwkv's is what is left of terms that cancel under this loss, in front of a final "
-            f"normalization. {sentence(found['zoo']['rows'])}",
+            f"between a batch's gradient and the exact one. {sentence(found['zoo']['rows'])}",
             ("architecture", "family", "batch", "plain step", "step", "kept", "cosine"),
             [
                 (
@@ -340,6 +337,24 @@ def page(found: Records, path: Path) -> None:
                 )
                 for row in sorted(found["zoo"]["rows"], key=lambda row: -row.get("ratio_to_plain", 0.0))
                 if "skipped" not in row
+            ],
+            found["zoo"],
+        ),
+        *_table(
+            "Where the time goes",
+            "Of these architectures, by family: shares of the plain step in which tensors that an operator saves are "
+            "packed and restored, means over the family. Whole: by how much the step is longer. Rest: hooks, and "
+            "memory that is cold or new.",
+            ("family", "architectures", "whole", "by operator", "rest"),
+            [
+                (
+                    row["family"],
+                    str(row["architectures"]),
+                    f"{row['whole']:+.1%}",
+                    ", ".join(f"{name} {share:.1%}" for name, share in row["operators"].items() if share >= 0.005),
+                    f"{row['rest']:+.1%}",
+                )
+                for row in profile(found["zoo"]["rows"])
             ],
             found["zoo"],
         ),

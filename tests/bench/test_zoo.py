@@ -91,6 +91,23 @@ def test_a_summary_of_rows():
     assert math.isclose(found["least_cosine"], 0.9985)
 
 
+def test_a_profile_of_families():
+    rows = [
+        {"family": "text", "plain_s": 2.0, "ratio_to_plain": 1.5, "by_operator": {"gelu": {"seconds": 0.4}}},
+        {
+            "family": "text", "plain_s": 1.0, "ratio_to_plain": 1.3,
+            "by_operator": {"gelu": {"seconds": 0.1}, "matmul": {"seconds": 0.05}},
+        },
+        {"family": "images", "skipped": "absent"},
+    ]  # fmt: skip
+    (found,) = zoo.profile(rows)
+    assert (found["family"], found["architectures"]) == ("text", 2)
+    assert found["whole"] == pytest.approx(0.4)
+    assert list(found["operators"]) == ["gelu", "matmul"]
+    assert list(found["operators"].values()) == pytest.approx([0.15, 0.025])
+    assert found["rest"] == pytest.approx(0.225)
+
+
 def test_the_command_goes_on_where_it_was_ended(tmp_path, capsys):
     pytest.importorskip("transformers", reason="the architecture comes from it")
     path = tmp_path / "zoo.json"

@@ -25,7 +25,7 @@ from narrowband.bench.devices import Device, check_device
 from narrowband.bench.memory import Way, compare
 from narrowband.bench.subjects import is_out_of_memory, subject
 
-__all__ = ["Config", "count", "fitted", "foretold", "run", "sentence", "summary"]
+__all__ = ["Config", "count", "fitted", "foretold", "profile", "run", "sentence", "summary"]
 
 #: Samples, at most.
 _MOST = 256
@@ -121,6 +121,33 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "largest_kept_share": max(row["kept_share"] for row in measured),
         "least_cosine": min(row["gradient_cosine"] for row in measured),
     }
+
+
+def profile(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where the time goes in each family: seconds in which an operator's tensors are packed and restored, over those of
+    the plain step, the mean over the family's architectures; the largest first. And what is left of the whole
+    difference between both steps: hooks, and memory that is cold or new.
+
+    Returns:
+        Rows of ``family``, ``architectures``, ``whole``, ``rest``, and ``operators``: name → share.
+    """
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "skipped" not in row:
+            families.setdefault(row["family"], []).append(row)
+    found = []
+    for family, own in families.items():
+        shares: Counter[str] = Counter()
+        for row in own:
+            for name, kept in row["by_operator"].items():
+                shares[name] += kept["seconds"] / row["plain_s"] / len(own)
+        whole = statistics.fmean(row["ratio_to_plain"] - 1 for row in own)
+        operators = dict(shares.most_common())
+        rest = whole - sum(operators.values())
+        found.append(
+            {"family": family, "architectures": len(own), "whole": whole, "rest": rest, "operators": operators}
+        )
+    return found
 
 
 def sentence(rows: Sequence[dict[str, Any]]) -> str:

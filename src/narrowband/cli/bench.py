@@ -283,7 +283,7 @@ class BenchMemory:
         from rich.progress import Progress
 
         from narrowband.report.record import commit, read_json
-        from narrowband.report.tables import budgets_table, zoo_table
+        from narrowband.report.tables import budgets_table, zoo_profile_table, zoo_table
 
         own, seconds = self.config, 0.05 if self.shares else 0.3
         if own.only:
@@ -305,6 +305,8 @@ class BenchMemory:
                 progress.update(task, advance=1, description=row["name"])
                 keep(rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
+        if not self.shares:
+            console.print(zoo_profile_table(zoo.profile(rows)))
         console.print(zoo.foretold(rows), highlight=False)
         _record(console, self.json, _plain(config), rows)
         return DONE

@@ -42,6 +42,7 @@ __all__ = [
     "seats_table",
     "takes_table",
     "ways_table",
+    "zoo_profile_table",
     "zoo_table",
 ]
 
@@ -346,6 +347,16 @@ def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         if "skipped" in row:
             table.add_row(escape(row["name"]), row["family"], escape(row["skipped"]), *[NOTHING] * 5)
+    return table
+
+
+def zoo_profile_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of :func:`~narrowband.bench.zoo.profile`."""
+    title = "Where the time goes: shares of the plain step, in which tensors of operators are packed and restored"
+    table = _table(title, "family", "whole", "operators", "rest")
+    for row in rows:
+        told = ", ".join(f"{escape(name)} {share:.1%}" for name, share in row["operators"].items() if share >= 0.005)
+        table.add_row(row["family"], f"{row['whole']:+.1%}", told or NOTHING, f"{row['rest']:+.1%}")
     return table
 
 
