@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import narrowband as nb
 from narrowband.averaging import step as steps
 from tests.gradients.training import compress, flat, loss_of, mlp, residuals, sgd, wrap
 from tests.ranks import run_ranks
@@ -40,6 +41,34 @@ def trained(rank, world_size, spec, ahead, bad, options):
         else:
             optimizer.step()
     return flat(model), residuals(handle), torch.stack(averages), handle.stats().total.skipped, waited
+
+
+def averaged(rank, world_size, spec, ahead):
+    """Averages of a loop of one's own, and residuals; the gradient of one rank is inf in one step."""
+    steps.AHEAD = {"cpu"} if ahead else set()
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in (("a", (40, 50)), ("b", (70, 9)))}
+    averager, found = nb.Averager(parameters, spec, min_numel=64), []
+    for number in range(5):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        for p in parameters.values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        if number == BAD and rank == 1:
+            parameters["b"].grad[3, 4] = -math.inf
+        averager.average()
+        found.append(torch.cat([p.grad.flatten() for p in parameters.values()]).clone())
+    finite = [bool(x.isfinite().all()) for x in found]
+    del found[BAD]
+    return torch.stack(found), residuals(averager), averager.stats().total.skipped, finite
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "uniform:bits=2+ef", "topk:density=0.1+ef"])
+def test_a_loop_of_ones_own_is_decided_there_too(spec):
+    own, theirs = (run_ranks(averaged, 2, spec, ahead) for ahead in (True, False))
+    for (averages, kept, skipped, finite), (expected, its, count, _) in zip(own, theirs, strict=True):
+        assert torch.equal(averages, expected)
+        assert all(torch.equal(kept[name], its[name]) for name in its)
+        assert skipped == count == int("ef" in spec) or "ef" not in spec
+        assert finite == [number != BAD for number in range(5)]
 
 
 @pytest.mark.parametrize("spec", SPECS)

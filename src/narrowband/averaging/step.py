@@ -183,6 +183,7 @@ class Step:
         self._measure = measure
         #: Where the device notes whether the step counts; None: the host decides.
         self.findings: Findings | None = None
+        self._goes_ahead = False
         #: Whether the engine broke in this step. The feedback is then again what it was before, unless ``torn``.
         self.abandoned = False
         #: Whether the engine broke between the decision that the step counts and its end.
@@ -195,8 +196,7 @@ class Step:
         :class:`~narrowband.averaging.layers.Layers`).
         """
         device, measures = self._layers.parameters.device, self._measure and not self._layers.exact
-        if device.type in AHEAD and not measures and self._layers.goes_ahead:
-            self.findings = Findings(device)
+        self._goes_ahead = device.type in AHEAD and not measures and self._layers.goes_ahead
 
     def add(self, group: Group, *, last: bool) -> None:
         """A group of tensors is complete: start what it needs."""
@@ -219,6 +219,8 @@ class Step:
     def _begin(self) -> None:
         """Before anything is sent: the unit of the gradients, whether ranks agree, and what layers are sent with."""
         begin, parts = time.perf_counter(), self._parts
+        if self._goes_ahead:
+            self.findings = Findings(self._layers.parameters.device)  # memory of the engine's stream
         parts.loss_scale.update(self._layers.states.values())
         if parts.rates is not None:
             observer = self._layers.observer

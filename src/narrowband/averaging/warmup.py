@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from narrowband import kernels
 from narrowband.codecs import TopK
+from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives import Operand, Peers, collective
 from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
@@ -87,6 +88,21 @@ def use_shares(device: torch.device) -> None:
     exchange.deliver(good=True)
 
 
+def _use_all_at_once(x: Tensor, codec: GroupedCodec, chosen: Compression) -> None:
+    """What a step does with the tensors of a bucket together, where the host does not wait."""
+    findings, total = kernels.Findings(x.device), x.flatten().clone()
+    payloads = torch.empty(2, codec.payload_nbytes(x.shape), dtype=torch.uint8, device=x.device)
+    residuals = [] if chosen.feedback is None else [torch.zeros_like(total)]
+    with findings.noting(kernels.Findings.OWN):
+        for row in payloads:
+            codec.encode_all(
+                [total], [row], seeds=[0], residuals=residuals, decay=getattr(chosen.feedback, "decay", 1.0)
+            )
+    codec.decode_means(payloads, [slice(0, payloads.shape[1])], [total])
+    kernels.restore_all_if(findings.place(kernels.Findings.ANY), residuals, [total])
+    kernels.poison_if(findings.place(kernels.Findings.ANY), total)
+
+
 def use_once(x: Tensor, chosen: Compression) -> None:
     """All that a step does with a matrix, but for sending it."""
     codec, feedback = chosen.codec, chosen.new_feedback()
@@ -110,6 +126,8 @@ def use_once(x: Tensor, chosen: Compression) -> None:
                 payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
                 if not commit:
                     feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
+    if x.is_cuda and isinstance(codec, GroupedCodec) and codec.takes_several:
+        _use_all_at_once(x, codec, chosen)
     codec.encode(torch.zeros_like(x))
     payload, out = codec.encode(x), torch.zeros_like(x)
     codec.decode(payload, out, weight=0.5, accumulate=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Loan", "borrow", "group_of"]
+__all__ = ["Loan", "borrow", "can_send_from", "group_of"]
 
 
 @dataclass(eq=False)
@@ -86,6 +86,15 @@ def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device
     if key not in _made or not _alive(_made[key]):
         _made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
     return _made[key]
+
+
+def can_send_from(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group has a backend for tensors there: NCCL's has none on the CPU, unless gloo stands beside it
+    (``init_process_group("cpu:gloo,cuda:nccl")``, PyTorch's default).
+    """
+    with contextlib.suppress(RuntimeError):
+        return group is not None and group._get_backend(device) is not None
+    return False
 
 
 def _alive(group: dist.ProcessGroup) -> bool:

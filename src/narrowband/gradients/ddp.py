@@ -69,12 +69,18 @@ class DDPCompression(GradientCompression):
             owners=None if tensors is None else dict(model.module.named_parameters()),
             later=at_the_end_of_backward,
         )
-        self.complete = not model.find_unused_parameters
+        self._all_used = not model.find_unused_parameters
         self._buckets: list[list[str]] = []
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
         hook.attach(self)
+
+    def _delivers_all(self, *, in_backward: bool) -> bool:
+        """DDP drops averages of parameters that no rank has used. And a rank that has run out of data, and has no
+        backward, takes part with zeros.
+        """
+        return self._all_used and in_backward
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See :meth:`GradientCompression.no_sync`; it is the model's own."""

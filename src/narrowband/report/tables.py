@@ -352,11 +352,12 @@ def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def zoo_profile_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of :func:`~narrowband.bench.zoo.profile`."""
-    title = "Where the time goes: shares of the plain step, in which tensors of operators are packed and restored"
-    table = _table(title, "family", "whole", "operators", "rest")
+    title = "Where the time goes: shares of the plain step, in which tensors are packed and restored"
+    table = _table(title, "family", "operator", "share")
     for row in rows:
-        told = ", ".join(f"{escape(name)} {share:.1%}" for name, share in row["operators"].items() if share >= 0.005)
-        table.add_row(row["family"], f"{row['whole']:+.1%}", told or NOTHING, f"{row['rest']:+.1%}")
+        parts = {name: share for name, share in row["operators"].items() if share >= 0.005}
+        for at, (name, share) in enumerate((parts | {"the rest": row["rest"], "all": row["whole"]}).items()):
+            table.add_row("" if at else row["family"], escape(name), f"{share:+.1%}")
     return table
 
 
