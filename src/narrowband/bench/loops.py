@@ -363,6 +363,29 @@ def _activation_quantize(bits: int, *, watch: bool = False) -> Maker:
     return make
 
 
+def _activation_learning(bits: int) -> Maker:
+    """With ranges that were estimated, which learn of the batch: what a step does with most tensors."""
+
+    def make(data: Data, backend: Any) -> Loop:
+        a = _Activation(data, backend, bits)
+        low, high = backend.row_extremes(a.x, a.rows)
+        estimates, form = torch.stack((high - low, low)), {"bits": bits, "stochastic": True}
+        if data.device == "cpu":
+            return Loop(
+                lambda seed: backend.quantize_rows_learning(a.x, a.codes, a.rows, estimates, 0.9, **form, seed=seed),
+                nbytes=a.x.nbytes + a.codes.nbytes,
+            )
+        note, limits = torch.zeros(1), {"drift": 0.02, "jump": 4.0}
+        return Loop(
+            lambda seed: backend.quantize_rows_adapting(
+                a.x, a.codes, a.rows, estimates, 0.9, note, **limits, **form, seed=seed
+            ),
+            nbytes=a.x.nbytes + a.codes.nbytes,
+        )
+
+    return make
+
+
 def _activation_dequantize(bits: int) -> Maker:
     def make(data: Data, backend: Any) -> Loop:
         a = _Activation(data, backend, bits)
@@ -458,6 +481,8 @@ LOOPS: dict[str, Maker] = {
     "activation-quantize-4": _activation_quantize(4),
     "activation-quantize-extremes-8": _activation_quantize(8, watch=True),
     "activation-quantize-extremes-4": _activation_quantize(4, watch=True),
+    "activation-quantize-learning-8": _activation_learning(8),
+    "activation-quantize-learning-4": _activation_learning(4),
     "activation-dequantize-8": _activation_dequantize(8),
     "activation-dequantize-4": _activation_dequantize(4),
     "activation-mask": _activation_mask,

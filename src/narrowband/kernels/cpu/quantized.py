@@ -117,9 +117,77 @@ def _shift(offset, stochastic, start, j):
         return offset
 
 
+def _vector_of_codes(context: Any, builder: Any, array: Any, value: Any, place: Any, index: Any, form: Any) -> Any:
+    """What ``_code`` makes of LANES elements, int32 each: the compiler need not ask whether arrays overlap, nor guess
+    how wide a vector pays.
+
+    Args:
+        array, value, place: where the elements are.
+        index: of the first, for its random number; None: rounded to the nearest.
+        form: low, inverse, offset, top.
+    """
+    floats, ints = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+    low, inverse, shift, top = (splat(builder, scalar) for scalar in form)
+
+    def number(word: int) -> Any:
+        return ir.Constant(ints, [word] * LANES)
+
+    x = builder.load(neighbours(context, builder, array, value, place))
+    x.align = 4
+    if index is not None:
+        h = builder.add(splat(builder, index), ir.Constant(ints, list(range(LANES))))
+        for down, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            h = builder.mul(builder.xor(h, builder.lshr(h, number(down))), number(factor))
+        h = builder.lshr(builder.xor(h, builder.lshr(h, number(16))), number(8))
+        uniform = builder.fmul(builder.sitofp(h, floats), ir.Constant(floats, [2.0**-24] * LANES))
+        shift = builder.fadd(shift, uniform)
+    v = builder.fadd(builder.fmul(builder.fsub(x, low), inverse), shift)
+    zero = ir.Constant(floats, [0.0] * LANES)
+    v = builder.select(builder.fcmp_ordered(">", v, zero), v, zero)  # NaN becomes 0
+    return builder.fptosi(builder.select(builder.fcmp_ordered("<", v, top), v, top), ints)
+
+
+def _lanes(stochastic: bool, nibbles: bool) -> Any:
+    """An instruction that writes the bytes of LANES codes; or of twice as many, those of the first in lower halves."""
+
+    def generate(context, builder, signature, arguments):
+        x, begin, apart, index, *form, codes, at = arguments
+        kinds = signature.args
+
+        def codes_from(place: Any, first: Any) -> Any:
+            number = first if stochastic else None
+            return _vector_of_codes(context, builder, kinds[0], x, place, number, form)
+
+        byte = codes_from(begin, index)
+        if nibbles:
+            second = codes_from(builder.add(begin, apart), builder.add(index, builder.trunc(apart, index.type)))
+            byte = builder.or_(byte, builder.shl(second, ir.Constant(byte.type, [4] * LANES)))
+        place = neighbours(context, builder, kinds[8], codes, at)
+        builder.store(builder.trunc(byte, ir.VectorType(ir.IntType(8), LANES)), place).align = 1
+        return context.get_dummy_value()
+
+    @instruction
+    def lanes(typing, x, begin, apart, index, low, inverse, shift, top, codes, at):  # noqa: ARG001
+        f32 = types.float32
+        return types.void(x, types.uintp, types.uintp, types.uint32, f32, f32, f32, f32, codes, types.uintp), generate
+
+    return lanes
+
+
+_nearest_bytes, _stochastic_bytes = _lanes(stochastic=False, nibbles=False), _lanes(stochastic=True, nibbles=False)
+_nearest_nibbles, _stochastic_nibbles = _lanes(stochastic=False, nibbles=True), _lanes(stochastic=True, nibbles=True)
+
+
 @inlined
 def _codes(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
-    for j in range(m):
+    whole = m // LANES * LANES
+    for j in range(0, whole, LANES):
+        own, index = At(begin + j), U32(start + U32(j))
+        if stochastic:
+            _stochastic_bytes(x, own, At(0), index, low, inverse, offset, top, q, At(to + j))
+        else:
+            _nearest_bytes(x, own, At(0), index, low, inverse, offset, top, q, At(to + j))
+    for j in range(whole, m):
         shift = _shift(offset, stochastic, start, j)
         q[At(to + j)] = U8(_code(x[At(begin + j)], low, inverse, shift, top))
 
@@ -128,7 +196,14 @@ def _codes(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
 def _nibbles(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
     """Four bits, packed at once: element j and element j + stride of the group in one byte."""
     stride = (m + 1) >> 1
-    for j in range(m - stride):
+    whole = (m - stride) // LANES * LANES
+    for j in range(0, whole, LANES):
+        own, index = At(begin + j), U32(start + U32(j))
+        if stochastic:
+            _stochastic_nibbles(x, own, At(stride), index, low, inverse, offset, top, q, At(to + j))
+        else:
+            _nearest_nibbles(x, own, At(stride), index, low, inverse, offset, top, q, At(to + j))
+    for j in range(whole, m - stride):
         first = _code(x[At(begin + j)], low, inverse, _shift(offset, stochastic, start, j), top)
         shift = _shift(offset, stochastic, start, stride + j)
         second = _code(x[At(begin + stride + j)], low, inverse, shift, top)
