@@ -96,6 +96,7 @@ class Layers:
         self._override_texts: dict[str, str] | None = None  # until the next change
         self._warned: set[str] = set()
         self._noted = False
+        self._goes_ahead: bool | None = None
         self.parameters = Parameters(
             parameters, norms, min_numel=min_numel, fuse_small=self.fuses_small, early_nbytes=early_nbytes
         )
@@ -133,9 +134,12 @@ class Layers:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a step can be decided where the tensors are, without the host: see :class:`~narrowband.kernels.
-        Findings`.
-        """
+        """Whether a step can be decided where the tensors are, see :class:`~narrowband.kernels.Findings`."""
+        if self._goes_ahead is None:
+            self._goes_ahead = self._can_go_ahead()
+        return self._goes_ahead
+
+    def _can_go_ahead(self) -> bool:
         if self.observer is not None or self.incremental:
             return False
         if not all(isinstance(state, Feedback) and state.goes_ahead for state in self.states.values()):
@@ -249,6 +253,7 @@ class Layers:
                 layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
         self._collectives = LayerCollectives(layers, self._size, asked=self._collective)
+        self._goes_ahead = None  # until it is asked
         for state in self.states.values():
             state.reserve(layouts[id(state)])
             note = state.note(layouts[id(state)], whole=not self._overrides)
