@@ -107,6 +107,21 @@ def test_a_benchmark_has_a_chart_for_every_number_that_differs(tmp_path):
         assert re.search(r'class="mark-rect role-mark[^"]*".*?<path.*?<path', chart)
 
 
+@needs_browser
+def test_what_is_had_for_what_is_a_chart_of_dots_with_names(tmp_path):
+    rows = [
+        {"name": name, "ratio_to_plain": ratio, "kept_bytes": kept}
+        for name, ratio, kept in (("plain", 1.0, 1000), ("8 bits", 1.1, 200), ("nothing", 1.2, 0))
+    ]
+    document, errors = seen(record_page({"rows": rows, "command": "narrowband bench"}, "a record"), tmp_path)
+    assert errors == []
+    chart = charts_of(document)["plane0"]
+    assert ">plain<" in chart
+    assert ">8 bits<" in chart
+    assert ">nothing<" not in chart  # its logarithm has no place
+    assert re.search(r'class="mark-symbol role-mark[^"]*".*?<path.*?<path', chart)
+
+
 def test_units_of_fields_are_written_out():
     rows = [{"name": name, "tokens_per_s": at, "step_ms": at, "sent_nbytes": at} for at, name in enumerate("ab")]
     page = record_page({"rows": rows}, "a record")

@@ -147,6 +147,11 @@ def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] =
         if (drawn := _line_rows(each))
     ]
     charts += [
+        _Chart(f"plane{at}", f"{_words(y)} over {_words(x)}".capitalize(), _PLANE, _dots(alt, label, rows, x, y))
+        for at, (x, y) in enumerate(_PLANES)
+        if x in numbers and y in numbers
+    ]
+    charts += [
         _Chart(f"chart{at}", _words(key), "", _bars(alt, label, [row.get(key) for row in rows], key))
         for at, key in enumerate(numbers)
     ]
@@ -305,6 +310,11 @@ def _last_layers(run: Run) -> list[tuple[str, LayerRecord]]:
     return sorted(last.items(), key=lambda item: -item[1].sent_bytes)
 
 
+#: What is had for what: two numbers of a row, of which less is better. One chart for each pair.
+_PLANES = (("ratio_to_plain", "kept_bytes"), ("ratio_to_plain", "peak_bytes"), ("step_s", "sent_bytes_per_step"))
+_PLANE = "Less of both is better: what is nearer to the lower left corner."
+
+
 # ---- charts ----------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +330,23 @@ def _points(run: Run, names: Mapping[str, str], **more: str) -> list[dict[str, A
             if own:
                 rows.append({"step": at[first], "what": said, "value": math.fsum(own) / len(own), **more})
     return rows
+
+
+def _dots(alt: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], x: str, y: str) -> str:
+    """A dot with its name for each row that has both numbers."""
+    values = [
+        {"row": own, x: row[x], y: row[y]}
+        for own, row in zip(labels, rows, strict=True)
+        if _is_number(row.get(x)) and _is_number(row.get(y)) and row[y] > 0
+    ]
+    place = alt.Chart().encode(
+        x=alt.X(f"{x}:Q", title=_words(x), scale=alt.Scale(zero=False, padding=30)),
+        y=alt.Y(f"{y}:Q", title=_words(y), axis=alt.Axis(format="~s"), scale=alt.Scale(type="log", padding=20)),
+        tooltip=["row:N", alt.Tooltip(f"{x}:Q", format=".4g"), alt.Tooltip(f"{y}:Q", format=".4s")],
+    )
+    names = place.mark_text(align="left", dx=8, fontSize=11, color="gray").encode(text="row:N")
+    chart = alt.layer(place.mark_circle(size=70, opacity=0.9), names, data=alt.Data(values=values))
+    return _written(alt, chart.properties(width="container", height=320))
 
 
 def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> str:
