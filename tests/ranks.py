@@ -128,9 +128,12 @@ class _Worker:
 
     def stand(self) -> str:
         """Where a process that is still running stands, innermost frame first."""
-        os.kill(self.process.pid, signal.SIGUSR1)
         text = ""
-        for _ in range(200):  # looks, not seconds: on a machine that stands still both processes lose the same time
+        for look in range(1200):  # looks, not seconds: on a machine that stands still both processes lose the same time
+            if self.process.exitcode is not None:  # it has ended just now
+                return self.obituary()
+            if not text and look % 100 == 0:  # a process that waits for its disk answers late
+                os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.05)
             before, text = text, self.stacks.read_text(errors="replace")
             if text and text == before:

@@ -26,6 +26,7 @@ def process_id(rank, world_size):
 
 
 def leave_others_in_a_collective(rank, world_size, culprit):
+    dist.barrier()  # all of them are here
     if rank == culprit:
         raise KeyError("the culprit")
     dist.all_reduce(torch.zeros(1))
