@@ -9,6 +9,9 @@ import torch
 
 import narrowband as nb
 from narrowband.averaging import step as steps
+from narrowband.collectives.all_gather import AllGather
+from narrowband.errors import PayloadError
+from narrowband.kernels import Findings
 from tests.gradients.training import compress, flat, loss_of, mlp, residuals, sgd, wrap
 from tests.ranks import run_ranks
 
@@ -87,6 +90,39 @@ def test_what_the_device_decides_is_what_the_host_would(spec, bad):
         # A step that measures the error asks the host: the first one, if there is any.
         assert waited == [spec == "none"] + [True] * 5
         assert not any(never)
+
+
+def damaged(rank, world_size):
+    """What the gradients are after a damaged payload, and what the step after it says."""
+    steps.AHEAD = {"cpu"}
+    model = wrap(mlp())
+    compress(model, "qsgd:bits=4", min_numel=64)
+    before = AllGather._write
+    now = [0]
+
+    def write(self, good):
+        before(self, good)
+        if self.findings is not None:
+            self.findings.note(Findings.DAMAGED, bad=now[0] == BAD)
+
+    AllGather._write = write
+    try:
+        for number in range(BAD + 1):
+            now[0] = number
+            model.zero_grad()
+            loss_of(model, number, rank).backward()
+        broken = all(bool(p.grad.isnan().all()) for p in model.parameters())
+        with pytest.raises((RuntimeError, PayloadError), match="damaged") as caught:
+            loss_of(model, BAD + 1, rank).backward()
+        return broken, str(caught.value)
+    finally:
+        AllGather._write = before
+
+
+def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
+    for broken, said in run_ranks(damaged, 2):
+        assert broken
+        assert "an earlier step was damaged" in said
 
 
 @pytest.mark.parametrize(

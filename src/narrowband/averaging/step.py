@@ -442,7 +442,9 @@ class Step:
         self._delivered = True
         if self.findings is not None:
             for group in self._dense:
-                kernels.poison_if(self.findings.place(Findings.ANY), group.buffer if group.out is None else group.out)
+                delivered = group.buffer if group.out is None else group.out
+                for what in (Findings.ANY, Findings.DAMAGED):  # the host hears of damage in a later step
+                    kernels.poison_if(self.findings.place(what), delivered)
         self._look()
         self._account()
         for future, buffer in self.results:

@@ -185,6 +185,30 @@ def _read_whole_plane(words, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.c
 
 
 @kernel
+def _write_codes(
+    v, low, step, words, part, shift, top, folded,
+    BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The codes of whole rows, written and returned."""
+    row = tl.arange(0, ROWS)
+    if SCALE == _MEAN:
+        finite = step == step  # noqa: PLR0124 - not NaN
+        code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
+    else:
+        inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+        own = tl.zeros_like(v) + shift
+        if STOCHASTIC:
+            i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            own = own + uniform(part * (ROWS * WIDTH) + i, folded)
+        code = code_of(v, low[:, None], inverse[:, None], own, top)
+    out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
+    return code
+
+
+@kernel
 def _quantize_whole(
     x, lows, steps, words, levels, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -197,19 +221,9 @@ def _quantize_whole(
     if SCALE == _MINMAX:
         tl.store(lows + part * ROWS + row, low)
     tl.store(steps + part * ROWS + row, step)
-    if SCALE == _MEAN:
-        finite = step == step  # noqa: PLR0124 - not NaN
-        code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
-    else:
-        inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-        own = tl.zeros_like(v) + shift
-        if STOCHASTIC:
-            own = own + uniform(part * (ROWS * WIDTH) + i, folded)
-        code = code_of(v, low[:, None], inverse[:, None], own, top)
-    out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
+    _write_codes(
+        v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
+    )  # fmt: skip
 
 
 @kernel
@@ -270,19 +284,9 @@ def _quantize_segments(
         if FEEDBACK:
             bad = bad | (tl.abs(step) == float("inf")) | (tl.abs(low) == float("inf"))
         tl.atomic_or(place, 1, mask=tl.max(bad.to(tl.int32), 0) > 0)
-    if SCALE == _MEAN:
-        finite = step == step  # noqa: PLR0124 - not NaN
-        code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
-    else:
-        inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-        at = tl.zeros_like(v) + shift
-        if STOCHASTIC:
-            at = at + uniform(part * (ROWS * WIDTH) + i, folded)
-        code = code_of(v, low[:, None], inverse[:, None], at, top)
-    out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
+    code = _write_codes(
+        v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
+    )  # fmt: skip
     if FEEDBACK:
         decoded = (code.to(tl.float32) - offset) * step[:, None] + low[:, None]
         tl.debug_barrier()  # what one thread has loaded another one may store
