@@ -246,13 +246,16 @@ def _serve(pipe: Connection, stacks: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     stacks_file = open(stacks, "a")  # noqa: SIM115  stays open for the fault handler
     faulthandler.enable(stacks_file)
-    faulthandler.register(signal.SIGUSR1, stacks_file)
 
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
     while True:
         message = messages.get()
         if message:
+            faulthandler.unregister(
+                signal.SIGUSR1
+            )  # Lightning puts back the handlers that Python knows of: not this one
+            faulthandler.register(signal.SIGUSR1, stacks_file)
             pipe.send_bytes(pickle.dumps(_work(*pickle.loads(message))))
         elif dist.is_initialized():
             dist.destroy_process_group()

@@ -32,6 +32,10 @@ def leave_others_in_a_collective(rank, world_size, culprit):
     dist.all_reduce(torch.zeros(1))
 
 
+def forget_handlers(rank, world_size):
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def die_in_a_collective(rank, world_size, culprit):
     if rank == culprit:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -125,6 +129,13 @@ def test_an_exception_on_one_rank_ends_the_ranks_that_wait_for_it(culprit):
         assert "still running" in caught.value.reports[rank]
         assert "leave_others_in_a_collective" in caught.value.reports[rank]
     assert [r for r, _, _ in run_ranks(sum_of_ranks, 3, 0)] == [0, 1, 2]
+
+
+def test_ranks_that_wait_say_where_though_an_earlier_call_changed_how_signals_are_taken():
+    run_ranks(forget_handlers, 3)
+    with pytest.raises(RankError) as caught:
+        run_ranks(leave_others_in_a_collective, 3, 1)
+    assert all("leave_others_in_a_collective" in caught.value.reports[rank] for rank in (0, 2))
 
 
 def test_an_exception_on_all_ranks_is_reported_by_all():

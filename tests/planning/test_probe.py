@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,31 @@ def test_troubles_name_the_rank_and_the_others_are_measured():
         assert "there, export GLOO_SOCKET_IFNAME=" in troubles[1]
         assert len(troubles) == 2
         assert ways == [(0, 2), (2, 0)]
+
+
+class SlowToCheck:
+    """A store that answers late, when rank 0 may have closed it."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        if name == "check":
+            time.sleep(0.3)
+        return getattr(self._store, name)
+
+
+def gone_with_the_store(rank, world_size, port):
+    with launched(rank, world_size, port):
+        meeting = join(30.0)
+        if rank:
+            meeting._store = SlowToCheck(meeting._store)
+        meeting.leave(0)
+        del meeting  # of rank 0, the store's server
+
+
+def test_ranks_leave_though_the_store_goes_at_once():
+    assert run_ranks(gone_with_the_store, 3, free_port(), group=False, fresh=True) == [None] * 3
 
 
 def asked(rank, world_size, port, folder):

@@ -102,10 +102,12 @@ class Meeting:
     def leave(self, code: int) -> None:
         """Go when rank 0 has said what there is to say: ``torchrun`` ends all when one of them goes in discontent.
 
-        The store may be rank 0's own, so it waits until the others have gone.
+        The store may be rank 0's own, so it waits until the others have gone. They wait for no answer to their last
+        word: the store that would give it may be gone by then.
         """
         if self.rank:
-            self.put(f"gone/{self.rank}", self.get("said", self.wait_s))
+            self.get("said", self.wait_s)
+            self._store.set(f"gone/{self.rank}", "1")
             return
         self.put("said", code)
         for rank in range(1, self.size):
