@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.activations import ActivationPolicy
-from narrowband.activations.packed import Arena, Payload, quantized
+from narrowband.activations.arena import Arena
+from narrowband.activations.packed import Payload, quantized
 
 
 @st.composite

@@ -11,9 +11,10 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.activations import ActivationPolicy
+from narrowband.activations.arena import Arena
 from narrowband.activations.graph_codes import decode, encode, unpacked
 from narrowband.activations.outliers import Magnitudes, Outliers
-from narrowband.activations.packed import Arena, Payload, quantized
+from narrowband.activations.packed import Payload, quantized
 from narrowband.activations.ranges import JUMP, Estimates
 from narrowband.kernels import Rows
 from tests.activations.models import MODELS, SMALL

@@ -4,74 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import narrowband as nb
 from narrowband import kernels
 from narrowband.activations import ActivationPolicy, SavedBytes
+from narrowband.activations.arena import Arena
 from narrowband.activations.layout import Arrangement, Grouping
-from narrowband.activations.packed import Arena, Exact, Packed, Payload
+from narrowband.activations.packed import Exact, Packed, Payload
 from narrowband.activations.ranges import Estimates, ranges
 from tests.activations.tensors import some_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-# ---- where codes lie -------------------------------------------------------------------------------------------------
-
-
 CPU = torch.device("cpu")
-
-
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=60))
-def test_parts_of_an_arena_do_not_overlap(sizes):
-    arena = Arena()
-    arena.PIECE_NBYTES = 1 << 12
-    parts = [arena.take(nbytes, CPU) for nbytes in [*sizes, 10_000]]
-    for value, part in enumerate(parts):
-        part.fill_(value)
-    for value, (nbytes, part) in enumerate(zip([*sizes, 10_000], parts, strict=True)):
-        assert part.shape == (nbytes,)
-        assert bool((part == value).all())
-        assert not nbytes or part.data_ptr() % 64 == 0
-    assert len({part.untyped_storage().data_ptr() for part in parts if part.numel()}) <= 2 + sum(sizes) // 1000
-
-
-def test_a_piece_of_an_arena_is_freed_with_the_last_of_its_parts():
-    arena = Arena()
-    first = [arena.take(Arena.PIECE_NBYTES // 2, CPU) for _ in range(2)]
-    piece = StorageWeakRef(first[0].untyped_storage())
-    assert first[1].untyped_storage().data_ptr() == first[0].untyped_storage().data_ptr()
-    arena.take(1, CPU)  # of the next piece
-    del first[1]
-    assert not piece.expired()
-    first.clear()
-    assert piece.expired()
-
-
-def test_codes_of_a_model_lie_by_themselves_until_backward():
-    pieces = []
-
-    def taking(arena, nbytes, device, take=Arena.take):
-        taken = take(arena, nbytes, device)
-        pieces.append(StorageWeakRef(taken.untyped_storage()))
-        return taken
-
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 8))
-    with patch.object(Arena, "take", taking), nb.compress_activations(model, min_numel=1):
-        loss = model(torch.randn(32, 64)).sum()
-    assert len(pieces) == 4  # of a linear layer, GELU, ReLU and dropout
-    assert len({piece.cdata for piece in pieces}) == 1
-    assert not any(piece.expired() for piece in pieces)
-    loss.backward()
-    assert all(piece.expired() for piece in pieces)
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------

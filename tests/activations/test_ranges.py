@@ -11,8 +11,9 @@ import torch
 
 from narrowband import kernels
 from narrowband.activations import ActivationPolicy
+from narrowband.activations.arena import Arena
 from narrowband.activations.outliers import Outliers
-from narrowband.activations.packed import Arena, quantized
+from narrowband.activations.packed import quantized
 from narrowband.activations.ranges import DRIFT, JUMP, Estimates, ranges
 from tests.activations.tensors import taken
 

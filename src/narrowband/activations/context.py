@@ -25,6 +25,7 @@ from torch import distributed, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from narrowband.activations.arena import Pieces
 from narrowband.activations.dynamo import eager_modules
 from narrowband.activations.modules import Modules
 from narrowband.activations.operators import Watch
@@ -47,6 +48,8 @@ _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 #: The estimates of a model live as long as it does, so that every step may make its context anew.
 _estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
+#: And so does the memory for its codes.
+_pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
 
 
 @unseen
@@ -117,6 +120,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.modules = Modules(model, policy)
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self.estimates.decay = policy.decay
+        self._pieces = _pieces.setdefault(model, Pieces())
         self._total, self._last = SavedStats(), SavedStats()
         self._lock = threading.Lock()  # of what several threads count
         warm_up(model, policy)
@@ -130,7 +134,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
         warm_up(self.model, self.policy)  # autocast may be on by now
         self.estimates.notes.receive()
-        recorder = Recorder(self.model, self.modules, self.policy, self.estimates)
+        recorder = Recorder(self.model, self.modules, self.policy, self.estimates, self._pieces)
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
+from narrowband.activations.arena import Arena
 from narrowband.activations.calls import NO_CALL, Call, call_of, differentiates_forward
 from narrowband.activations.layout import Arrangement
-from narrowband.activations.packed import Arena
 from narrowband.activations.policy import ActivationPolicy
 from narrowband.activations.recompute import DERIVED, Normalization, Recipes, bound, derive_elementwise
 from narrowband.compiler import unseen

@@ -12,12 +12,10 @@ What is not finite decodes to NaN.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +27,10 @@ from narrowband.activations.ranges import DRIFT, JUMP, Estimates, centred, range
 from narrowband.kernels import Rows
 
 if TYPE_CHECKING:
+    from narrowband.activations.arena import Arena
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["WIDER", "Arena", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "quantized"]
+__all__ = ["WIDER", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "quantized"]
 
 #: How many times as wide as its estimate a batch on a GPU may be, and the next one is not looked at.
 WIDER = 2
@@ -41,60 +40,6 @@ AHEAD = {"cuda"}
 
 #: What saved a tensor: an operator, by its name for a policy, and the module of that name ("": the model).
 Place = tuple[str, str]
-
-
-class Arena:
-    """Memory for the codes of a pass: large pieces that hold nothing else, filled one after the other.
-
-    Codes live until backward, activations for a moment. Side by side in one heap, codes that are freed leave gaps
-    there, which stay with the process. A piece goes back to the system with the last of the codes in it, and backward
-    needs them in the opposite order. On devices, PyTorch's own allocator sees to that.
-
-    So pieces are new to the process in every pass, and the system gives it page by page what it writes to: in pages of
-    4 KiB that takes longer than to make the codes. Linux is asked for pages of 2 MiB.
-
-    Example:
-        >>> arena, cpu = Arena(), torch.device("cpu")
-        >>> a, b = arena.take(100, cpu), arena.take(100, cpu)
-        >>> a.numel(), b.data_ptr() - a.data_ptr()
-        (100, 128)
-    """
-
-    #: Bytes of a piece: more than the 32 MiB up to which glibc may take it from its heap. What is never written to
-    #: takes no memory.
-    PIECE_NBYTES = 64 << 20
-    _ALIGNED = 64
-    #: On CPUs; where PyTorch shall count them, codes come from its allocator, as on devices.
-    pools: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
-
-    def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory for so many bytes: uint8, flat."""
-        if device.type != "cpu" or not self.pools:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if nbytes > self._piece.numel() - self._used:
-            self._piece, self._used = _new_memory(max(nbytes, self.PIECE_NBYTES)), 0
-        taken = torch.empty(0, dtype=torch.uint8)  # no view of the piece, of whose changes autograd would keep count
-        taken.set_(self._piece.untyped_storage(), self._used, (nbytes,), (1,))
-        self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
-        return taken
-
-
-def _new_memory(nbytes: int) -> Tensor:
-    """Memory that nobody had before, uint8, flat."""
-    huge: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-    if huge is None:  # no Linux
-        return torch.empty(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # of a kernel that has none: then pages are small
-        memory.madvise(huge)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-#: Bytes.
-_HUGE_PAGE = 2 << 20
 
 
 class Payload:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowband.activations.arena import Arena, Pieces
 from narrowband.activations.calls import (
     CHECKPOINT,
     COMPILED,
@@ -33,7 +34,7 @@ from narrowband.activations.calls import (
 from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers
-from narrowband.activations.packed import Arena, Exact, Packed, Payload, Place, Source, quantized
+from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
@@ -62,6 +63,7 @@ class Recorder:
         modules: of that model.
         policy: what is kept in how many bits.
         estimates: of the model's ranges.
+        pieces: memory for codes.
 
     Attributes:
         saved: what was saved so far.
@@ -71,10 +73,12 @@ class Recorder:
         hooks: pack and unpack, for :class:`torch.autograd.graph.saved_tensors_hooks`.
     """
 
-    def __init__(self, model: nn.Module, modules: Modules, policy: ActivationPolicy, estimates: Estimates) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Modules, policy: ActivationPolicy, estimates: Estimates, pieces: Pieces
+    ) -> None:
         self.modules, self.policy, self.estimates = modules, policy, estimates
         self.saved = Saved()
-        self.arena = Arena()
+        self.arena = Arena(pieces)
         self.packed = 0
         self.call = NO_CALL
         self.normalization: Normalization | None = None

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
-from narrowband.activations.packed import Arena
+from narrowband.activations.arena import Arena
 from narrowband.bench.devices import Device, check_device, default_device, moved, wait_for
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
