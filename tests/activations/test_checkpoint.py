@@ -110,10 +110,46 @@ def test_only_the_inputs_are_kept_and_those_in_their_own_bits():
         "blocks.1": 4 * elements,
     }
     _, _, saved = step(model, x, bits=8, modules={"blocks.*": "checkpoint", "blocks.1:checkpoint": 4})
-    assert (saved.by_module["blocks.0"].kept_bytes, saved.by_module["blocks.1"].kept_bytes) == (elements, elements // 2)
+    ranges = 8 * elements // 64  # rows are short here, as patches come out of a convolution: of 64 neighbours
+    assert saved.by_module["blocks.0"].kept_bytes == elements + ranges
+    assert saved.by_module["blocks.1"].kept_bytes == elements // 2 + ranges
     _, _, saved = step(model, x, bits=8, modules={"blocks.*": "checkpoint", "blocks.0*": 8})
     assert saved.by_module["blocks.0.attn"].kept_bytes
     assert "blocks.1.attn" not in saved.by_module
+
+
+class Doubled(nn.Module):
+    """Backward sees the input itself."""
+
+    def forward(self, x):
+        return x.square() + x
+
+
+@pytest.mark.parametrize("layout", ["rows", "channels", "channels last"])
+def test_a_row_that_is_large_takes_nothing_from_the_others(layout):
+    """As a class token does, or an image of much contrast. In one range with it, all others would be rounded to it."""
+    torch.manual_seed(0)
+    if layout == "rows":
+        x, large = torch.randn(4, 64, 48), (slice(None), 0)
+    else:
+        x, large = torch.randn(4, 48, 8, 64), (0,)
+        x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x
+    x[large] *= 100
+    x = (x + 0).detach()
+    first, block = nn.Identity(), Doubled()
+    model = nn.Sequential(first, block)
+    model.register_parameter("one", nn.Parameter(torch.ones(())))
+    first.forward = lambda x: x * model.one  # a result of the model: its input would live anyway
+    kept = (x * 1).requires_grad_()
+    with nb.compress_activations(model, modules={"1": "checkpoint"}) as saved:
+        y = model(kept)
+    (gradient,) = torch.autograd.grad(y.sum(), kept)
+    off = (gradient - (2 * x + 1)).abs()
+    off[large] = 0
+    assert off.max() < 2 * 2 * x.abs().amax() / 100 * 2 / 255  # a step of the small rows' ranges, doubled by 2·x
+    assert off.max() > 0
+    row = {"rows": 48, "channels": 64, "channels last": 48}[layout]
+    assert saved.by_operator["checkpoint"].kept_bytes == x.numel() + 8 * x.numel() // row
 
 
 def test_the_model_itself_may_be_one():
@@ -167,8 +203,8 @@ def test_tensors_are_inputs_wherever_they_are_in_the_arguments():
     y, plain, _ = step(model, x)
     our_y, grads, saved = step(model, x, bits=8, modules={"part": "checkpoint"})
     assert same(our_y, y)
-    assert 0 < error(grads, plain) < 0.02
-    assert saved.by_module["part"].kept_bytes == 5 * 20 * 32
+    assert 0 < error(grads, plain) < 0.04
+    assert saved.by_module["part"].kept_bytes == 5 * (20 * 32 + 20 * 8)
 
 
 def test_running_statistics_see_a_batch_once():
@@ -299,7 +335,7 @@ def test_a_compiled_module_is_computed_again(how, inside):
     assert same(our_y, y)
     assert 0 < error(grads, plain) < 0.02
     assert "compiled" not in saved.by_operator
-    assert (saved.by_module["parts.0"].raw_bytes, saved.by_module["parts.0"].kept_bytes) == (4 * 20 * 32, 20 * 32)
+    assert (saved.by_module["parts.0"].raw_bytes, saved.by_module["parts.0"].kept_bytes) == (4 * 20 * 32, 20 * 40)
 
 
 @pytest.mark.usefixtures("nothing_compiled_yet")

@@ -67,6 +67,18 @@ class Arrangement:
         """Sizes in the order of dimensions."""
         return tuple(size for _, size in sorted(zip(self.order, self.sizes, strict=True)))
 
+    @functools.cached_property
+    def neighbours(self) -> int:
+        """How many elements that lie side by side belong together best, of 32 to 256: a row, or the largest even share
+        of it; 64, where rows are short or have no such share.
+
+        Example:
+            >>> [Arrangement.of(torch.empty(2, 3, size)).neighbours for size in (192, 768, 4096, 7, 509)]
+            [192, 256, 256, 64, 64]
+        """
+        share = largest_divisor(self.sizes[-1], 256) if self.sizes else 1
+        return share if share >= 32 else 64
+
     def flat(self, x: Tensor) -> Tensor:
         """The elements in that order, contiguous; a view where there are no gaps."""
         if self.is_usual and x.is_contiguous():

@@ -159,6 +159,8 @@ def quantized(
     policy: ActivationPolicy,
     estimates: Estimates,
     name: str,
+    *,
+    own: bool = False,
 ) -> Payload | Outliers:
     """Codes of a tensor, of whose range the estimates learn. A tensor that is not finite, has no range in float32,
     or has outliers (:class:`~narrowband.activations.outliers.Magnitudes`) has none: nothing is learned of it, and it is
@@ -175,18 +177,22 @@ def quantized(
         policy: says which statistics, and how codes are rounded.
         estimates: of the model.
         name: of the tensor's estimate.
+        own: whether ranges are taken from this very tensor, of so few neighbours that outliers are not looked for.
     """
-    estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
+    learns = policy.learns and not own
+    estimate = estimates.get(name, rows.groups, x.device) if learns else None
     form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
     if estimate is None:
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
             return Outliers(extreme=True)
-        found = None if policy.neighbours else Magnitudes(x, rows).outliers(high - low)
+        found = None if own else Magnitudes(x, rows).outliers(high - low)
         if found is not None:
             return found
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
-        payload.encode(x, *ranges(low, high, policy, estimates, name), seed=estimates.draw(), **form)
+        payload.encode(
+            x, *ranges(low, high, policy, estimates, name if learns else None), seed=estimates.draw(), **form
+        )
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
     if x.device.type in AHEAD and not policy.symmetric and estimates.notes.read(name) <= WIDER:
@@ -202,21 +208,21 @@ def quantized(
         return Outliers(extreme=True)
     jumps = False
     if moved > DRIFT or _by_chance(seed):
-        own, magnitudes = torch.stack((seen[1] - seen[0], seen[0])), Magnitudes(x, rows)
-        found = magnitudes.outliers(own[0])
+        batch, magnitudes = torch.stack((seen[1] - seen[0], seen[0])), Magnitudes(x, rows)
+        found = magnitudes.outliers(batch[0])
         if found is not None:
             return found
         if magnitudes.is_dwarfed_by(estimate[0]):  # by now, or since an outlier that was none when it came
             estimates.forget(name)
             moved = math.inf
         else:
-            jumps = bool((own[0] > JUMP * estimate[0]).any())
+            jumps = bool((batch[0] > JUMP * estimate[0]).any())
     if not estimates.replace(name, estimate, learned):  # another thread took a batch in meanwhile, or it is on a device
         learned = estimates.observe(name, *seen)
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
     if moved > DRIFT:
-        payload.encode(x, *shaped(own if jumps else learned, symmetric=policy.symmetric), seed=seed, **form)
+        payload.encode(x, *shaped(batch if jumps else learned, symmetric=policy.symmetric), seed=seed, **form)
     return payload
 
 

@@ -69,9 +69,10 @@ class ActivationPolicy:
             are kept in the bits that the operator "checkpoint" has there. The model itself is a module, too: it is
             named "", and "*" matches it.
         min_numel: smaller tensors are kept as they are.
-        granularity: ``group``: a range per attention head, or per group of channels; ``layer``: one for all; a number,
-            a multiple of 8: one for so many neighbours in memory, whatever they belong to. These are taken from every
-            tensor and kept beside its codes, 8 bytes each, and outliers are not looked for. Graphs of
+        granularity: ``group``: a range per attention head, or per group of channels; of what a checkpoint keeps, per
+            row, or even share of a row, of at most 256 elements. ``layer``: one for all. A number, a multiple of 8: one
+            for so many neighbours in memory, whatever they belong to. Ranges of rows and neighbours are taken from
+            every tensor and kept beside its codes, 8 bytes each, and outliers are not looked for. Graphs of
             ``torch.compile`` always have neighbours, 256 unless there is a number here.
         heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
         groups: of channels where there are no heads; None: as many as heads (8 where there is no attention). A channel

@@ -204,10 +204,13 @@ class Estimates:
 
 
 def ranges(
-    low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str
+    low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str | None
 ) -> tuple[Tensor, Tensor]:
-    """α and β for a tensor with these extremes."""
-    estimate = estimates.observe(name, low, high) if policy.learns else torch.stack((high - low, low))
+    """α and β for a tensor with these extremes, of which the estimate of that name learns, if there is a name."""
+    if name is None or not policy.learns:
+        estimate = torch.stack((high - low, low))
+    else:
+        estimate = estimates.observe(name, low, high)
     return shaped(estimate, symmetric=policy.symmetric)
 
 

@@ -370,15 +370,18 @@ class Recorder:
         if x is not None:
             policy, modules = self.policy, self.modules
             arrangement = Arrangement.of(x)
-            if policy.neighbours is not None:
-                lines, rows = neighbours(arrangement.flat(x.detach()), policy.neighbours)
+            count = policy.neighbours
+            if count is None and operator is CHECKPOINT and policy.granularity == "group":
+                count = arrangement.neighbours
+            if count is not None:
+                lines, rows = neighbours(arrangement.flat(x.detach()), count)
             else:
                 grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
                 samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
                 rows = arrangement.rows(grouping, samples=samples)
                 lines = arrangement.lines(x.detach(), rows)
             wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
-            made = quantized(wide, rows, bits, x.dtype, self.arena, policy, self.estimates, name)
+            made = quantized(wide, rows, bits, x.dtype, self.arena, policy, self.estimates, name, own=count is not None)
             if isinstance(made, Payload):
                 made.numel = x.numel()
         if isinstance(made, Payload):
