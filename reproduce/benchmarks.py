@@ -157,7 +157,13 @@ def _panels(found: Records) -> list[Panel]:
         "8 bits": "uniform:bits=8",
         "8 bits, gradients 4": "uniform:bits=8/qsgd:bits=4",
     }
-    kept = {"plain": "bf16", "8 bits": "bf16, 8 bits", "4 bits": "bf16, 4 bits", "checkpointing": "bf16, checkpoint"}
+    kept = {
+        "plain": "bf16",
+        "8 bits": "bf16, 8 bits",
+        "4 bits": "bf16, 4 bits",
+        "checkpointing": "bf16, checkpoint",
+        "checkpointing, 8 bits": "bf16, checkpoint, 8 bits",
+    }
     return [
         *front(found),
         Panel(
@@ -174,6 +180,7 @@ def _panels(found: Records) -> list[Panel]:
             [
                 Bar(label, memory[name]["kept_bytes"], format_bytes(memory[name]["kept_bytes"]), "bits" in name)
                 for label, name in kept.items()
+                if name in memory
             ],
         ),
     ]

@@ -196,6 +196,9 @@ def _all_ways(config: Config) -> list[Way]:
         ways += [Way("bf16", amp=True), *(Way(f"bf16, {bits} bits", policy, amp=True) for bits, policy in few.items())]
         ways += [Way(f"bf16, {bits} bits, MLPs recomputed", policy, amp=True) for bits, policy in again.items()]
         ways += [Way("bf16, checkpoint", amp=True, checkpoint=True)]
+        ways += [
+            Way(f"bf16, checkpoint, {bits} bits", few[bits], amp=True, checkpoint=True) for bits in config.bits[:1]
+        ]
     if config.compiled:
         ways += [Way("compiled", compiled=True)]
         ways += [Way(f"compiled, {bits} bits", policy, compiled=True) for bits, policy in few.items()]
