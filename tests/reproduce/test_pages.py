@@ -54,7 +54,7 @@ def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
         assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
 
 
-@pytest.mark.parametrize("module", ["benchmarks", "dgc", "lgreco", "optimizers", "powersgd"])
+@pytest.mark.parametrize("module", ["benchmarks", *PAGES])
 def test_a_page_opens_with_three_sentences(module):
     page = (DOCS / "results" / f"{module}.md").read_text()
     for part in ("What is claimed|What was asked", "What was run", "What held"):
