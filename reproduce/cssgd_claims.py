@@ -86,7 +86,7 @@ def _sooner(results: Sequence[Result], task: str) -> Claim:
     beside = [f"{name} {methods[name].time()}" for name in (ALL_REDUCE, ALONE) if name in methods]
     finding = every(less_time(chosen, methods[name], name).better() for name in BASELINES)
     more = f"{scheme(chosen.run)}; seconds to the target"
-    return claimed(text, finding, more + (f"; beside them: {'; '.join(beside)}" if beside else ""))
+    return claimed(text, finding, more + (f"; beside them, ± of steps: {'; '.join(beside)}" if beside else ""))
 
 
 def _as_much_sooner(results: Sequence[Result], task: str) -> Claim:

@@ -22,7 +22,7 @@ from narrowband.coded import Assignment
 from narrowband.units import format_bytes, format_seconds
 from reproduce.cssgd_problem import ALONE, ASGD, CHOSEN, NAMED
 from reproduce.pairs import Difference, difference
-from reproduce.report import NOTHING
+from reproduce.report import NOTHING, seeded
 
 __all__ = [
     "Count",
@@ -201,7 +201,9 @@ def less_time(own: Method, other: Method, name: str) -> Difference:
         name: of the other.
     """
     if name == ASGD or not all(math.isfinite(method.seconds) for method in (own, other)):
-        return _less(own.times, other.times, name)
+        apart = _less(own.times, other.times, name)
+        counted = [seed for seed in apart.seeds if seed not in own.trained]
+        return replace(apart, of=f"{seeded(apart.seeds)}; {CHOSEN} by steps times one timing") if counted else apart
     apart = _less(_stretches(own.run), _stretches(other.run), name)
     scores = own.run["reached"][1], other.run["reached"][1]
     count = len(apart.seeds)

@@ -300,7 +300,7 @@ def test_the_chosen_r_is_compared_with_every_baseline_of_the_paper(changed, soon
     results = trained(SECONDS | changed)
     claim = verdict(results, "CSSGD at the r that the tool chooses is sooner at the target")
     assert claim.held is sooner
-    assert "beside them: all-reduce" in claim.figures, "how it stands against an all-reduce is said"
+    assert "beside them, ± of steps: all-reduce" in claim.figures, "how it stands against an all-reduce is said"
     assert verdict(results, "CSSGD at that r takes at least").held is as_much
 
 
@@ -358,7 +358,7 @@ def test_luck_of_asgd_with_some_seeds_is_no_verdict():
     assert found((1.0, 1.1, 1.2)).held  # 32.5 % with every seed
     unsure = found((1.0, 1.1, 0.9))
     assert unsure.verdict() == "not resolved"
-    assert "(seeds 0, 1, 2)" in unsure.figures
+    assert "(seeds 0, 1, 2; CSSGD, chosen by steps times one timing)" in unsure.figures
 
 
 def test_two_synchronous_methods_are_told_apart_by_the_noise_of_their_timing_and_not_by_seeds():
