@@ -154,7 +154,7 @@ def _training_sheet(title: str, task: str, methods: dict[str, Method]) -> Sheet:
     return Sheet(
         f"{title}, figures {_TRAINED[task]}: {first['parameters']:,} parameters, {first['nodes']} ranks behind "
         f"{first['rate']}, mini-batches of {first['batch']}, to {first['target']:g} % of test images; SGD without "
-        f"momentum and weight decay, learning rate {_rates(rates)}; seeds {_listed(seeds)}",
+        f"momentum and weight decay, learning rate {_rates(rates)}; {seeded(seeds)}",
         f"Steps and times: {_behind_links(methods)} Sent is of the first seed. {_BYTES}",
         ("row", "scheme", "steps, by seed", "step", "time", "sent", "less", "paper"),
         rows,
