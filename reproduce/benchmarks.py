@@ -133,7 +133,7 @@ def _conclusion(found: Records) -> str:
     own, half, whole = "topk:density=0.01+ef", "fp16", "none"
     stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
     kept = 1 - memory["bf16, 8 bits"]["kept_bytes"] / memory["bf16"]["kept_bytes"]
-    longer = memory["bf16, 8 bits"]["ratio_to_plain"] / memory["bf16"]["ratio_to_plain"]
+    longer = memory["bf16, 8 bits"]["ratio_to_same_precision"]
     of_gradients, of_updates = own, f"updates {own}"
     loss, four, sparse, updates = (
         f"{demo[spec]['heldout_loss']:.2f}" for spec in (whole, "qsgd:bits=4", of_gradients, of_updates)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +37,7 @@ __all__ = [
     "progress",
     "say",
     "show",
+    "took",
 ]
 
 _Chosen = TypeVar("_Chosen")
@@ -84,8 +85,8 @@ class Experiment:
         claims: what the paper says, judged by the groups that were trained.
         opening: how its page begins.
         draw: draws pictures of rows into a directory, and says which; needs matplotlib.
-        seeds: of the rows that claims are about, so many that two cores need no longer than an hour and a half; more
-            on request.
+        seeds: of the rows that claims are about, so many that two cores need no longer than some hours; more on
+            request.
         nodes: ranks, unless told otherwise.
         layout: what tables look like.
     """
@@ -114,7 +115,7 @@ class Options:
     rows: tuple[str, ...] = ()
     """Only rows of these names; all when left out, but for those of --long."""
     long: bool = False
-    """Also rows for which two cores need longer than an hour and a half."""
+    """Also rows for which two cores need hours more."""
     seeds: tuple[int, ...] | None = None
     """Seeds of the rows that claims are about, such as 0 1 2; the module's own when left out."""
     ablation_seeds: tuple[int, ...] = (0,)
@@ -310,12 +311,28 @@ def page(
             paper=experiment.paper,
             page=path.stem,
             pictures=pictures,
-            record=record,
+            record=record | {"took": took(rows)},
             commits=sorted({str(row["commit"]) for row in rows}),
         ),
         found,
         experiment.opening,
     )
+
+
+def took(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How long training took in all, in words; nothing of rows that did not record it.
+
+    Example:
+        >>> took([{"wall_s": 3600.0}, {"wall_s": 5400.0}])
+        'Training 2 rows took 2.5 h, added up, however busy the machine was'
+    """
+    if not rows or not all("wall_s" in row for row in rows):
+        return ""
+    hours = sum(row["wall_s"] for row in rows) / 3600
+    alone = " of one process each" if all(row.get("forward") or row.get("activations") for row in rows) else ""
+    said = f"{hours:.1f} h" if hours >= 0.1 else f"{60 * hours:.0f} min"
+    count = f"{len(rows)} row" if len(rows) == 1 else f"{len(rows)} rows"
+    return f"Training {count} took {said}{alone}, added up, however busy the machine was"
 
 
 def show(

@@ -1,7 +1,7 @@
 """The claims of CSSGD's paper, judged by the rows of :mod:`reproduce.cssgd`.
 
-Claims about times are of pairs of rows of one seed (:mod:`reproduce.pairs`). Bytes are counted and exact, so claims
-about them need no seeds.
+Claims about times are of pairs of rows of one seed, or of stretches of two runs (:mod:`reproduce.cssgd_found`). Bytes
+are counted and exact, so claims about them need no seeds.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def _sooner(results: Sequence[Result], task: str) -> Claim:
         return lacks
     chosen = methods[CHOSEN]
     beside = [f"{name} {methods[name].time()}" for name in (ALL_REDUCE, ALONE) if name in methods]
-    finding = every(less_time(chosen.times, methods[name].times, name).better() for name in BASELINES)
+    finding = every(less_time(chosen, methods[name], name).better() for name in BASELINES)
     more = f"{scheme(chosen.run)}; seconds to the target"
-    return claimed(text, finding, more + (f"; beside them: {'; '.join(beside)}" if beside else ""))
+    return claimed(text, finding, more + (f"; beside them, ± of steps: {'; '.join(beside)}" if beside else ""))
 
 
 def _as_much_sooner(results: Sequence[Result], task: str) -> Claim:
@@ -99,11 +99,11 @@ def _as_much_sooner(results: Sequence[Result], task: str) -> Claim:
     lacks = _needs(methods, (CHOSEN, MULTICAST, ASGD), text)
     if lacks:
         return lacks
-    own = methods[CHOSEN].times
+    own = methods[CHOSEN]
     least = {MULTICAST: of_ssgd, ASGD: of_asgd}
     return claimed(
         text,
-        every(less_time(own, methods[name].times, name).better(by / 100.0) for name, by in least.items()),
+        every(less_time(own, methods[name], name).better(by / 100.0) for name, by in least.items()),
         "seconds to the target",
     )
 

@@ -3,21 +3,26 @@
 A time to the target is steps times seconds of a step. Behind links it is measured as one. Elsewhere it is put together:
 steps are counted in one process, seed by seed (all synchronous methods take the same ones), and a step is timed behind
 links. Times of one seed are compared with each other (:mod:`reproduce.pairs`).
+
+Two synchronous methods take the same steps with every seed, so their times differ by the same share with all of them:
+seeds say nothing of the noise there. It is in the timing: of each run the stretches between two tests, or the rounds in
+which steps were timed, are paired in their order. What a run on another day would change is not in such a margin.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowband.coded import Assignment
 from narrowband.units import format_bytes, format_seconds
 from reproduce.cssgd_problem import ALONE, ASGD, CHOSEN, NAMED
 from reproduce.pairs import Difference, difference
-from reproduce.report import NOTHING
+from reproduce.report import NOTHING, seeded
 
 __all__ = [
     "Count",
@@ -148,7 +153,19 @@ class Count:
         """
         if not {name, CHOSEN} <= set(self.timed):
             raise LookupError(f"needs timed steps of {name} and {CHOSEN} on {self.nodes} nodes")
-        return less_time(self.times(CHOSEN), self.times(name), name)
+        if not self.synchronous(name):
+            return _less(self.times(CHOSEN), self.times(name), name)
+        apart = _less(self.rounds(CHOSEN), self.rounds(name), name)
+        own, other = (self.timed[which]["step_s"] for which in (CHOSEN, name))
+        return replace(apart, scores=(own, other), mean=own / other - 1.0, of=_rounds(apart))
+
+    def synchronous(self, name: str) -> bool:
+        """Whether the method takes the steps that the chosen r takes, and comes to the target with every seed."""
+        return name != ASGD and all(self.steps[name].values())
+
+    def rounds(self, name: str) -> Times:
+        """Seconds of a step, round by round."""
+        return dict(enumerate(self.timed[name]["round_step_s"]))
 
     def scheme(self) -> str:
         """Redundancy and group that the tool chose."""
@@ -173,8 +190,38 @@ def counts_of(results: Sequence[Result], task: str) -> list[Count]:
     return found
 
 
-def less_time(own: Times, other: Times, name: str) -> Difference:
-    """How much less time the chosen r takes than the method of that name, as a share, by pairs of one seed."""
+def less_time(own: Method, other: Method, name: str) -> Difference:
+    """How much less time the chosen r takes than the method of that name, as a share.
+
+    By pairs of one seed where that is ASGD; elsewhere by stretches of one run each.
+
+    Args:
+        own: with the chosen r.
+        other: the method of that name.
+        name: of the other.
+    """
+    if name == ASGD or not all(math.isfinite(method.seconds) for method in (own, other)):
+        apart = _less(own.times, other.times, name)
+        counted = [seed for seed in apart.seeds if seed not in own.trained]
+        return replace(apart, of=f"{seeded(apart.seeds)}; {CHOSEN} by steps times one timing") if counted else apart
+    apart = _less(_stretches(own.run), _stretches(other.run), name)
+    scores = own.run["reached"][1], other.run["reached"][1]
+    count = len(apart.seeds)
+    of = f"one run each, {count} {'stretch' if count == 1 else 'stretches'} between tests"
+    return replace(apart, scores=scores, mean=scores[0] / scores[1] - 1.0, of=of)
+
+
+def _stretches(run: Result) -> Times:
+    """Seconds of a step in each stretch between two tests, by the step at its end."""
+    marks = [(0, 0.0), *((int(step), float(seconds)) for step, seconds, *_ in run["curve"])]
+    return {there: (then - now) / (there - here) for (here, now), (there, then) in itertools.pairwise(marks)}
+
+
+def _rounds(apart: Difference) -> str:
+    return f"{len(apart.seeds)} {'round' if len(apart.seeds) == 1 else 'rounds'} of timing"
+
+
+def _less(own: Times, other: Times, name: str) -> Difference:
     return difference(own, other, names=(CHOSEN, name), higher_is_better=False, relative=True)
 
 
@@ -190,26 +237,33 @@ def scheme(run: Result) -> str:
 
 
 def averaged(counts: Sequence[Count], name: str) -> Difference:
-    """How much less time than another method the chosen r takes on average over numbers of nodes, seed by seed.
+    """How much less time than another method the chosen r takes on average over numbers of nodes.
+
+    Seed by seed where that is ASGD; elsewhere round by round, as :meth:`Count.less` does.
 
     Raises:
         LookupError: rows are missing.
     """
     if not counts:
         raise LookupError("needs steps timed on several numbers of nodes, and counted")
+    apart = [count.less(name) for count in counts]  # or rows are missing
+    by_round = all(count.synchronous(name) for count in counts)
     pairs: dict[int, list[tuple[float | None, float | None]]] = {}
     for count in counts:
-        count.less(name)  # or rows are missing
-        own, other = count.times(CHOSEN), count.times(name)
-        for seed in sorted(own.keys() & other.keys()):
-            pairs.setdefault(seed, []).append((own[seed], other[seed]))
+        own, other = (count.rounds(which) if by_round else count.times(which) for which in (CHOSEN, name))
+        for at in sorted(own.keys() & other.keys()):
+            pairs.setdefault(at, []).append((own[at], other[at]))
     shares: Times = {}
     whole: Times = {}
-    for seed, found in pairs.items():
+    for at, found in pairs.items():
         reached = [(one, two) for one, two in found if one is not None and two is not None]
-        shares[seed] = None if any(one is None for one, _ in found) else statistics.mean(a / b for a, b in reached)
-        whole[seed] = None if any(two is None for _, two in found) else 1.0
-    return less_time(shares, whole, name)
+        shares[at] = None if any(one is None for one, _ in found) else statistics.mean(a / b for a, b in reached)
+        whole[at] = None if any(two is None for _, two in found) else 1.0
+    mean = _less(shares, whole, name)
+    if not by_round:
+        return mean
+    share = statistics.mean(one.mean for one in apart)
+    return replace(mean, scores=(1.0 + share, 1.0), mean=share, of=_rounds(mean))
 
 
 def sent_until(run: Result) -> str:

@@ -61,11 +61,13 @@ from narrowband.report.record import provenance, write_json
 from narrowband.units import format_bytes, format_loss
 from reproduce.activations import gradient
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
+from reproduce.data import about
 from reproduce.html import write_beside
 from reproduce.pairs import Finding, difference, every
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
-from reproduce.tasks import Task, load
+from reproduce.row import files_of
+from reproduce.tasks import Task, in_words, load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -736,9 +738,19 @@ _OPENING = Opening(
 
 
 def _trained(record: Mapping[str, Any]) -> dict[str, str]:
-    """As :func:`_layout` takes it."""
+    """As :func:`_layout` takes it. The ResNet's depth is of no task here."""
     times = f"{record['batches']} batches, {record['roundings']} roundings"
-    return {setting["title"]: f"{record['trained'][setting['task']]}; {times}" for setting in record["settings"]}
+    return {
+        setting["title"]: "; ".join(
+            (
+                record["trained"][setting["task"]],
+                "after the warm-up the rate stays, and no gradient is clipped",
+                *(f"{what}: {said.partition(' (')[0]}" for what, said in in_words(setting["task"], 0).items()),
+                times,
+            )
+        )
+        for setting in record["settings"]
+    }
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
@@ -826,7 +838,9 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             titles |= _titles(setting.title, setting.task)
             told[setting.task] = trained
     judged = [] if options.quick else claims(found)
+    files = [file for setting in settings for file in files_of(setting.task)]
     whole = record | {
+        "data": about(files, options.data_dir),
         "settings": [asdict(setting) for setting in settings],
         "trained": told,
         "batches": batches,

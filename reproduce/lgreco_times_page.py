@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowband.adapt import Times, fit_times
+from narrowband.bench.models import MODELS
 from narrowband.units import format_bytes, format_or_dash, format_seconds
-from reproduce.lgreco_times_ranks import BYTES, DENSE, PLANS, PRIORITY, SECONDS, UNIFORM
+from reproduce.lgreco_times_ranks import BETAS, BYTES, DENSE, PLANS, PRIORITY, SECONDS, UNIFORM, WEIGHT_DECAY
 from reproduce.pairs import Difference, Finding, difference
 from reproduce.pictures import Bar, Panel
 from reproduce.report import NOTHING, Claim, Column, Layout, Opening, claimed, markdown, write_page
@@ -341,13 +342,17 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
 
 def _opening(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Opening:
     links = "on loopback" if config["rate"] == "none" else f"behind links of {config['rate']}"
+    shape = MODELS[config["model"]]
     return Opening(
         title="Seconds instead of bytes (L-GreCo)",
         says="The bytes of DDP's buckets foretell the time of an exchange nearly perfectly, a byte costs about the "
         "same in all of them, and so the plan for seconds is nearly the plan for bytes; to count later buckets for "
         "more, in the order of sending, is slower.",
-        ran=f"A GPT of {rows[0]['parameters']:,} parameters read bytes on {config['nodes']} ranks {links}, with AdamW "
-        f"(rate {config['lr']:g}, β₁ 0.9, β₂ 0.999) and buckets of {config['bucket_cap_mb']:g} MB: "
+        ran=f"A GPT of {rows[0]['parameters']:,} parameters ({shape.blocks} blocks of width {shape.dim}, {shape.heads} "
+        f"heads) read bytes of Python's standard library on {config['nodes']} ranks {links}, {shape.batch} windows of "
+        f"{shape.sequence} bytes per rank and step, with AdamW (rate {config['lr']:g} in every step, β₁ {BETAS[0]:g}, "
+        f"β₂ {BETAS[1]:g}, weight decay {WEIGHT_DECAY:g}, no clipping) and buckets of {config['bucket_cap_mb']:g} MB: "
+        f"{config['train_steps']} steps under the reference before anything was measured, "
         f"{config['samples']} samples of {config['steps']} steps for the regression, and {config['rounds']} rounds of "
         f"{config['steps']} steps in which plans took turns.",
         found=_found,

@@ -31,6 +31,7 @@ from narrowband.feedback import compression
 from narrowband.lab import LabConfig
 
 __all__ = [
+    "BETAS",
     "BYTES",
     "DENSE",
     "LEAST_SAMPLES",
@@ -38,6 +39,7 @@ __all__ = [
     "PRIORITY",
     "SECONDS",
     "UNIFORM",
+    "WEIGHT_DECAY",
     "Setting",
     "choices",
     "drawn",
@@ -54,6 +56,9 @@ _DENSE_EVERY, _DENSE_STEPS = 5, (1, 1)
 
 #: Fewer samples than these hardly tell more than a handful of buckets apart.
 LEAST_SAMPLES = 12
+
+#: AdamW's.
+BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.01
 
 #: Samples draw from no more choices than these, spread as powers are: of a hundred densities most are large.
 _DRAWN = 8
@@ -79,7 +84,7 @@ class Setting:
         samples: of choices for buckets.
         steps: that are timed of each sample, and of each plan in each round.
         rounds: in which all plans take turns.
-        lr: learning rate of AdamW, whose β₁ is 0.9 and β₂ 0.999.
+        lr: learning rate of AdamW, the same in every step; no gradient is clipped.
         seed: of parameters, data and choices.
     """
 
@@ -164,7 +169,9 @@ class _Trainer:
         self.handle = nb.compress_gradients(
             self.model, reference, seed=setting.seed, message_nbytes=setting.message_nbytes
         )
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.lr, betas=(0.9, 0.999), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=setting.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+        )
         self._text, self._tell = text, tell
         self._batches = torch.Generator().manual_seed(setting.seed * 1_000_003 + dist.get_rank())
 

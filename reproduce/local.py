@@ -469,7 +469,7 @@ EXPERIMENT = Experiment(
         "times less (DiLoCo); of these updates 1 to 3 % in 2 bits are enough, and with error feedback in the place of "
         "the outer momentum the loss is even lower than DiLoCo's (SparseLoCo).",
         ran="A small GPT learned bytes of tiny shakespeare with AdamW on four real ranks, which sent gradients, "
-        "updates after every step, or updates after rounds of many steps. Tables have the rows that were run so far.",
+        "updates after every step, or updates after rounds of many steps; tables have the rows that were run so far.",
         found=_found,
         panels=_panels,
     ),

@@ -12,9 +12,9 @@ larger a model may be in the same memory (tables 9 and 10), and how long steps t
 One process trains each row; as many run side by side as ``--nodes`` says, with one thread each. Rows of one seed begin
 with the same parameters and see the same images, and are compared with each other alone (:mod:`reproduce.pairs`).
 
-Run ``python -m reproduce.mesa`` (an hour and a half on two cores), ``--long`` for tables 7 and 8 and for fewer bits
-(as long again), ``--quick`` (seconds), ``--help``. The paper's figures 7 and 8, how ranges went, are drawn beside the
-results.
+Run ``python -m reproduce.mesa`` (two hours and a half on two cores that had other work, too), ``--long`` for tables 7
+and 8 and for fewer bits (hours more), ``--quick`` (seconds), ``--help``. The paper's figures 7 and 8, how ranges went,
+are drawn beside the results.
 
 Differences from the paper:
 
@@ -453,6 +453,65 @@ _BELOW = {
     )
 }
 
+
+def _few_bits(found: Sequence[Group]) -> str:
+    """The bits of the rows that are there, in words: ``8``, or ``8, 4 and 2``."""
+    there = [bits for bits, name in (("8", "mesa"), ("4", "4 bits"), ("2", "2 bits")) if named(found, "vit", name)]
+    return " and ".join(part for part in (", ".join(there[:-1]), *there[-1:]) if part)
+
+
+def _ran(found: Sequence[Group]) -> str:
+    return (
+        f"A small vision transformer learned on CIFAR-10, plain and with activations kept in {_few_bits(found)} bits, "
+        "in float32 and under bf16 autocast, and with one part of the method changed at a time."
+    )
+
+
+def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
+    """The paper's tables and figures, by the rows that are there."""
+
+    def here(rows: Sequence[_Said]) -> str:
+        there = [said for said in rows if named(found, "vit", said.row.name)]
+        return "here" if len(there) == len(rows) else "here in part" if there else "not here yet: rows of --long"
+
+    operators, modules = here(_OPERATORS), here(_MODULES)
+    single = "are in table 7" if operators == "here" else "would be table 7's"
+    return [
+        ("table 1 (ImageNet)", "here, with a small vision transformer on CIFAR-10; steps: `reproduce.mesa_memory`"),
+        ("table 2 (statistics per sample)", here(_TABLES["table 2"])),
+        ("table 3 (rounding)", "here; that rounding to the nearest does not converge on ImageNet is not tested"),
+        ("table 4 (symmetric ranges)", here(_TABLES["table 4"])),
+        ("table 5 (granularity)", "here, with two more: a range per channel, and groups of a fixed size"),
+        ("table 6 (decay)", here(_TABLES["table 6"])),
+        ("table 7 (operators)", operators),
+        ("table 8 (modules)", modules),
+        (
+            "tables 9 and 10 (the largest model, and batch)",
+            "`reproduce.mesa_memory`; not reproduced: accuracies with a larger batch",
+        ),
+        ("table 11 (segmentation of ADE20K)", "not reproduced: neither its data nor a pre-trained Swin are here"),
+        (
+            "table 12 and figure 6 (ActNN)",
+            "not reproduced: its published code is CUDA, and no method of this library",
+        ),
+        (
+            "table 13 (Swin-B and Swin-L on CIFAR-100)",
+            f"not reproduced: too large for two cores; single operators, which it is about, {single}",
+        ),
+        (
+            "table 14 and figure 1 (checkpointing, mixed precision, accumulation)",
+            "DeiT-Ti's memory and time, with each and with 8 bits, are [here](benchmarks.md), without accumulation",
+        ),
+        ("figures 2 and 3", "drawings of the method"),
+        ("figure 4 (activations before softmax, by head)", "not drawn; ranges by head are in figure 7"),
+        (
+            "figure 5 (curves of DeiT-B)",
+            "not reproduced: ImageNet is out of reach; losses are in the rows' records",
+        ),
+        ("figures 7 and 8 (ranges over training)", "here, below table 6"),
+    ]
+
+
 EXPERIMENT = Experiment(
     module="mesa",
     paper="Pan et al. 2021, Mesa: a memory-saving training framework for transformers (arXiv 2111.11124)",
@@ -465,44 +524,10 @@ EXPERIMENT = Experiment(
         title="Activation memory in 8 bits (Mesa)",
         says="A vision transformer whose forward pass is exact, and which keeps 8 bits of it for backward, learns as "
         "well or better in half of the memory.",
-        ran="A small vision transformer learned on CIFAR-10, plain and with activations kept in 8, 4 and 2 bits, in "
-        "float32 and under bf16 autocast, and with one part of the method changed at a time.",
+        ran=_ran,
         found=_found,
         panels=_panels,
-        covers=(
-            ("table 1 (ImageNet)", "here, with a small vision transformer on CIFAR-10; steps: `reproduce.mesa_memory`"),
-            ("table 2 (statistics per sample)", "here"),
-            ("table 3 (rounding)", "here; that rounding to the nearest does not converge on ImageNet is not tested"),
-            ("table 4 (symmetric ranges)", "here"),
-            ("table 5 (granularity)", "here, with two more: a range per channel, and groups of a fixed size"),
-            ("table 6 (decay)", "here"),
-            ("table 7 (operators)", "here"),
-            ("table 8 (modules)", "here"),
-            (
-                "tables 9 and 10 (the largest model, and batch)",
-                "`reproduce.mesa_memory`; not reproduced: accuracies with a larger batch",
-            ),
-            ("table 11 (segmentation of ADE20K)", "not reproduced: neither its data nor a pre-trained Swin are here"),
-            (
-                "table 12 and figure 6 (ActNN)",
-                "not reproduced: its published code is CUDA, and no method of this library",
-            ),
-            (
-                "table 13 (Swin-B and Swin-L on CIFAR-100)",
-                "not reproduced: too large for two cores; single operators, which it is about, are in table 7",
-            ),
-            (
-                "table 14 and figure 1 (checkpointing, mixed precision, accumulation)",
-                "DeiT-Ti's memory and time, with each and with 8 bits, are [here](benchmarks.md), without accumulation",
-            ),
-            ("figures 2 and 3", "drawings of the method"),
-            ("figure 4 (activations before softmax, by head)", "not drawn; ranges by head are in figure 7"),
-            (
-                "figure 5 (curves of DeiT-B)",
-                "not reproduced: ImageNet is out of reach; losses are in the rows' records",
-            ),
-            ("figures 7 and 8 (ranges over training)", "here, below table 6"),
-        ),
+        covers=_covers,
     ),
     draw=_draw,
     seeds=(0, 1, 2),

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CharLSTM", "ResNet", "convolutional", "perceptron"]
+__all__ = ["WIDTHS", "CharLSTM", "ResNet", "convolutional", "perceptron"]
 
-_WIDTHS = (16, 32, 64)
+#: Channels of the ResNet's stages.
+WIDTHS = (16, 32, 64)
 _SIDE = 32
 
 
@@ -51,16 +52,16 @@ class ResNet(nn.Module):
         super().__init__()
         if depth < 8 or depth % 6 != 2:
             raise ValueError(f"depth={depth} is not 6n + 2 with n ≥ 1: 8, 14, 20, …")
-        self.conv = nn.Conv2d(3, _WIDTHS[0], 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(_WIDTHS[0])
+        self.conv = nn.Conv2d(3, WIDTHS[0], 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(WIDTHS[0])
         blocks = []
-        inputs = _WIDTHS[0]
-        for width in _WIDTHS:
+        inputs = WIDTHS[0]
+        for width in WIDTHS:
             for _ in range(depth // 6):
                 blocks.append(_Block(inputs, width, 1 if width == inputs else 2))
                 inputs = width
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(_WIDTHS[-1], classes)
+        self.head = nn.Linear(WIDTHS[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -11,9 +11,10 @@ How it is done:
 * every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once, without compression and
   with a seed of its own, from a few (:data:`RATES`); all codecs get the same;
 * a codec's *gap* is how far its held-out loss is above that without compression, of the same seed, in per cent;
-* a gap differs from seed to seed, so a mean gap has a *margin*: twice its standard error, from the variance of the
-  codec's own gaps over seeds, or of the median codec's of the same optimizer where that is larger, since two or three
-  seeds may be alike by chance. A gap within the margin is not resolved.
+* a gap differs from seed to seed, so a mean gap has a *margin*: half of its 95 % interval, Student's t for that many
+  seeds (:mod:`reproduce.pairs`) times its standard error, from the variance of the codec's own gaps over seeds, or of
+  the median codec's of the same optimizer where that is larger, since two or three seeds may be alike by chance. A gap
+  within the margin is not resolved.
 
 Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
 ``--help``.
@@ -38,9 +39,10 @@ from narrowband.report.plots import can_plot
 from narrowband.report.record import commit, provenance, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
-from reproduce.data import locate
+from reproduce.data import about, locate
 from reproduce.html import write_beside
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
+from reproduce.pairs import student
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import NOTHING, Column, Layout, pictures_of, source, table
 from reproduce.row import key
@@ -248,11 +250,15 @@ def run(
     return [results[number] for number in sorted(results)]
 
 
+def _files(with_base: bool) -> tuple[str, ...]:
+    """What rows read; LoRA's base reads more."""
+    return ("tinyshakespeare/input.txt", *(("wikitext2/validation.parquet", "wikitext2/test.parquet") * with_base))
+
+
 def _digest(with_base: bool, data_dir: Path | None) -> str:
     """Of the files that a row reads."""
     digest = hashlib.sha256()
-    base = ("wikitext2/validation.parquet", "wikitext2/test.parquet") if with_base else ()
-    for name in ("tinyshakespeare/input.txt", *base):
+    for name in _files(with_base):
         digest.update(locate(name, data_dir).read_bytes())
     return digest.hexdigest()
 
@@ -372,8 +378,10 @@ def _variance(gaps: Sequence[float | None]) -> float:
 
 
 def _margin(gaps: Sequence[float | None], usual: float) -> float | None:
-    """Twice the standard error of the mean gap, of two seeds or more; ``usual``: the variance of the median codec's."""
-    return 2.0 * math.sqrt(max(_variance(gaps), usual) / len(gaps)) if len(gaps) > 1 else None
+    """Of the mean gap, of two seeds or more; ``usual``: the variance of the median codec's."""
+    if len(gaps) < 2:
+        return None
+    return student(len(gaps) - 1) * math.sqrt(max(_variance(gaps), usual) / len(gaps))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -527,13 +535,12 @@ _COLUMNS: tuple[Column, ...] = (
 
 _LEGEND = (
     "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far the loss is above that "
-    "without compression of the same seed; the mean over seeds. Margin: twice the standard error of that mean, "
-    "from the spread over seeds of the codec's gaps, or of the median codec's where that is larger; a gap within the "
-    "margin is not resolved. Ratio: how many "
-    "times less a rank sends than a dense ring all-reduce does, over all of training. Payloads that all ranks gather "
-    "(top-k, sign, dgc) have this ratio with two ranks, and 2/N of it with N. Error: "
-    "`handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for a gradient p and what arrives "
-    "of it, C(p). With error feedback p includes the residual."
+    "without compression of the same seed; the mean over seeds. Margin: half of the 95 % interval of that mean "
+    "(Student's t), from the spread over seeds of the codec's gaps, or of the median codec's where that is larger; a "
+    "gap within the margin is not resolved. Ratio: how many times less a rank sends than a dense ring all-reduce "
+    "does, over all of training. Payloads that all ranks gather (top-k, sign, dgc) have this ratio with two ranks, "
+    "and 2/N of it with N. Error: `handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for "
+    "a gradient p and what arrives of it, C(p). With error feedback p includes the residual."
 )
 
 
@@ -801,7 +808,14 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         console.print(sentence, highlight=False, markup=False)
     commits = sorted({str(row["commit"]) for row in (*tuned, *results)})
     written = output / "summary.json"
-    record |= {"commits": commits, "tuning": tuned, "lines": [asdict(line) for line in found], "rows": results}
+    data = about(_files(any(row["optimizer"] == "lora" for row in results)), options.data_dir)
+    record |= {
+        "data": data,
+        "commits": commits,
+        "tuning": tuned,
+        "lines": [asdict(line) for line in found],
+        "rows": results,
+    }
     write_json(written, record)
     if can_plot():
         draw(found, output if options.markdown is None else pictures_of(options.markdown))

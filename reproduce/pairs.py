@@ -103,6 +103,7 @@ class Difference:
         seeds: that both rows have.
         higher_is_better: whether more of the score is better.
         relative: whether the difference is a share of the second row's score.
+        of: what the pairs are of, in words, where that is not seeds.
     """
 
     names: tuple[str, str]
@@ -112,6 +113,7 @@ class Difference:
     seeds: tuple[int, ...]
     higher_is_better: bool
     relative: bool = False
+    of: str = ""
 
     def no_worse(self, by: float = 0.0) -> Finding:
         """Whether the first row is worse than the second by no more than ``by``."""
@@ -139,14 +141,14 @@ class Difference:
         return f"{unit * self.mean:+.2f}{sign}{margin}"
 
     def said(self) -> str:
-        """Both scores, the difference, and the seeds that it is of."""
+        """Both scores, the difference, and what it is of."""
         means = ", ".join(
             f"{name} {'diverged' if score is None else format(score, '.2f')}"
             for name, score in zip(self.names, self.scores, strict=True)
         )
         seeds = f"{'seed' if len(self.seeds) == 1 else 'seeds'} {', '.join(map(str, self.seeds))}"
         unknown = ", of unknown noise" if self.margin is None and math.isfinite(self.mean) else ""
-        return f"{means}: {self.figure()}{unknown} ({seeds})"
+        return f"{means}: {self.figure()}{unknown} ({self.of or seeds})"
 
     def _found(self, says: Callable[[float, float | None], bool | None]) -> Finding:
         return Finding(says(-self.mean if self.higher_is_better else self.mean, self.margin), (self.said(),))

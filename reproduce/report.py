@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ __all__ = [
     "needed",
     "pictures_of",
     "score_panel",
+    "seeded",
     "sent_panel",
     "source",
     "summed",
@@ -134,6 +135,25 @@ class Group:
             return _DIVERGED
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
+    def of_seeds(self, seeds: Collection[int]) -> Group:
+        """The same with scores of these seeds alone, so that it may stand beside rows that have no others."""
+        own = tuple((seed, score) for seed, score in zip(self.seeds, self.scores, strict=True) if seed in seeds)
+        off = self.uncompressed_scores and tuple(
+            score for seed, score in zip(self.seeds, self.uncompressed_scores, strict=True) if seed in seeds
+        )
+        scores = tuple(score for _, score in own)
+        mean, said = _mean(scores), ", ".join(str(seed) for seed, _ in own)
+        return replace(
+            self,
+            seeds=tuple(seed for seed, _ in own),
+            scores=scores,
+            mean=mean,
+            std=_std(scores),
+            uncompressed=_mean(off) if off else None,
+            uncompressed_scores=off,
+            settings=self.settings | ({"seeds": said} if "seeds" in self.settings else {}),
+        )
+
     def versus_dense(self) -> str:
         """The paired difference from the dense row, and its margin where the noise is known."""
         if self.name == DENSE or self.against_dense is None:
@@ -215,7 +235,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 seeds=tuple(row["seed"] for row in own),
                 scores=scores,
                 mean=mean,
-                std=statistics.stdev(scores) if mean is not None and len(scores) > 1 else None,
+                std=_std(scores),
                 against_dense=None if apart is None or not math.isfinite(apart.mean) else apart.mean,
                 margin=None if apart is None else apart.margin,
                 dense_scores=tuple(dense.values()),
@@ -238,6 +258,11 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
             )
         )
     return found
+
+
+def _std(scores: Sequence[float | None]) -> float | None:
+    there = [score for score in scores if score is not None]
+    return statistics.stdev(there) if len(there) == len(scores) > 1 else None
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
@@ -388,8 +413,13 @@ def _caption(title: str, own: Sequence[Group]) -> str:
     seeds = sorted({seed for group in own for seed in group.seeds})
     return (
         f"{title}, {first.parameters:,} parameters, {_count(first.nodes, 'rank')}, {_count(first.epochs, 'epoch')}, "
-        f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}; score: {first.metric}"
+        f"{seeded(seeds)}; score: {first.metric}"
     )
+
+
+def seeded(seeds: Sequence[int]) -> str:
+    """Seeds in words: ``seed 0``, or ``seeds 0, 1, 2``."""
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
 
 
 def _count(number: int, what: str) -> str:
@@ -471,13 +501,16 @@ def sent_panel(title: str, shown: Shown) -> Panel:
 
 
 def score_panel(title: str, shown: Shown) -> Panel:
-    """How good models became."""
+    """How good models became, with the seeds that all of them have: bars side by side are of the same seeds."""
     first = shown[0][1]
     better = "higher" if first.higher_is_better else "lower"
+    common = [seed for seed in first.seeds if all(seed in group.seeds for _, group, _ in shown)]
+    same = [(label, group.of_seeds(common) if common else group, strong) for label, group, strong in shown]
+    every = all(len(group.seeds) == len(common) for _, group, _ in shown)
     return Panel(
         title,
-        f"{better} is better; {_count(first.epochs, 'epoch')}",
-        [Bar(label, group.mean, group.score(), strong) for label, group, strong in shown],
+        f"{better} is better; {_count(first.epochs, 'epoch')}{'' if every or not common else f'; {seeded(common)}'}",
+        [Bar(label, group.mean, group.score(), strong) for label, group, strong in same],
     )
 
 
@@ -491,19 +524,20 @@ class Opening:
     Attributes:
         title: of the page.
         says: what the paper claims, or what is asked, in one sentence.
-        ran: what was run here, in one.
+        ran: what was run here, in one; or gets what a page shows, and says it of what is there.
         found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
             claims; raises LookupError where what is shown is not enough.
         panels: gets the same; what is drawn of it.
-        covers: the paper's tables and figures, each with where on the page it is, or why it is not.
+        covers: the paper's tables and figures, each with where on the page it is, or why it is not; or gets what a page
+            shows, and returns them.
     """
 
     title: str
     says: str
-    ran: str
+    ran: str | Callable[[Any], str]
     found: Callable[[Any], str]
     panels: Callable[[Any], Sequence[Panel]]
-    covers: Sequence[tuple[str, str]] = ()
+    covers: Sequence[tuple[str, str]] | Callable[[Any], Sequence[tuple[str, str]]] = ()
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -538,7 +572,7 @@ def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: s
         "",
         f"**What is claimed.** {opening.says}",
         "",
-        f"**What was run.** {opening.ran}",
+        f"**What was run.** {opening.ran if isinstance(opening.ran, str) else opening.ran(found)}",
         "",
     ]
     counted = f"{summed(claims)} ([each, with its figures](#claims)): " if claims else ""
@@ -596,12 +630,13 @@ def markdown(
             if notes:
                 lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
                 lines += ["</details>", ""]
-    return "\n".join([*lines, *covered(opening), source(record, commits)]) + "\n"
+    return "\n".join([*lines, *covered(found, opening), source(record, commits)]) + "\n"
 
 
-def covered(opening: Opening) -> list[str]:
+def covered(found: Any, opening: Opening) -> list[str]:
     """What became of the paper's tables and figures, as a list; nothing where the opening names none."""
-    told = [f"- {what}: {where}" for what, where in opening.covers]
+    covers = opening.covers(found) if callable(opening.covers) else opening.covers
+    told = [f"- {what}: {where}" for what, where in covers]
     return ["## The paper's tables and figures", "", *told, ""] if told else []
 
 
@@ -622,14 +657,15 @@ def verdicts(claims: Sequence[Claim]) -> list[str]:
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from: command, machine, commits, and the record's ``data`` if it names any, as
-    :func:`reproduce.data.about` does.
+    """Where figures come from: command, machine, commits, and the record's ``data`` and ``took`` if it has any, as
+    :func:`reproduce.data.about` and :func:`reproduce.command.took` say it.
     """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] for commit in commits)
     data = f" Data: {record['data']}." if "data" in record else ""
-    return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}"
+    took = f" {record['took']}." if record.get("took") else ""
+    return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}{took}"
 
 
 def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, opening: Opening) -> None:

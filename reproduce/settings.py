@@ -7,6 +7,7 @@ from typing import Any
 
 from reproduce.pretrained import PRETRAINING
 from reproduce.row import BETA2, DILOCO, DROPS, MUON_ADAMW_LR, WARM_UP
+from reproduce.tasks import in_words
 
 __all__ = ["in_common", "settings"]
 
@@ -132,6 +133,10 @@ def _count(number: int, what: str) -> str:
 
 #: Setting → the fields that it needs, and what it says of them; an empty string where there is nothing to say.
 _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    **{
+        what: (("task", "depth"), lambda row, what=what: in_words(row["task"], row["depth"]).get(what, ""))
+        for what in ("model", "windows", "augmentation")
+    },
     "optimizer": (("optimizer", "momentum", "nesterov"), _optimizer),
     "learning rate": (("lr", "schedule"), _rate),
     "weight decay": (("weight_decay",), lambda row: f"{row['weight_decay']:g}"),

@@ -180,7 +180,7 @@ EXPERIMENT = Experiment(
         says="Between the ranks that share one model, gradients can be sent in 4 bits, and parameters as differences "
         "in 4 bits, without loss.",
         ran="A small GPT on bytes of tiny shakespeare, sharded by FSDP2 among four real ranks, 326 steps of AdamW, "
-        "with 16, 8, 4 and 2 bits. Names of rows say the bits of gradients first, and then those of parameters.",
+        "with 16, 8, 4 and 2 bits; names of rows say the bits of gradients first, and then those of parameters.",
         found=_found,
         panels=_panels,
     ),

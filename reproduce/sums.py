@@ -90,7 +90,7 @@ EXPERIMENT = Experiment(
         title="Sparse sums",
         says="The largest elements need not be gathered from all ranks: owners add them up and deliver the largest "
         "sums, in a volume that does not grow with the ranks, at nearly the accuracy of dense gradients.",
-        ran="A small GPT on bytes of tiny shakespeare, eight real ranks, 326 steps of SGD with momentum. The largest "
+        ran="A small GPT on bytes of tiny shakespeare, eight real ranks, 326 steps of SGD with momentum: the largest "
         "1 % of every layer travels with error feedback, gathered and summed.",
         found=_found,
         panels=_panels,

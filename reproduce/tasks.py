@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from narrowband.bench.models import GPT, GPTConfig, ViT
 from reproduce.data import Images, Text, cifar10, tiny_shakespeare, wikitext2
-from reproduce.models import CharLSTM, ResNet
+from reproduce.models import WIDTHS, CharLSTM, ResNet
 from reproduce.pretrained import PRETRAINING, pretrained
 
-__all__ = ["TASKS", "Task", "augmented", "load", "own_part", "window_starts"]
+__all__ = ["TASKS", "Task", "augmented", "in_words", "load", "own_part", "window_starts"]
 
 #: Mean and standard deviation of CIFAR-10's channels, of 255.
 _MEAN = (125.3, 123.0, 113.9)
@@ -43,6 +43,7 @@ _MOST_NATS = 50.0
 
 #: A character model is fed and judged in windows of this length, each from a state of zeros.
 _CHARACTERS = 64
+_HIDDEN = 256
 _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
 
 #: A GPT for the smaller text: as large as that of nanoGPT's script for a processor, which trains on the same.
@@ -256,7 +257,7 @@ class Shakespeare(Language):
     length = _CHARACTERS
 
     def model(self) -> nn.Module:
-        return CharLSTM(self.text.vocabulary, hidden=256)
+        return CharLSTM(self.text.vocabulary, hidden=_HIDDEN)
 
 
 class Plays(Language):
@@ -301,6 +302,45 @@ class Tuned(Wikitext):
 
 
 TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Plays, Wikitext, Tuned, Patches)
+
+
+def in_words(name: str, depth: int) -> dict[str, str]:
+    """The model of a task, and how data reach it, for the pages of results; nothing of a task that is none of these.
+
+    Args:
+        name: of the task.
+        depth: of the ResNet.
+
+    Example:
+        >>> in_words("gpt", 8)["windows"]
+        'of 128 bytes (perplexity: of 1,024 held-out ones, spread evenly)'
+    """
+    crops = f"cropped at random from a border of {_BORDER} pixels, mirrored half of the time"
+    if name == "cifar":
+        return {"model": f"ResNet-{depth}, stages of {', '.join(map(str, WIDTHS))} channels", "augmentation": crops}
+    if name == "vit":
+        words = (
+            f"vision transformer, {VIT['blocks']} blocks of width {VIT['dim']}, {VIT['heads']} heads, patches of "
+            f"{VIT['patch']} pixels"
+        )
+        return {"model": words, "augmentation": crops}
+    if name == "lstm":
+        network = CharLSTM(1, hidden=_HIDDEN).lstm
+        words = (
+            f"LSTM, {network.num_layers} layer of {network.hidden_size} units over {network.input_size} of embedding"
+        )
+        return {"model": words, "windows": _windows_in_words(_CHARACTERS, "characters, each from a state of zeros")}
+    gpt = {"shakespeare": _SMALL_GPT, "gpt": _GPT, "tuned": _GPT}.get(name)
+    if gpt is None:
+        return {}
+    return {
+        "model": f"GPT, {gpt.blocks} blocks of width {gpt.dim}, {gpt.heads} heads",
+        "windows": _windows_in_words(gpt.sequence, "bytes"),
+    }
+
+
+def _windows_in_words(length: int, what: str) -> str:
+    return f"of {length} {what} (perplexity: of {_HELDOUT_WINDOWS:,} held-out ones, spread evenly)"
 
 
 def load(

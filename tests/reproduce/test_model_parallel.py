@@ -409,6 +409,29 @@ def test_every_row_is_in_its_table_beside_the_paper():
     assert "## The paper's tables and figures" in page
 
 
+def test_the_page_says_which_rows_are_near_convergence():
+    def covers(rows):
+        return dict(EXPERIMENT.opening.covers(groups(rows)))["table 3 and figure 4, error feedback"]
+
+    long = made_up(long=True)
+    assert covers(made_up() + long).endswith(
+        "; near convergence, too: EF with top 10%, EF on gradients with top 10%, EF21 with top 10%"
+    )
+    some = [row for row in long if row["name"] in ("dense", "EF + top 10%, warm-up")]
+    assert covers(made_up() + some).endswith(
+        "; near convergence, too: EF with top 10%; not near convergence yet: EF on gradients with top 10%, EF21 with "
+        "top 10%"
+    )
+
+
+def test_what_held_is_told_beside_the_dense_row_of_the_same_seeds():
+    found = groups(made_up())
+    said = EXPERIMENT.opening.found(found)
+    for group in found:
+        if (group.task, group.name) == ("cifar", "fw4-bw4 in groups"):
+            assert f"{group.score()} %, {group.versus_dense()} from dense" in said
+
+
 def test_tables_that_have_only_the_dense_row_are_left_out():
     rows = [row for row in made_up() if row["name"] in ("dense", "top 10%") and row["task"] == "cifar"]
     assert [key for key, _ in EXPERIMENT.layout.tables(groups(rows))] == ["table 2"]

@@ -54,12 +54,29 @@ def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
         assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
 
 
-@pytest.mark.parametrize("module", ["benchmarks", "dgc", "lgreco", "optimizers", "powersgd"])
+@pytest.mark.parametrize("module", ["benchmarks", *PAGES])
 def test_a_page_opens_with_three_sentences(module):
     page = (DOCS / "results" / f"{module}.md").read_text()
     for part in ("What is claimed|What was asked", "What was run", "What held"):
         (said,) = re.findall(rf"^\*\*(?:{part})\.\*\* (.+)$", page, re.MULTILINE)
         assert re.findall(r"[.?!](?=\s|$)", said) == [said[-1]], said
+
+
+def corrections():
+    """Rows of the page of corrected claims: what was said, what was wrong with it, what is said now."""
+    for line in (DOCS / "results" / "corrections.md").read_text().splitlines():
+        if line.startswith("| ") and not line.startswith(("| said", "| ---")):
+            yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+@pytest.mark.parametrize("row", list(corrections()), ids=lambda row: row[0][:40])
+def test_what_was_corrected_is_still_what_the_page_says(row):
+    """Where this fails, the page of corrections tells figures that another page has no longer."""
+    _, _, now = row
+    linked = re.findall(r"\]\(([^)#]+\.md)", now)
+    pages = "\n".join((DOCS / "results" / page).read_text() for page in linked)
+    for figure in re.findall(r"[+-]?\d+\.\d+(?: %)? ± \d+\.\d+(?: %)?|\d+\.\d+", now) if linked else ():
+        assert figure in pages, figure
 
 
 @pytest.mark.parametrize("theme", THEMES)

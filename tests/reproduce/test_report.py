@@ -9,6 +9,7 @@ from rich.console import Console
 
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
+from reproduce.command import took
 from reproduce.report import (
     PER_TASK,
     Claim,
@@ -18,6 +19,7 @@ from reproduce.report import (
     groups,
     judged,
     markdown,
+    score_panel,
     source,
     summed,
     table,
@@ -330,16 +332,86 @@ def test_a_page_shows_pictures_that_are_there():
 
 def test_a_page_says_what_became_of_the_papers_tables():
     opening = replace(dgc.EXPERIMENT.opening, covers=[("table 1", "here"), ("table 2", "not reproduced: why")])
-    assert covered(opening)[2:4] == ["- table 1: here", "- table 2: not reproduced: why"]
-    assert covered(replace(opening, covers=())) == []
+    assert covered([], opening)[2:4] == ["- table 1: here", "- table 2: not reproduced: why"]
+    assert covered([], replace(opening, covers=())) == []
+    assert covered(["row"], replace(opening, covers=lambda found: [(found[0], "here")]))[2] == "- row: here"
     page = page_of([row("dense", 80.0)], [])
     assert page.index("## The paper's tables and figures") > page.index("| --- |")
+
+
+def test_a_page_says_what_was_run_of_the_rows_that_are_there():
+    ran = dgc.EXPERIMENT.opening.ran
+    images = [row(name, 80.0, seed) for name in ("dense", "plain", "dgc") for seed in (0, 1)]
+    assert ran(groups(images)).startswith("A ResNet-8 on CIFAR-10 (seeds 0, 1) learned on four real ranks")
+    characters = [row("dense", 5.0, task="lstm"), row("dgc", 5.1, task="lstm")]
+    assert "and an LSTM over characters of tiny shakespeare (seed 0) learned" in ran(groups(images + characters))
+    table_4 = "table 4, an LSTM over words of Penn Treebank"
+    covers = dgc.EXPERIMENT.opening.covers
+    assert dict(covers(groups(images)))[table_4].startswith("not here yet")
+    assert dict(covers(groups(images + characters)))[table_4].startswith("here")
+    ranks = powersgd.EXPERIMENT.opening.ran
+    assert "with rank 2, for" in ranks(groups([row("dense", 80.0), row("rank 2", 80.0)]))
+    assert "with ranks 1 and 4, for" in ranks(groups([row("rank 4", 80.0), row("rank 1", 80.0)]))
+
+
+def test_bars_side_by_side_are_of_the_same_seeds():
+    dense, own = groups([row("dense", 80.0), row("dense", 90.0, 1), row("dense", 70.0, 2), row("dgc", 89.0, 1)])
+    panel = score_panel("Accuracy", [("uncompressed", dense, False), ("DGC", own, True)])
+    assert [bar.said for bar in panel.bars] == ["90.00", "89.00"]
+    assert "seed 1" in panel.note
+    alone = score_panel("Accuracy", [("uncompressed", dense, False)])
+    assert [bar.said for bar in alone.bars] == ["80.00 ± 10.00"]
+    assert "seed" not in alone.note
+
+
+def test_a_group_of_some_seeds_has_their_scores_alone():
+    (group,) = groups([row("dense", 80.0), row("dense", 90.0, 1), row("dense", 70.0, 2)])
+    some = group.of_seeds((0, 1))
+    assert (some.seeds, some.scores, some.mean, some.settings["seeds"]) == ((0, 1), (80.0, 90.0), 85.0, "0, 1")
+    assert group.of_seeds((2,)).std is None
+
+
+GPT_SCORES = {"dense": 5.0, "candidate topk:density=0.05+ef": 7.0, "candidate topk:density=0.1+ef": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("closest", "verdict", "says"),
+    [
+        (5.4, "not held", "topk:density=0.2+ef is the closest to dense, and so is the reference"),
+        (5.04, "held", "topk:density=0.2+ef sends least of those, and is the reference"),
+    ],
+)
+def test_a_reference_that_is_not_within_the_bound_is_named_as_such(closest, verdict, says):
+    scores = GPT_SCORES | {"candidate topk:density=0.2+ef": closest}
+    found = of(lgreco, [row(name, score, 100, task="gpt") for name, score in scores.items()], "gpt, top-k: of the cand")
+    assert found.verdict() == verdict
+    assert says in found.figures
+
+
+def test_a_reference_is_not_held_where_the_rule_would_have_chosen_another():
+    scores = GPT_SCORES | {"candidate topk:density=0.1+ef": 5.01, "candidate topk:density=0.2+ef": 5.0}
+    found = of(lgreco, [row(name, score, 100, task="gpt") for name, score in scores.items()], "gpt, top-k: of the cand")
+    assert found.verdict() == "not held"
+    assert "would be the reference, but rows were trained around topk:density=0.2+ef" in found.figures
+
+
+def test_lgrecos_rows_stand_beside_the_dense_row_of_their_seeds():
+    rows = [row("dense", 5.0 + seed / 10, seed, task="gpt") for seed in (0, 1, 100)]
+    rows += [row("qsgd, uniform", 5.1, seed, task="gpt") for seed in (0, 1)]
+    rows += [row("candidate qsgd:bits=4", 15.0, 100, task="gpt")]
+    tables = dict(lgreco.EXPERIMENT.layout.tables(groups(rows)))
+    assert [tables[key][0].seeds for key in ("gpt", "choice")] == [(0, 1), (100,)]
 
 
 def test_a_record_names_its_data():
     record = provenance(0, ["python", "-m", "reproduce.dgc"])
     assert source(record | {"data": "CIFAR-10"}, ["0123"]).endswith("commit 0123. Data: CIFAR-10.")
     assert source(record, ["0123"]).endswith("commit 0123.")
+    spent = took([{"wall_s": 3600.0, "forward": "none"}, {"wall_s": 5400.0, "forward": "none"}])
+    assert source(record | {"took": spent}, ["0123"]).endswith(
+        "Training 2 rows took 2.5 h of one process each, added up, however busy the machine was."
+    )
+    assert took([{"score": 1.0}]) == ""
 
 
 def test_tables_fit_a_terminal():

@@ -21,7 +21,8 @@ error s and a residual N · s of one rank stand for the same, so that one can ta
 
 With ``decay=β`` what waits counts for less in every step: p = β·e + g, and q = β·s + m. What has waited for t steps
 counts β^t, and sums are no longer kept. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where
-updates are sent, and not gradients.
+updates are sent, and not gradients. There is no γ as in p = β·e + γ·g: where C(γ·x) = γ·C(x) all of e, p and C(p) are γ
+times as large, so that γ is a part of the learning rate.
 
 With ``store=bf16`` or ``int8`` the residual is kept in 2 bytes or about 1 between steps, rounded stochastically, so
 that sums are kept on average: E[e] = p − C(p). Behind top-k with values in float32 one pass over gradient and residual
