@@ -80,7 +80,7 @@ class Adapt:
         from narrowband.adapt import Traffic
         from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
-        check_output(self.output, self.plot)
+        check_output(self.output, self.plot, reads=(self.gradients, self.before))
         if self.min_numel < 1:
             raise ValueError(f"min_numel={self.min_numel} must be at least 1")
         if self.ranks < 1:

@@ -16,7 +16,7 @@ from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -48,7 +48,7 @@ class BenchKernels:
 
         from narrowband.report.tables import kernels_table
 
-        check_output(self.json)
+        _check_record(self.json)
         keep = _keeping(self.json, asdict(self.config))
         rows = []
         with Progress(console=console, transient=True) as progress:
@@ -91,7 +91,7 @@ class BenchDDP:
 
         from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
-        check_output(self.json)
+        _check_record(self.json, self.config.codecs)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -131,7 +131,7 @@ class BenchPlan:
 
         from narrowband.report.tables import foretold_table
 
-        check_output(self.json)
+        _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=foretold.count(self.config))
             rows = foretold.run(self.config, lambda what: progress.update(task, advance=1, description=what))
@@ -168,7 +168,7 @@ class BenchPipeline:
 
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
-        check_output(self.json)
+        _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -206,7 +206,7 @@ class BenchAdapt:
 
         from narrowband.report.tables import RELATIVE_ERROR, adapt_table
 
-        check_output(self.json)
+        _check_record(self.json)
         check_folder(self.plans)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("training", total=adapt.count(self.config))
@@ -249,7 +249,7 @@ class BenchMemory:
 
         from narrowband.report.tables import memory_table
 
-        check_output(self.json)
+        _check_record(self.json, [self.config.model])
         if self.zoo is not None:
             return self._measure_zoo(console, self.zoo)
         if self.shares:
@@ -317,6 +317,20 @@ def _plain(config: zoo.Config) -> dict[str, Any]:
     return asdict(config) | {"names": list(config.names), "shares": list(config.shares)}
 
 
+def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
+    """See whether :func:`_record` can write both of its files.
+
+    Raises:
+        ValueError: it cannot, or would lose something.
+    """
+    from narrowband.report.page import can_make_pages
+
+    page = None if path is None or not can_make_pages() else path.with_suffix(".html")
+    if path is not None and path == page:
+        raise ValueError(f"--json {path} would be lost when a page is made of it, which has that name; write .json")
+    check_output(path, page, reads=reads)
+
+
 def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
     """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up."""
     if path is None:
@@ -363,7 +377,7 @@ class BenchPeers:
 
         from narrowband.report.tables import peers_table
 
-        check_output(self.json)
+        _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("peers meet", total=None)
 
@@ -404,7 +418,7 @@ class BenchGPU:
         from narrowband.report.record import provenance, write_json
         from narrowband.report.tables import gpu_table
 
-        check_output(self.json)
+        check_output(self.json, reads=behind or ())
         these = gpu.parts(self.config, behind or ())
         check_device("cuda")
         about = found()

@@ -52,7 +52,7 @@ class Plan:
             )
         if self.plot is not None and not self.config.is_range:
             raise ValueError("--plot draws a range of machines; give one, such as --nodes 1..10000")
-        check_output(self.apply, self.plot, self.json)
+        check_output(self.apply, self.plot, self.json, reads=(self.model,))
         with console.status("building") as status:
             report = plan.run(self.model, self.config, status.update)
         if self.config.measure and os.environ["RANK"] != "0":
