@@ -27,6 +27,9 @@ from torch import nn
 def build(batch):
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), (torch.randn(batch, 64),)
 
+def wider(batch):
+    return nn.Sequential(nn.Linear(64, 192), nn.ReLU(), nn.Linear(192, 64)), (torch.randn(batch, 64),)
+
 def fails(batch):
     raise RuntimeError("no data here")
 
@@ -47,6 +50,9 @@ class Raises(torch.autograd.Function):
 class NoBackward(nn.Linear):
     def forward(self, x):
         return Raises.apply(super().forward(x))
+
+def works_forward(batch):
+    return nn.Linear(4, 4), (torch.randn(batch, 4),)
 
 def no_backward(batch):
     return NoBackward(4, 4), (torch.randn(batch, 4),)
@@ -184,6 +190,48 @@ def test_ranks_measure_their_links_together_and_one_speaks(model):
     assert re.search(r"1 +0 +[\d.]+ [MG]bit/s", out)
     assert "2 ranks behind" in out
     assert "qsgd:bits=4" in out
+
+
+def refused_together(rank, world_size, model, words, port):
+    """How it ends on each of two ranks that torchrun has given different things."""
+    own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "COLUMNS": "160"}
+    before = dict(os.environ)
+    os.environ |= own
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            code = main(["plan", model[rank], "--measure", "--steps", "2", *words[rank]])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return code, said.getvalue(), dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("functions", "words", "says"),
+    [
+        (("build", "build"), (("--codecs", "fp16"), ("--codecs", "sign+ef", "fp16")),
+         "ranks disagree on options: codecs is sign+ef fp16 on rank 1 and fp16 on rank 0; start all of them with"),
+        (("build", "fails"), ((), ()), "rank 1: {model}:fails: fails(8) raised RuntimeError: no data here"),
+        (("fails", "build"), ((), ()), "rank 0: {model}:fails: fails(8) raised RuntimeError: no data here"),
+        (("build", "wider"), ((), ()), "the number of elements is 24832 on rank 1 and 16576 on rank 0"),
+        (("build", "no_backward"), ((), ()), "the number of parameters is 2 on rank 1 and 4 on rank 0"),
+        (("works_forward", "no_backward"), ((), ()), "rank 1: the model's backward raised RuntimeError: no way back"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_measure_together_all_say_why(model, functions, words, says):
+    models = [model.replace(":build", f":{function}") for function in functions]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [own or ("--codecs", "qsgd:bits=4") for own in words]
+    answers = run_ranks(refused_together, 2, models, words, port, group=False)
+    for code, said, left in answers:
+        assert code == 2
+        assert says.format(model=model.removesuffix(":build")) in said
+        assert said.count("\n") == 1
+        assert not left
 
 
 @pytest.mark.root
