@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
 
 MODEL = """
+from pathlib import Path
 import torch
 from torch import nn
 
@@ -50,6 +51,10 @@ class Raises(torch.autograd.Function):
 class NoBackward(nn.Linear):
     def forward(self, x):
         return Raises.apply(super().forward(x))
+
+def takes_the_pictures_place(batch):
+    Path(__file__).with_name("late.png").mkdir()
+    return build(batch)
 
 def works_forward(batch):
     return nn.Linear(4, 4), (torch.randn(batch, 4),)
@@ -136,7 +141,7 @@ def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
         (("--plot", "x.png"), "--plot draws a range of machines"),
         (("--measure",), "ranks that torchrun has started"),
         (("--measure", "--link", "1gbit"), "measure finds out link by itself"),
-        (("--nodes", "2..4"), "--apply writes the plan for one cluster"),
+        (("--nodes", "2..4", "--plot", "x.txt"), "--apply writes the plan for one cluster"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(narrow, model, tmp_path, words, says):
@@ -146,6 +151,27 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(narrow, model, tmp_path
     assert says in err
     assert err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_model_is_built(narrow, model, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / name
+    words = ("--nodes", "1..10", "--plot", str(picture), "--json", str(tmp_path / "rows.json"))
+    code, out, err = narrow("plan", model.replace(":build", ":fails"), *words)
+    assert (code, out) == (2, "")
+    assert f"{picture} cannot be drawn: give a name that ends in .png" in err
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_measurements_are_written_before_anything_else_can_fail(narrow, model, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = tmp_path / "rows.json"
+    words = ("--steps", "1", "--codecs", "none", "--nodes", "1..2", "--plot", str(tmp_path / "late.png"))
+    code, _, err = narrow("plan", model.replace(":build", ":takes_the_pictures_place"), *words, "--json", str(rows))
+    assert code == 2
+    assert "late.png: Is a directory; check the path" in err
+    assert json.loads(rows.read_text())["rows"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import tyro
 from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, zoo
 from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
+from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -352,7 +353,11 @@ def _record(console: Console, path: Path | None, config: dict[str, Any], rows: l
     console.print(f"written to {path}", style="dim", markup=False, highlight=False)
     if can_make_pages():
         page = path.with_suffix(".html")
-        write_text(page, record_page(record, path.stem))
+        try:
+            write_text(page, record_page(record, path.stem))
+        except UnsupportedError as error:  # the measurement is safe, and worth more than its page
+            console.print(f"no page of it: {error}", style="yellow", markup=False, highlight=False)
+            return
         console.print(f"a page of it: {page}", style="dim", markup=False, highlight=False)
 
 
