@@ -193,9 +193,15 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
     [
         ("run.jsonl", None, "No such file"),
         ("run.jsonl", "", "no records yet"),
-        ("run.jsonl", '{"kind": "step"}\n', "line 1"),
+        ("run.jsonl", '{"kind": "step"}\n', "its first line is no start of a run"),
+        ("run.jsonl", '{"rows": []}', "its first line is no start of a run; nb.Recorder"),
         ("bench.json", '{"rows": [', "torn or no JSON"),
         ("bench.json", '{"config": {}}', "has no rows"),
+        (
+            "bench.json",
+            '{"rows": [{"codec": "a", "ms": 1.0}], "machine": 3}',
+            "machine is 3 and no object: another program",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_shown_is_one_sentence_and_nothing_is_written(tmp_path, capsys, name, content, message):

@@ -116,6 +116,9 @@ def lines(*steps, ended=True, start='{"kind": "start", "narrowband_run": 1, "spe
     return "\n".join([start, *own, *(['{"kind": "end", "step": 9}'] if ended else [])]) + "\n"
 
 
+LAYERS = b'{"kind": "layers", "step": 1, "layers": {"a": ["none", 9, 9, "much", null, null]}}\n{"kind": "end"}\n'
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_takes_steps_back(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text(lines((1, 0.9), (2, 0.8), (3, 0.7), ended=False) + lines((3, 0.75), (4, 0.6)))
@@ -149,9 +152,23 @@ class Still:
     [
         (b"", "no records yet"),
         (b"\x80\x04\x95", "is no file of an nb.Recorder"),
-        (b'{"rows": []}\n{}\n', "line 1"),
-        (lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'), "newer version"),
-        (lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"stop": 2'), "damaged: line 3"),
+        (b'{"rows": []}\n{}\n', "its first line is no start of a run; nb.Recorder.* writes one"),
+        (b"[]\n", "its first line is no start of a run"),
+        (
+            lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'),
+            r"was written by a newer version of narrowband \(format 99, and this one reads 1\): pip install -U",
+        ),
+        (lines((1, 0.9)).encode().replace(b'"ranks": 2', b'"machine": 3'), "its first line is no start"),
+        (
+            lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"stop": 2'),
+            "damaged: line 3 is no record .'step' is missing.; take that line out",
+        ),
+        (lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"step": "b"'), "damaged: line 3"),
+        (
+            lines().encode() + LAYERS + lines((1, 0.9)).encode(),
+            "damaged: line 3 is no record .'much' is no whole number",
+        ),
+        (lines((1, 0.9), (2, 0.8)).encode().replace(b"0.9", b"[]"), "damaged: line 2"),
     ],
 )
 def test_what_is_no_run_is_not_read_and_never_written_to(tmp_path, content, message):

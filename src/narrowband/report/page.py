@@ -298,6 +298,9 @@ def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
 def _facts(start: Mapping[str, Any]) -> list[tuple[str, str]]:
     """How it was made."""
     machine, versions = start.get("machine", {}), start.get("versions", {})
+    for what, known in (("machine", machine), ("versions", versions)):
+        if not isinstance(known, Mapping):
+            raise ValueError(f"{what} is {known!r} and no object: another program wrote this record; make it again")
     found = {
         "command": start.get("command"),
         "spec": start.get("spec"),
