@@ -16,6 +16,7 @@ import narrowband as nb
 from narrowband.bench import foretold
 from narrowband.cli import main
 from narrowband.lab import LabConfig, requirements
+from narrowband.planning import DDP
 from tests.ranks import run_ranks
 
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
@@ -270,14 +271,52 @@ def test_predictions_stand_beside_measurements(tmp_path, narrow):
     assert (code, err) == (0, "")
     assert "Predictions are off: " in out
     assert "At the speed of the measurement: " in out
-    rows = json.loads(told.read_text())["rows"]
-    assert [row["codec"] for row in rows] == ["none", "qsgd:bits=4"]
+    assert "in 1 of 1 cases" in out or "in 0 of 1 cases" in out
+    written = json.loads(told.read_text())
+    rows = written["rows"]
+    assert sorted(row["codec"] for row in rows) == [DDP, "none", "qsgd:bits=4"]
     for row in rows:
         assert row["error"] == pytest.approx(row["predicted_step_s"] / row["measured_step_s"] - 1)
-        assert row["predicted_sent_bytes"] == pytest.approx(row["measured_sent_bytes"], abs=64)
+        if row["codec"] != DDP:  # whose bytes nobody counts
+            assert row["predicted_sent_bytes"] == pytest.approx(row["measured_sent_bytes"], abs=64)
+    assert written["verdicts"] == foretold.verdicts(rows)
+    assert [side["codec"] for side in written["verdicts"][0]["sides"]] == ["none", "qsgd:bits=4"]
 
 
-@pytest.mark.parametrize("wrong", [{"nodes": (1,)}, {"rates": ()}, {"rates": ("0mbit",)}, {"codecs": ("foo",)}])
+def beside(codec, said, was, rate="1gbit"):
+    return {"codec": codec, "rate": rate, "nodes": 2, "predicted_step_s": said, "measured_step_s": was}
+
+
+def test_a_verdict_is_wrong_where_the_choice_costs_more_than_a_tenth():
+    rows = [beside(DDP, 1.0, 1.0), beside("fp16", 1.02, 0.92), beside("none", 1.2, 1.3), beside("sign+ef", 0.9, None)]
+    rows += [beside(DDP, 2.0, 1.0, "10mbit"), beside("fp16", 1.0, 2.0, "10mbit")]
+    slow, fast = foretold.verdicts(rows[::-1])
+    # DDP is said to be best, which is to not compress; fp16 is faster, by less than anybody should care about.
+    assert (fast["predicted_best"], fast["measured_best"], fast["is_right"]) == (DDP, "fp16", True)
+    assert fast["slower_by"] == pytest.approx(1 / 0.92 - 1)
+    assert {side["codec"]: side["is_right"] for side in fast["sides"]} == {"fp16": None, "none": True}
+    assert (slow["predicted_best"], slow["measured_best"], slow["is_right"]) == ("fp16", DDP, False)
+    assert slow["slower_by"] == pytest.approx(1.0)
+    assert [side["is_right"] for side in slow["sides"]] == [False]
+
+
+def test_a_link_where_nothing_was_measured_has_no_verdict_and_without_ddp_there_are_no_sides():
+    assert foretold.verdicts([beside("fp16", 1.0, None)]) == []
+    assert foretold.verdicts([beside("fp16", 1.0, 2.0)])[0]["sides"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nodes": (1,)},
+        {"rates": ()},
+        {"rates": ("0mbit",)},
+        {"codecs": ("foo",)},
+        {"codecs": ("threshold:value=0.1+ef",)},
+    ],
+)
 def test_a_comparison_that_cannot_be_is_refused_before_ranks_start(wrong):
-    with pytest.raises(ValueError, match=r"a single rank|nothing to measure|carries nothing|unknown codec"):
+    with pytest.raises(
+        ValueError, match=r"a single rank|nothing to measure|carries nothing|unknown codec|nobody can predict it"
+    ):
         foretold.Config(**wrong)

@@ -130,7 +130,7 @@ class BenchPlan:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.tables import foretold_table
+        from narrowband.report.tables import foretold_table, verdicts_table
 
         _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
@@ -143,7 +143,17 @@ class BenchPlan:
                 console.print(
                     f"{what}: {statistics.median(errors):.1%} (median), {errors[-1]:.1%} (worst)", highlight=False
                 )
-        _record(console, self.json, asdict(self.config), rows)
+        found = foretold.verdicts(rows)
+        console.print(verdicts_table(found))
+        right = sum(verdict["is_right"] for verdict in found)
+        sides = [side["is_right"] for verdict in found for side in verdict["sides"] if side["is_right"] is not None]
+        console.print(
+            f"What would be chosen is within {foretold.MARGIN:.0%} of the best in {right} of {len(found)} cases. Of "
+            f"{len(sides)} steps that differ from DDP's by over {foretold.MARGIN:.0%}, {sum(sides)} were said to be on "
+            "the right side of it.",
+            highlight=False,
+        )
+        _record(console, self.json, asdict(self.config), rows, verdicts=found)
         return FAILED if any(row["error"] is None for row in rows) else DONE
 
 
@@ -342,13 +352,16 @@ def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[s
     return lambda rows: write_json(path, before | {"rows": rows})
 
 
-def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _record(
+    console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any
+) -> None:
+    """Write rows, and ``more`` beside them, with where they come from; and a page of it."""
     if path is None:
         return
     from narrowband.report.page import can_make_pages, record_page
     from narrowband.report.record import provenance, write_json, write_text
 
-    record = provenance(config["seed"]) | {"config": config, "rows": rows}
+    record = provenance(config["seed"]) | {"config": config, "rows": rows, **more}
     write_json(path, record)
     console.print(f"written to {path}", style="dim", markup=False, highlight=False)
     if can_make_pages():
