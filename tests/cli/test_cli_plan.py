@@ -16,7 +16,7 @@ import narrowband as nb
 from narrowband.bench import foretold
 from narrowband.cli import main
 from narrowband.lab import LabConfig, requirements
-from narrowband.planning import DDP
+from narrowband.planning import DDP, known
 from tests.ranks import run_ranks
 
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
@@ -113,6 +113,12 @@ def test_on_two_levels_the_line_for_a_script_says_how_many_machines(narrow, mode
     assert nb.Plan.load(apply).world_size == 2
 
 
+def test_what_is_known_of_muon_is_told(narrow, model):
+    code, out, err = narrow("plan", model, "--steps", "1", "--codecs", "fp16", "--link", "1mbit", "--optimizer", "muon")
+    assert (code, err) == (0, "")
+    assert f"{known('muon', 'fp16', 0)}" in out
+
+
 def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
     told, picture = tmp_path / "rows.json", tmp_path / "range.png"
     words = ("--steps", "2", "--codecs", "fp16", "sign+ef", "--nodes", "1..10000")
@@ -137,6 +143,8 @@ def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
         (("--codecs", "topk:densty=1"), "did you mean 'density'?"),
         (("--codecs", "threshold:value=0.1+ef"), "depends on the gradients, so nobody can predict it"),
         (("--codecs", "qsgd:bits=4+aq-sgd"), "is for activations between stages"),
+        (("--every", "10", "--per-node", "2"), "machines of one rank: leave every out"),
+        (("--optimizer", "lora"), "every parameter of this model requires gradients: freeze all but the adapters"),
         (("--every", "0"), "every=0 must be at least 1"),
         (("--tolerance", "-1"), "must be a share of the loss"),
         (("--plot", "x.png"), "--plot draws a range of machines"),

@@ -144,6 +144,9 @@ def test_options_are_what_the_cluster_allows():
     assert not any(option.levels for option in flat)
     levels = options(["none", SPEC], "adamw", Cluster(2, 4), rounds=[])
     assert Option(SPEC, levels=True) in levels
+    assert not any(option.every for option in levels)
+    with pytest.raises(ValueError, match="machines of one rank: leave every out"):
+        options(["none"], "adamw", Cluster(2, 4), rounds=[30])
 
 
 @pytest.mark.parametrize("option", [Option(None), Option("topk:density=0.01+ef"), Option("powersgd:rank=4")])

@@ -72,10 +72,11 @@ class Config:
         nodes: Machines: 4; or from some to many, 1..10000, for a table of what to do among how many, on which links;
             left out: 2.
         per_node: Ranks on each; they share its link and its cores. Left out: 1.
-        optimizer: Whose step is measured, and with which losses were.
+        optimizer: Whose step is measured, and with which losses were: adamw; sgd, with momentum; muon, for matrices
+            that are no embeddings; or lora, AdamW on a model whose adapters alone require gradients.
         codecs: Specs to choose from, for gradients.
         every: Optimizer steps from one round of updates to the next; one or several. Those that were measured with the
-            optimizer are there, too.
+            optimizer are there, too. For machines of one rank.
         bucket_cap_mb: DDP's bucket size.
         tolerance: What may be lost, as a share of the loss.
         steps: That are measured.
@@ -110,6 +111,7 @@ class Config:
         if self.measure and given:
             raise ValueError(f"measure finds out {', '.join(given)} by itself: leave that out, or leave measure out")
         self.told_link()
+        _options(self, self.clusters[-1])
         if self.clusters[-1].ranks < 2:
             raise ValueError("one rank sends nothing, so there is nothing to compress; give nodes or per_node")
 
@@ -275,10 +277,11 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
                 f"{ranks} ranks with {per_node} on each machine: --measure needs two machines or more, with as many "
                 "ranks on each; narrowband lab --nodes 2 emulates them"
             )
+        cluster = Cluster(ranks // per_node, per_node)
+        _options(config, cluster)  # what cannot be predicted there is refused before anything is measured
         on_event("building")
         subject = _built(model, config)
     lockstep.compare("the model", _about(subject))
-    cluster = Cluster(ranks // per_node, per_node)
 
     def begin(what: str) -> None:
         """All ranks measure the same at the same time, since those of a machine share its cores."""
