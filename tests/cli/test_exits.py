@@ -307,7 +307,8 @@ def test_a_path_that_looks_like_a_smiley_stays_a_path(narrow, given):
 
 def test_what_can_be_written_is_not_refused(tmp_path):
     (tmp_path / "old.json").touch()
-    check_output(None, tmp_path / "old.json", tmp_path / "new" / "deep" / "one.json")
+    words = ["python", "-c", "print(1);" * 1000, "a\0b", None]
+    check_output(None, tmp_path / "old.json", tmp_path / "new" / "deep" / "one.json", reads=words)
     check_folder(None, tmp_path, tmp_path / "new" / "deep")
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]  # looking makes nothing
 

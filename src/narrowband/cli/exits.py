@@ -147,7 +147,12 @@ def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -
 
 def _is_one_file(one: Path, other: Path) -> bool:
     """Whether two names are one file's, by whatever link."""
-    return one.absolute() == other.absolute() or (one.exists() and other.exists() and one.samefile(other))
+    if one.absolute() == other.absolute():
+        return True
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):  # one of them is not there, or is a word that no file could have for a name
+        return False
 
 
 def check_folder(*paths: Path | None) -> None:

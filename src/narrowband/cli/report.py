@@ -46,7 +46,7 @@ class Report:
         check_output(output, reads=(self.run, self.beside))
         if self.run.suffix == ".json":
             if self.beside is not None:
-                raise ValueError(f"--beside is for recorded runs, and {self.run} is a record of a benchmark")
+                raise ValueError(f"--beside is for recorded runs, and {self.run} is of a benchmark: leave it out")
             page = record_page(read_json(self.run), self.run.stem)
         else:
             page = run_page(read_run(self.run), self.run.stem, None if self.beside is None else read_run(self.beside))
