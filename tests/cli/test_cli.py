@@ -45,13 +45,14 @@ def test_help_of_a_family_names_its_commands(narrow, words):
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "bench kernels", "bench ddp", "bench memory", "lab", "memory", "codecs", "doctor"]
+    "command", ["demo", "bench kernels", "bench ddp", "bench memory", "lab", "memory", "codecs", "doctor", "report"]
 )
 def test_help_teaches_with_examples(narrow, command):
     code, out, _ = narrow(*command.split(), "--help")
     assert code == 0
     assert "Examples:" in out
     assert len(re.findall(rf"^  (narrowband {command}|python)", out, re.MULTILINE)) >= 1
+    assert not re.search(rf"narrowband {command}.*narrowband {command}", out.partition("Examples:")[2])  # one a line
     assert "``" not in out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import pickle
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankError, run_ranks
 from narrowband.cli.exits import CONVENTION, check_folder, check_output, finish
 from narrowband.errors import PayloadError, UnsupportedError
@@ -35,6 +37,10 @@ def raises(batch):
 def exits(batch): sys.exit(0)
 def frozen(batch): return nn.Linear(8, 8).requires_grad_(False), (torch.randn(batch, 8),)
 number = 3
+"""
+
+RUN = """{"kind": "start", "narrowband_run": 1, "spec": "none", "ranks": 2}
+{"kind": "step", "step": 1, "steps": 1, "values": {"loss": 0.5}}
 """
 
 
@@ -64,6 +70,13 @@ def folder(tmp_path_factory):
     (place / "newer.json").write_text('{"version": 9}')
     layer = {"name": "a", "spec": "qsgd:bits=4", "nbytes": 3, "error": None, "shape": [3, 3]}
     (place / "other.json").write_text(json.dumps({"version": 2, "policy": "mine", "world_size": 4, "layers": [layer]}))
+    shapes = {name: list(x.shape) for name, x in GPT(MODELS["gpt-tiny"]).named_parameters() if x.dim() > 1}
+    layers = [layer | {"name": name, "shape": shape} for name, shape in shapes.items() if math.prod(shape) >= 1024]
+    (place / "plan.json").write_text(json.dumps({"version": 2, "policy": "mine", "world_size": 4, "layers": layers}))
+    torch.save({"a.weight": torch.randn(64, 96), "b.weight": torch.randn(64, 96)}, place / "same.pt")
+    for name in ("run.jsonl", "plain.jsonl", "page.html"):
+        (place / name).write_text(RUN)
+    (place / "link.jsonl").symlink_to("run.jsonl")
     (place / "model.py").write_text(MODEL)
     (place / "model.txt").write_text(MODEL)
     (place / "imports.py").write_text("\nimport nothing_of_this_name\n")
@@ -109,6 +122,23 @@ WRONG = [
     ("memory model.py:fits --budget 1GB --output folder", "folder is a folder"),
     ("demo --out file", "give another place"),
     ("lab --json folder -- true", "folder is a folder"),
+    # outputs that would take the place of inputs, or of each other
+    ("report run.jsonl --output run.jsonl", "run.jsonl is read by this command, and would be lost"),
+    ("report run.jsonl --output ./folder/../run.jsonl", "run.jsonl is read by this command"),
+    ("report run.jsonl --output link.jsonl", "link.jsonl is read by this command"),
+    ("report run.jsonl --beside plain.jsonl --output plain.jsonl", "plain.jsonl is read by this command"),
+    ("report page.html", "page.html is read by this command, and would be lost if it were written, too; give another"),
+    ("adapt good.pt --output good.pt", "good.pt is read by this command"),
+    ("adapt good.pt --before same.pt --plot same.pt", "same.pt is read by this command"),
+    ("adapt good.pt --output a.png --plot a.png", "a.png would be written twice"),
+    ("plan model.py:fits --json model.py", "model.py is read by this command"),
+    ("plan model.py:fits --apply a.json --json a.json", "a.json would be written twice"),
+    ("memory model.py:fits --json model.py", "model.py is read by this command"),
+    ("bench memory --model model.py:fits --json model.py", "model.py is read by this command"),
+    ("bench ddp --rate none --model gpt-tiny --codecs plan.json --json plan.json", "plan.json is read by this command"),
+    ("bench gpu --json model.py -- python model.py", "model.py is read by this command"),
+    ("lab --json model.py -- python model.py", "model.py is read by this command"),
+    ("bench kernels --json rows.html", "rows.html would be lost when a page is made of it"),
     # plans
     ("bench ddp --rate none --codecs nowhere.json", "nowhere.json: No such file or directory; check the path"),
     ("bench ddp --rate none --codecs folder.json", "folder.json: Is a directory; check the path"),
@@ -162,12 +192,19 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
 def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line, message):
+    before = contents(given)
     code, out, err = narrow(*line.split())
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
     assert "Traceback" not in err
     assert not out.strip()
+    assert contents(given) == before
+
+
+def contents(folder):
+    """Name → bytes of every file."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -270,7 +307,8 @@ def test_a_path_that_looks_like_a_smiley_stays_a_path(narrow, given):
 
 def test_what_can_be_written_is_not_refused(tmp_path):
     (tmp_path / "old.json").touch()
-    check_output(None, tmp_path / "old.json", tmp_path / "new" / "deep" / "one.json")
+    words = ["python", "-c", "print(1);" * 1000, "a\0b", None]
+    check_output(None, tmp_path / "old.json", tmp_path / "new" / "deep" / "one.json", reads=words)
     check_folder(None, tmp_path, tmp_path / "new" / "deep")
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]  # looking makes nothing
 

@@ -1,4 +1,4 @@
-"""Sums of what owners receive: what is delivered, what waits and where, and bytes that do not grow with ranks."""
+"""Sums of what owners receive: what is delivered, what waits and where, and how bytes grow with ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import nn
 
 import narrowband as nb
 from narrowband import kernels
-from narrowband.collectives import Operand, choose, collective
+from narrowband.bench.models import GPT, MODELS
+from narrowband.collectives import LayerCollectives, Operand, choose, collective
+from narrowband.collectives.peers import Peers
 from narrowband.feedback import ErrorFeedback
+from narrowband.planning.echo import EchoGroup
 from tests.collectives.test_exchange import average, seed_of
 from tests.gradients.training import compress, flat, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
@@ -231,7 +234,7 @@ def bytes_sent(rank, size):
     return work.sent_nbytes, said, gathered
 
 
-def test_bytes_do_not_grow_with_ranks_and_are_what_was_said():
+def test_bytes_hardly_grow_among_a_few_ranks_and_are_what_was_said():
     sent = {}
     for size in (4, 8, 16):
         ((own, said, gathered), *others) = run_ranks(bytes_sent, size)
@@ -240,6 +243,46 @@ def test_bytes_do_not_grow_with_ranks_and_are_what_was_said():
         sent[size] = own, gathered
     assert sent[16][0] < 1.1 * sent[8][0]
     assert sent[16][0] < 0.25 * sent[16][1]
+
+
+#: Of a GPT of 3.3 million parameters.
+MATRICES = [tuple(x.shape) for x in GPT(MODELS["gpt-demo"]).parameters() if x.dim() > 1]
+TOPK = nb.compression("topk:density=0.01+ef")
+
+
+def said_of(size):
+    """Bytes that a rank sends for all matrices, as the library says."""
+    layers = LayerCollectives([(TOPK, shape) for shape in MATRICES], size)
+    assert layers.of(TOPK).name == "sparse_reduce"
+    return sum(layers.sent_nbytes(TOPK, shape) for shape in MATRICES)
+
+
+def ok_topk(size):
+    """The bound of Ok-Topk: 6k·(N−1)/N numbers of 4 bytes (arXiv 2201.07598)."""
+    return 4 * 6 * sum(TOPK.codec.kept(shape) for shape in MATRICES) * (size - 1) / size
+
+
+def test_among_some_hundred_ranks_it_stays_below_the_bound_of_ok_topk_and_behind_that_rows_are_rounded_up():
+    """The figures of the documentation."""
+    assert all(said_of(size) < ok_topk(size) for size in (7, 8, 16, 32, 64, 100, 256, 500))
+    assert [round(said_of(size) / 1e3) for size in (32, 100, 1000, 10_000)] == [507, 556, 803, 3800]
+    assert [round(ok_topk(size) / 1e3) for size in (32, 100, 1000, 10_000)] == [764, 780, 787, 788]
+    payloads = sum(TOPK.codec.payload_nbytes(shape) for shape in MATRICES)
+    assert [round(said_of(size) / payloads, 1) for size in (32, 100, 1000, 10_000)] == [3.0, 3.3, 4.8, 22.6]
+
+
+@pytest.mark.parametrize(("size", "above"), [(100, 1.02), (1000, 1.08)])
+def test_what_is_said_of_many_ranks_is_what_one_of_them_sends(size, above):
+    """Said layer by layer; layers that share a message share what is rounded up, too."""
+    state = TOPK.new_feedback()
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in MATRICES]
+    exchange = collective("sparse_reduce")(
+        items_of(tensors, TOPK.codec, state, 0), Peers(EchoGroup(size), 0, size), measure=False, state=state
+    )
+    exchange.encode()
+    for transfer in exchange.job():
+        transfer.issue()
+    assert exchange.sent_nbytes <= said_of(size) <= above * exchange.sent_nbytes
 
 
 def test_auto_takes_it_where_it_sends_less_than_half():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import runpy
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import narrowband as nb
 from tests.gradients.training import flat, loss_of, mlp, residuals, sgd, wrap
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 SPEC = "topk:density=0.05+ef"
 OPTIONS = {"min_numel": 64, "seed": 5}
@@ -73,6 +75,36 @@ def outcome(model, losses, handle):
         "steps": handle.step,
         "residuals": torch.cat([each.flatten() for each in residuals(handle).values()]),
     }
+
+
+def dies_at(optimizer, rank, step=STEPS // 2):
+    """Let rank 1 die in a step, without a word: its gradients are averaged, and the optimizer has not stepped."""
+    steps = itertools.count()
+
+    def on_step(*_):
+        if next(steps) == step and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    optimizer.register_step_pre_hook(on_step)
+    return optimizer
+
+
+def check_killed_and_resumed(killed, resumed, folder):
+    """A run whose rank 1 is killed goes on from the trainer's checkpoint with the bits of a loop of one's own.
+
+    Args:
+        killed: trains ``(rank, world_size, folder)``, and dies.
+        resumed: returns the outcome of the loop, and that of the run that goes on from the folder.
+        folder: of checkpoints.
+    """
+    with pytest.raises(RankError, match="SIGKILL"):
+        on_two_ranks(killed, str(folder))
+    answers = on_two_ranks(resumed, str(folder))
+    for by_hand, after in answers:
+        assert agree(by_hand, after, but=("losses", "bytes")) == []
+        assert after["losses"] == by_hand["losses"][ACCUMULATE * STEPS // 2 :]
+    (_, first), (_, second) = answers
+    assert not torch.equal(first["residuals"], second["residuals"])
 
 
 def agree(a, b, but=()):

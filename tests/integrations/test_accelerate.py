@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,8 @@ from tests.integrations.direct import (
     SPEC,
     STEPS,
     agree,
+    check_killed_and_resumed,
+    dies_at,
     direct,
     example,
     launched,
@@ -30,7 +33,7 @@ pytestmark = needs("accelerate")
 class Run:
     """A model, prepared and compressed, of this rank."""
 
-    def __init__(self, rank, world_size, spec=SPEC, *, loads=None, **options):
+    def __init__(self, rank, world_size, spec=SPEC, *, loads=None, dies=False, **options):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
 
@@ -42,7 +45,9 @@ class Run:
         with launched(rank, world_size):
             self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
         model = mlp()
-        self.model, self.optimizer = self.accelerator.prepare(model, sgd(model, momentum=0.9))
+        optimizer = sgd(model, momentum=0.9)
+        optimizer = dies_at(optimizer, rank) if dies else optimizer
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.losses = []
         if loads is not None:
             self.accelerator.load_state(loads)
@@ -91,6 +96,24 @@ def test_a_prepared_model_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own
         "narrowband-rank0-of-2.pt",
         "narrowband-rank1-of-2.pt",
     ]
+
+
+def killed(rank, world_size, folder):
+    run = Run(rank, world_size, dies=True)
+    run.train(range(STEPS // 2))
+    run.accelerator.save_state(folder)
+    run.train(range(STEPS // 2, STEPS))
+
+
+def resumed(rank, world_size, folder):
+    run = Run(rank, world_size)
+    run.accelerator.load_state(folder)
+    return direct(rank), run.train(range(STEPS // 2, STEPS))
+
+
+@pytest.mark.thorough
+def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
+    check_killed_and_resumed(killed, resumed, tmp_path)
 
 
 def refused(rank, world_size, folder):

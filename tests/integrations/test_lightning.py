@@ -16,6 +16,8 @@ from tests.integrations.direct import (
     SPEC,
     STEPS,
     agree,
+    check_killed_and_resumed,
+    dies_at,
     direct,
     example,
     growing_scaler,
@@ -43,6 +45,7 @@ def fit(
     package="lightning.pytorch",
     callbacks=(),
     strict=True,
+    dies=False,
     **options,
 ):
     """Fit with Lightning's Trainer, with a checkpoint and a validation after each epoch."""
@@ -70,7 +73,8 @@ def fit(
         val_dataloader = train_dataloader
 
         def configure_optimizers(self):
-            return sgd(self.net, momentum=0.9)
+            optimizer = sgd(self.net, momentum=0.9)
+            return dies_at(optimizer, rank) if dies else optimizer
 
     compression = CompressGradients(spec, strict=strict, **OPTIONS)
     options = {"strategy": "ddp", "devices": world_size, **options}
@@ -134,7 +138,20 @@ def test_static_graphs_unused_parameters_and_a_gradient_scaler_change_no_bit(tmp
         assert len({tuple(by_hand["losses"]) for by_hand, _ in pairs}) == 3
 
 
-def train_with_fabric(rank, world_size, steps, folder, resume=False):
+def killed(rank, world_size, folder):
+    fit(rank, world_size, folder, dies=True)
+
+
+def resumed(rank, world_size, folder):
+    return direct(rank), fit(rank, world_size, f"{folder}/resumed", resume=f"{folder}/epoch=0.ckpt")
+
+
+@pytest.mark.thorough
+def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
+    check_killed_and_resumed(killed, resumed, tmp_path)
+
+
+def train_with_fabric(rank, world_size, steps, folder, resume=False, dies=False):
     from lightning.fabric import Fabric
 
     from narrowband.integrations.lightning import Stateful, compress_gradients
@@ -143,7 +160,8 @@ def train_with_fabric(rank, world_size, steps, folder, resume=False):
         fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world_size)
         fabric.launch()
         net = mlp()
-        model, optimizer = fabric.setup(net, sgd(net, momentum=0.9))
+        optimizer = sgd(net, momentum=0.9)
+        model, optimizer = fabric.setup(net, dies_at(optimizer, rank) if dies else optimizer)
         handle = compress_gradients(fabric, model, SPEC, **OPTIONS)
         state = {"model": model, "optimizer": optimizer, "compression": Stateful(handle)}
         if resume:
@@ -159,7 +177,8 @@ def train_with_fabric(rank, world_size, steps, folder, resume=False):
                 fabric.clip_gradients(model, optimizer, max_norm=CLIP)
                 optimizer.step()
                 optimizer.zero_grad()
-        fabric.save(f"{folder}/state.ckpt", state)
+            if batch + 1 == ACCUMULATE * STEPS // 2:
+                fabric.save(f"{folder}/state.ckpt", state)
     return outcome(net, losses, handle)
 
 
@@ -175,6 +194,19 @@ def test_fabric_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_path)
         assert first["losses"] + resumed["losses"] == by_hand["losses"]
         assert first["bytes"] + resumed["bytes"] == by_hand["bytes"]
         assert agree(by_hand, resumed, but=("losses", "bytes")) == []
+
+
+def killed_with_fabric(rank, world_size, folder):
+    train_with_fabric(rank, world_size, range(STEPS), folder, dies=True)
+
+
+def resumed_with_fabric(rank, world_size, folder):
+    return direct(rank), train_with_fabric(rank, world_size, range(STEPS // 2, STEPS), folder, resume=True)
+
+
+@pytest.mark.thorough
+def test_a_run_with_fabric_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
+    check_killed_and_resumed(killed_with_fabric, resumed_with_fabric, tmp_path)
 
 
 def refused(rank, world_size, folder):

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
-from narrowband.errors import UnsupportedError
+from narrowband.errors import UnsupportedError, need
 from narrowband.integrations import states
-from narrowband.integrations.packages import need
 from narrowband.integrations.wrapped import check_clipping, ddp_in
 from tests.gradients.training import mlp, refusal, residuals, train, wrap
 from tests.integrations.direct import OPTIONS, SPEC
@@ -122,5 +121,7 @@ def test_a_package_that_is_not_there_or_of_another_version_is_named_with_what_to
     with pytest.raises(ImportError, match=r"no-such-trainer is not installed: pip install -U '.*\[plots\]'"):
         need("no-such-trainer", "1.0", "2", extra="plots")
     for oldest, newest in (("1.0", "1"), ("2.9999", "2"), ("3.0", "3")):
-        with pytest.raises(UnsupportedError, match=rf"torch .* works with {oldest} and later of version {newest}: pip"):
+        with pytest.raises(
+            UnsupportedError, match=rf"torch .* works with {oldest} and later, up to version {newest}: pip"
+        ):
             need("torch", oldest, newest, extra="plots")

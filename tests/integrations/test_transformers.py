@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,8 @@ from tests.integrations.direct import (
     SPEC,
     STEPS,
     agree,
+    check_killed_and_resumed,
+    dies_at,
     direct,
     example,
     launched,
@@ -27,7 +27,6 @@ from tests.integrations.direct import (
     on_two_ranks,
     outcome,
 )
-from tests.ranks import RankError
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -62,7 +61,7 @@ class OfRank(torch.utils.data.IterableDataset):
             yield {"x": x, "y": y}
 
 
-def trainer_of(rank, folder, steps):
+def trainer_of(rank, folder, steps, dies=False):
     """A Trainer that saves and evaluates in the middle."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
@@ -95,15 +94,16 @@ def trainer_of(rank, folder, steps):
     )
     model = WithLoss()
     optimizer = sgd(model, momentum=0.9)
+    optimizer = dies_at(optimizer, rank) if dies else optimizer
     rates = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     return OwnData(model, arguments, eval_dataset=OfRank(rank), optimizers=(optimizer, rates))
 
 
-def train(rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True):
+def train(rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True, dies=False):
     from narrowband.integrations.transformers import compress_gradients
 
     with launched(rank, world_size):
-        trainer = trainer_of(rank, folder, steps)
+        trainer = trainer_of(rank, folder, steps, dies)
         compression = compress_gradients(trainer, spec, strict=strict, **OPTIONS)
         for callback in callbacks:
             trainer.add_callback(callback(trainer))
@@ -135,32 +135,16 @@ def test_a_trainer_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_pa
 
 
 def killed(rank, world_size, folder):
-    """Rank 1 dies in the step after the checkpoint, without a word."""
-    from transformers import TrainerCallback
-
-    class Dies(TrainerCallback):
-        def __init__(self, trainer):
-            pass
-
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == STEPS // 2 and rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    train(rank, world_size, folder, callbacks=[Dies])
+    train(rank, world_size, folder, dies=True)
 
 
-def whole_and_resumed(rank, world_size, folder):
-    whole = train(rank, world_size, f"{folder}/whole")
-    return whole, train(rank, world_size, f"{folder}/killed", resume=True)
+def resumed(rank, world_size, folder):
+    return direct(rank), train(rank, world_size, folder, resume=True)
 
 
 @pytest.mark.thorough
 def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
-    with pytest.raises(RankError, match="SIGKILL"):
-        on_two_ranks(killed, f"{tmp_path}/killed")
-    for whole, resumed in on_two_ranks(whole_and_resumed, str(tmp_path)):
-        assert agree(whole, resumed, but=("losses", "bytes")) == []
-        assert resumed["losses"] == whole["losses"][BATCHES // 2 :]
+    check_killed_and_resumed(killed, resumed, tmp_path)
 
 
 def refused(rank, world_size, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from narrowband.planning import (
     Link,
     Network,
     Option,
+    facts,
     measure_host,
     measure_step,
     measured,
@@ -27,6 +29,7 @@ from narrowband.planning import (
     predict,
 )
 from narrowband.planning.echo import EchoGroup
+from narrowband.planning.measure import OptimizerName
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
@@ -69,6 +72,24 @@ def test_buckets_are_complete_one_after_the_other_within_backward(measurement):
     assert ready == sorted(ready)
     assert 0 < ready[0] <= ready[-1] <= profile.backward_s
     assert min(profile.forward_s, profile.optimizer_s) > 0
+
+
+def test_every_optimizer_whose_losses_are_known_can_be_measured():
+    names = get_args(OptimizerName)
+    assert {fact.optimizer for fact in facts()} == set(names)
+    for name in names:
+        model = mlp()
+        if name == "lora":
+            with pytest.raises(ValueError, match="every parameter of this model requires gradients: freeze"):
+                optimizer_of(name, model)
+            model[0].requires_grad_(False)
+        made = optimizer_of(name, model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        stepped = [p for each in made for group in each.param_groups for p in group["params"]]
+        assert sorted(map(id, stepped)) == sorted(map(id, trained))  # each once
+        found = measure_step(model, (torch.randn(8, 64),), lambda _, made=made: made, bucket_cap_mb=1, steps=1)
+        assert found.profile.optimizer_s > 0
+        assert all(state for each in made for state in each.state.values())  # all of them have stepped
 
 
 def test_no_process_group_is_left_behind(measurement):

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from narrowband.collectives import LayerCollectives
+from narrowband.feedback import compression
 from narrowband.planning import (
     Bucket,
     Cluster,
@@ -18,6 +20,7 @@ from narrowband.planning import (
     Piece,
     Profile,
     predict,
+    way_of,
 )
 from narrowband.planning.choices import options, plan_of
 from narrowband.planning.links import PAYLOAD_SHARE
@@ -93,6 +96,25 @@ def test_ten_thousand_ranks_send_no_more_than_a_ring_does():
     assert found.outcome.step_s == pytest.approx(3.5 + 8.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [2, 10, 100, 1000, 10_000])
+def test_bytes_among_any_number_of_ranks_are_those_that_the_collectives_say(ranks):
+    """So what the picture of a range shows rests on no formula of its own."""
+    spec, shapes = "topk:density=0.01+ef", [(1000, 1000), (300, 2000), (64, 500)]
+    layers = tuple((f"{at}.weight", shape) for at, shape in enumerate(shapes))
+    way = way_of(replace(PROFILE, buckets=(Bucket(1.0, layers, 0),)), spec, ranks)
+    calls = ("all_gather",) if way.name == "all_gather" else ("all_to_all", "all_gather")
+    piece = Piece(calls=calls, shares=(1.0 / len(calls),) * len(calls), work=(Line(),) * len(calls))
+    profile = replace(
+        PROFILE, buckets=(Bucket(1.0, layers, 0),), codecs=(Codec(spec, way.name, (piece,), residual_nbytes=0),)
+    )
+    found = predict(profile, Option(spec), network(ranks, 1e6, 1.0))
+    assert found.collective == ("all_gather" if ranks < 7 else "sparse_reduce")
+    chosen = compression(spec)
+    collectives = LayerCollectives([(chosen, shape) for shape in shapes], ranks)
+    said = sum(collectives.sent_nbytes(chosen, shape) for shape in shapes) + 8 * (ranks - 1)  # ranks compare 8 bytes
+    assert found.sent_nbytes == pytest.approx(said, abs=16)  # a flag
+
+
 def test_on_a_slower_processor_everything_but_the_link_takes_longer():
     where = network(2, 1e6, 1.0)
     for option in (Option(None), Option(SPEC), Option("none", every=2)):
@@ -122,6 +144,9 @@ def test_options_are_what_the_cluster_allows():
     assert not any(option.levels for option in flat)
     levels = options(["none", SPEC], "adamw", Cluster(2, 4), rounds=[])
     assert Option(SPEC, levels=True) in levels
+    assert not any(option.every for option in levels)
+    with pytest.raises(ValueError, match="machines of one rank: leave every out"):
+        options(["none"], "adamw", Cluster(2, 4), rounds=[30])
 
 
 @pytest.mark.parametrize("option", [Option(None), Option("topk:density=0.01+ef"), Option("powersgd:rank=4")])

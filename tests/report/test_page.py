@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from narrowband.cli import main
+from narrowband.errors import UnsupportedError
 from narrowband.report.page import record_page, run_page
 from narrowband.report.recorder import LayerRecord, Run, read_run
 
@@ -192,9 +193,15 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
     [
         ("run.jsonl", None, "No such file"),
         ("run.jsonl", "", "no records yet"),
-        ("run.jsonl", '{"kind": "step"}\n', "line 1"),
+        ("run.jsonl", '{"kind": "step"}\n', "its first line is no start of a run"),
+        ("run.jsonl", '{"rows": []}', "its first line is no start of a run; nb.Recorder"),
         ("bench.json", '{"rows": [', "torn or no JSON"),
         ("bench.json", '{"config": {}}', "has no rows"),
+        (
+            "bench.json",
+            '{"rows": [{"codec": "a", "ms": 1.0}], "machine": 3}',
+            "machine is 3 and no object: another program",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_shown_is_one_sentence_and_nothing_is_written(tmp_path, capsys, name, content, message):
@@ -204,3 +211,58 @@ def test_a_file_that_cannot_be_shown_is_one_sentence_and_nothing_is_written(tmp_
     assert main(["report", str(path)]) == 2
     assert message in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ([] if content is None else [name])
+
+
+def installed(folder, monkeypatch, name, version):
+    """Let a package seem to be of another version than it is."""
+    about = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "remedy"),
+    [
+        ("altair", "4.2.2", "altair>=5.5,<7"),
+        ("altair", "7.0.0", "altair>=5.5,<7"),
+        ("vl-convert-python", "0.14.0", "vl-convert-python>=1.7,<2"),
+    ],
+)
+def test_another_version_of_what_draws_is_one_sentence_with_a_remedy(
+    tmp_path, capsys, monkeypatch, package, version, remedy
+):
+    installed(tmp_path / "packages", monkeypatch, package, version)
+    path = written(tmp_path / "run.jsonl", a_run())
+    assert main(["report", str(path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{package} {version} is installed, and narrowband works with" in said
+    assert said.endswith(f"pip install -U '{remedy}'")
+    assert not (tmp_path / "run.html").exists()
+    # A measurement is kept all the same, without a page.
+    rows = tmp_path / "rows.json"
+    assert (
+        main(
+            [
+                "bench",
+                "kernels",
+                "--loops",
+                "topk-exact-select",
+                "--repeats",
+                "1",
+                "--numel",
+                "4096",
+                "--json",
+                str(rows),
+            ]
+        )
+        == 0
+    )
+    assert json.loads(rows.read_text())["rows"]
+    assert not rows.with_suffix(".html").exists()
+
+
+def test_programs_that_do_not_go_together_are_one_sentence(monkeypatch):
+    monkeypatch.setattr("altair.SCHEMA_VERSION", "v99.1.0")
+    with pytest.raises(UnsupportedError, match=r"Vega-Lite v99.1, which this vl-convert does not have .*\[report\]"):
+        run_page(a_run(), "x")

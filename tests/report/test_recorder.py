@@ -86,17 +86,22 @@ class Log:
         self.seen[step] = values
 
 
-def told(rank, world_size):
+def recorded(*writers):
+    """Four steps, of which every second is told to each writer."""
     x = nn.Linear(64, 64)
     handle = nb.Averager(x.named_parameters(), "qsgd:bits=4")
-    scalars, log = Scalars(), Log()
-    recorders = [nb.Recorder(handle, writer=writer, every=2) for writer in (scalars, log)]
+    recorders = [nb.Recorder(handle, writer=writer, every=2) for writer in writers]
     for _ in range(4):
         x.zero_grad()
         x(torch.ones(1, 64)).sum().backward()
         handle.average()
         for recorder in recorders:
             recorder.step(loss=torch.tensor(0.5))
+
+
+def told(rank, world_size):
+    scalars, log = Scalars(), Log()
+    recorded(scalars, log)
     return scalars.seen, log.seen
 
 
@@ -111,9 +116,46 @@ def test_loggers_get_the_same_numbers_on_one_rank():
         nb.Recorder(object(), writer=3)
 
 
+def with_tensorboard(rank, world_size, folder):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(folder) as writer:
+        recorded(writer)
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own imports
+def test_the_writer_of_tensorboard_takes_them(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_ranks(with_tensorboard, 1, str(tmp_path))
+    written = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in written.Scalars("narrowband/loss")] == [(2, 0.5), (4, 0.5)]
+    assert "narrowband/sent_bytes" in written.Tags()["scalars"]
+
+
+def with_wandb(rank, world_size, folder):
+    import wandb
+
+    run = wandb.init(mode="offline", dir=folder, project="narrowband")
+    recorded(run)
+    told = {name: run.summary[name] for name in ("_step", "narrowband/loss", "narrowband/skipped")}
+    run.finish()
+    return told
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own imports
+def test_a_run_of_weights_and_biases_takes_them(tmp_path):
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install wandb")
+    assert run_ranks(with_wandb, 1, str(tmp_path)) == [{"_step": 4, "narrowband/loss": 0.5, "narrowband/skipped": 0.0}]
+
+
 def lines(*steps, ended=True, start='{"kind": "start", "narrowband_run": 1, "spec": "none", "ranks": 2}'):
     own = [json.dumps({"kind": "step", "step": step, "steps": 1, "values": {"loss": loss}}) for step, loss in steps]
     return "\n".join([start, *own, *(['{"kind": "end", "step": 9}'] if ended else [])]) + "\n"
+
+
+LAYERS = b'{"kind": "layers", "step": 1, "layers": {"a": ["none", 9, 9, "much", null, null]}}\n{"kind": "end"}\n'
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_takes_steps_back(tmp_path):
@@ -149,9 +191,23 @@ class Still:
     [
         (b"", "no records yet"),
         (b"\x80\x04\x95", "is no file of an nb.Recorder"),
-        (b'{"rows": []}\n{}\n', "line 1"),
-        (lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'), "newer version"),
-        (lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"stop": 2'), "damaged: line 3"),
+        (b'{"rows": []}\n{}\n', "its first line is no start of a run; nb.Recorder.* writes one"),
+        (b"[]\n", "its first line is no start of a run"),
+        (
+            lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'),
+            r"was written by a newer version of narrowband \(format 99, and this one reads 1\): pip install -U",
+        ),
+        (lines((1, 0.9)).encode().replace(b'"ranks": 2', b'"machine": 3'), "its first line is no start"),
+        (
+            lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"stop": 2'),
+            "damaged: line 3 is no record .'step' is missing.; take that line out",
+        ),
+        (lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"step": "b"'), "damaged: line 3"),
+        (
+            lines().encode() + LAYERS + lines((1, 0.9)).encode(),
+            "damaged: line 3 is no record .'much' is no whole number",
+        ),
+        (lines((1, 0.9), (2, 0.8)).encode().replace(b"0.9", b"[]"), "damaged: line 2"),
     ],
 )
 def test_what_is_no_run_is_not_read_and_never_written_to(tmp_path, content, message):

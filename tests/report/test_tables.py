@@ -120,3 +120,18 @@ def test_predictions_beside_measurements_have_two_errors():
     assert re.search(r"150 ms +200 ms +-25.0% +-50.0% +180 ms +-10.0%", said)
     assert re.search(r"150 ms +– +– +–", said)
     assert said.count("error") == 2
+
+
+def test_verdicts_name_what_was_predicted_wrongly():
+    sides = [
+        {"codec": "none", "is_right": True},
+        {"codec": "sign+ef", "is_right": False},
+        {"codec": "x", "is_right": None},
+    ]
+    row = {
+        "nodes": 2, "rate": "1gbit", "predicted_best": "sign+ef", "measured_best": "fp16", "slower_by": 0.25,
+        "is_right": False, "sides": sides,
+    }  # fmt: skip
+    said = drawn(tables.verdicts_table([row, row | {"slower_by": 0.04, "is_right": True, "sides": sides[:1]}]))
+    assert re.search(r"sign\+ef +fp16 +25.0%, wrong +1 of 2 rightly; wrongly sign\+ef", said)
+    assert re.search(r"sign\+ef +fp16 +4.0% +1 of 1 rightly", said)

@@ -58,10 +58,13 @@ from narrowband.collectives import Collective
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 
-__all__ = ["NO_COMMUNICATION", "Config", "backend_of", "run", "skip_communication"]
+__all__ = ["NO_COMMUNICATION", "PLAIN", "Config", "backend_of", "run", "skip_communication"]
 
 #: The row that every other is measured against: a hook that sends nothing and returns the bucket at once.
 NO_COMMUNICATION = "no-communication"
+
+#: The row of DDP without a hook.
+PLAIN = "torch: DDP fp32"
 
 #: Steps before anything is timed: DDP rebuilds its buckets after the first, compiled loops are loaded, PowerSGD's hook
 #: sends dense for two.
@@ -85,6 +88,7 @@ class Config:
             sharded: pairs, of gradients and of parameters, with a slash between: qsgd:bits=8/uniform:bits=8.
         sharded: Shard one model among all ranks by FSDP2, instead of giving each a whole one.
         baselines: Also measure PyTorch's own: DDP without a hook, and its fp16, bf16 and PowerSGD hooks.
+        plain: Also measure DDP without a hook; baselines have it, too.
         rounds: Timed rounds per row.
         steps: Training steps per round.
         delay: One-way delay between two ranks: 5ms, …
@@ -108,6 +112,7 @@ class Config:
     )  # fmt: skip
     sharded: bool = False
     baselines: bool = False
+    plain: bool = False
     rounds: int = 5
     steps: int = 4
     delay: str | None = None
@@ -127,7 +132,7 @@ class Config:
             raise ValueError(f"momentum={self.momentum} is not in [0, 1)")
         if self.model not in MODELS:
             raise ValueError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}")
-        if not self.codecs and not self.baselines:
+        if not (self.codecs or self.baselines or self.plain):
             raise ValueError("nothing to measure: give codecs, or ask for baselines")
         check_seed(self.seed)
         if self.device == "cuda" and (self.link != "none" or self.delay or self.loss):
@@ -135,7 +140,7 @@ class Config:
         if self.device == "cuda" and (self.sharded or self.per_node > 1):
             raise ValueError("device=cuda: sharded and per_node are measured on the CPU only; leave these out")
         check_device(self.device)
-        if self.sharded and (self.per_node > 1 or self.baselines):
+        if self.sharded and (self.per_node > 1 or self.baselines or self.plain):
             raise ValueError(
                 "sharded is for one rank per node, and has FSDP2 beside it: leave out per_node and baselines"
             )
@@ -273,7 +278,7 @@ def _kinds(config: Config) -> list[_Kind]:
             _Kind(spec, _attach_codec(spec, config), has_momentum=_has_momentum(_chosen(spec)))
             for spec in config.codecs
         ),
-        *(_baselines() if config.baselines else ()),
+        *(_baselines() if config.baselines else [_Kind(PLAIN, None)] if config.plain else ()),
     ]
 
 
@@ -356,7 +361,7 @@ def _baselines() -> list[_Kind]:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     return [
-        _Kind("torch: DDP fp32", None),
+        _Kind(PLAIN, None),
         _Kind(
             "torch: fp16 hook",
             lambda model, _: model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook),

@@ -9,6 +9,9 @@ A machine that others use, too, is faster in one minute than in the next. So eac
 processor as fast as it was when the row was measured: that of the step with nothing sent, right before each round. The
 error of the first is what a user meets; that of the second is the simulation's.
 
+An error in seconds does no harm as long as the advice is right. So :func:`verdicts` looks at what would be chosen, and
+at what is said to be faster than DDP as it is, behind each link.
+
 ``run`` starts the ranks and puts rows together; this module run as ``python -m`` is one rank.
 """
 
@@ -19,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +39,7 @@ from narrowband.collectives.primitives import all_gather_single
 from narrowband.feedback import compression
 from narrowband.lab import LabConfig
 from narrowband.planning import (
+    DDP,
     Bucket,
     Cluster,
     Codec,
@@ -50,9 +54,13 @@ from narrowband.planning import (
     measured,
     predict,
 )
+from narrowband.planning.choices import check_specs
 from narrowband.planning.host import PAUSE_S
 
-__all__ = ["Config", "count", "run"]
+__all__ = ["MARGIN", "Config", "count", "run", "verdicts"]
+
+#: Steps that differ by no more are equally good choices.
+MARGIN = 0.1
 
 _SMALL, _LARGE = 2, 1 << 20  # elements of float32
 _TIMES_SMALL, _TIMES_LARGE = 51, 2
@@ -67,7 +75,8 @@ class Config:
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
         rates: Of every link in both directions.
         nodes: Among how many ranks.
-        codecs: Spec strings.
+        codecs: Spec strings; left out: one of every codec but threshold, which sends as much as the gradients have it,
+            so that nobody can predict it. DDP without a hook is always there.
         rounds: Timed rounds per row.
         steps: Training steps per round.
         bucket_cap_mb: DDP's bucket size.
@@ -78,7 +87,8 @@ class Config:
     rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit", "10gbit")
     nodes: tuple[int, ...] = (2, 4)
     codecs: tuple[str, ...] = (
-        "none", "fp16", "uniform:bits=8", "qsgd:bits=4", "powersgd:rank=4", "sign+ef", "topk:density=0.01+ef",
+        "none", "fp16", "bf16", "uniform:bits=8", "qsgd:bits=4", "sign+ef", "topk:density=0.01+ef",
+        "randomk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "lowrank:rank=4+ef",
     )  # fmt: skip
     rounds: int = 3
     steps: int = 4
@@ -89,6 +99,7 @@ class Config:
         if not (self.rates and self.nodes and self.codecs):
             raise ValueError("nothing to measure: give rates, nodes and codecs")
         check_seed(self.seed)
+        check_specs(self.codecs, ())
         for rate, nodes in itertools.product(self.rates, self.nodes):
             if nodes < 2:
                 raise ValueError(f"nodes={nodes}: a single rank sends nothing; give 2 or more")
@@ -102,6 +113,7 @@ class Config:
             rate=rate,
             model=self.model,
             codecs=self.codecs,
+            plain=True,
             rounds=self.rounds,
             steps=self.steps,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -117,10 +129,11 @@ def count(config: Config) -> int:
 def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Predict and measure.
 
-    Rows hold ``codec``, ``rate``, ``nodes``, ``predicted_step_s``, ``measured_step_s``, ``error`` (how far the
-    prediction is from the measurement, as a share of that; None where a row failed), ``predicted_compute_s`` and
-    ``measured_compute_s`` (of the step with nothing sent), ``at_that_speed_step_s`` and ``at_that_speed_error`` (of the
-    second prediction), ``predicted_sent_bytes`` and ``measured_sent_bytes``.
+    Rows hold ``codec`` (a spec, or :data:`~narrowband.planning.DDP`), ``rate``, ``nodes``, ``predicted_step_s``,
+    ``measured_step_s``, ``error`` (how far the prediction is from the measurement, as a share of that; None where a row
+    failed), ``predicted_compute_s`` and ``measured_compute_s`` (of the step with nothing sent),
+    ``at_that_speed_step_s`` and ``at_that_speed_error`` (of the second prediction), ``predicted_sent_bytes`` and
+    ``measured_sent_bytes`` (None of DDP, which does not count).
 
     Args:
         on_event: called with what is done next, see :func:`count`.
@@ -136,17 +149,90 @@ def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> lis
         profile, network = _measured(config, rate, nodes)
         on_event(f"{where}: training")
         measured_rows = ddp.run(config.session(rate, nodes))
-        rows += [_beside(row, profile, network) for row in measured_rows if row["codec"] in config.codecs]
+        shown = (*config.codecs, ddp.PLAIN)
+        rows += [_beside(row, profile, network) for row in measured_rows if row["codec"] in shown]
     return rows
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whether what was predicted leads to the right choice: one entry for each link and number of ranks.
+
+    Entries hold ``rate``, ``nodes``, ``predicted_best`` and ``measured_best`` (what the shortest step is of; DDP, which
+    is not to compress, is among them), ``slower_by`` (by which share of the best step that of the predicted best is
+    longer, as measured), ``is_right`` (whether that is within :data:`MARGIN`), and ``sides``: of each codec ``codec``,
+    ``predicted_times`` and ``measured_times`` (as fast as DDP), and ``is_right``: whether both are on one side of 1.
+    That is None where they are within :data:`MARGIN` of DDP as measured, so that there is no side to be on.
+
+    Args:
+        rows: of :func:`run`. Rows that failed are left out.
+
+    Example:
+        >>> def row(codec, said, was):
+        ...     return {"codec": codec, "rate": "1gbit", "nodes": 2, "predicted_step_s": said, "measured_step_s": was}
+        >>> (found,) = verdicts([row(DDP, 1.0, 1.0), row("fp16", 0.7, 0.8), row("qsgd:bits=4", 0.5, 1.3)])
+        >>> found["predicted_best"], found["measured_best"], round(found["slower_by"], 3), found["is_right"]
+        ('qsgd:bits=4', 'fp16', 0.625, False)
+        >>> [(each["codec"], each["is_right"]) for each in found["sides"]]
+        [('fp16', True), ('qsgd:bits=4', False)]
+    """
+    found = []
+    for rate, nodes in dict.fromkeys((row["rate"], row["nodes"]) for row in rows):
+        own = {
+            row["codec"]: (row["predicted_step_s"], row["measured_step_s"])
+            for row in rows
+            if (row["rate"], row["nodes"]) == (rate, nodes) and row["measured_step_s"] is not None
+        }
+        if not own:
+            continue
+        predicted_best = _fastest({codec: said for codec, (said, _) in own.items()})
+        measured_best = _fastest({codec: was for codec, (_, was) in own.items()})
+        slower_by = own[predicted_best][1] / own[measured_best][1] - 1.0
+        found.append(
+            {
+                "rate": rate,
+                "nodes": nodes,
+                "predicted_best": predicted_best,
+                "measured_best": measured_best,
+                "slower_by": slower_by,
+                "is_right": slower_by <= MARGIN,
+                "sides": _sides(own),
+            }
+        )
+    return found
+
+
+def _fastest(steps: Mapping[str, float]) -> str:
+    return min(steps, key=steps.__getitem__)
+
+
+def _sides(steps: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
+    """On which side of DDP each codec is, of predicted and measured steps."""
+    if DDP not in steps:
+        return []
+    found = []
+    for codec, (said, was) in steps.items():
+        if codec == DDP:
+            continue
+        said_times, times = steps[DDP][0] / said, steps[DDP][1] / was
+        clear = abs(was / steps[DDP][1] - 1.0) > MARGIN
+        found.append(
+            {
+                "codec": codec,
+                "predicted_times": said_times,
+                "measured_times": times,
+                "is_right": (said_times > 1.0) == (times > 1.0) if clear else None,
+            }
+        )
+    return found
 
 
 def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str, Any]:
     """What is predicted of a row of ``bench ddp``, beside it."""
-    option, took = Option(row["codec"]), row["step_s"]
+    option, took = Option(None if row["codec"] == ddp.PLAIN else row["codec"]), row["step_s"]
     said = predict(profile, option, network)
     step_s = said.outcome.step_s
     found = {
-        "codec": row["codec"],
+        "codec": option.spec or DDP,
         "rate": row["rate"],
         "nodes": row["nodes"],
         "predicted_step_s": step_s,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from narrowband.adapt import Plan
-from narrowband.bench.ranks import check_seed
-from narrowband.bench.subjects import tried
+from narrowband.bench.ranks import RankError, check_seed
+from narrowband.bench.subjects import Subject, tried
+from narrowband.errors import DisagreementError
 from narrowband.planning import (
     DEFAULT_CODECS,
     LOSS_TOLERANCE,
@@ -38,12 +41,18 @@ from narrowband.planning import (
 )
 from narrowband.planning.choices import check_specs
 from narrowband.planning.measure import OptimizerName
+from narrowband.planning.meeting import Lockstep, Meeting, MeetingError, OtherRankError, join
 from narrowband.planning.network import Pair, link_of, measure_pairs
 
 __all__ = ["LINKS", "Config", "Found", "Report", "run", "usable_cores"]
 
 #: For a range of machines, the links that they may be behind, in bits per second.
 LINKS = (10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9, 30e9, 100e9)
+
+#: Seconds in which all ranks have to come, once torchrun has started them.
+_ARRIVAL_S = 300.0
+#: Seconds that a rank may take to build the model, or to measure one thing; gloo's own patience.
+_PATIENCE_S = 1800.0
 
 #: A machine whose steps differ so much is busy with something else.
 _BUSY = 0.25
@@ -63,10 +72,11 @@ class Config:
         nodes: Machines: 4; or from some to many, 1..10000, for a table of what to do among how many, on which links;
             left out: 2.
         per_node: Ranks on each; they share its link and its cores. Left out: 1.
-        optimizer: Whose step is measured, and with which losses were.
+        optimizer: Whose step is measured, and with which losses were: adamw; sgd, with momentum; muon, for matrices
+            that are no embeddings; or lora, AdamW on a model whose adapters alone require gradients.
         codecs: Specs to choose from, for gradients.
         every: Optimizer steps from one round of updates to the next; one or several. Those that were measured with the
-            optimizer are there, too.
+            optimizer are there, too. For machines of one rank.
         bucket_cap_mb: DDP's bucket size.
         tolerance: What may be lost, as a share of the loss.
         steps: That are measured.
@@ -101,6 +111,7 @@ class Config:
         if self.measure and given:
             raise ValueError(f"measure finds out {', '.join(given)} by itself: leave that out, or leave measure out")
         self.told_link()
+        _options(self, self.clusters[-1])
         if self.clusters[-1].ranks < 2:
             raise ValueError("one rank sends nothing, so there is nothing to compress; give nodes or per_node")
 
@@ -225,7 +236,7 @@ def run(model: str, config: Config, on_event: Callable[[str], None] = lambda _: 
     if config.measure:
         return _run_together(model, config, on_event)
     clusters = [cluster for cluster in config.clusters if cluster.ranks > 1]
-    profile = _profile(model, config, clusters, on_event)
+    profile = _profile(_built(model, config), config, clusters, on_event)
     on_event("measuring messages")
     host = measure_host()
     links = [config.told_link()]
@@ -242,44 +253,90 @@ def _run_together(model: str, config: Config, on_event: Callable[[str], None]) -
             "--measure is for ranks that torchrun has started: torchrun --nnodes 2 … -m narrowband.cli plan "
             "model.py:build --measure; by yourself, say what the link is, as with --link 200mbit"
         )
-    ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks % per_node or ranks // per_node < 2:
-        raise ValueError(
-            f"{ranks} ranks with {per_node} on each machine: --measure needs two machines or more, with as many ranks "
-            "on each; narrowband lab --nodes 2 emulates them"
-        )
-    cluster = Cluster(ranks // per_node, per_node)
-    dist.init_process_group("gloo")
     try:
-        profile = _profile(model, config, [cluster], lambda what: _together(on_event, what))
-        _together(on_event, "measuring links")
-        pairs = measure_pairs(cluster.nodes, cluster.per_node)
-        link, latency_s = link_of(pairs, cluster.nodes)
-        # The same on all ranks: the profile of the slowest, whom the others wait for.
-        profiles: list[Profile] = [profile] * ranks
-        dist.all_gather_object(profiles, profile)
-        slowest = max(profiles, key=lambda each: each.compute_s)
-        host = replace(measure_host(), hop_s=latency_s)
+        meeting = join(_ARRIVAL_S)
+        try:
+            found = _measured_together(model, config, meeting, on_event)
+        except (OtherRankError, DisagreementError):
+            meeting.leave(1)  # when all have heard of it
+            raise
+        meeting.leave(0)
+        return found
+    except MeetingError as error:
+        raise RankError(str(error)) from None
+
+
+def _measured_together(model: str, config: Config, meeting: Meeting, on_event: Callable[[str], None]) -> Report:
+    """What all ranks know in the end."""
+    lockstep, ranks = Lockstep(meeting, _PATIENCE_S), meeting.size
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    lockstep.compare("options", {**asdict(config), "ranks on a machine": per_node})
+    with lockstep.together():
+        if ranks % per_node or ranks // per_node < 2:
+            raise ValueError(
+                f"{ranks} ranks with {per_node} on each machine: --measure needs two machines or more, with as many "
+                "ranks on each; narrowband lab --nodes 2 emulates them"
+            )
+        cluster = Cluster(ranks // per_node, per_node)
+        _options(config, cluster)  # what cannot be predicted there is refused before anything is measured
+        on_event("building")
+        subject = _built(model, config)
+    lockstep.compare("the model", _about(subject))
+
+    def begin(what: str) -> None:
+        """All ranks measure the same at the same time, since those of a machine share its cores."""
+        lockstep.point()
+        on_event(what)
+        dist.barrier()
+
+    store: Any = meeting.store_of("group")
+    try:
+        dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=ranks)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {meeting.rank} made no process group of gloo: {str(error).splitlines()[0]}. narrowband doctor "
+            "--peers, started in the same way, says which link it is, and what to do"
+        ) from error
+    try:
+        with lockstep.together():
+            profile = _profile(subject, config, [cluster], begin)
+            begin("measuring links")
+            pairs = measure_pairs(cluster.nodes, cluster.per_node)
+            link, latency_s = link_of(pairs, cluster.nodes)
+            # The same on all ranks: the profile of the slowest, whom the others wait for.
+            profiles: list[Profile] = [profile] * ranks
+            dist.all_gather_object(profiles, profile)
+            slowest = max(profiles, key=lambda each: each.compute_s)
+            host = replace(measure_host(), hop_s=latency_s)
     finally:
         dist.destroy_process_group()
     network = Network(link, cluster, host, usable_cores())
     return Report(slowest, host, [_found(config, slowest, network)], pairs)
 
 
-def _together(on_event: Callable[[str], None], what: str) -> None:
-    """All ranks measure the same at the same time, since those of a machine share its cores."""
-    on_event(what)
-    dist.barrier()
+def _about(subject: Subject) -> dict[str, Any]:
+    """What is averaged, in a few words: links may be slow."""
+    shapes = {name: tuple(x.shape) for name, x in subject[0].named_parameters() if x.requires_grad}
+    return {
+        "the number of parameters": len(shapes),
+        "the number of elements": sum(map(math.prod, shapes.values())),
+        "the hash of names and shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+    }
 
 
-def _profile(model: str, config: Config, clusters: Sequence[Cluster], on_event: Callable[[str], None]) -> Profile:
-    """Measure the model, and all codecs that it may need in these clusters."""
+def _built(model: str, config: Config) -> Subject:
+    """A model that takes its inputs; the same on every rank."""
     torch.manual_seed(config.seed)
+    return tried(model, config.batch)
+
+
+def _profile(subject: Subject, config: Config, clusters: Sequence[Cluster], on_event: Callable[[str], None]) -> Profile:
+    """Measure the model, and all codecs that it may need in these clusters."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, usable_cores() // clusters[0].per_node)))
     try:
         on_event("measuring the model")
-        measurement = _measured_step(model, config)
+        measurement = _measured_step(subject, config)
         chosen = {cluster: _options(config, cluster) for cluster in clusters}
         return measured(measurement, chosen, lambda spec: on_event(f"measuring {spec}"))
     finally:
@@ -300,8 +357,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _measured_step(model: str, config: Config) -> Measured:
-    net, inputs = tried(model, config.batch)
+def _measured_step(subject: Subject, config: Config) -> Measured:
+    net, inputs = subject
     return measure_step(
         net,
         inputs,

@@ -78,9 +78,11 @@ class Adapt:
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.adapt import Traffic
+        from narrowband.report.plots import check_picture, plan_profile
         from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
-        check_output(self.output, self.plot)
+        check_output(self.output, self.plot, reads=(self.gradients, self.before))
+        check_picture(self.plot)
         if self.min_numel < 1:
             raise ValueError(f"min_numel={self.min_numel} must be at least 1")
         if self.ranks < 1:
@@ -102,14 +104,12 @@ class Adapt:
                 + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
                 highlight=False,
             )
-        if self.plot is not None:
-            from narrowband.report.plots import plan_profile
-
-            plan_profile(plan, self.plot)
-            console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
         if self.output is not None:
             plan.save(self.output)
             console.print(f"written: {self.output}", style="dim", markup=False, highlight=False)
+        if self.plot is not None:
+            plan_profile(plan, self.plot)
+            console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
         return DONE
 
     def _policy(self) -> Policy:

@@ -14,9 +14,10 @@ import tyro
 from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, zoo
 from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
+from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -48,7 +49,7 @@ class BenchKernels:
 
         from narrowband.report.tables import kernels_table
 
-        check_output(self.json)
+        _check_record(self.json)
         keep = _keeping(self.json, asdict(self.config))
         rows = []
         with Progress(console=console, transient=True) as progress:
@@ -91,7 +92,7 @@ class BenchDDP:
 
         from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
-        check_output(self.json)
+        _check_record(self.json, self.config.codecs)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -129,9 +130,9 @@ class BenchPlan:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.tables import foretold_table
+        from narrowband.report.tables import foretold_table, verdicts_table
 
-        check_output(self.json)
+        _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=foretold.count(self.config))
             rows = foretold.run(self.config, lambda what: progress.update(task, advance=1, description=what))
@@ -142,7 +143,17 @@ class BenchPlan:
                 console.print(
                     f"{what}: {statistics.median(errors):.1%} (median), {errors[-1]:.1%} (worst)", highlight=False
                 )
-        _record(console, self.json, asdict(self.config), rows)
+        found = foretold.verdicts(rows)
+        console.print(verdicts_table(found))
+        right = sum(verdict["is_right"] for verdict in found)
+        sides = [side["is_right"] for verdict in found for side in verdict["sides"] if side["is_right"] is not None]
+        console.print(
+            f"What would be chosen is within {foretold.MARGIN:.0%} of the best in {right} of {len(found)} cases. Of "
+            f"{len(sides)} steps that differ from DDP's by over {foretold.MARGIN:.0%}, {sum(sides)} were said to be on "
+            "the right side of it.",
+            highlight=False,
+        )
+        _record(console, self.json, asdict(self.config), rows, verdicts=found)
         return FAILED if any(row["error"] is None for row in rows) else DONE
 
 
@@ -168,7 +179,7 @@ class BenchPipeline:
 
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
-        check_output(self.json)
+        _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -206,7 +217,7 @@ class BenchAdapt:
 
         from narrowband.report.tables import RELATIVE_ERROR, adapt_table
 
-        check_output(self.json)
+        _check_record(self.json)
         check_folder(self.plans)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("training", total=adapt.count(self.config))
@@ -249,7 +260,7 @@ class BenchMemory:
 
         from narrowband.report.tables import memory_table
 
-        check_output(self.json)
+        _check_record(self.json, [self.config.model])
         if self.zoo is not None:
             return self._measure_zoo(console, self.zoo)
         if self.shares:
@@ -317,6 +328,20 @@ def _plain(config: zoo.Config) -> dict[str, Any]:
     return asdict(config) | {"names": list(config.names), "shares": list(config.shares)}
 
 
+def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
+    """See whether :func:`_record` can write both of its files.
+
+    Raises:
+        ValueError: it cannot, or would lose something.
+    """
+    from narrowband.report.page import can_make_pages
+
+    page = None if path is None or not can_make_pages() else path.with_suffix(".html")
+    if path is not None and path == page:
+        raise ValueError(f"--json {path} would be lost when a page is made of it, which has that name; write .json")
+    check_output(path, page, reads=reads)
+
+
 def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
     """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up."""
     if path is None:
@@ -327,18 +352,25 @@ def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[s
     return lambda rows: write_json(path, before | {"rows": rows})
 
 
-def _record(console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _record(
+    console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any
+) -> None:
+    """Write rows, and ``more`` beside them, with where they come from; and a page of it."""
     if path is None:
         return
     from narrowband.report.page import can_make_pages, record_page
     from narrowband.report.record import provenance, write_json, write_text
 
-    record = provenance(config["seed"]) | {"config": config, "rows": rows}
+    record = provenance(config["seed"]) | {"config": config, "rows": rows, **more}
     write_json(path, record)
     console.print(f"written to {path}", style="dim", markup=False, highlight=False)
     if can_make_pages():
         page = path.with_suffix(".html")
-        write_text(page, record_page(record, path.stem))
+        try:
+            write_text(page, record_page(record, path.stem))
+        except UnsupportedError as error:  # the measurement is safe, and worth more than its page
+            console.print(f"no page of it: {error}", style="yellow", markup=False, highlight=False)
+            return
         console.print(f"a page of it: {page}", style="dim", markup=False, highlight=False)
 
 
@@ -363,7 +395,7 @@ class BenchPeers:
 
         from narrowband.report.tables import peers_table
 
-        check_output(self.json)
+        _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("peers meet", total=None)
 
@@ -404,7 +436,7 @@ class BenchGPU:
         from narrowband.report.record import provenance, write_json
         from narrowband.report.tables import gpu_table
 
-        check_output(self.json)
+        check_output(self.json, reads=behind or ())
         these = gpu.parts(self.config, behind or ())
         check_device("cuda")
         about = found()

@@ -20,8 +20,9 @@ Nobody has to read a traceback to learn what to change; who wants one sets ``NAR
 from __future__ import annotations
 
 import os
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,26 +105,54 @@ def _where(error: Exception) -> str:
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
+#: What to do about a path.
+_ANOTHER = "give another name"
+
+
 # ---- paths that are written to, looked at before the work and not after it -------------------------------------------
 
 
-def check_output(*paths: Path | None) -> None:
-    """See whether files can be written, before minutes of work are lost because they cannot.
+def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -> None:
+    """See whether files can be written, before minutes of work are lost because they cannot, or because one of them
+    takes the place of what was given.
 
     Args:
         paths: files; the folders above them need not exist. None is passed over.
+        reads: what the command reads. Words that are no files are passed over, so specs may be among them, and
+            ``file.py:function``.
 
     Raises:
-        ValueError: a path is a folder, or nothing can be written there.
+        ValueError: a path is a folder, or nothing can be written there; it is a file that the command reads, or two of
+            them are one.
+
+    Example:
+        >>> check_output(Path("run.jsonl"), reads=["run.jsonl"])
+        Traceback (most recent call last):
+        ValueError: run.jsonl is read by this command, and would be lost if it were written, too; give another name
     """
-    for path in paths:
+    sources = [Path(re.sub(r"(?<=\.py):\w+$", "", str(each))) for each in reads if each is not None]
+    for at, path in enumerate(paths):
         if path is None:
             continue
+        if any(_is_one_file(path, source) for source in sources):
+            raise ValueError(f"{path} is read by this command, and would be lost if it were written, too; {_ANOTHER}")
+        if any(other is not None and _is_one_file(path, other) for other in paths[:at]):
+            raise ValueError(f"{path} would be written twice, and hold the last of two things only; {_ANOTHER}")
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file to write, such as {path / 'result'}")
         _check_folder(path.absolute().parent, path)
         if path.exists() and not os.access(path, os.W_OK):
-            raise ValueError(f"{path} cannot be written: it may not be changed; give another name")
+            raise ValueError(f"{path} cannot be written: it may not be changed; {_ANOTHER}")
+
+
+def _is_one_file(one: Path, other: Path) -> bool:
+    """Whether two names are one file's, by whatever link."""
+    if one.absolute() == other.absolute():
+        return True
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):  # one of them is not there, or is a word that no file could have for a name
+        return False
 
 
 def check_folder(*paths: Path | None) -> None:

@@ -62,7 +62,7 @@ class Lab:
             raise ValueError(
                 "which command? Put it behind '--': narrowband lab --nodes 4 --rate 200mbit -- python train.py"
             )
-        check_output(self.json)
+        check_output(self.json, reads=behind)
         config = LabConfig(
             nodes=self.nodes,
             per_node=self.per_node,

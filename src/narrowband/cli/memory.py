@@ -73,7 +73,7 @@ class Memory:
             parse_bytes(self.budget)
         elif self.output is not None:
             raise ValueError("--output is for the policy that meets a budget: give --budget, too")
-        check_output(self.output, self.json)
+        check_output(self.output, self.json, reads=(self.model,))
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.activations import ActivationPolicy

@@ -52,20 +52,24 @@ class Plan:
             )
         if self.plot is not None and not self.config.is_range:
             raise ValueError("--plot draws a range of machines; give one, such as --nodes 1..10000")
-        check_output(self.apply, self.plot, self.json)
+        from narrowband.report.plots import check_picture
+
+        check_output(self.apply, self.plot, self.json, reads=(self.model,))
+        check_picture(self.plot)
         with console.status("building") as status:
             report = plan.run(self.model, self.config, status.update)
         if self.config.measure and os.environ["RANK"] != "0":
             return DONE  # all ranks know the same, and one says it
+        if self.json is not None:  # first, so that whatever goes wrong behind it loses no measurement
+            from narrowband.report.record import provenance, write_json
+
+            config = {"model": self.model, **asdict(self.config)}
+            write_json(self.json, provenance(self.config.seed) | {"config": config, **report.record()})
         if self.config.is_range:
             self._show_range(console, report)
         else:
             self._show_one(console, report)
         if self.json is not None:
-            from narrowband.report.record import provenance, write_json
-
-            config = {"model": self.model, **asdict(self.config)}
-            write_json(self.json, provenance(self.config.seed) | {"config": config, **report.record()})
             console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
         return DONE
 

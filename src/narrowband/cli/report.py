@@ -27,7 +27,7 @@ class Report:
     Examples:
       narrowband report run.jsonl
       narrowband report run.jsonl --beside uncompressed.jsonl --output report.html
-    narrowband report ddp-200mbit.json
+      narrowband report ddp-200mbit.json
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -43,10 +43,10 @@ class Report:
         from narrowband.report.recorder import read_run
 
         output = self.run.with_suffix(".html") if self.output is None else self.output
-        check_output(output)
+        check_output(output, reads=(self.run, self.beside))
         if self.run.suffix == ".json":
             if self.beside is not None:
-                raise ValueError(f"--beside is for recorded runs, and {self.run} is a record of a benchmark")
+                raise ValueError(f"--beside is for recorded runs, and {self.run} is of a benchmark: leave it out")
             page = record_page(read_json(self.run), self.run.stem)
         else:
             page = run_page(read_run(self.run), self.run.stem, None if self.beside is None else read_run(self.beside))

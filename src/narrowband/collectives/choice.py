@@ -10,7 +10,8 @@ collective           what happens                                        bytes a
 ===================  ==================================================  =====================================
 
 Where the largest elements are gathered, all that ranks send is delivered, and by ``sparse_reduce`` the largest sums
-are. So ``auto`` takes that where it sends less than half, from seven ranks on.
+are. So ``auto`` takes that where it sends less than half, from seven ranks on. Among thousands of ranks it sends more
+than the table says: :mod:`narrowband.collectives.sparse_reduce` says how much.
 
 ``factor_reduce`` and ``half_rounds``, 2·(N−1)/N · P for factors of P bytes, belong to PowerSGD. A feedback names the
 collective that it brings in :attr:`~narrowband.feedback.State.collective`.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowband import gradients
-from narrowband.integrations.packages import need
+from narrowband.errors import need
 from narrowband.integrations.states import load, read, write
 from narrowband.integrations.wrapped import ddp_in
 

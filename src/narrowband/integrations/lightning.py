@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from narrowband import gradients
-from narrowband.integrations.packages import need
+from narrowband.errors import need
 from narrowband.integrations.states import gather, load
 from narrowband.integrations.wrapped import check_clipping, ddp_in
 

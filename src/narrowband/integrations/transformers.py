@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband import gradients
-from narrowband.errors import UnsupportedError
-from narrowband.integrations.packages import need
+from narrowband.errors import UnsupportedError, need
 from narrowband.integrations.states import load, read, write
 from narrowband.integrations.wrapped import check_clipping, ddp_in
 

@@ -47,13 +47,21 @@ def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequ
         optimizer: rounds that were measured with it are there, too.
         cluster: who trains.
         rounds: optimizer steps from one to the next.
+
+    Raises:
+        ValueError: rounds, where machines have several ranks.
     """
+    if rounds and cluster.per_node > 1:
+        raise ValueError(
+            "rounds of updates (every) are predicted for machines of one rank: leave every out, or per_node; "
+            "nb.compress_updates itself takes replicas of several ranks"
+        )
     found = [Option(None), *map(Option, specs)]
     if cluster.per_node > 1 and cluster.nodes > 1:
         found += [Option(spec, levels=True) for spec in specs]
     measured_before = [(fact.spec, fact.every) for fact in facts() if fact.optimizer == optimizer and fact.every]
     asked = [(spec, every) for every in rounds for spec in ("none", *specs) if _takes_updates(spec)]
-    if cluster.per_node == 1:  # a replica of several ranks has a process group of its own, which is not simulated
+    if cluster.per_node == 1:  # what the ranks of a replica do among each other is not simulated
         found += [Option(spec, every=every) for spec, every in dict.fromkeys([*measured_before, *asked])]
     return list(dict.fromkeys(found))
 

@@ -41,14 +41,43 @@ RANKS = (2, 8)
 _WARM_UP_STEPS = 4  # DDP lays out its buckets anew after the first
 _REPEATS = 5
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "muon", "lora"]
+
+#: Nothing is learned while steps are measured.
+_LEARNING_RATE = 1e-6
 
 
-def optimizer_of(name: OptimizerName, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum 0.9. Nothing is learned, so rates are small."""
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-6)
-    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+def optimizer_of(name: OptimizerName, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What steps a model, as in the records of losses.
+
+    Args:
+        name: adamw; sgd, with momentum 0.9; muon, for matrices that are no embeddings, and AdamW for the rest; or lora,
+            AdamW on adapters.
+        model: with lora one whose adapters require gradients, and nothing else.
+
+    Raises:
+        ValueError: lora, and nothing in the model is frozen.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
+        >>> [type(each).__name__ for each in optimizer_of("muon", model)]
+        ['Muon', 'AdamW']
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if name == "sgd":
+        return [torch.optim.SGD(trained, lr=_LEARNING_RATE, momentum=0.9)]
+    if name == "lora" and all(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "lora is AdamW on adapters, and every parameter of this model requires gradients: freeze all but the "
+            "adapters with requires_grad_(False), or take adamw"
+        )
+    if name != "muon":
+        return [torch.optim.AdamW(trained, lr=_LEARNING_RATE)]
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    hidden = [p for p in trained if p.dim() == 2 and id(p) not in embeddings]
+    rest = [p for p in trained if p.dim() != 2 or id(p) in embeddings]
+    found: list[torch.optim.Optimizer] = [torch.optim.Muon(hidden, lr=_LEARNING_RATE)] if hidden else []
+    return [*found, torch.optim.AdamW(rest, lr=_LEARNING_RATE)] if rest else found
 
 
 def scalar_of(output: Any) -> Tensor:
@@ -82,7 +111,7 @@ class Measured:
 def measure_step(
     model: nn.Module,
     inputs: Sequence[Any],
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
     *,
     loss: Callable[[Any], Tensor] = scalar_of,
     bucket_cap_mb: float = 25.0,
@@ -93,7 +122,7 @@ def measure_step(
     Args:
         model: on the CPU; it is trained, so do not go on with it.
         inputs: of its forward.
-        optimizer: makes one of the model.
+        optimizer: makes one of the model, or several that step one after the other.
         loss: of what the model returns.
         bucket_cap_mb: of DistributedDataParallel.
         steps: that are timed.
@@ -117,6 +146,7 @@ def measure_step(
         )
         wrapped.register_comm_hook(None, lambda _, bucket: watch.on_bucket(bucket))
         made = optimizer(model)
+        made = [made] if isinstance(made, torch.optim.Optimizer) else made
         found = [_timed(wrapped, inputs, made, watch, loss) for _ in range(_WARM_UP_STEPS + steps)][_WARM_UP_STEPS:]
     names = {id(p): name for name, p in trained}
     parameters = Parameters(
@@ -205,18 +235,20 @@ class _Watch:
 def _timed(
     model: nn.Module,
     inputs: Sequence[Any],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     watch: _Watch,
     loss_of: Callable[[Any], Tensor],
 ) -> dict[str, Any]:
     watch.buckets, watch.times = [], []
     begin = time.perf_counter()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     loss = loss_of(model(*inputs))
     forward = time.perf_counter()
     torch.autograd.backward(loss)
     backward = time.perf_counter()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     end = time.perf_counter()
     return {
         "forward": forward - begin,

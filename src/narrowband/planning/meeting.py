@@ -10,17 +10,22 @@ at a time, and a rank has the answer to one part before it sends the next: the k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
+import traceback
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # what dist's are, for type checkers
 
-__all__ = ["Meeting", "MeetingError", "address_towards", "join", "seconds"]
+from narrowband.errors import DisagreementError, UnsupportedError
+
+__all__ = ["Lockstep", "Meeting", "MeetingError", "OtherRankError", "address_towards", "join", "seconds"]
 
 #: Bytes that even the smallest packets of IPv6, of 1,280 bytes, have room for beside headers and the store's own words.
 _PART_NBYTES = 900
@@ -125,6 +130,100 @@ class Meeting:
         return True
 
 
+class OtherRankError(ValueError):
+    """A rank cannot go on, so no rank does. Raised on all of them, with the same words."""
+
+
+class Lockstep:
+    """Ranks that do the same at the same time: where one cannot go on, none does, and all know who and why.
+
+    Args:
+        meeting: where they are.
+        patience_s: seconds that a rank may take from one point to the next.
+
+    Example:
+        >>> from torch._C._distributed_c10d import HashStore
+        >>> lockstep = Lockstep(Meeting(HashStore(), 0, 1, "here", wait_s=5.0), patience_s=5.0)
+        >>> lockstep.compare("what to do", {"codecs": ["fp16"]})
+        >>> with lockstep.together():
+        ...     raise ValueError("there is no such file")
+        Traceback (most recent call last):
+        narrowband.planning.meeting.OtherRankError: rank 0: there is no such file
+    """
+
+    def __init__(self, meeting: Meeting, patience_s: float) -> None:
+        self._meeting, self._patience_s = meeting, patience_s
+        self._points = 0
+
+    def compare(self, what: str, mine: Mapping[str, Any]) -> None:
+        """See whether all ranks have the same JSON-able values under the same names.
+
+        Raises:
+            DisagreementError: they have not; on all ranks, with the first name that differs, and on which rank.
+            OtherRankError: some rank did not come this far.
+            MeetingError: some rank said nothing.
+        """
+        said = self._exchange(values=dict(mine))
+        for rank, own in enumerate(said):
+            for name in dict.fromkeys([*said[0], *own]):
+                first, other = said[0].get(name), own.get(name)
+                if first != other:
+                    raise DisagreementError(
+                        f"ranks disagree on {what}: {name} is {_words(other)} on rank {rank} and {_words(first)} on "
+                        "rank 0; start all of them with the same command, and with the same files"
+                    )
+
+    def point(self, error: str | None = None) -> None:
+        """Wait until all ranks are here.
+
+        Args:
+            error: why this rank cannot go on.
+
+        Raises:
+            OtherRankError: some rank cannot; on all ranks.
+            MeetingError: some rank said nothing.
+        """
+        self._exchange(error)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in here on one rank ends it on all; :meth:`point` is called at the end, and may be inside.
+
+        Raises:
+            OtherRankError: what was given to some rank is wrong.
+            Exception: whatever else went wrong on this rank; the others get an OtherRankError.
+        """
+        try:
+            yield
+        except (OtherRankError, DisagreementError, MeetingError):
+            raise  # the others know
+        except (ValueError, UnsupportedError) as error:
+            self.point(str(error))
+        except Exception as error:
+            with contextlib.suppress(OtherRankError):
+                self.point(traceback.format_exception_only(error)[-1].strip())
+            self._meeting.leave(1)
+            raise
+        else:
+            self.point()
+
+    def _exchange(self, error: str | None = None, values: Any = None) -> list[Any]:
+        """What ranks say at a point; whoever fails says so at the next one, whatever the others do there."""
+        self._points += 1
+        said = self._meeting.all(f"point/{self._points}", [error, values], self._patience_s)
+        for rank, (each, _) in enumerate(said):
+            if each is not None:
+                raise OtherRankError(f"rank {rank}: {each}")
+        return [own for _, own in said]
+
+
+def _words(value: Any) -> str:
+    """A value as users write it."""
+    if value is None:
+        return "not given"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def join(within_s: float = 60.0) -> Meeting:
     """Meet at ``MASTER_ADDR``, as ``torchrun`` says.
 
@@ -149,7 +248,7 @@ def join(within_s: float = 60.0) -> Meeting:
         what = "rank 0 cannot listen" if serves else f"rank {rank} found no store of PyTorch"
         raise MeetingError(f"{what} at {host}, port {port}: {str(error).splitlines()[0]}") from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Meeting(PrefixStore(f"narrowband doctor {attempt}", store), rank, size, f"{host}, port {port}", within_s)
+    return Meeting(PrefixStore(f"narrowband {attempt}", store), rank, size, f"{host}, port {port}", within_s)
 
 
 def address_towards(host: str, port: int) -> str:

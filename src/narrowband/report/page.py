@@ -15,16 +15,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from narrowband.errors import UnsupportedError, pip_install
+from narrowband.errors import UnsupportedError, need, pip_install
 from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from narrowband.report.recorder import LayerRecord, Run
 
 __all__ = ["Curves", "can_make_pages", "record_page", "run_page"]
+
+#: What pages are made with: the first version that will do, and the last major one.
+_PACKAGES = {"altair": ("5.5", "6"), "jinja2": ("3.1", "3"), "vl-convert-python": ("1.7", "1")}
 
 #: Records that a line has at most; where there are more, neighbours are put together, so that pages stay small.
 _POINTS = 1000
@@ -162,11 +164,24 @@ def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] =
 
 
 def can_make_pages() -> bool:
-    """Whether Altair and what it needs are installed."""
-    return all(find_spec(name) is not None for name in ("altair", "jinja2", "vl_convert"))
+    """Whether Altair and what it needs are installed, in versions that will do."""
+    try:
+        _check_packages()
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _check_packages() -> None:
+    try:
+        for package, (oldest, newest) in _PACKAGES.items():
+            need(package, oldest, newest, extra="report")
+    except ImportError as error:
+        raise UnsupportedError(f"a report needs Altair, Jinja2 and vl-convert, and {error}") from error
 
 
 def _altair() -> Any:
+    _check_packages()
     try:
         import altair as alt
         import jinja2  # noqa: F401  a page needs all three
@@ -214,7 +229,13 @@ def _drawing_program(version: str) -> str:
     """Vega, Vega-Lite of this version and Vega-Embed, in one piece; it takes seconds to put together."""
     import vl_convert
 
-    program: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
+    try:
+        program: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
+    except (ValueError, RuntimeError) as error:  # each of the two will do, but not together
+        raise UnsupportedError(
+            f"this Altair draws with Vega-Lite {version}, which this vl-convert does not have "
+            f"({str(error).splitlines()[0]}): {pip_install('report')}"
+        ) from error
     return program
 
 
@@ -277,6 +298,9 @@ def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
 def _facts(start: Mapping[str, Any]) -> list[tuple[str, str]]:
     """How it was made."""
     machine, versions = start.get("machine", {}), start.get("versions", {})
+    for what, known in (("machine", machine), ("versions", versions)):
+        if not isinstance(known, Mapping):
+            raise ValueError(f"{what} is {known!r} and no object: another program wrote this record; make it again")
     found = {
         "command": start.get("command"),
         "spec": start.get("spec"),

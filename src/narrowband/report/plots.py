@@ -7,18 +7,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowband.errors import UnsupportedError, pip_install
+from narrowband.errors import UnsupportedError, need, pip_install
 from narrowband.units import format_rate
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan
 
-__all__ = ["can_plot", "loss_curves", "plan_profile", "range_picture"]
+__all__ = ["can_plot", "check_picture", "loss_curves", "plan_profile", "range_picture"]
 
 
 def can_plot() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_picture(path: Path | None) -> None:
+    """See whether a picture can be drawn, before minutes of work are lost because it cannot.
+
+    Args:
+        path: of it; None is passed over.
+
+    Raises:
+        ValueError: its name does not end as one of matplotlib's formats does.
+        UnsupportedError: matplotlib is not installed, or not in a version that will do.
+
+    Example:
+        >>> check_picture(None)
+    """
+    if path is None:
+        return
+    if not can_plot():
+        raise UnsupportedError(f"pictures need matplotlib: {pip_install('plots')}")
+    need("matplotlib", "3.8", "3", extra="plots")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"{path} cannot be drawn: give a name that ends in .png, .svg or .pdf")
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:

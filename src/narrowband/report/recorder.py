@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
+from narrowband.errors import DISTRIBUTION
 from narrowband.report.record import provenance
 
 if TYPE_CHECKING:
@@ -262,36 +263,91 @@ def read_run(path: str | Path) -> Run:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no file of an nb.Recorder: {error}") from error
+        raise ValueError(f"{path} is no file of an nb.Recorder: {error}; {_MAKE}") from error
     run: Run | None = None
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            kind = record["kind"]
-            if kind == "start":
-                if record["narrowband_run"] > _VERSION:
-                    raise ValueError("a newer version of narrowband wrote it")
-                run = Run(record) if run is None else Run(record, run.steps, run.layers)
-            elif run is None:
-                raise ValueError("it does not begin with a start")
-            elif kind == "step":
-                run.ended = False
-                _take_back(run.steps, record["step"])
-                run.steps[record["step"]] = {name: float(value) for name, value in record["values"].items()}
-            elif kind == "layers":
-                _take_back(run.layers, record["step"])
-                run.layers[record["step"]] = {name: LayerRecord(*own) for name, own in record["layers"].items()}
-            elif kind == "end":
-                run.ended = True
+            if run is None and not (isinstance(record, dict) and record.get("kind") == "start"):
+                raise _NoRunError
+            run = _with_record(run, record)
+        except _NewerError as error:
+            raise ValueError(
+                f"{path} was written by a newer version of narrowband ({error}): pip install -U '{DISTRIBUTION}'"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             begins_anew = number < len(lines) and '"kind": "start"' in lines[number]
-            if run is not None and (number == len(lines) or begins_anew):
+            if run is None:
+                raise ValueError(
+                    f"{path} is no file of an nb.Recorder: its first line is no start of a run; {_MAKE}"
+                ) from error
+            if number == len(lines) or begins_anew:
                 run.torn = True  # the process died as it wrote
                 continue
-            raise ValueError(f"{path} is no file of an nb.Recorder, or is damaged: line {number}: {error}") from error
+            raise ValueError(
+                f"{path} is damaged: line {number} is no record ({_what(error)}); take that line out to read the rest"
+            ) from error
     if run is None or not run.steps:
         raise ValueError(f"{path} has no records yet: call recorder.step() after every optimizer step")
     return run
+
+
+#: What to do about a file that is no run.
+_MAKE = (
+    'nb.Recorder(handle, "run.jsonl") in a training loop writes one, and of what a benchmark wrote with --json, '
+    "narrowband report makes a page by itself"
+)
+
+
+class _NoRunError(ValueError):
+    """A file begins with something else."""
+
+
+class _NewerError(Exception):
+    """A version of the format that this one does not know."""
+
+
+def _with_record(run: Run | None, record: dict[str, Any]) -> Run:
+    """A run with one more line of its file.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is no such line.
+    """
+    kind = record["kind"]
+    if kind == "start":
+        if (version := record["narrowband_run"]) > _VERSION:
+            raise _NewerError(f"format {version}, and this one reads {_VERSION}")
+        for name in ("machine", "versions"):
+            if not isinstance(record.get(name, {}), dict):
+                raise ValueError(f"{name} is no object")
+        return Run(record) if run is None else Run(record, run.steps, run.layers)
+    if run is None:
+        raise _NoRunError
+    if kind == "step":
+        run.ended = False
+        _take_back(run.steps, record["step"])
+        run.steps[_whole(record["step"])] = {name: float(value) for name, value in record["values"].items()}
+    elif kind == "layers":
+        _take_back(run.layers, record["step"])
+        run.layers[_whole(record["step"])] = {name: _layer(*own) for name, own in record["layers"].items()}
+    elif kind == "end":
+        run.ended = True
+    return run
+
+
+def _whole(x: Any) -> int:
+    if not isinstance(x, (int, float)) or x != int(x):
+        raise ValueError(f"{x!r} is no whole number")
+    return int(x)
+
+
+def _layer(spec: str, numel: int, raw: int, sent: int, error: float | None, norm: float | None) -> LayerRecord:
+    known = (None if x is None else float(x) for x in (error, norm))
+    return LayerRecord(str(spec), _whole(numel), _whole(raw), _whole(sent), *known)
+
+
+def _what(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _take_back(records: dict[int, Any], step: int) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "saved_table",
     "seats_table",
     "takes_table",
+    "verdicts_table",
     "ways_table",
     "zoo_profile_table",
     "zoo_table",
@@ -242,6 +243,29 @@ def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
             format_or_dash("{:+.1%}".format, row["at_that_speed_error"]),
         )
     return table
+
+
+def verdicts_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The verdicts of ``bench plan``."""
+    columns = ("ranks", "link", "predicted best", "measured best", "slower\nby", "said to be faster or slower than DDP")
+    table = _table("What would be chosen, and what was best", *columns)
+    for row in rows:
+        table.add_row(
+            str(row["nodes"]),
+            row["rate"],
+            escape(row["predicted_best"]),
+            escape(row["measured_best"]),
+            f"{row['slower_by']:.1%}" + ("" if row["is_right"] else ", wrong"),
+            escape(_sides(row["sides"])),
+        )
+    return table
+
+
+def _sides(sides: Sequence[dict[str, Any]]) -> str:
+    clear = [each for each in sides if each["is_right"] is not None]
+    wrong = [each["codec"] for each in clear if not each["is_right"]]
+    said = f"{len(clear) - len(wrong)} of {len(clear)} rightly"
+    return f"{said}; wrongly {', '.join(wrong)}" if wrong else said
 
 
 def pairs_table(rows: Sequence[dict[str, Any]]) -> Table:
