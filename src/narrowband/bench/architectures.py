@@ -1,4 +1,4 @@
-"""The zoo: architectures of transformers and timm, with random parameters, that memory is measured with.
+"""The zoo: architectures of transformers, timm and PyTorch, with random parameters, that memory is measured with.
 
 They are other people's, and nothing in narrowband knows their names, so what holds for them may hold for yours. Sizes
 are those of the smallest published member of a family, or a few narrow blocks of it where that is large.
@@ -72,6 +72,38 @@ def _of_timm(name: str, batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
     return import_module("timm").create_model(name, num_classes=1000).train(), _images(batch)
 
 
+class _Recurrent(nn.Module):
+    """Tokens, a recurrence over them, logits.
+
+    Args:
+        cells: whether Python goes from token to token, so that thousands of small tensors are saved.
+    """
+
+    def __init__(self, cells: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(_VOCABULARY, 256), nn.Linear(256, _VOCABULARY)
+        self.inner: nn.Module = nn.GRUCell(256, 256) if cells else nn.LSTM(256, 256, num_layers=2, batch_first=True)
+        self._cells = cells
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.embed(x)
+        if not self._cells:
+            return self.head(self.inner(embedded)[0])  # type: ignore[no-any-return]
+        state, states = embedded.new_zeros(len(x), 256), []
+        for token in embedded.unbind(1):
+            state = self.inner(token, state)
+            states.append(state)
+        return self.head(torch.stack(states, 1))  # type: ignore[no-any-return]
+
+
+def _of_torch(cells: bool, batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    return _Recurrent(cells), _tokens(batch)
+
+
+def _recurrent(cells: bool) -> Architecture:
+    return Architecture("torch", "recurrences", functools.partial(_of_torch, cells))
+
+
 def _transformers(family: str, head: str, config: str, **options: Any) -> Architecture:
     return Architecture("transformers", family, functools.partial(_of_transformers, head, config, options))
 
@@ -138,6 +170,8 @@ ZOO: dict[str, Architecture] = {
     "mixtral": _text("Mixtral", num_local_experts=4, **_FEW_KEYS),
     "mamba": _text("Mamba", family="recurrences", hidden_size=192, num_hidden_layers=4),
     "rwkv": _text("Rwkv", family="recurrences", hidden_size=192, num_hidden_layers=4),
+    "lstm": _recurrent(cells=False),
+    "gru-cells": _recurrent(cells=True),
     "timm-resnet26d": _timm("convolutions", "resnet26d"),
     "timm-regnety-004": _timm("convolutions", "regnety_004"),
     "timm-efficientnet-b0": _timm("convolutions", "efficientnet_b0"),

@@ -246,7 +246,7 @@ def _batch(name: str, config: Config) -> int:
     while True:
         build = functools.partial(subject, name, batch)
         (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, device=config.device, seed=config.seed)
-        short = config.seconds / plain["step_s"]
+        short = 1.1 * config.seconds / plain["step_s"]
         if short <= 1 or batch >= _MOST:
             return batch
         batch *= 2 if short < 3 else 4 if short < 6 else 8
