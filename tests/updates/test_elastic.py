@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import signal
@@ -39,7 +40,18 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
 
 
-def join(address, rank, spec="topk:density=0.1+ef", model=None, optimizer=adamw, *, every=2, outer=1.0, **rules):
+def join(
+    address,
+    rank,
+    spec="topk:density=0.1+ef",
+    model=None,
+    optimizer=adamw,
+    *,
+    every=2,
+    outer=1.0,
+    weigh="steps",
+    **rules,
+):
     """A peer: its model, optimizer and handle. In views, peers are in the order of their ranks here."""
     model = model or mlp()
     optimizer = optimizer(model)
@@ -48,7 +60,7 @@ def join(address, rank, spec="topk:density=0.1+ef", model=None, optimizer=adamw,
     return (
         model,
         optimizer,
-        nb.compress_updates(model, optimizer, spec, every=every, outer=outer, min_numel=64, peers=peers),
+        nb.compress_updates(model, optimizer, spec, every=every, outer=outer, min_numel=64, peers=peers, weigh=weigh),
     )
 
 
@@ -315,6 +327,79 @@ def test_updates_count_by_their_steps(store):
         assert torch.equal(own, before)
         torch.testing.assert_close(after, before + mean, rtol=1e-5, atol=1e-7)
         assert torch.equal(again, after)
+
+
+#: Samples of each step of each peer.
+BATCHES = ((6, 6), (1, 2, 3), (30,))
+
+
+def counting(rank, world_size, address):
+    """Peers with batches of different sizes, and what each would have come to alone."""
+    options = {"optimizer": sgd, "every": 100, "begin_with": world_size, "weigh": "samples"}
+    model, optimizer, handle = join(address, rank, "none", **options)
+    errors = [refusal(lambda: train(model, rank, [0], optimizer))]
+    untouched = flat(model)
+    errors += [refusal(lambda n=n: handle.count(n)) for n in (-1, math.inf, math.nan)]
+    for step, samples in enumerate(BATCHES[rank]):
+        handle.count(samples // 3)  # in two parts, as with accumulation
+        handle.count(samples - samples // 3)
+        train(model, rank, [step], optimizer)
+    alone = flat(model)
+    state = copy.deepcopy(handle.state_dict())
+    handle.count(1000 * (rank + 1))
+    handle.load_state_dict(state)
+    handle.average()
+    after = flat(model)
+    handle.average()  # nobody has learned anything
+    again = flat(model)
+    handle.remove()
+    return untouched, alone, after, again, errors
+
+
+def test_updates_count_by_what_was_counted(store):
+    results = run_ranks(counting, 3, store, group=False)
+    before = results[0][0].double()
+    samples = [sum(own) for own in BATCHES]
+    moves = [n * (alone.double() - before) for n, (_, alone, *_) in zip(samples, results, strict=True)]
+    for own, _, after, again, errors in results:
+        assert torch.equal(own.double(), before), "a step that has counted nothing is not taken"
+        torch.testing.assert_close(after.double(), before + sum(moves) / sum(samples), rtol=1e-5, atol=1e-7)
+        assert torch.equal(again, after)
+        assert [kind for kind, _ in errors] == ["RuntimeError"] + ["ValueError"] * 3
+        assert "this step has counted none; call handle.count(number) before optimizer.step()" in errors[0][1]
+        assert all("must be a number of samples of at least 0" in text for _, text in errors[1:])
+
+
+def counting_otherwise(rank, world_size, address):
+    """Peer 1 comes to a run that counts tokens with other words, and the first goes on."""
+    side = nb.Rendezvous(address).connect()
+    options = {"optimizer": sgd, "every": 1, "begin_with": 1}
+    if rank == 1:
+        side.wait(["going"])
+        others = [refusal(lambda word=word: join(address, rank, "none", weigh=word, **options))
+                  for word in ("steps", "samples")]  # fmt: skip
+        side.set("tried", "1")
+        return others
+    model, optimizer, handle = join(address, rank, "none", weigh="tokens", **options)
+    side.set("going", "1")
+    side.wait(["tried"])
+    handle.count(5)
+    train(model, rank, [0], optimizer)
+    handle.remove()
+    model, optimizer, handle = join(address, rank, "none", run="another", **options)
+    refused = refusal(lambda: handle.count(5))
+    handle.remove()
+    return handle.rounds, len(handle.peers), refused
+
+
+def test_all_peers_count_in_one_unit(store):
+    (rounds, peers, (kind, said)), others = run_ranks(counting_otherwise, 2, store, group=False)
+    assert (rounds, peers) == (1, 1)
+    assert kind == "ValueError"
+    assert "peers count by their steps here; give compress_updates weigh='tokens'" in said
+    for word, (kind, text) in zip(("steps", "samples"), others, strict=True):
+        assert kind == "DisagreementError"
+        assert f"weigh: tokens in the run, {word} here" in text
 
 
 def by_time(rank, world_size, address):

@@ -9,8 +9,8 @@ broke off, they are put back, and the round is held again among the peers that a
 with a round that broke off, and none is applied twice. A peer that was left out brings its update in the round in which
 it returns.
 
-The mean is weighted by the steps that each peer has taken since it was last in a round. A peer that has just come has
-taken none.
+The mean is weighted by the steps that each peer has taken since it was last in a round, or by what it has counted in
+them, such as tokens. A peer that has just come has none.
 
 The peers' connections are the process's default group of torch.distributed, made anew whenever the peers of a round are
 not those of the round before.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -36,6 +37,7 @@ from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
+from narrowband.updates.stepping import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +97,7 @@ class ElasticUpdateCompression(UpdateCompression):
             )
         self._rules = rendezvous
         self._linked = self._warned = False
+        self._counted, self._has_counted = 0.0, False
         self.rounds = -1
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
@@ -105,6 +108,8 @@ class ElasticUpdateCompression(UpdateCompression):
             super(ElasticUpdateCompression, self).__init__(
                 model, optimizers, settings, group, replace(rounds, every=steps)
             )
+            if rounds.weigh != "steps":
+                self._hooks.append(optimizers[0].register_step_pre_hook(lambda *_: self._check_counted()))
             self._share(view)
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
@@ -114,6 +119,42 @@ class ElasticUpdateCompression(UpdateCompression):
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    def count(self, number: float) -> None:
+        """Add to what this peer's next update counts by, in the unit of ``weigh=``. Call it for every optimizer step,
+        before it; with accumulation as often as there are batches.
+
+        Args:
+            number: of tokens, samples, or whatever all peers count; 0 if a step has learned nothing.
+
+        Raises:
+            ValueError: peers count by steps here, or a number below 0 or without end. Nothing has changed then.
+
+        Example:
+            >>> handle = nb.compress_updates(model, optimizer, "none", every=50, peers=peers, weigh="tokens")
+            >>> handle.count(batch.numel())
+            >>> optimizer.step()
+        """
+        if self._rounds.weigh == "steps":
+            raise ValueError(
+                f"count({number}): peers count by their steps here; give compress_updates weigh='tokens', or another "
+                "word for what is counted, on all peers"
+            )
+        if not 0 <= number < math.inf:
+            raise ValueError(f"count({number}): must be a number of {self._rounds.weigh} of at least 0")
+        self._counted += number
+        self._has_counted = True
+
+    def _check_counted(self) -> None:
+        if not self._has_counted:
+            raise RuntimeError(
+                f"weigh={self._rounds.weigh!r}, and this step has counted none; call handle.count(number) before "
+                "optimizer.step(), with 0 if it has learned of none"
+            )
+
+    def _after_step(self) -> None:
+        self._has_counted = False
+        super()._after_step()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -127,9 +168,9 @@ class ElasticUpdateCompression(UpdateCompression):
         self._check_between_steps("average")
         self._before_step()
         tensors = self._tensors()
-        weight = float(self._steps)
+        weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         brings = self._take_updates(self._fragments, tensors)
-        self._steps = 0
+        self._steps, self._counted = 0, 0.0
         before = self._snapshot()
         try:
             self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
@@ -316,6 +357,27 @@ class ElasticUpdateCompression(UpdateCompression):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that this peer needs to go on, but for model and optimizer."""
+        state = super().state_dict()
+        return state | {"updates": state["updates"] | {"weigh": self._rounds.weigh, "counted": self._counted}}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state_dict` was taken. Call on all peers of the last round, with the model's and the
+        optimizer's states.
+
+        Raises:
+            ValueError: a state that does not fit, on any peer. Nothing has changed then.
+        """
+        super().load_state_dict(state)
+        self._counted = self._own_updates(state)["counted"]
+
+    def _check_updates(self, state: Mapping[str, Any]) -> None:
+        super()._check_updates(state)
+        own = state["updates"]
+        if own.get("weigh") != self._rounds.weigh:
+            raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
+
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """A peer's own state, whatever rank it had."""
         mine = dict(check_state(state))
@@ -360,10 +422,12 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "message_nbytes": str(settings.message_nbytes),
         "early_nbytes": str(settings.early_nbytes),
         "plan": repr(settings.plan),
-        "optimizer": ", ".join(type(each).__name__ for each in optimizers),
         "outer": str(outer),
         "every": str(rounds.every),
         "buffers": rounds.buffers,
+        "check_every": str(rounds.check_every),
+        "weigh": rounds.weigh,
         "grad_scaler": "none" if rounds.grad_scaler is None else "given",
+        **facts_of(model, optimizers),
         **parameters,
     }
