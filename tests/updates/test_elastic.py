@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
+from narrowband.averaging import replicas
 from narrowband.updates import elastic
 from narrowband.updates import rounds as rounds_of
 from narrowband.updates.rendezvous import serve
@@ -155,15 +156,27 @@ def test_what_died_in_an_exchange_leaves_no_trace_of_it(store, spec):
         assert all(torch.equal(residual[name], clean[rank][1][name]) for name in residual)
 
 
-def freezing(rank, world_size, address):
-    """Peer 2 is stopped for longer than the others wait, and goes on."""
-    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=1.0, exchange_s=4.0)
+def freezing(rank, world_size, address, where):
+    """Peer 2 is stopped for longer than the others wait, wherever it is or in an exchange, and goes on."""
+    in_exchange = where == "in an exchange"
+    exchange_s = LONG_S if in_exchange else 4.0
+    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=1.0, exchange_s=exchange_s)
     side = nb.Rendezvous(address).connect()
     seen = []
+    if in_exchange and rank == 2:
+        feed = handle.feed
+
+        def fed(*given, **options):
+            if handle.rounds == 3 and not side.check(["stopped"]):
+                side.set("stopped", "1")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return feed(*given, **options)
+
+        handle.feed = fed
     if rank == 2:
         side.set("pid", str(os.getpid()))
     for step in range(400):
-        if handle.rounds == 3 and rank == 0 and not side.check(["stopped"]):
+        if not in_exchange and handle.rounds == 3 and rank == 0 and not side.check(["stopped"]):
             os.kill(int(side.get("pid")), signal.SIGSTOP)
             side.set("stopped", "1")
         if handle.rounds == 6 and rank == 0 and not side.check(["woken"]):
@@ -182,8 +195,12 @@ def freezing(rank, world_size, address):
     return seen
 
 
-def test_a_peer_that_froze_returns_and_is_equal_again(store):
-    results = run_ranks(freezing, 3, store, group=False)
+@pytest.mark.parametrize("where", ["anywhere", "in an exchange"])
+def test_a_peer_that_froze_returns_and_is_equal_again(store, where):
+    """In an exchange the others wait ten times as long as the longest before it, and not until ``exchange_s`` is over:
+    that would be five minutes here.
+    """
+    results = run_ranks(freezing, 3, store, where, group=False)
     by_round = [{rounds: parameters for rounds, _, parameters in seen} for seen in results]
     sizes = {rounds: peers for rounds, peers, _ in results[0]}
     assert min(sizes[rounds] for rounds in (5, 6)) == 2
@@ -304,6 +321,65 @@ def test_parameters_that_arrive_wrong_are_asked_for_again(store):
     assert all(torch.equal(first[rounds], third[rounds]) for rounds in shared)
 
 
+def truncated(rank, world_size, address):
+    """Peer 2 comes later, and gets parameters from peer 0, which dies when it has sent five pieces of them."""
+    replicas._PIECE_NBYTES = 1024
+    side = nb.Rendezvous(address).connect()
+    model, got, sent = mlp(), [], []
+    if rank == 2:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        side.wait(["going"])
+        begin = elastic.begin_with_the_first
+
+        def begun(model, group):
+            try:
+                got.append(begin(model, group))
+            except RuntimeError:
+                got.append("broke off")
+                raise
+
+        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
+    if rank == 0:
+        isend = dist.isend
+
+        def sending(*given, **options):
+            sent.append(isend(*given, **options))
+            if len(sent) == 5:
+                for work in sent:
+                    work.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sent[-1]
+
+        dist.isend = sending
+    model, optimizer, handle = join(address, rank, model=model, begin_with=2, grace_s=1.0, exchange_s=4.0)
+    seen = {}
+    for step in range(400):
+        if side.check(["enough"]):
+            break
+        train(model, rank, [step], optimizer)
+        if not handle.steps:
+            seen[handle.rounds] = flat(model)
+        side.set("going", "1")
+        if rank == 2 and len(seen) > 2:
+            side.set("enough", "1")
+        time.sleep(0.01)
+    handle.remove()
+    return seen, got
+
+
+def test_a_transfer_whose_sender_dies_goes_on_from_another_peer_where_it_was(store):
+    results = left_over(truncated, 3, store)
+    (first, _), (third, got) = results[1], results[2]
+    whole = 4 * flat(mlp()).numel()
+    assert got[0] == "broke off"
+    assert got[1] in [whole - 1024 * pieces for pieces in range(1, 6)], "only what had not arrived travels again"
+    shared = first.keys() & third.keys()
+    assert len(shared) >= 2
+    assert all(torch.equal(first[rounds], third[rounds]) for rounds in shared)
+
+
 # ---- steps, lateness, ends -------------------------------------------------------------------------------------------
 
 
@@ -400,6 +476,40 @@ def test_all_peers_count_in_one_unit(store):
     for word, (kind, text) in zip(("steps", "samples"), others, strict=True):
         assert kind == "DisagreementError"
         assert f"weigh: tokens in the run, {word} here" in text
+
+
+def clocks_jump(rank, world_size, address):
+    """Peer 1 waits for peer 0 in every round, and its wall clock jumps by years, ahead and back, when anybody asks."""
+    asked, (now, now_ns) = [], (time.time, time.time_ns)
+    if rank == 1:
+
+        def jumping():
+            asked.append(1)
+            return now() + (1e8 if len(asked) % 2 else -1e8)
+
+        time.time, time.time_ns = jumping, lambda: int(1e9 * jumping())
+    try:
+        model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+        seen = []
+        for step in range(6):
+            time.sleep(0.0 if rank else 0.05)
+            train(model, rank, [step], optimizer)
+            seen.append((handle.rounds, len(handle.peers)))
+        handle.remove()
+        jumped = abs(time.time() - now())
+    finally:
+        time.time, time.time_ns = now, now_ns
+    return flat(model), seen, jumped
+
+
+def test_clocks_that_jump_do_not_matter(store):
+    """Who went by them would find every wait over at once, and hold rounds alone. Of torch's store and gloo this shows
+    nothing: their clocks are in C++, and steady.
+    """
+    (mine, seen, still), (its, same, jumped) = run_ranks(clocks_jump, 2, store, group=False)
+    assert still < 1e6 < jumped
+    assert seen == same == [(1, 2), (2, 2), (2, 2), (3, 2), (3, 2), (4, 2)]
+    assert torch.equal(mine, its)
 
 
 def by_time(rank, world_size, address):
@@ -665,6 +775,7 @@ def test_buffers_of_who_is_late_say_nothing_of_where_they_are_now(store):
     [
         ("message_nbytes", {"message_nbytes": 0}),
         ("outer", {"outer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)}),
+        ("optimizer's momentum", {"momentum": 0.9}),
         ("buffer extra", {}),
     ],
 )
@@ -673,12 +784,12 @@ def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, opti
     from narrowband.updates.elastic import _facts
     from narrowband.updates.rounds import Rounds
 
-    def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES):
+    def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES, momentum=0.0):
         settings = Settings.of(
             "none", min_numel=64, warmup_steps=0, seed=0, collective="auto", small="uncompressed",
             message_nbytes=message_nbytes, early_nbytes=EARLY_NBYTES, grad_scaler=None, connected=False,
         )  # fmt: skip
-        return _facts(model, [sgd(model)], settings, Rounds(2, outer))
+        return _facts(model, [sgd(model, momentum=momentum)], settings, Rounds(2, outer))
 
     other = mlp()
     if not options:

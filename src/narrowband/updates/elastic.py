@@ -14,6 +14,10 @@ them, such as tokens. A peer that has just come has none.
 
 The peers' connections are the process's default group of torch.distributed, made anew whenever the peers of a round are
 not those of the round before.
+
+A peer that freezes in an exchange says nothing, so the others can only wait. The first exchange among peers may take
+``exchange_s``. It shows how long one takes; from then on one that takes ten times as long as any before it, and longer
+than the grace window, breaks off. It is held again with new connections, which may take ``exchange_s`` once more.
 """
 
 from __future__ import annotations
@@ -51,6 +55,9 @@ if TYPE_CHECKING:
 __all__ = ["ElasticUpdateCompression"]
 
 log = logging.getLogger(__name__)
+
+#: An exchange breaks off that takes so many times as long as the longest before it among the same peers.
+_SLOWER = 10
 
 #: Steps of a round that ends by time.
 _MANY = 1 << 40
@@ -97,6 +104,7 @@ class ElasticUpdateCompression(UpdateCompression):
             )
         self._rules = rendezvous
         self._linked = self._warned = False
+        self._longest_s: float | None = None  # of exchanges over these connections
         self._counted, self._has_counted = 0.0, False
         self.rounds = -1
         self.peers: tuple[str, ...] = ()
@@ -205,14 +213,15 @@ class ElasticUpdateCompression(UpdateCompression):
             if time.monotonic() > end:
                 raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
             view = self._meeting.arrive(self.rounds, weight)
-            good = False
+            good, took = False, None
             try:
                 if self._meeting.is_open(view):
                     if view.fresh or not self._linked:
+                        self._longest_s = None
                         link(view)
                         self._linked = True
                         self._check_next = True  # on all peers of a fresh view, whatever they did in the one before
-                    self._meet(view, brings=brings)
+                    took = self._meet(view, brings=brings)
                     good = True
             except RendezvousError:
                 raise
@@ -224,18 +233,36 @@ class ElasticUpdateCompression(UpdateCompression):
             except BaseException:
                 self._meeting.vote(view, good=False)
                 raise
-            if self._meeting.vote(view, good=good):
+            if self._meeting.vote(view, good=good, within_s=self._patience_s()):
+                self._expect(took)
                 self.rounds, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
                 return
             self._unlink()
             put_back()
 
-    def _meet(self, view: View, *, brings: bool) -> None:
-        """Exchange, with every peer's weight."""
+    def _patience_s(self) -> float:
+        """Seconds after which an exchange breaks off now."""
+        if self._longest_s is None:
+            return self._rules.exchange_s
+        return min(self._rules.exchange_s, max(self._rules.grace_s, _SLOWER * self._longest_s))
+
+    def _expect(self, took: float | None) -> None:
+        """The next exchange is not to take much longer than this one."""
+        group = self.process_group
+        if took is not None and group is not None:
+            self._longest_s = max(took, self._longest_s or 0.0)
+            group.set_timeout(timedelta(seconds=self._patience_s()))
+
+    def _meet(self, view: View, *, brings: bool) -> float | None:
+        """Exchange, with every peer's weight.
+
+        Returns:
+            Seconds that it took; None where there was nothing to exchange.
+        """
         total = sum(entry.weight for entry in view.entries)
         if not total:  # all have just come
             self._whole.bring_nothing()
-            return
+            return None
         share = view.size * view.entries[view.rank].weight / total
         if view.behind:
             self._drop_buffers()
@@ -253,6 +280,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 took,
                 self._rules.exchange_s,
             )
+        return took
 
     def _drop_buffers(self) -> None:
         """What buffers have changed by since an earlier round says nothing of where they are now: a variance that fell
