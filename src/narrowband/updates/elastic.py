@@ -16,8 +16,9 @@ The peers' connections are the process's default group of torch.distributed, mad
 not those of the round before.
 
 A peer that freezes in an exchange says nothing, so the others can only wait. The first exchange among peers may take
-``exchange_s``. It shows how long one takes; from then on one that takes ten times as long as any before it, and longer
-than the grace window, breaks off. It is held again with new connections, which may take ``exchange_s`` once more.
+``exchange_s``. It shows how long one takes; from then on one that takes ten times as long as any before it, longer
+than the grace window, and longer than a busy machine pauses, breaks off. It is held again with new connections, which
+may take ``exchange_s`` once more.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ log = logging.getLogger(__name__)
 
 #: An exchange breaks off that takes so many times as long as the longest before it among the same peers.
 _SLOWER = 10
+
+#: And not before so many seconds are over: a machine that is short of memory or cores pauses, and goes on.
+_PAUSES_S = 5.0
 
 #: Steps of a round that ends by time.
 _MANY = 1 << 40
@@ -244,7 +248,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """Seconds after which an exchange breaks off now."""
         if self._longest_s is None:
             return self._rules.exchange_s
-        return min(self._rules.exchange_s, max(self._rules.grace_s, _SLOWER * self._longest_s))
+        return min(self._rules.exchange_s, max(self._rules.grace_s, _PAUSES_S, _SLOWER * self._longest_s))
 
     def _expect(self, took: float | None) -> None:
         """The next exchange is not to take much longer than this one."""

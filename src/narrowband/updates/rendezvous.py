@@ -65,8 +65,8 @@ class Rendezvous:
         exchange_s: seconds after which an exchange breaks off at the latest, as with a peer that does not answer, and
             is held again without that. It has to be well above what an exchange takes, for which see
             ``stats().last.exchange_s``. It holds for the first exchange among the same peers. Later ones break off
-            after ten times the longest before them, or ``grace_s`` if that is longer. The wait for all votes is as
-            long.
+            after ten times the longest before them, but not before ``grace_s`` or five seconds. The wait for all votes
+            is as long.
         begin_with: peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are there.
         patience_s: seconds after which a peer that waits for a round gives up; longer than the others train in between.
         name: what logs call this peer, and what peers are ordered by; by default drawn.
