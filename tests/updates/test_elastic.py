@@ -461,18 +461,20 @@ def counting_otherwise(rank, world_size, address):
     side.wait(["tried"])
     handle.count(5)
     train(model, rank, [0], optimizer)
+    state = handle.state_dict()
     handle.remove()
     model, optimizer, handle = join(address, rank, "none", run="another", **options)
-    refused = refusal(lambda: handle.count(5))
+    refused = refusal(lambda: handle.count(5)), refusal(lambda: handle.load_state_dict(state))
     handle.remove()
     return handle.rounds, len(handle.peers), refused
 
 
 def test_all_peers_count_in_one_unit(store):
-    (rounds, peers, (kind, said)), others = run_ranks(counting_otherwise, 2, store, group=False)
+    (rounds, peers, refused), others = run_ranks(counting_otherwise, 2, store, group=False)
     assert (rounds, peers) == (1, 1)
-    assert kind == "ValueError"
-    assert "peers count by their steps here; give compress_updates weigh='tokens'" in said
+    assert [kind for kind, _ in refused] == ["ValueError"] * 2
+    assert "peers count by their steps here; give compress_updates weigh='tokens'" in refused[0][1]
+    assert "the state was saved with weigh='tokens', here it is 'steps'" in refused[1][1]
     for word, (kind, text) in zip(("steps", "samples"), others, strict=True):
         assert kind == "DisagreementError"
         assert f"weigh: tokens in the run, {word} here" in text

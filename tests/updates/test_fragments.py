@@ -354,6 +354,7 @@ def wrong_states(rank, world_size):
     sent = own["under way"]
     others = [
         {"fragments": 1},
+        {"split": "layers"},
         {"anchor": dict(list(own["anchor"].items())[1:])},
         {"anchor": {name: x for name, x in own["anchor"].items() if name in handle._fragments[0].names}},
         {"under way": sent | {"at": 7}},
@@ -366,7 +367,15 @@ def wrong_states(rank, world_size):
 
 
 def test_states_that_do_not_fit_change_nothing():
-    words = ["fragments=1", "do not fit the model", "lacks the parameters", "cannot be", "cannot be", "means do not"]
+    words = [
+        "fragments=1",
+        "split=layers, and here it is strided",
+        "do not fit the model",
+        "lacks the parameters",
+        "cannot be",
+        "cannot be",
+        "means do not",
+    ]
     for errors, waiting, good in run_ranks(wrong_states, 2):
         for (kind, text), word in zip(errors, words, strict=True):
             assert kind == "ValueError"

@@ -18,7 +18,7 @@ not those of the round before.
 A peer that freezes in an exchange says nothing, so the others can only wait. The first exchange among peers may take
 ``exchange_s``. It shows how long one takes; from then on one that takes ten times as long as any before it, longer
 than the grace window, and longer than a busy machine pauses, breaks off. It is held again with new connections, which
-may take ``exchange_s`` once more.
+may take ``exchange_s`` once more; so one that had a reason, such as ``pause()``, is repeated once.
 """
 
 from __future__ import annotations
@@ -237,14 +237,14 @@ class ElasticUpdateCompression(UpdateCompression):
             except BaseException:
                 self._meeting.vote(view, good=False)
                 raise
-            if self._meeting.vote(view, good=good, within_s=self._patience_s()):
+            if self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s()):
                 self._expect(took)
                 self.rounds, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
                 return
             self._unlink()
             put_back()
 
-    def _patience_s(self) -> float:
+    def _breaks_off_after_s(self) -> float:
         """Seconds after which an exchange breaks off now."""
         if self._longest_s is None:
             return self._rules.exchange_s
@@ -255,7 +255,7 @@ class ElasticUpdateCompression(UpdateCompression):
         group = self.process_group
         if took is not None and group is not None:
             self._longest_s = max(took, self._longest_s or 0.0)
-            group.set_timeout(timedelta(seconds=self._patience_s()))
+            group.set_timeout(timedelta(seconds=self._breaks_off_after_s()))
 
     def _meet(self, view: View, *, brings: bool) -> float | None:
         """Exchange, with every peer's weight.
