@@ -7,6 +7,8 @@ One comes later than the others. On this machine, with emulated links (Linux; ro
 """
 
 import argparse
+import hashlib
+import json
 import os
 import sysconfig
 import time
@@ -20,26 +22,23 @@ from narrowband.updates.rendezvous import serve
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")
-parser.add_argument("--every", default="30", help="steps from one round to the next, or a time: 10s, 20min")
+parser.add_argument("--every", default="30", help="steps from one round to the next, or a time: 20min")
 parser.add_argument("--rounds", type=int, default=20)
 parser.add_argument("--late", type=float, default=10.0, help="seconds after which the last peer comes")
 options = parser.parse_args()
 rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-
 sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(32 * 64, 512), nn.ReLU(), nn.Linear(512, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-
 store = serve(29400) if rank == 0 else None  # on a machine that stays up; else: narrowband rendezvous
 time.sleep(options.late if rank == size - 1 else 0.0)
 peers = nb.Rendezvous(f"{host}:29400", begin_with=size - 1, name=str(rank), grace_s=30, exchange_s=60)
 every = int(options.every) if options.every.isdigit() else options.every
 began = time.monotonic()
 handle = nb.compress_updates(model, optimizer, options.spec, every=every, outer="auto", peers=peers)
-print(f"in round {handle.rounds} after {time.monotonic() - began:.1f} s", flush=True)
-
+told = {"joined_round": handle.rounds, "joined_s": time.monotonic() - began, "rounds": []}
 torch.manual_seed(1 + rank)  # every peer reads elsewhere
 while handle.rounds < options.rounds:
     at_BL = torch.randint(len(text) - 33, (64, 1)) + torch.arange(33)
@@ -48,9 +47,13 @@ while handle.rounds < options.rounds:
     loss.backward()
     began, before = time.monotonic(), handle.rounds
     optimizer.step()
-    if handle.rounds != before and handle.rounds % 5 == 0:
-        took = time.monotonic() - began
-        print(f"round {handle.rounds} of {len(handle.peers)} peers took {took:.2f} s, loss {loss:.2f}", flush=True)
-print(f"parameters {sum(p.detach().double().sum() for p in model.parameters()):.12e}", flush=True)
+    if handle.rounds != before:
+        told["rounds"].append({"round": handle.rounds, "peers": len(handle.peers), "s": time.monotonic() - began})
+        print(told["rounds"][-1], flush=True)
+bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+told |= {"loss": float(loss), "parameters_bytes": len(bits), "parameters_sha256": hashlib.sha256(bits).hexdigest()}
+print(json.dumps(told), flush=True)
+if folder := os.environ.get("NARROWBAND_TOLD"):  # of narrowband lab --json
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
 handle.remove()
 time.sleep(1.0 if rank == 0 else 0.0)  # the store ends with this process

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from narrowband.bench.peers import Config, run
+from narrowband.updates import Rendezvous
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -60,3 +61,51 @@ def test_the_guide_says_what_the_records_say():
         assert round(torn["slowest_s"], 1) == float(slowest)
         assert torn["equal"]
         assert record["rows"][0]["equal"]
+
+
+def test_the_guide_says_how_these_were_measured_and_what_of_them_is_noise():
+    page = " ".join((ROOT / "docs/how-to/peers.md").read_text().split())
+    records = [json.loads((ROOT / f"benchmarks/results/peers-{name}.json").read_text()) for name in ("4", "6", "1000")]
+    configs = [record["config"] for record in records]
+    assert [(own["step_s"], own["every"]) for own in configs] == [(0.1, 20), (0.1, 20), (0.0, 2)]
+    assert {(own["grace_s"], own["exchange_s"]) for own in configs} == {(1.0, 5.0)}
+    assert "a sleep of 0.1 s" in page
+    assert "`grace_s=1` and `exchange_s=5`" in page
+    rules = Rendezvous("here:1")
+    assert f"the defaults, {rules.grace_s:g} and {rules.exchange_s:g}" in page
+    assert f"**`grace_s`** ({rules.grace_s:g} s)" in page
+    assert f"**`exchange_s`** ({rules.exchange_s:g} s)" in page
+    there = [
+        1.0 - torn["absent_s"] / (own["peers"] * torn["seconds"])
+        for own, (_, torn) in zip(configs, (record["rows"] for record in records), strict=True)
+    ]
+    assert "had {:.0f}, {:.0f} and {:.0f} % of the time".format(*(100 * share for share in there)) in page
+    longest = [record["rows"][0]["slowest_s"] for record in records]
+    assert "rounds took {:.1f}, {:.1f} and {:.1f} s".format(*longest) in page
+    pace = [own["peers"] / own["step_s"] for own in configs[:2]]
+    plain, torn = (
+        [100 * record["rows"][at]["goodput"] / steps for record, steps in zip(records[:2], pace, strict=True)]
+        for at in (0, 1)
+    )
+    assert "{:.0f} and {:.0f} steps per second, the first two runs had".format(*pace) in page
+    assert "had {:.0f} and {:.0f} % undisturbed, and {:.0f} and {:.0f} % disturbed".format(*plain, *torn) in page
+
+
+def test_the_guide_says_what_peers_at_two_sites_told():
+    page = " ".join((ROOT / "docs/how-to/peers.md").read_text().split())
+    record = json.loads((ROOT / "benchmarks/results/two-sites.json").read_text())
+    told, sent = record["told"], [rank["sent_bytes"] / 1e6 for rank in record["ranks"]]
+    assert record["exit_code"] == 0
+    assert len({peer["parameters_sha256"] for peer in told}) == 1
+    assert {peer["rounds"][-1]["round"] for peer in told} == {20}
+    assert f"peers at home sent {sent[2]:.1f} and {sent[3]:.1f} MB" in page
+    came = told[3]["joined_round"]
+    usual = [own["s"] for peer in told for own in peer["rounds"] if own["round"] != came]
+    assert f"A round took {min(usual):.1f} to {max(usual):.1f} s" in page
+    waited = max(own["s"] for peer in told for own in peer["rounds"] if own["round"] == came)
+    assert f"the others waited {waited:.1f} s" in page
+    nbytes = told[0]["parameters_bytes"]
+    assert f"the parameters ({nbytes / 1e6:.1f} MB)" in page
+    assert (
+        f"{1.5 * nbytes / 1e6:.1f} MB in every step, which takes {1.5 * nbytes * 8 / 10e6:.1f} s at 10 Mbit/s" in page
+    )

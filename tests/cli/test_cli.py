@@ -237,12 +237,14 @@ def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):
 @pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
 def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     target = tmp_path / "lab.json"
-    code, out, _ = narrow("lab", "--nodes", "2", "--json", str(target), "--", "sh", "-c", "exit $RANK")
+    told = """[ $RANK = 0 ] && echo '{"loss": 1.5}' > $NARROWBAND_TOLD/$RANK.json; exit $RANK"""
+    code, out, _ = narrow("lab", "--nodes", "2", "--json", str(target), "--", "sh", "-c", told)
     assert code == 1
     assert "exit code" in out
     written = json.loads(target.read_text())
     assert [rank["rank"] for rank in written["ranks"]] == [0, 1]
     assert written["exit_code"] == 1
+    assert written["told"] == [{"loss": 1.5}, None]
 
 
 def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
+from narrowband.averaging import replicas
 from narrowband.updates import elastic
 from narrowband.updates import rounds as rounds_of
 from narrowband.updates.rendezvous import serve
@@ -39,7 +41,18 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
 
 
-def join(address, rank, spec="topk:density=0.1+ef", model=None, optimizer=adamw, *, every=2, outer=1.0, **rules):
+def join(
+    address,
+    rank,
+    spec="topk:density=0.1+ef",
+    model=None,
+    optimizer=adamw,
+    *,
+    every=2,
+    outer=1.0,
+    weigh="steps",
+    **rules,
+):
     """A peer: its model, optimizer and handle. In views, peers are in the order of their ranks here."""
     model = model or mlp()
     optimizer = optimizer(model)
@@ -48,7 +61,7 @@ def join(address, rank, spec="topk:density=0.1+ef", model=None, optimizer=adamw,
     return (
         model,
         optimizer,
-        nb.compress_updates(model, optimizer, spec, every=every, outer=outer, min_numel=64, peers=peers),
+        nb.compress_updates(model, optimizer, spec, every=every, outer=outer, min_numel=64, peers=peers, weigh=weigh),
     )
 
 
@@ -143,15 +156,27 @@ def test_what_died_in_an_exchange_leaves_no_trace_of_it(store, spec):
         assert all(torch.equal(residual[name], clean[rank][1][name]) for name in residual)
 
 
-def freezing(rank, world_size, address):
-    """Peer 2 is stopped for longer than the others wait, and goes on."""
-    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=1.0, exchange_s=4.0)
+def freezing(rank, world_size, address, where):
+    """Peer 2 is stopped for longer than the others wait, wherever it is or in an exchange, and goes on."""
+    in_exchange = where == "in an exchange"
+    exchange_s = LONG_S if in_exchange else 4.0
+    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=1.0, exchange_s=exchange_s)
     side = nb.Rendezvous(address).connect()
     seen = []
+    if in_exchange and rank == 2:
+        feed = handle.feed
+
+        def fed(*given, **options):
+            if handle.rounds == 3 and not side.check(["stopped"]):
+                side.set("stopped", "1")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return feed(*given, **options)
+
+        handle.feed = fed
     if rank == 2:
         side.set("pid", str(os.getpid()))
     for step in range(400):
-        if handle.rounds == 3 and rank == 0 and not side.check(["stopped"]):
+        if not in_exchange and handle.rounds == 3 and rank == 0 and not side.check(["stopped"]):
             os.kill(int(side.get("pid")), signal.SIGSTOP)
             side.set("stopped", "1")
         if handle.rounds == 6 and rank == 0 and not side.check(["woken"]):
@@ -170,8 +195,12 @@ def freezing(rank, world_size, address):
     return seen
 
 
-def test_a_peer_that_froze_returns_and_is_equal_again(store):
-    results = run_ranks(freezing, 3, store, group=False)
+@pytest.mark.parametrize("where", ["anywhere", "in an exchange"])
+def test_a_peer_that_froze_returns_and_is_equal_again(store, where):
+    """In an exchange the others wait ten times as long as the longest before it, and not until ``exchange_s`` is over:
+    that would be five minutes here.
+    """
+    results = run_ranks(freezing, 3, store, where, group=False)
     by_round = [{rounds: parameters for rounds, _, parameters in seen} for seen in results]
     sizes = {rounds: peers for rounds, peers, _ in results[0]}
     assert min(sizes[rounds] for rounds in (5, 6)) == 2
@@ -292,6 +321,65 @@ def test_parameters_that_arrive_wrong_are_asked_for_again(store):
     assert all(torch.equal(first[rounds], third[rounds]) for rounds in shared)
 
 
+def truncated(rank, world_size, address):
+    """Peer 2 comes later, and gets parameters from peer 0, which dies when it has sent five pieces of them."""
+    replicas._PIECE_NBYTES = 1024
+    side = nb.Rendezvous(address).connect()
+    model, got, sent = mlp(), [], []
+    if rank == 2:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        side.wait(["going"])
+        begin = elastic.begin_with_the_first
+
+        def begun(model, group):
+            try:
+                got.append(begin(model, group))
+            except RuntimeError:
+                got.append("broke off")
+                raise
+
+        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
+    if rank == 0:
+        isend = dist.isend
+
+        def sending(*given, **options):
+            sent.append(isend(*given, **options))
+            if len(sent) == 5:
+                for work in sent:
+                    work.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sent[-1]
+
+        dist.isend = sending
+    model, optimizer, handle = join(address, rank, model=model, begin_with=2, grace_s=1.0, exchange_s=4.0)
+    seen = {}
+    for step in range(400):
+        if side.check(["enough"]):
+            break
+        train(model, rank, [step], optimizer)
+        if not handle.steps:
+            seen[handle.rounds] = flat(model)
+        side.set("going", "1")
+        if rank == 2 and len(seen) > 2:
+            side.set("enough", "1")
+        time.sleep(0.01)
+    handle.remove()
+    return seen, got
+
+
+def test_a_transfer_whose_sender_dies_goes_on_from_another_peer_where_it_was(store):
+    results = left_over(truncated, 3, store)
+    (first, _), (third, got) = results[1], results[2]
+    whole = 4 * flat(mlp()).numel()
+    assert got[0] == "broke off"
+    assert got[1] in [whole - 1024 * pieces for pieces in range(1, 6)], "only what had not arrived travels again"
+    shared = first.keys() & third.keys()
+    assert len(shared) >= 2
+    assert all(torch.equal(first[rounds], third[rounds]) for rounds in shared)
+
+
 # ---- steps, lateness, ends -------------------------------------------------------------------------------------------
 
 
@@ -315,6 +403,115 @@ def test_updates_count_by_their_steps(store):
         assert torch.equal(own, before)
         torch.testing.assert_close(after, before + mean, rtol=1e-5, atol=1e-7)
         assert torch.equal(again, after)
+
+
+#: Samples of each step of each peer.
+BATCHES = ((6, 6), (1, 2, 3), (30,))
+
+
+def counting(rank, world_size, address):
+    """Peers with batches of different sizes, and what each would have come to alone."""
+    options = {"optimizer": sgd, "every": 100, "begin_with": world_size, "weigh": "samples"}
+    model, optimizer, handle = join(address, rank, "none", **options)
+    errors = [refusal(lambda: train(model, rank, [0], optimizer))]
+    untouched = flat(model)
+    errors += [refusal(lambda n=n: handle.count(n)) for n in (-1, math.inf, math.nan)]
+    for step, samples in enumerate(BATCHES[rank]):
+        handle.count(samples // 3)  # in two parts, as with accumulation
+        handle.count(samples - samples // 3)
+        train(model, rank, [step], optimizer)
+    alone = flat(model)
+    state = copy.deepcopy(handle.state_dict())
+    handle.count(1000 * (rank + 1))
+    handle.load_state_dict(state)
+    handle.average()
+    after = flat(model)
+    handle.average()  # nobody has learned anything
+    again = flat(model)
+    handle.remove()
+    return untouched, alone, after, again, errors
+
+
+def test_updates_count_by_what_was_counted(store):
+    results = run_ranks(counting, 3, store, group=False)
+    before = results[0][0].double()
+    samples = [sum(own) for own in BATCHES]
+    moves = [n * (alone.double() - before) for n, (_, alone, *_) in zip(samples, results, strict=True)]
+    for own, _, after, again, errors in results:
+        assert torch.equal(own.double(), before), "a step that has counted nothing is not taken"
+        torch.testing.assert_close(after.double(), before + sum(moves) / sum(samples), rtol=1e-5, atol=1e-7)
+        assert torch.equal(again, after)
+        assert [kind for kind, _ in errors] == ["RuntimeError"] + ["ValueError"] * 3
+        assert "this step has counted none; call handle.count(number) before optimizer.step()" in errors[0][1]
+        assert all("must be a number of samples of at least 0" in text for _, text in errors[1:])
+
+
+def counting_otherwise(rank, world_size, address):
+    """Peer 1 comes to a run that counts tokens with other words, and the first goes on."""
+    side = nb.Rendezvous(address).connect()
+    options = {"optimizer": sgd, "every": 1, "begin_with": 1}
+    if rank == 1:
+        side.wait(["going"])
+        others = [refusal(lambda word=word: join(address, rank, "none", weigh=word, **options))
+                  for word in ("steps", "samples")]  # fmt: skip
+        side.set("tried", "1")
+        return others
+    model, optimizer, handle = join(address, rank, "none", weigh="tokens", **options)
+    side.set("going", "1")
+    side.wait(["tried"])
+    handle.count(5)
+    train(model, rank, [0], optimizer)
+    state = handle.state_dict()
+    handle.remove()
+    model, optimizer, handle = join(address, rank, "none", run="another", **options)
+    refused = refusal(lambda: handle.count(5)), refusal(lambda: handle.load_state_dict(state))
+    handle.remove()
+    return handle.rounds, len(handle.peers), refused
+
+
+def test_all_peers_count_in_one_unit(store):
+    (rounds, peers, refused), others = run_ranks(counting_otherwise, 2, store, group=False)
+    assert (rounds, peers) == (1, 1)
+    assert [kind for kind, _ in refused] == ["ValueError"] * 2
+    assert "peers count by their steps here; give compress_updates weigh='tokens'" in refused[0][1]
+    assert "the state was saved with weigh='tokens', here it is 'steps'" in refused[1][1]
+    for word, (kind, text) in zip(("steps", "samples"), others, strict=True):
+        assert kind == "DisagreementError"
+        assert f"weigh: tokens in the run, {word} here" in text
+
+
+def clocks_jump(rank, world_size, address):
+    """Peer 1 waits for peer 0 in every round, and its wall clock jumps by years, ahead and back, when anybody asks."""
+    asked, (now, now_ns) = [], (time.time, time.time_ns)
+    if rank == 1:
+
+        def jumping():
+            asked.append(1)
+            return now() + (1e8 if len(asked) % 2 else -1e8)
+
+        time.time, time.time_ns = jumping, lambda: int(1e9 * jumping())
+    try:
+        model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+        seen = []
+        for step in range(6):
+            time.sleep(0.0 if rank else 0.05)
+            train(model, rank, [step], optimizer)
+            seen.append((handle.rounds, len(handle.peers)))
+        handle.remove()
+        jumped = abs(time.time() - now())
+    finally:
+        time.time, time.time_ns = now, now_ns
+    return flat(model), seen, jumped
+
+
+def test_clocks_that_jump_do_not_matter(store):
+    """Who went by them would find every wait over at once, and hold rounds alone. Of torch's store and gloo this shows
+    nothing: their clocks are in C++, and steady.
+    """
+    (mine, seen, still), (its, same, jumped) = run_ranks(clocks_jump, 2, store, group=False)
+    assert still < 1e6 < jumped
+    assert seen == same == [(1, 2), (2, 2), (2, 2), (3, 2), (3, 2), (4, 2)]
+    assert torch.equal(mine, its)
 
 
 def by_time(rank, world_size, address):
@@ -580,6 +777,7 @@ def test_buffers_of_who_is_late_say_nothing_of_where_they_are_now(store):
     [
         ("message_nbytes", {"message_nbytes": 0}),
         ("outer", {"outer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)}),
+        ("optimizer's momentum", {"momentum": 0.9}),
         ("buffer extra", {}),
     ],
 )
@@ -588,12 +786,12 @@ def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, opti
     from narrowband.updates.elastic import _facts
     from narrowband.updates.rounds import Rounds
 
-    def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES):
+    def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES, momentum=0.0):
         settings = Settings.of(
             "none", min_numel=64, warmup_steps=0, seed=0, collective="auto", small="uncompressed",
             message_nbytes=message_nbytes, early_nbytes=EARLY_NBYTES, grad_scaler=None, connected=False,
         )  # fmt: skip
-        return _facts(model, [sgd(model)], settings, Rounds(2, outer))
+        return _facts(model, [sgd(model, momentum=momentum)], settings, Rounds(2, outer))
 
     other = mlp()
     if not options:

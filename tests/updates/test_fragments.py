@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import signal
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -26,12 +27,13 @@ from tests.updates.test_rounds import Deriving, adamw, begin, nesterov
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 1000)), min_size=1, max_size=20),
     st.integers(0, 500),
+    st.sampled_from(["strided", "layers"]),
     st.data(),
 )
-def test_every_layer_is_in_one_fragment_and_blocks_stay_whole(drawn, together, drawing):
+def test_every_layer_is_in_one_fragment_and_blocks_stay_whole(drawn, together, how, drawing):
     layers = {f"blocks.{block}.w{at}.weight": numel for at, (block, numel) in enumerate(drawn)}
     count = drawing.draw(st.integers(1, len(layers)))
-    found = split(layers, together, count)
+    found = split(layers, together, count, how)
     assert len(found) == count
     assert all(found)
     assert sorted(name for names in found for name in names) == sorted(layers)
@@ -42,7 +44,20 @@ def test_every_layer_is_in_one_fragment_and_blocks_stay_whole(drawn, together, d
             assert all(set(names) >= {x for x in layers if x.split(".")[1] == name.split(".")[1]} for name in names)
         loads = [sum(layers[name] for name in names) for names in found]
         loads[0] += together
-        assert max(loads) <= sum(loads) / count + max(together, *sizes.values())
+        if how == "strided":
+            assert max(loads) <= sum(loads) / count + max(together, *sizes.values())
+            return
+        # Of all ways to cut the model between blocks, none has a smaller largest fragment.
+        order = list(dict.fromkeys(name.split(".")[1] for name in layers))
+        assert [b for names in found for b in dict.fromkeys(name.split(".")[1] for name in names)] == order
+        loads_of = [
+            [
+                sum(sizes[b] for b in order[begin:end]) + together * (begin == 0)
+                for begin, end in pairwise((0, *cuts, None))
+            ]
+            for cuts in combinations(range(1, len(order)), count - 1)
+        ]
+        assert max(loads) == min(map(max, loads_of))
 
 
 def test_blocks_of_one_size_are_dealt_out_in_turn_and_parts_of_a_model_that_has_no_numbers_too():
@@ -51,6 +66,9 @@ def test_blocks_of_one_size_are_dealt_out_in_turn_and_parts_of_a_model_that_has_
     assert first == [f"net.{at}.{name}" for at in (0, 2, 4) for name in ("a", "b")]
     assert second == [f"net.{at}.{name}" for at in (1, 3, 5) for name in ("a", "b")]
     assert split({"embedding": 10, "head": 9, "mixer": 2}, 0, 2) == [["embedding"], ["head", "mixer"]]
+    first, second = split(layers, 0, 2, "layers")
+    assert (first, second) == (list(layers)[:6], list(layers)[6:])
+    assert split({"embedding": 10, "head": 9, "mixer": 2}, 0, 2, "layers") == [["embedding"], ["head", "mixer"]]
     with pytest.raises(ValueError, match="fragments=3 are more than the 2 matrices"):
         split({"a": 1, "b": 1}, 0, 3)
 
@@ -84,6 +102,7 @@ def test_fragments_follow_the_paper(fragments, overlap, alpha, outer):
     """Each step from what the library had before it, so that nothing adds up but residuals, momentum and anchors."""
     ranks, every, steps = 3, 6, 20
     options = {"every": every, "fragments": fragments, "overlap": overlap, "alpha": alpha}
+    options |= {"split": "layers"} if overlap else {}
     options["outer"] = nesterov if outer == "nesterov" else outer
     results = run_ranks(streamed, ranks, steps, options)
     names = results[0][1]
@@ -234,15 +253,18 @@ def test_a_replica_that_goes_away_is_an_error_when_its_fragment_should_be_there(
 
 
 def with_facts(rank, world_size, name, mine, other):
-    options = {"every": 6, name: other if rank else mine}
+    options = {"every": 6, "fragments": 2, name: other if rank else mine}
     return refusal(lambda: begin("none", **options))
 
 
-@pytest.mark.parametrize(("name", "mine", "other"), [("fragments", 2, 3), ("overlap", 0, 1), ("alpha", 0.5, 0.25)])
+@pytest.mark.parametrize(
+    ("name", "mine", "other"),
+    [("fragments", 2, 3), ("split", "strided", "layers"), ("overlap", 0, 1), ("alpha", 0.5, 0.25)],
+)
 def test_replicas_with_other_fragments_are_told(name, mine, other):
     for kind, text in run_ranks(with_facts, 2, name, mine, other):
         assert kind == "DisagreementError"
-        assert name in text
+        assert (f"fragments (2, {mine} on rank 0; 2, {other} on rank 1)" if name == "split" else name) in text
 
 
 def changed(rank, world_size, overlap):
@@ -332,6 +354,7 @@ def wrong_states(rank, world_size):
     sent = own["under way"]
     others = [
         {"fragments": 1},
+        {"split": "layers"},
         {"anchor": dict(list(own["anchor"].items())[1:])},
         {"anchor": {name: x for name, x in own["anchor"].items() if name in handle._fragments[0].names}},
         {"under way": sent | {"at": 7}},
@@ -344,7 +367,15 @@ def wrong_states(rank, world_size):
 
 
 def test_states_that_do_not_fit_change_nothing():
-    words = ["fragments=1", "do not fit the model", "lacks the parameters", "cannot be", "cannot be", "means do not"]
+    words = [
+        "fragments=1",
+        "split=layers, and here it is strided",
+        "do not fit the model",
+        "lacks the parameters",
+        "cannot be",
+        "cannot be",
+        "means do not",
+    ]
     for errors, waiting, good in run_ranks(wrong_states, 2):
         for (kind, text), word in zip(errors, words, strict=True):
             assert kind == "ValueError"

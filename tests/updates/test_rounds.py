@@ -557,6 +557,10 @@ def refused(rank, world_size):
         asked(model, optimizer, "none", outer=-1.0),
         asked(model, optimizer, "none", outer="far"),
         asked(model, optimizer, "none", buffers="drop"),
+        asked(model, optimizer, "none", split="columns"),
+        asked(model, optimizer, "none", check_every=0),
+        asked(model, optimizer, "none", weigh=""),
+        asked(model, optimizer, "none", weigh="tokens"),
         asked(model, optimizer, "none", every=4, fragments=0),
         asked(model, optimizer, "none", every=4, fragments=2.5),
         asked(model, optimizer, "none", every=2, fragments=3),
@@ -576,7 +580,7 @@ def refused(rank, world_size):
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
-        "TypeError", "TypeError", *["ValueError"] * 12, *["UnsupportedError"] * 3,
+        "TypeError", "TypeError", *["ValueError"] * 16, *["UnsupportedError"] * 3,
         "ValueError", "ValueError", "ValueError",
     ]  # fmt: skip
     words = [
@@ -587,6 +591,10 @@ def test_what_cannot_be_is_said_at_set_up():
         "outer=-1.0",
         "outer='far'",
         "'drop'",
+        "split='columns'",
+        "check_every=0",
+        "weigh=''",
+        "weigh='tokens' is for peers",
         "fragments=0",
         "fragments=2.5",
         "fragments=3 need as many steps",
@@ -616,34 +624,79 @@ def different(rank, world_size, what):
         options |= {"grad_scaler": torch.amp.GradScaler("cpu")} if rank else {}
     elif what == "optimizer" and rank:
         options["optimizer"] = sgd
+    elif what == "betas" and rank:
+        options["optimizer"] = lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
+    elif what == "weight_decay" and rank:
+        options["optimizer"] = lambda model: torch.optim.AdamW(
+            [{"params": p, "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()]
+        )
+    elif what == "check_every":
+        options["check_every"] = rank + 1
     elif what == "spec":
         return refusal(lambda: begin("sign+ef" if rank else "none"))
     return refusal(lambda: begin("none", model, **options))
 
 
-@pytest.mark.parametrize("what", ["every", "outer", "model", "optimizer", "grad_scaler", "spec"])
+@pytest.mark.parametrize(
+    "what", ["every", "outer", "model", "optimizer", "grad_scaler", "spec", "betas", "weight_decay", "check_every"]
+)
 def test_replicas_that_were_set_up_differently_are_told(what):
     for kind, text in run_ranks(different, 2, what):
         assert kind == "DisagreementError"
         assert {"model": "parameter"}.get(what, what) in text
+        if what == "betas":
+            assert "optimizer's betas ((0.9, 0.999) on rank 0; (0.9, 0.95) on rank 1)" in text
+        if what == "weight_decay":
+            assert "0.0 for 6 parameters" in text
+            assert "0.1 for 4 parameters" in text
 
 
-def changed_behind_its_back(rank, world_size):
-    model, optimizer, handle = begin("none", every=50)
-    train(model, rank, range(50), optimizer)
+def stepping_otherwise(rank, world_size):
+    """Groups put together otherwise, a schedule that cycles momentum, and other rates."""
+    seen = []
+    for cycled in (False, True):
+        model = mlp()
+        groups = [list(model.parameters())] if rank else [[p] for p in model.parameters()]
+        optimizer = torch.optim.SGD([{"params": own} for own in groups], lr=0.05 + 0.01 * rank, momentum=0.9)
+        if cycled:
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+            for _ in range(3 * rank):
+                optimizer.step()
+                schedule.step()
+        handle = nb.compress_updates(model, optimizer, "none", every=2, min_numel=64)
+        train(model, rank, range(2), optimizer)
+        handle.remove()
+        seen.append(flat(model))
+    return seen
+
+
+def test_replicas_may_step_at_rates_of_their_own():
+    mine, its = run_ranks(stepping_otherwise, 2)
+    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def changed_behind_its_back(rank, world_size, every, check_every):
+    """One bit of one parameter changes after three rounds; how many more were held before somebody saw it."""
+    model, optimizer, handle = begin("none", every=every, check_every=check_every)
+    train(model, rank, range(3 * every), optimizer)
     with torch.no_grad():
-        model[0].weight[0, 0] += rank
-    error = None
-    for step in range(50, 100):
-        error = error or refusal(lambda step=step: train(model, rank, [step], optimizer))
-    return error, handle.step
+        model[0].weight.view(torch.int32)[0, 0] ^= rank
+    error, step = None, 3 * every
+    while error is None and handle.step < 40:
+        error = refusal(lambda step=step: train(model, rank, [step], optimizer))
+        step += 1
+    return error, handle.step - 3
 
 
-def test_replicas_that_differ_are_an_error():
-    for error, rounds in run_ranks(changed_behind_its_back, 2):
+@pytest.mark.parametrize(
+    ("every", "check_every", "unseen"), [(1, None, 7), (4, None, 0), (10, None, 0), (1, 1, 0), (1, 4, 1)]
+)
+def test_replicas_that_differ_by_a_bit_are_an_error(every, check_every, unseen):
+    """Rounds of every step are looked at once in ten, those of ten steps and more each; of four, every third."""
+    for error, rounds in run_ranks(changed_behind_its_back, 2, every, check_every):
         assert error[0] == "DisagreementError"
         assert "parameters of the last round" in error[1]
-        assert rounds == 1
+        assert rounds == unseen
 
 
 def left(rank, world_size):

@@ -58,8 +58,14 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
     numbers, and only the rest where an earlier attempt broke off. A piece goes from rank to rank among those that lack
     it, so the first sends it once, however many these are; others send and receive nothing.
 
+    Where it breaks off, pieces that arrived are kept, so that only the rest travels the next time; until then a rank
+    that lacked some has parameters of both, and must not go on with them.
+
     Returns:
         Bytes that this rank received.
+
+    Raises:
+        RuntimeError: it broke off.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
@@ -78,11 +84,12 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
         if not any(rank in chain or (rank == 0 and chain) for chain in lacking):
             continue
         flat = _flat(together)
-        got = _relay(_pieces(flat), lacking, rank, group)
-        if got:
-            received += got
-            for x, part in zip(together, parts_of(flat, together), strict=True):
-                real(x).copy_(part)
+        try:
+            received += _relay(_pieces(flat), lacking, rank, group)
+        finally:
+            if any(rank in chain for chain in lacking):
+                for x, part in zip(together, parts_of(flat, together), strict=True):
+                    real(x).copy_(part)
     return received
 
 
@@ -109,7 +116,7 @@ def _relay(
 ) -> int:
     """Each piece from the first rank to those that lack it, one after the other. Bytes that this rank received."""
     received = 0
-    sending = []
+    sending: list[tuple[Any, Tensor]] = []
     for piece, needy in zip(pieces, lacking, strict=True):
         chain = [0, *needy]
         if len(chain) == 1 or rank not in chain:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +53,7 @@ class Lab:
     timeout: float | None = None
     """Seconds after which all ranks are ended, with exit code 124."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the counts to this file."""
+    """Also write the counts to this file, and what each rank tells: a JSON value in NARROWBAND_TOLD/RANK.json."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.lab import LabConfig, run
@@ -73,8 +75,21 @@ class Lab:
             loss=self.loss,
             timeout_s=self.timeout,
         )
-        report = run(config, behind)
+        if self.json is None:
+            report = run(config, behind)
+            console.print(lab_table(report))
+            return report.exit_code
+        with tempfile.TemporaryDirectory(prefix="narrowband-told-") as folder:
+            report = run(config, behind, {"NARROWBAND_TOLD": folder})
+            told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
         console.print(lab_table(report))
-        if self.json is not None:
-            write_json(self.json, provenance() | {"config": asdict(config)} | report.to_dict())
+        write_json(self.json, provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told})
         return report.exit_code
+
+
+def _told(path: Path) -> object:
+    """What a rank has written; None where that is nothing, or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

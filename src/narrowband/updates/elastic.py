@@ -9,11 +9,16 @@ broke off, they are put back, and the round is held again among the peers that a
 with a round that broke off, and none is applied twice. A peer that was left out brings its update in the round in which
 it returns.
 
-The mean is weighted by the steps that each peer has taken since it was last in a round. A peer that has just come has
-taken none.
+The mean is weighted by the steps that each peer has taken since it was last in a round, or by what it has counted in
+them, such as tokens. A peer that has just come has none.
 
 The peers' connections are the process's default group of torch.distributed, made anew whenever the peers of a round are
 not those of the round before.
+
+A peer that freezes in an exchange says nothing, so the others can only wait. The first exchange among peers may take
+``exchange_s``. It shows how long one takes; from then on one that takes ten times as long as any before it, longer
+than the grace window, and longer than a busy machine pauses, breaks off. It is held again with new connections, which
+may take ``exchange_s`` once more; so one that had a reason, such as ``pause()``, is repeated once.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -36,6 +42,7 @@ from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
+from narrowband.updates.stepping import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +56,12 @@ if TYPE_CHECKING:
 __all__ = ["ElasticUpdateCompression"]
 
 log = logging.getLogger(__name__)
+
+#: An exchange breaks off that takes so many times as long as the longest before it among the same peers.
+_SLOWER = 10
+
+#: And not before so many seconds are over: a machine that is short of memory or cores pauses, and goes on.
+_PAUSES_S = 5.0
 
 #: Steps of a round that ends by time.
 _MANY = 1 << 40
@@ -95,6 +108,8 @@ class ElasticUpdateCompression(UpdateCompression):
             )
         self._rules = rendezvous
         self._linked = self._warned = False
+        self._longest_s: float | None = None  # of exchanges over these connections
+        self._counted, self._has_counted = 0.0, False
         self.rounds = -1
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
@@ -105,6 +120,8 @@ class ElasticUpdateCompression(UpdateCompression):
             super(ElasticUpdateCompression, self).__init__(
                 model, optimizers, settings, group, replace(rounds, every=steps)
             )
+            if rounds.weigh != "steps":
+                self._hooks.append(optimizers[0].register_step_pre_hook(lambda *_: self._check_counted()))
             self._share(view)
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
@@ -114,6 +131,42 @@ class ElasticUpdateCompression(UpdateCompression):
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    def count(self, number: float) -> None:
+        """Add to what this peer's next update counts by, in the unit of ``weigh=``. Call it for every optimizer step,
+        before it; with accumulation as often as there are batches.
+
+        Args:
+            number: of tokens, samples, or whatever all peers count; 0 if a step has learned nothing.
+
+        Raises:
+            ValueError: peers count by steps here, or a number below 0 or without end. Nothing has changed then.
+
+        Example:
+            >>> handle = nb.compress_updates(model, optimizer, "none", every=50, peers=peers, weigh="tokens")
+            >>> handle.count(batch.numel())
+            >>> optimizer.step()
+        """
+        if self._rounds.weigh == "steps":
+            raise ValueError(
+                f"count({number}): peers count by their steps here; give compress_updates weigh='tokens', or another "
+                "word for what is counted, on all peers"
+            )
+        if not 0 <= number < math.inf:
+            raise ValueError(f"count({number}): must be a number of {self._rounds.weigh} of at least 0")
+        self._counted += number
+        self._has_counted = True
+
+    def _check_counted(self) -> None:
+        if not self._has_counted:
+            raise RuntimeError(
+                f"weigh={self._rounds.weigh!r}, and this step has counted none; call handle.count(number) before "
+                "optimizer.step(), with 0 if it has learned of none"
+            )
+
+    def _after_step(self) -> None:
+        self._has_counted = False
+        super()._after_step()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -127,9 +180,9 @@ class ElasticUpdateCompression(UpdateCompression):
         self._check_between_steps("average")
         self._before_step()
         tensors = self._tensors()
-        weight = float(self._steps)
+        weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         brings = self._take_updates(self._fragments, tensors)
-        self._steps = 0
+        self._steps, self._counted = 0, 0.0
         before = self._snapshot()
         try:
             self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
@@ -164,14 +217,15 @@ class ElasticUpdateCompression(UpdateCompression):
             if time.monotonic() > end:
                 raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
             view = self._meeting.arrive(self.rounds, weight)
-            good = False
+            good, took = False, None
             try:
                 if self._meeting.is_open(view):
                     if view.fresh or not self._linked:
+                        self._longest_s = None
                         link(view)
                         self._linked = True
                         self._check_next = True  # on all peers of a fresh view, whatever they did in the one before
-                    self._meet(view, brings=brings)
+                    took = self._meet(view, brings=brings)
                     good = True
             except RendezvousError:
                 raise
@@ -183,18 +237,36 @@ class ElasticUpdateCompression(UpdateCompression):
             except BaseException:
                 self._meeting.vote(view, good=False)
                 raise
-            if self._meeting.vote(view, good=good):
+            if self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s()):
+                self._expect(took)
                 self.rounds, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
                 return
             self._unlink()
             put_back()
 
-    def _meet(self, view: View, *, brings: bool) -> None:
-        """Exchange, with every peer's weight."""
+    def _breaks_off_after_s(self) -> float:
+        """Seconds after which an exchange breaks off now."""
+        if self._longest_s is None:
+            return self._rules.exchange_s
+        return min(self._rules.exchange_s, max(self._rules.grace_s, _PAUSES_S, _SLOWER * self._longest_s))
+
+    def _expect(self, took: float | None) -> None:
+        """The next exchange is not to take much longer than this one."""
+        group = self.process_group
+        if took is not None and group is not None:
+            self._longest_s = max(took, self._longest_s or 0.0)
+            group.set_timeout(timedelta(seconds=self._breaks_off_after_s()))
+
+    def _meet(self, view: View, *, brings: bool) -> float | None:
+        """Exchange, with every peer's weight.
+
+        Returns:
+            Seconds that it took; None where there was nothing to exchange.
+        """
         total = sum(entry.weight for entry in view.entries)
         if not total:  # all have just come
             self._whole.bring_nothing()
-            return
+            return None
         share = view.size * view.entries[view.rank].weight / total
         if view.behind:
             self._drop_buffers()
@@ -212,6 +284,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 took,
                 self._rules.exchange_s,
             )
+        return took
 
     def _drop_buffers(self) -> None:
         """What buffers have changed by since an earlier round says nothing of where they are now: a variance that fell
@@ -316,6 +389,27 @@ class ElasticUpdateCompression(UpdateCompression):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that this peer needs to go on, but for model and optimizer."""
+        state = super().state_dict()
+        return state | {"updates": state["updates"] | {"weigh": self._rounds.weigh, "counted": self._counted}}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state_dict` was taken. Call on all peers of the last round, with the model's and the
+        optimizer's states.
+
+        Raises:
+            ValueError: a state that does not fit, on any peer. Nothing has changed then.
+        """
+        super().load_state_dict(state)
+        self._counted = self._own_updates(state)["counted"]
+
+    def _check_updates(self, state: Mapping[str, Any]) -> None:
+        super()._check_updates(state)
+        own = state["updates"]
+        if own.get("weigh") != self._rounds.weigh:
+            raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
+
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """A peer's own state, whatever rank it had."""
         mine = dict(check_state(state))
@@ -360,10 +454,12 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "message_nbytes": str(settings.message_nbytes),
         "early_nbytes": str(settings.early_nbytes),
         "plan": repr(settings.plan),
-        "optimizer": ", ".join(type(each).__name__ for each in optimizers),
         "outer": str(outer),
         "every": str(rounds.every),
         "buffers": rounds.buffers,
+        "check_every": str(rounds.check_every),
+        "weigh": rounds.weigh,
         "grad_scaler": "none" if rounds.grad_scaler is None else "given",
+        **facts_of(model, optimizers),
         **parameters,
     }

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +39,22 @@ from narrowband.updates.length import MeasuredLength
 __all__ = ["Fragment", "OuterStep", "compile_loops", "split"]
 
 
-def split(layers: Mapping[str, int], together: int, count: int) -> list[list[str]]:
+def split(
+    layers: Mapping[str, int], together: int, count: int, how: Literal["strided", "layers"] = "strided"
+) -> list[list[str]]:
     """Divide a model's layers into fragments of about the same size.
 
-    Blocks stay whole: tensors whose names begin alike up to their first number, such as ``blocks.3``. The largest goes
-    to the smallest fragment, and so on, so blocks of one size are dealt out in turn ("strided" in Streaming DiLoCo,
-    section 2.2). Where there are fewer blocks than fragments, tensors are dealt out.
+    Blocks stay whole: tensors whose names begin alike up to their first number, such as ``blocks.3``. Where there are
+    fewer blocks than fragments, tensors take their place. There are two ways (Streaming DiLoCo, section 2.2):
+
+    * *strided*: the largest goes to the smallest fragment, and so on, so blocks of one size are dealt out in turn;
+    * *layers* ("sequential" there): blocks that follow each other stay together. Fragments are as equal as that allows.
 
     Args:
         layers: name → elements, in the model's order.
         together: elements of what travels with the first fragment in any case.
         count: of fragments.
+        how: strided or layers.
 
     Returns:
         The names of each, in the model's order. No fragment is empty.
@@ -59,6 +65,8 @@ def split(layers: Mapping[str, int], together: int, count: int) -> list[list[str
     Example:
         >>> split({"blocks.0.w": 4, "blocks.1.w": 4, "blocks.2.w": 4, "blocks.3.w": 4}, 1, 2)
         [['blocks.1.w', 'blocks.3.w'], ['blocks.0.w', 'blocks.2.w']]
+        >>> split({"blocks.0.w": 4, "blocks.1.w": 4, "blocks.2.w": 4, "blocks.3.w": 4}, 1, 2, "layers")
+        [['blocks.0.w', 'blocks.1.w'], ['blocks.2.w', 'blocks.3.w']]
     """
     if count == 1:
         return [list(layers)]
@@ -72,6 +80,8 @@ def split(layers: Mapping[str, int], together: int, count: int) -> list[list[str
         blocks.setdefault(found[0] if found else name, []).append(name)
     units = list(blocks.values()) if len(blocks) >= count else [[name] for name in layers]
     sizes = [sum(layers[name] for name in unit) for unit in units]
+    if how == "layers":
+        return [[name for unit in units[a:b] for name in unit] for a, b in _in_a_row(sizes, together, count)]
     loads, own = [together, *[0] * (count - 1)], [[] for _ in range(count)]  # type: list[int], list[list[int]]
     for at in sorted(range(len(units)), key=lambda at: (-sizes[at], at)):
         # An empty fragment first, so that none stays empty.
@@ -79,6 +89,31 @@ def split(layers: Mapping[str, int], together: int, count: int) -> list[list[str
         own[least].append(at)
         loads[least] += sizes[at]
     return [[name for at in sorted(ats) for name in units[at]] for ats in own]
+
+
+def _in_a_row(sizes: Sequence[int], together: int, count: int) -> Iterator[tuple[int, int]]:
+    """Where runs of units begin and end, whose largest is as small as can be. None is empty.
+
+    Args:
+        sizes: of units.
+        together: what the first run has beside them.
+        count: of runs.
+    """
+    ends = [0, *itertools.accumulate(sizes)]
+    ends[1:] = [end + together for end in ends[1:]]
+    # best[n]: of the first n units in so many runs, the largest run, and where the last one begins.
+    best = [(end, 0) for end in ends]
+    begins = []
+    for runs in range(2, count + 1):
+        best = [
+            min((max(best[at][0], ends[n] - ends[at]), at) for at in range(runs - 1, n)) if n >= runs else (0, 0)
+            for n in range(len(ends))
+        ]
+        begins.append([at for _, at in best])
+    bounds = [len(sizes)]
+    for of_last in reversed(begins):
+        bounds.append(of_last[bounds[-1]])
+    yield from itertools.pairwise([0, *reversed(bounds)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,9 +62,11 @@ class Rendezvous:
         run: a name for the run, so that one store serves several.
         least: peers without which no round is held: fewer wait for more.
         grace_s: seconds that a round waits for peers of the round before. Who is later is left out of it.
-        exchange_s: seconds after which an exchange breaks off, as with a peer that does not answer, and is held again
-            without that. It has to be well above what an exchange takes, for which see ``stats().last.exchange_s``. It
-            also bounds the wait for all votes.
+        exchange_s: seconds after which an exchange breaks off at the latest, as with a peer that does not answer, and
+            is held again without that. It has to be well above what an exchange takes, for which see
+            ``stats().last.exchange_s``. It holds for the first exchange among the same peers. Later ones break off
+            after ten times the longest before them, but not before ``grace_s`` or five seconds. The wait for all votes
+            is as long.
         begin_with: peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are there.
         patience_s: seconds after which a peer that waits for a round gives up; longer than the others train in between.
         name: what logs call this peer, and what peers are ordered by; by default drawn.
@@ -319,8 +321,13 @@ class Meeting:
 
     # ---- voting ------------------------------------------------------------------------------------------------------
 
-    def vote(self, view: View, *, good: bool) -> bool:
+    def vote(self, view: View, *, good: bool, within_s: float | None = None) -> bool:
         """Say whether this peer has all that it needs to apply the round, and wait for the outcome.
+
+        Args:
+            view: whose round.
+            good: whether it has.
+            within_s: seconds that it waits for the others' votes, by default ``exchange_s``.
 
         Returns:
             Whether the round is to be applied. Never where this peer's vote was not good.
@@ -336,7 +343,7 @@ class Meeting:
                 self._store.compare_set(key, "", "commit")
             began = time.monotonic()
             for now in self._looks(key):
-                if now - began > self._rules.exchange_s:
+                if now - began > (self._rules.exchange_s if within_s is None else within_s):
                     self._store.compare_set(key, "", "abort")
             return self._outcome(view.turn) == "commit"
 

@@ -38,6 +38,7 @@ def compress_updates(
     outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
     buffers: Literal["average", "keep"] = "average",
     fragments: int = 1,
+    split: Literal["strided", "layers"] = "strided",
     overlap: int = 0,
     alpha: float = 0.5,
     offload: bool = False,
@@ -51,6 +52,8 @@ def compress_updates(
     early_nbytes: int = EARLY_NBYTES,
     grad_scaler: torch.amp.GradScaler | None = None,
     peers: Rendezvous | None = None,
+    weigh: str = "steps",
+    check_every: int | None = None,
 ) -> UpdateCompression:
     """Average what the optimizer changes instead of the gradients. Call it on all ranks, once, before the first step.
 
@@ -73,6 +76,8 @@ def compress_updates(
             replica has them. Buffers of whole numbers stay as they are.
         fragments: parts of the model that have their rounds in turn, at equal distances, each after ``every`` steps
             (Streaming DiLoCo). A round then sends, and needs memory for, a part of the model.
+        split: whether blocks of the model are dealt out to the fragments in turn, or those that follow each other stay
+            together.
         overlap: steps that a replica takes while a fragment is on its way, up to ``every // fragments``; 0: it waits.
         alpha: how much of a replica's own parameters is left when a mean arrives ``overlap`` steps late: they become
             alpha · own + (1 − alpha) · common. With 1 replicas never meet; the paper's is 0.5.
@@ -86,6 +91,11 @@ def compress_updates(
         peers: where replicas meet that come and go (:class:`~narrowband.Rendezvous`), in place of a process group.
             ``torch.distributed`` has to be left alone then: the handle makes and ends its default group. Returns when
             this replica has been in a round, with the others' parameters.
+        weigh: what peers count by in the mean of a round: the optimizer steps they have taken since they were last in
+            one; or any other word, such as ``"tokens"`` or ``"samples"``, for what each tells
+            :meth:`~narrowband.ElasticUpdateCompression.count` before it steps. All peers give the same word.
+        check_every: rounds from one comparison of the replicas' checksums to the next; 1: after every round. By
+            default once in 10 optimizer steps, and so after every round of at least 10.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
@@ -125,9 +135,14 @@ def compress_updates(
         raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
     if buffers not in ("average", "keep"):
         raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
+    if split not in ("strided", "layers"):
+        raise ValueError(f"split={split!r} is neither 'strided' nor 'layers'")
+    _check_words(check_every, weigh, with_peers=peers is not None)
     if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
         raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
-    rounds = Rounds(steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler)
+    rounds = Rounds(
+        steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler, split, check_every, weigh
+    )
     _check_streaming(rounds)
     settings = Settings.of(
         spec,
@@ -157,6 +172,20 @@ def compress_updates(
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
     return UpdateCompression(net, optimizers, settings, group, rounds)
+
+
+def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> None:
+    """How often replicas are compared, and what they count by.
+
+    Raises:
+        ValueError: something that cannot be.
+    """
+    if check_every is not None and not (isinstance(check_every, int) and check_every >= 1):
+        raise ValueError(f"check_every={check_every!r} must be a whole number of rounds of at least 1")
+    if not (isinstance(weigh, str) and weigh):
+        raise ValueError(f"weigh={weigh!r} must be a word: 'steps', or what handle.count() is told, such as 'tokens'")
+    if weigh != "steps" and not with_peers:
+        raise ValueError(f"weigh={weigh!r} is for peers=...; replicas of a process group all count alike")
 
 
 def _check_streaming(rounds: Rounds) -> None:
