@@ -448,20 +448,34 @@ def _fold(stochastic: bool, seed: int) -> Any:
 
 
 @loop
-def _begin(estimates, levels, ranges, inverses, least, most):
-    """Low and step of every range, and no extremes yet."""
-    for g in range(inverses.size):
+def _begin(estimates, levels, ranges, each, times):
+    """Low and step of every range; and for each of so many neighbours that have it: low, one over the step, and no
+    extremes yet.
+    """
+    lows, inverses = each[0], each[1]
+    least, most = each[2].view(np.int32), each[3].view(np.int32)
+    for g in range(ranges.shape[1]):
         i = At(g)
         step = F32(estimates[0, i] / levels)
         ranges[0, i], ranges[1, i] = estimates[1, i], step
-        inverses[i] = _inverse(step)
-        least[i], most[i] = _HIGHEST, _LOWEST
+        inverse = _inverse(step)
+        for j in range(g * times, (g + 1) * times):
+            k = At(j)
+            lows[k], inverses[k] = estimates[1, i], inverse
+            least[k], most[k] = _HIGHEST, _LOWEST
 
 
 @loop
-def _end(estimates, least, most, decay, rest, seen, learned):
-    """What estimates learn of ordered extremes, which become bits of floats."""
-    _to_floats(least, most)
+def _end(estimates, each, times, decay, rest, seen, learned):
+    """What estimates learn of ordered extremes, of so many neighbours at a time, which become floats."""
+    least, most = each[2].view(np.int32), each[3].view(np.int32)
+    low, high = seen[0].view(np.int32), seen[1].view(np.int32)
+    for g in range(low.size):
+        smallest, largest = _HIGHEST, _LOWEST
+        for j in range(g * times, (g + 1) * times):
+            smallest, largest = min(smallest, least[At(j)]), max(largest, most[At(j)])
+        low[At(g)], high[At(g)] = smallest, largest
+    _to_floats(low, high)
     return _take_in(estimates, seen[0], seen[1], decay, rest, learned)
 
 
@@ -469,19 +483,19 @@ def quantize_rows_learning(
     x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, bool, float]:
     """In few calls: of a small tensor they take longer than its elements."""
-    numbers = np.empty((7, rows.parts * rows.groups), np.float32)
-    ranges, seen, learned, inverses = numbers[0:2], numbers[2:4], numbers[4:6], numbers[6]
-    least, most = seen.view(np.int32)
-    before = estimates.numpy()
-    _begin(before, F32((1 << bits) - 1), ranges, inverses, least, most)
     cut, times = _cut(rows, bits)
-    fold = _fold(stochastic, seed)
-    quantize = _quantize(x, out, cut, _each(ranges[0], times), _each(inverses, times), bits, fold)
-    if times == 1 and threads_for(x.numel(), _PER_THREAD) == 1:
+    groups = rows.parts * rows.groups
+    numbers, each = np.empty((6, groups), np.float32), np.empty((4, groups * times), np.float32)
+    ranges, seen, learned = numbers[0:2], numbers[2:4], numbers[4:6]
+    before = estimates.numpy()
+    _begin(before, F32((1 << bits) - 1), ranges, each, times)
+    quantize = _quantize(x, out, cut, each[0], each[1], bits, _fold(stochastic, seed))
+    least, most = each[2:].view(np.int32)
+    if threads_for(x.numel(), _PER_THREAD) == 1:
         quantize(least, most, 0, _looked_at(cut))
     else:
-        least[:], most[:] = _together(_watching(quantize, cut, x.numel()), times)
-    finite, moved = _end(before, least, most, F32(decay), F32(1 - decay), seen, learned)
+        least[:], most[:] = _together(_watching(quantize, cut, x.numel()), 1)
+    finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), seen, learned)
     found, known = torch.from_numpy(numbers[:4]), torch.from_numpy(learned)
     return found[:2], found[2:], known, bool(finite), float(moved)
 
