@@ -17,16 +17,25 @@ from narrowband.cli import main
 QUICK = {"rounds": 1, "seconds": 0.0, "peaks": False}
 
 
-def test_the_zoo_has_architectures_of_two_packages_and_four_families():
+def test_the_zoo_has_architectures_of_three_packages_and_four_families():
     assert len(ZOO) >= 24
-    assert {each.package for each in ZOO.values()} == {"transformers", "timm"}
+    assert {each.package for each in ZOO.values()} == {"transformers", "timm", "torch"}
     assert len({each.family for each in ZOO.values()}) == 4
+
+
+@pytest.mark.parametrize("cells", [False, True])
+def test_recurrences_learn_from_codes(cells):
+    name = "gru-cells" if cells else "lstm"
+    (row,) = zoo.run(zoo.Config((name,), **QUICK))
+    assert row["gradient_cosine"] > 0.99
+    assert row["kept_share"] < 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "convnext-atto"])
 def test_a_row_holds_time_bytes_and_the_angle_to_the_exact_gradient(name):
     pytest.importorskip("transformers", reason="the architecture comes from it")
-    (row,) = zoo.run(zoo.Config((name,), **QUICK))
+    (row,) = zoo.run(zoo.Config((name,), **QUICK | {"peaks": True}))
+    assert 0.1 < row["peak_share"] < 0.9
     assert (row["name"], row["family"], row["batch"]) == (name, ZOO[name].family, 1)
     assert row["ratio_to_plain"] > 0
     assert 0.1 < row["kept_share"] < 0.4

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -295,7 +295,7 @@ def compare(
     build: Callable[[], Subject],
     *,
     rounds: int = 5,
-    peaks: bool = True,
+    peaks: bool | Literal["alive"] = True,
     device: Device | None = None,
     seed: int = 0,
     on_event: Callable[[str], None] | None = None,
@@ -317,7 +317,8 @@ def compare(
         build: makes the model and its inputs. It goes to other processes for peaks: a function of a module, or a
             partial of one.
         rounds: timed steps of every row, each right after a step of the first way.
-        peaks: whether to measure these, too.
+        peaks: whether to measure these, too; ``alive``: of the bytes of tensors, above the model's and its inputs'
+            own, which do not depend on what malloc makes of them; see :func:`most_alive`.
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
         on_event: called with the name of the row at work.
@@ -352,7 +353,11 @@ def compare(
     if peaks:
         for row in rows:
             tell(row.way.name)
-            row.peak = _peak(row, build, seed)
+            if peaks == "alive":
+                row.model.zero_grad()
+                row.peak = max(most_alive(lambda _, row=row: row.step(), row.device))  # type: ignore[misc]
+            else:
+                row.peak = _peak(row, build, seed)
     return [_told(row, rows) for row in rows]
 
 

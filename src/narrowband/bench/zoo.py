@@ -40,7 +40,7 @@ class Config:
         bits: Of what is kept.
         rounds: Timed pairs of steps of every architecture.
         seconds: Of a plain step, at least: batches are as large as that takes.
-        peaks: Also measure peaks of memory.
+        peaks: Also measure how many bytes of tensors are alive at once.
         seed: Of parameters and data.
         shares: Instead of all that, budgets, with room for such shares of what training as it is holds beside
             parameters, the optimizer's state and inputs.
@@ -75,8 +75,9 @@ def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[s
     """A row for every architecture, as soon as it is measured.
 
     Rows hold ``name``, ``family``, and either ``skipped``, a sentence, or ``batch``, ``plain_s``, ``ratio_to_plain``
-    with the rounds' ``ratios``, ``kept_bytes``, ``kept_share`` of what a plain step keeps, ``peak_share``, and
-    ``gradient_cosine`` between the gradients of a step and the exact ones. With ``shares`` there are, beside ``batch``,
+    with the rounds' ``ratios``, ``kept_bytes``, ``kept_share`` of what a plain step keeps, ``peak_share`` of the bytes
+    of tensors that are alive at once in it, beside parameters and inputs, and ``gradient_cosine`` between the gradients
+    of a step and the exact ones. With ``shares`` there are, beside ``batch``,
     ``plain_bytes`` and ``notes``, and in ``budgets`` for every share whether it was ``reached``, the bytes that were
     ``predicted`` and ``measured``, their ``error``, the ratio of steps, likewise, the gradients' error, and how many
     units had which offer.
@@ -225,7 +226,14 @@ def _compared(name: str, config: Config) -> dict[str, Any]:
     ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
     batch = _batch(name, config)
     build = functools.partial(subject, name, batch)
-    plain, few = compare(ways, build, rounds=config.rounds, peaks=config.peaks, device=config.device, seed=config.seed)
+    plain, few = compare(
+        ways,
+        build,
+        rounds=config.rounds,
+        peaks=config.peaks and "alive",
+        device=config.device,
+        seed=config.seed,
+    )
     return {
         "batch": batch,
         "plain_s": plain["step_s"],
