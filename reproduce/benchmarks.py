@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from narrowband.bench.architectures import ZOO
 from narrowband.bench.zoo import foretold, profile, sentence
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pictures import Bar, Panel
@@ -35,6 +36,7 @@ _FILES = {
     "stages": "pipeline-100mbit.json",
     "memory": "memory-deit-tiny-jemalloc.json",
     "zoo": "memory-zoo.json",
+    "tensors": "memory-tensors.json",
     "budgets": "memory-budgets.json",
     "demo": "demo/summary.json",
     "loops": "kernels.json",
@@ -327,11 +329,12 @@ def page(found: Records, path: Path) -> None:
         ),
         *_table(
             "What 8 bits cost in other architectures",
-            "Architectures of transformers and timm with random parameters, of which narrowband knows nothing, each "
+            f"Architectures of {_packages(found)} with random parameters, of which narrowband knows nothing, each "
             "with the smallest batch, a power of two, whose plain step takes 0.3 s. Step: over the plain step right "
-            "before it, median of the rounds. Kept: for backward, of what the plain step keeps. Cosine: of the angle "
+            "before it, median of the rounds. Kept: for backward, of what the plain step keeps. Peak: bytes of tensors "
+            "alive at once beside parameters and inputs, of the plain step's. Cosine: of the angle "
             f"between a batch's gradient and the exact one. {sentence(found['zoo']['rows'])}",
-            ("architecture", "family", "batch", "plain step", "step", "kept", "cosine"),
+            ("architecture", "family", "batch", "plain step", "step", "kept", "peak", "cosine"),
             [
                 (
                     row["name"],
@@ -340,6 +343,7 @@ def page(found: Records, path: Path) -> None:
                     format_seconds(row["plain_s"]),
                     f"{row['ratio_to_plain']:.2f}×",
                     f"{row['kept_share']:.0%}",
+                    f"{row['peak_share']:.0%}" if row["peak_share"] else NOTHING,
                     f"{row['gradient_cosine']:.4f}",
                 )
                 for row in sorted(found["zoo"]["rows"], key=lambda row: -row.get("ratio_to_plain", 0.0))
@@ -350,8 +354,9 @@ def page(found: Records, path: Path) -> None:
         *_table(
             "Where the time goes",
             "Of these architectures, by family: shares of the plain step in which tensors that an operator saves are "
-            "packed and restored, means over the family. Whole: by how much the step is longer. Rest: hooks, and "
-            "memory that is cold or new.",
+            "packed and restored, means over the family, of one step. Whole: by how much the step is longer, the "
+            "median over rounds. Rest: the difference of both, which holds hooks, memory that is cold or new, and the "
+            "noise between steps; so it may be negative.",
             ("family", "architectures", "whole", "by operator", "rest"),
             [
                 (
@@ -364,6 +369,22 @@ def page(found: Records, path: Path) -> None:
                 for row in profile(found["zoo"]["rows"])
             ],
             found["zoo"],
+        ),
+        *_table(
+            "What one saved tensor costs",
+            "A chain of layers that compute next to nothing and save a tensor each, rows of 64. Layer: its forward and "
+            "backward in plain training. Kept: what comes to it where the tensor is left as it is. Packed: where it is "
+            "packed in 8 bits and restored. Tensors of fewer than 4,096 elements are left as they are (`min_numel`).",
+            ("elements", "layer", "+ kept", "+ packed", "saves"),
+            [
+                (
+                    f"{row['numel']:,}",
+                    *(f"{row[name]:,.0f} µs" for name in ("plain_us", "kept_us", "packed_us")),
+                    format_bytes(row["saved_nbytes"]),
+                )
+                for row in found["tensors"]["rows"]
+            ],
+            found["tensors"],
         ),
         *_table(
             "Training in a budget",
@@ -407,6 +428,13 @@ def page(found: Records, path: Path) -> None:
         ),
     ]
     write_page(path, lambda _: "\n".join(lines).rstrip() + "\n", found, _OPENING)
+
+
+def _packages(found: Records) -> str:
+    """Those that the measured architectures come from."""
+    names = dict.fromkeys(ZOO[row["name"]].package for row in found["zoo"]["rows"] if "skipped" not in row)
+    called = {"torch": "PyTorch"}
+    return " and ".join(called.get(name, name) for name in names)
 
 
 def _budget(found: Mapping[str, Any]) -> tuple[str, str, str]:

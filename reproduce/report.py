@@ -662,7 +662,9 @@ def source(record: dict[str, Any], commits: Sequence[str]) -> str:
     """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
-    trained_at = ", ".join(commit[:12] for commit in commits)
+    trained_at = ", ".join(commit[:12] + "-dirty" * commit.endswith("-dirty") for commit in commits)
+    if any(commit.endswith("-dirty") for commit in commits):
+        trained_at += " (dirty: files lay beside it that were changed and not committed)"
     data = f" Data: {record['data']}." if "data" in record else ""
     took = f" {record['took']}." if record.get("took") else ""
     return f"Command: `{record['command']}`, on {where}, commit {trained_at}.{data}{took}"

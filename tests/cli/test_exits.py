@@ -172,6 +172,7 @@ WRONG = [
     ("bench memory --model nowhere.py:fits", "there is no file nowhere.py"),
     ("bench memory --bits", "nothing to measure"),
     ("bench memory --zoo --only bf16", "--only names rows of one model: leave it out, or leave out --zoo"),
+    ("bench memory --tensors --zoo", "--tensors measures no model: leave out --zoo, --shares and --only"),
     ("bench gpu --parts battery", "which tests are the battery? Put a command of pytest behind '--'"),
     ("bench ddp --device cuda --rate 1gbit", "links are emulated between CPUs only; leave out rate"),
     # links, ranks, seeds, numbers

@@ -187,7 +187,8 @@ class ActivationCompression(contextlib.ContextDecorator):
             _warned.add(self.model)
             log.warning(
                 "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
-                "min_numel=%d elements, or was saved outside of the model",
+                "min_numel=%d elements, of a dtype that has no codes (float64, complex), or was saved outside of the "
+                "model",
                 self.policy.min_numel,
             )
 

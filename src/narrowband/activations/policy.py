@@ -24,13 +24,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 __all__ = ["OPERATORS", "ActivationPolicy", "Bits", "ModuleBits"]
 
 Bits = Literal[8, 4, 2, "off"]
-#: Of a module; "checkpoint": backward runs it again, and keeps only its inputs.
-ModuleBits = Literal[8, 4, 2, "off", "checkpoint"]
+#: Of a module; "checkpoint": backward runs it again, and keeps only its inputs, in so many bits.
+ModuleBits = Literal[8, 4, 2, "off", "checkpoint", "checkpoint:bits=8", "checkpoint:bits=4", "checkpoint:bits=2"]
 
 #: Operators that a policy can name, and what they are.
 OPERATORS: dict[str, str] = {
@@ -66,8 +66,8 @@ class ActivationPolicy:
             ``:operator`` behind it, of that operator alone. The last pattern that matches decides. "custom" has to be
             named here, too. "checkpoint": nothing that these modules compute is kept, nor what modules within them do;
             backward runs them again from their inputs, as :func:`torch.utils.checkpoint.checkpoint` does. The inputs
-            are kept in the bits that the operator "checkpoint" has there. The model itself is a module, too: it is
-            named "", and "*" matches it.
+            are kept in the bits that the operator "checkpoint" has there, or in those that are named with it, as in
+            "checkpoint:bits=8". The model itself is a module, too: it is named "", and "*" matches it.
         min_numel: smaller tensors are kept as they are.
         granularity: ``group``: a range per attention head, or per group of channels; of what a checkpoint keeps, per
             row, or even share of a row, of at most 256 elements. ``layer``: one for all. A number, a multiple of 8: one
@@ -172,17 +172,22 @@ class ActivationPolicy:
         unnamed = operator == "custom" and usual == "off"  # then a pattern of modules alone does not mean it
         for pattern, bits in reversed(list(self.modules.items())):
             name, _, only = pattern.partition(":")
-            if bits == "checkpoint" or not fnmatch.fnmatchcase(module, name):
+            if not fnmatch.fnmatchcase(module, name):
+                continue
+            if _recomputes(bits):
+                _, _, inputs = f"{bits}".partition(":bits=")
+                if inputs and operator == "checkpoint":
+                    return cast("Bits", int(inputs))
                 continue
             if only == operator or (not only and not unnamed):
-                return bits
+                return cast("Bits", bits)
         return usual
 
     def checkpoints(self, module: str) -> bool:
         """Whether the module of that name is computed again."""
         whole = (pattern for pattern in reversed(list(self.modules)) if ":" not in pattern)
         last = next((pattern for pattern in whole if fnmatch.fnmatchcase(module, pattern)), None)
-        return last is not None and self.modules[last] == "checkpoint"
+        return last is not None and _recomputes(self.modules[last])
 
     def _unnamed(self, operator: str) -> Bits:
         """Of an operator that nothing names."""
@@ -261,15 +266,19 @@ def _toml(value: Any) -> str:
     return str(value).lower()
 
 
+def _recomputes(bits: ModuleBits) -> bool:
+    return f"{bits}".startswith("checkpoint")
+
+
 def _check(where: str, bits: Any, kind: Any) -> None:
     if type(bits) in (int, str) and bits in get_args(kind):  # 8.0 == 8
         return
-    if bits == "checkpoint":
+    if bits in get_args(ModuleBits) and _recomputes(bits):
         raise ValueError(
             f"{where}={bits!r}: only modules are computed again, as a whole, such as "
             'modules={"blocks.*.mlp": "checkpoint"}'
         )
-    modules = ', and for modules "checkpoint"' if kind is ModuleBits else ""
+    modules = ', and for modules "checkpoint", or "checkpoint:bits=8", 4 or 2' if kind is ModuleBits else ""
     raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"{modules}')
 
 

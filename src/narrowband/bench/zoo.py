@@ -225,15 +225,18 @@ def _measured(name: str, config: Config, threads: int) -> dict[str, Any]:
 def _compared(name: str, config: Config) -> dict[str, Any]:
     ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
     batch = _batch(name, config)
-    build = functools.partial(subject, name, batch)
-    plain, few = compare(
-        ways,
-        build,
-        rounds=config.rounds,
-        peaks=config.peaks and "alive",
-        device=config.device,
-        seed=config.seed,
-    )
+    while True:
+        plain, few = compare(
+            ways,
+            functools.partial(subject, name, batch),
+            rounds=config.rounds,
+            peaks=config.peaks and "alive",
+            device=config.device,
+            seed=config.seed,
+        )
+        if plain["step_s"] >= config.seconds or batch >= _MOST:
+            break
+        batch *= 2  # steps were slower when the batch was chosen
     return {
         "batch": batch,
         "plain_s": plain["step_s"],
@@ -254,7 +257,7 @@ def _batch(name: str, config: Config) -> int:
     while True:
         build = functools.partial(subject, name, batch)
         (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, device=config.device, seed=config.seed)
-        short = 1.1 * config.seconds / plain["step_s"]
+        short = config.seconds / plain["step_s"]
         if short <= 1 or batch >= _MOST:
             return batch
         batch *= 2 if short < 3 else 4 if short < 6 else 8

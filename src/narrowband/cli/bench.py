@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, zoo
+from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, tensors, zoo
 from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
 from narrowband.errors import UnsupportedError
@@ -241,6 +241,7 @@ class BenchMemory:
       narrowband bench memory --model mine.py:build --batch 16 --baselines --json memory.json
       narrowband bench memory --model deit-small --batch 128 --device cuda --only "bf16, 8 bits" "bf16, checkpoint"
       narrowband bench memory --zoo --json zoo.json
+      narrowband bench memory --tensors
     """
 
     config: Annotated[memory.Config, tyro.conf.arg(name="")] = field(default_factory=memory.Config)
@@ -252,6 +253,9 @@ class BenchMemory:
     """With --zoo: instead of time and bytes, train each in budgets with room for these shares of what it holds as it
     is, beside parameters, the optimizer's state and inputs, and say how far predictions are from what it holds then;
     with batches whose plain step takes 0.05 s."""
+    tensors: bool = False
+    """Instead of a model, chains of small layers that save a tensor each: what one costs by its size, kept as it is and
+    packed."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file, with machine, versions and command."""
 
@@ -261,6 +265,8 @@ class BenchMemory:
         from narrowband.report.tables import memory_table
 
         _check_record(self.json, [self.config.model])
+        if self.tensors:
+            return self._measure_tensors(console)
         if self.zoo is not None:
             return self._measure_zoo(console, self.zoo)
         if self.shares:
@@ -288,6 +294,21 @@ class BenchMemory:
             rows = memory.run(self.config, tell, after_round)
         console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
         _record(console, self.json, asdict(self.config), rows)
+        return DONE
+
+    def _measure_tensors(self, console: Console) -> int:
+        from rich.progress import track
+
+        from narrowband.report.tables import tensors_table
+
+        own = self.config
+        if self.zoo is not None or self.shares or own.only:
+            raise ValueError("--tensors measures no model: leave out --zoo, --shares and --only")
+        config = tensors.Config(bits=(*own.bits, 8)[0], rounds=own.rounds, seed=own.seed)  # type: ignore[arg-type]
+        measured = tensors.run(config)
+        rows = list(track(measured, "measuring", len(config.sizes), console=console, transient=True))
+        console.print(tensors_table(rows, config.bits))
+        _record(console, self.json, asdict(config) | {"sizes": list(config.sizes)}, rows)
         return DONE
 
     def _measure_zoo(self, console: Console, names: tuple[str, ...]) -> int:

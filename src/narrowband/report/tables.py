@@ -374,6 +374,16 @@ def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def tensors_table(rows: Sequence[dict[str, Any]], bits: int) -> Table:
+    """The rows of ``bench memory --tensors``."""
+    title = "What one saved tensor costs, forward and backward together"
+    table = _table(title, "elements", "layer", "+ kept as it is", f"+ packed in {bits} bits", "saves")
+    for row in rows:
+        times = (f"{row[name]:,.1f} µs" for name in ("plain_us", "kept_us", "packed_us"))
+        table.add_row(f"{row['numel']:,}", *times, format_bytes(row["saved_nbytes"]))
+    return table
+
+
 def zoo_profile_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of :func:`~narrowband.bench.zoo.profile`."""
     title = "Where the time goes: shares of the plain step, in which tensors are packed and restored"
