@@ -393,7 +393,7 @@ def page(found: Records, path: Path) -> None:
             "is beside parameters, the optimizer's state and inputs, and `narrowband memory gpt --budget 1GB` "
             "([how](../how-to/activations.md)) looks for the fastest way to train within them. Off: how far the bytes "
             "that it predicts are from those that are measured then. Step: over the plain one, of the choice; on a "
-            "machine that others used, so it scatters. Not met: the choice holds the least that is possible. "
+            "machine that others used, so it scatters. Not met: the least that was found is above the budget. "
             f"{foretold(found['budgets']['rows'])}",
             ("architecture", "all", "four fifths", "off", "step", "half", "off", "step"),
             [

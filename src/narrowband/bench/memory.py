@@ -353,11 +353,7 @@ def compare(
     if peaks:
         for row in rows:
             tell(row.way.name)
-            if peaks == "alive":
-                row.model.zero_grad()
-                row.peak = max(most_alive(lambda _, row=row: row.step(), row.device))  # type: ignore[misc]
-            else:
-                row.peak = _peak(row, build, seed)
+            row.peak = _alive(row, build, seed) if peaks == "alive" else _peak(row, build, seed)
     return [_told(row, rows) for row in rows]
 
 
@@ -459,6 +455,24 @@ def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
         row.step()
         return torch.cuda.max_memory_allocated() - before
     return _alone(_peak_alone, row.way, build, seed)
+
+
+def _alive(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
+    """Bytes of tensors. On CPU in a process of its own: of thousands of small ones the profiler takes gigabytes."""
+    if row.device == "cpu":
+        return _alone(_alive_alone, row.way, build, seed)
+    row.model.zero_grad()
+    return max(most_alive(lambda _: row.step(), row.device))
+
+
+def _alive_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int:
+    """Of the third step."""
+    torch.set_num_threads(threads)
+    row = _Row(way, build, "cpu", seed)
+    row.step()
+    row.step()
+    row.model.zero_grad()
+    return max(most_alive(lambda _: row.step()))
 
 
 def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu") -> list[int]:

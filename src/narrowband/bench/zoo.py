@@ -172,9 +172,17 @@ def foretold(rows: Sequence[dict[str, Any]]) -> str:
         return sentence(rows)
     errors = sorted(abs(budget["error"]) for budget in found)
     met = sum(budget["reached"] for budget in found)
+    steps = sorted(abs(budget["predicted_ratio"] / budget["ratio_to_plain"] - 1) for budget in found)
+    angles = sorted(budget["gradient_error"] for budget in found if budget["gradient_error"] is not None)
+    gradients = (
+        f" Gradients are off by {statistics.median(angles):.1%} in the median, and by {angles[-1]:.0%} at most."
+        if angles
+        else ""
+    )
     return (
-        f"Of {len(found)} budgets {met} were met, and the others are below the least that training holds. What was "
-        f"predicted is off by {statistics.median(errors):.1%} in the median, and by {errors[-1]:.1%} at most."
+        f"Of {len(found)} budgets {met} were met; of the others the least that was found is shown. The bytes that were "
+        f"predicted are off by {statistics.median(errors):.1%} in the median, and by {errors[-1]:.1%} at most; the "
+        f"times of steps by {statistics.median(steps):.0%} and {steps[-1]:.0%}.{gradients}"
     )
 
 
