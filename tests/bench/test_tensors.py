@@ -15,7 +15,6 @@ def test_each_size_has_a_row_and_packing_leaves_a_byte_per_element():
     assert [row["numel"] for row in rows] == [256, 8192]
     assert [row["saved_nbytes"] for row in rows] == [3 * 256, 3 * 8192]
     assert all(row["plain_us"] > 0 for row in rows)
-    assert all(row["packed_us"] > row["kept_us"] for row in rows)  # some hundred operations against a handful
 
 
 def test_the_command_writes_a_record(tmp_path, capsys, monkeypatch):

@@ -154,12 +154,11 @@ def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(narrow, model, tmp_path, words, says):
-    before = sorted(tmp_path.iterdir())
     code, out, err = narrow("plan", model, "--apply", str(tmp_path / "plan.json"), *words)
     assert (code, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
-    assert sorted(tmp_path.iterdir()) == before
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.py", "__pycache__"}  # importing it writes the latter
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x"])
