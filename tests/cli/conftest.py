@@ -7,8 +7,8 @@ from narrowband.cli import main
 
 @pytest.fixture
 def narrow(capsys, monkeypatch):
-    """Run a command line; returns (exit code, stdout, stderr), the latter without the word that loops are compiled, which
-    comes on a machine that has not run them yet.
+    """Run a command line; returns (exit code, stdout, stderr), the latter without the line that loops are compiled, as
+    on a machine that has not run them yet.
     """
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
