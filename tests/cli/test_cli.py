@@ -237,7 +237,9 @@ def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):
 @pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
 def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     target = tmp_path / "lab.json"
-    told = """[ $RANK = 0 ] && echo '{"loss": 1.5}' > $NARROWBAND_TOLD/$RANK.json; exit $RANK"""
+    # Rank 1 waits for rank 0's word: once a rank has failed, all are ended.
+    told = """[ $RANK = 0 ] && echo '{"loss": 1.5}' > $NARROWBAND_TOLD/0.json
+        until [ -s $NARROWBAND_TOLD/0.json ]; do sleep 0.02; done; exit $RANK"""
     code, out, _ = narrow("lab", "--nodes", "2", "--json", str(target), "--", "sh", "-c", told)
     assert code == 1
     assert "exit code" in out
