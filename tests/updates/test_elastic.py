@@ -276,6 +276,22 @@ def test_a_peer_that_comes_has_all_that_the_others_have(store, outer):
             assert torch.equal(newcomer[rounds][1], others[rounds][1])
 
 
+def train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side):
+    """Parameters after each round, by its number; rank 2, which comes later, ends it after its third."""
+    seen = {}
+    for step in range(400):
+        if side.check(["enough"]):
+            break
+        train(model, rank, [step], optimizer)
+        if not handle.steps:
+            seen[handle.rounds] = flat(model)
+        side.set("going", "1")
+        if rank == 2 and len(seen) > 2:
+            side.set("enough", "1")
+        time.sleep(0.01)
+    return seen
+
+
 def corrupted(rank, world_size, address):
     """On peer 2, which comes later, the first transfer of parameters has one bit wrong."""
     side = nb.Rendezvous(address).connect()
@@ -293,17 +309,7 @@ def corrupted(rank, world_size, address):
         rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
     with heard() as messages:
         model, optimizer, handle = join(address, rank, begin_with=2, exchange_s=4.0)
-        seen = {}
-        for step in range(300):
-            if side.check(["enough"]):
-                break
-            train(model, rank, [step], optimizer)
-            if not handle.steps:
-                seen[handle.rounds] = flat(model)
-            side.set("going", "1")
-            if rank == 2 and len(seen) > 2:
-                side.set("enough", "1")
-            time.sleep(0.01)
+        seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
     if rank == 2:
         rounds_of.begin_with_the_first = elastic.begin_with_the_first = begin
@@ -354,17 +360,7 @@ def truncated(rank, world_size, address):
 
         dist.isend = sending
     model, optimizer, handle = join(address, rank, model=model, begin_with=2, grace_s=1.0, exchange_s=4.0)
-    seen = {}
-    for step in range(400):
-        if side.check(["enough"]):
-            break
-        train(model, rank, [step], optimizer)
-        if not handle.steps:
-            seen[handle.rounds] = flat(model)
-        side.set("going", "1")
-        if rank == 2 and len(seen) > 2:
-            side.set("enough", "1")
-        time.sleep(0.01)
+    seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
     return seen, got
 

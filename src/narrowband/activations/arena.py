@@ -5,7 +5,7 @@ which stay with the process. So codes have large pieces of memory to themselves.
 
 A piece that is new to a process costs more than to write codes into it. Linux gives it page by page: 64 MiB in pages
 of 4 KiB take 21 ms, in pages of 2 MiB 2.5 ms where there are whole ones, and 120 ms where it has to make them out of
-small ones first (AMD EPYC, one thread; codes of the same size take 10 ms to make). So pieces are kept from pass to
+small ones first (AMD EPYC, one thread; to make codes of that size takes 18 ms). So pieces are kept from pass to
 pass.
 """
 
