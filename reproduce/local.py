@@ -44,6 +44,7 @@ from reproduce.pictures import Panel
 from reproduce.report import (
     COLUMNS,
     DENSE,
+    MARGIN,
     NOTHING,
     Claim,
     Column,
@@ -382,8 +383,8 @@ def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
 _LEGEND = (
     "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's; its logarithm is the loss. "
     "Loss: how far a row's loss is above that of the row that averages gradients in every step without compression, "
-    "with the same optimizer, in per cent, paired by seed, ± half of its 95 % interval (Student's t; of one pair: by "
-    "the spread of the row dense; without ±: of unknown noise). Sent: by one rank in the last epoch, per optimizer "
+    "with the same optimizer, in per cent, paired by seed, ± half of its 95 % interval "
+    f"({MARGIN}; without ±: of unknown noise). Sent: by one rank in the last epoch, per optimizer "
     "step, whether or not there is a round in it. Less traffic: how many times less that is than DDP sends in float32, "
     "by a ring all-reduce in every step (2(N − 1)/N · 4 bytes per element among N ranks); claims mean this column. "
     "Payload: how many times smaller the payloads of one rank are than its dense gradients of the same steps, norms "

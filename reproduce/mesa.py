@@ -52,6 +52,7 @@ from reproduce.pairs import Finding, every
 from reproduce.pictures import Bar, Panel
 from reproduce.report import (
     DENSE,
+    MARGIN,
     NOTHING,
     Claim,
     Column,
@@ -182,8 +183,8 @@ TIMED = tuple(said.row for said in _SAID.values() if said not in _TABLES["table 
 
 _LEGEND = (
     "Score: mean ± standard deviation over seeds; without ± it is one seed's. − dense: the mean difference from the "
-    "dense row of the same seed, ± half of its 95 % interval (Student's t, paired; of one pair: by the spread of the "
-    "dense rows). Error: how far the gradient of a batch is from the exact one after training, as a share of its norm. "
+    "dense row of the same seed, ± half of its 95 % interval "
+    f"({MARGIN}). Error: how far the gradient of a batch is from the exact one after training, as a share of its norm. "
     "Kept: of a step's activations, for backward; share: of what is kept plain in the same arithmetic. Paper: accuracy "
     "of DeiT-Ti on ImageNet, and memory in percent of its baseline's. Steps of all policies are timed by "
     "python -m reproduce.mesa_memory."

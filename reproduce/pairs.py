@@ -11,6 +11,12 @@ compression stand in, of m ≥ 2 seeds with standard deviation s: two runs diffe
 t · √2 · s with m − 1 degrees of freedom. It is on the large side, since rows of one seed have something in common.
 Where there are no such rows either, the noise is unknown, and nothing is said of the difference.
 
+Two seeds know little of their noise (t = 12.7). Where a table has several rows with the same two, their noise is taken
+together, as in an experiment in randomized blocks (Fisher 1935, "The Design of Experiments", chapter 4): a score is
+that of its row, plus what its seed does to all rows, plus chance. What the first two leave has (R − 1)(n − 1) degrees
+of freedom for R rows of n seeds, and :func:`in_blocks` says how far chance alone takes a paired difference. This
+supposes that all rows of the table are about as noisy.
+
 A row that diverged is worse than any that did not, whatever the noise.
 """
 
@@ -22,7 +28,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Difference", "Finding", "difference", "every", "some", "student"]
+__all__ = ["Difference", "Finding", "Spread", "difference", "every", "in_blocks", "some", "student"]
 
 #: Student's t that 95 % of a distribution lie within, for 1, 2, … degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -154,6 +160,43 @@ class Difference:
         return Finding(says(-self.mean if self.higher_is_better else self.mean, self.margin), (self.said(),))
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The standard deviation of a paired difference, found from several rows, and its degrees of freedom."""
+
+    std: float
+    degrees: int
+
+
+def in_blocks(rows: Iterable[Mapping[int, float | None]], seeds: Sequence[int]) -> Spread | None:
+    """How far chance takes the difference of two rows of one seed, by all rows that have these seeds.
+
+    Args:
+        rows: seed → score, of each row of a table; those that lack a seed or diverged are left out.
+        seeds: of the pairs.
+
+    Returns:
+        None of fewer than three rows: what is left then is the difference's own spread.
+
+    Example:
+        >>> in_blocks([{0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}, {0: 6.0, 1: 7.0}], (0, 1))
+        Spread(std=0.0, degrees=2)
+    """
+    whole = [[score for seed in seeds if (score := row.get(seed)) is not None] for row in rows]
+    table = [scores for scores in whole if len(scores) == len(seeds)]
+    if len(table) < 3 or len(seeds) < 2:
+        return None
+    of_seed = [statistics.mean(scores) for scores in zip(*table, strict=True)]
+    overall = statistics.mean(of_seed)
+    left = [
+        score - statistics.mean(scores) - block + overall
+        for scores in table
+        for score, block in zip(scores, of_seed, strict=True)
+    ]
+    degrees = (len(table) - 1) * (len(seeds) - 1)
+    return Spread(math.sqrt(2.0 * sum(each * each for each in left) / degrees), degrees)
+
+
 def difference(
     first: Mapping[int, float | None],
     second: Mapping[int, float | None],
@@ -161,6 +204,7 @@ def difference(
     names: tuple[str, str],
     higher_is_better: bool,
     dense: Sequence[float | None] = (),
+    together: Callable[[Sequence[int]], Spread | None] = lambda _: None,
     relative: bool = False,
 ) -> Difference:
     """How far one row's scores are from another's, over the seeds that both have.
@@ -171,6 +215,7 @@ def difference(
         names: of the two.
         higher_is_better: whether more of the score is better.
         dense: scores of rows without compression, one per seed: their spread is the noise where there is one pair.
+        together: gets two seeds, where these are all, and says the spread of a difference by the table's rows.
         relative: take each difference as a share of the second row's score.
 
     Raises:
@@ -193,12 +238,14 @@ def difference(
     mean = sum(apart) / len(apart)
     there = [score for score in dense if score is not None]
     margin = None
+    unit = abs(statistics.mean(score or 1.0 for _, score in pairs)) if relative else 1.0
     if not math.isfinite(mean):
         margin = None
+    elif len(apart) == 2 and (spread := together(seeds)) is not None and spread.degrees > 1:
+        margin = student(spread.degrees) * spread.std / (math.sqrt(2.0) * unit)
     elif len(apart) > 1:
         margin = student(len(apart) - 1) * statistics.stdev(apart) / math.sqrt(len(apart))
     elif len(there) == len(dense) > 1:
-        unit = abs(pairs[0][1] or 1.0) if relative else 1.0
         margin = student(len(there) - 1) * math.sqrt(2.0) * statistics.stdev(there) / unit
     one, other = (_mean([pair[at] for pair in pairs]) for at in (0, 1))
     return Difference(names, (one, other), mean, margin, seeds, higher_is_better, relative)

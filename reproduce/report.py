@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import statistics
@@ -16,13 +17,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from narrowband.units import format_bytes, format_seconds
-from reproduce.pairs import Difference, Finding, difference
+from reproduce.pairs import Difference, Finding, difference, in_blocks
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.settings import in_common, settings
 
 __all__ = [
     "COLUMNS",
     "DENSE",
+    "MARGIN",
     "NOTHING",
     "PER_TASK",
     "Claim",
@@ -57,6 +59,12 @@ DENSE = "dense"
 NOTHING = "–"
 _DIVERGED = "diverged"
 
+#: How :mod:`reproduce.pairs` finds the margin of a difference, for legends.
+MARGIN = (
+    "Student's t, paired; of one pair: by the spread of the dense rows; of two: by that of all rows of the table which "
+    "have both seeds"
+)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -79,6 +87,7 @@ class Group:
             without such, or where one diverged.
         margin: of that difference at 95 %, see :mod:`reproduce.pairs`; None where the noise is unknown.
         dense_scores: of that dense row, a score per seed: their spread is the noise where there is one pair.
+        beside: seed → score of all rows of the same task and epochs: their noise together is that of two pairs.
         sent_bytes_per_step: by a rank, in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
@@ -128,6 +137,7 @@ class Group:
     decide_share: float | None = None
     compressed_ratio: float | None = None
     settings: dict[str, str] = field(default_factory=dict)
+    beside: tuple[dict[int, float | None], ...] = ()
 
     def score(self) -> str:
         """The mean, and its spread where there are several seeds."""
@@ -170,12 +180,14 @@ class Claim:
         held: None where that cannot be said.
         figures: what was found.
         resolved: False where the rows were trained, and the noise between seeds does not let one say.
+        setup: whether it is about how rows were made comparable, and not about what came of them: it is not counted.
     """
 
     text: str
     held: bool | None
     figures: str
     resolved: bool = True
+    setup: bool = False
 
     def __post_init__(self) -> None:
         if not self.resolved and self.held is not None:
@@ -214,12 +226,14 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     for (task, epochs, name), own in together.items():
         first, scores = own[0], tuple(row["score"] for row in own)
         mean, dense = _mean(scores), by_seed.get((task, epochs, DENSE), {})
+        beside = tuple(each for place, each in by_seed.items() if place[:2] == (task, epochs))
         off = tuple(row["uncompressed_score"] for row in own if "uncompressed_score" in row)
         apart = None
         if dense.keys() & by_seed[task, epochs, name].keys():
             apart = difference(
                 by_seed[task, epochs, name], dense, names=(name, DENSE),
                 higher_is_better=first["higher_is_better"], dense=tuple(dense.values()),
+                together=functools.partial(in_blocks, beside),
             )  # fmt: skip
         speeds = [row["samples_per_s"] for row in own if "samples_per_s" in row]
         found.append(
@@ -255,6 +269,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 decide_share=_mean([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
                 compressed_ratio=_mean([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
                 settings=settings(first) | {"seeds": ", ".join(str(row["seed"]) for row in own)},
+                beside=beside,
             )
         )
     return found
@@ -310,9 +325,10 @@ def compared(
         return [score if score is None or of is None else of(score) for score in scores]
 
     own, other = (dict(zip(group.seeds, made(group.scores), strict=True)) for group in (first, second))
+    beside = [dict(zip(row, made(list(row.values())), strict=True)) for row in first.beside]
     return difference(
         own, other, names=(first.name, second.name), higher_is_better=first.higher_is_better,
-        dense=made(first.dense_scores), relative=relative,
+        dense=made(first.dense_scores), together=functools.partial(in_blocks, beside), relative=relative,
     )  # fmt: skip
 
 
@@ -394,8 +410,8 @@ COLUMNS: tuple[Column, ...] = (
 #: What the columns mean.
 _LEGEND = (
     "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's. − dense: the mean difference "
-    "from the dense row of the same seed, over the seeds that both have, ± half of its 95 % interval (Student's t, "
-    "paired; of one pair: by the dense row's spread; without ±: of unknown noise). Sent: by one rank in a step of the "
+    "from the dense row of the same seed, over the seeds that both have, ± half of its 95 % interval "
+    f"({MARGIN}; without ±: of unknown noise). Sent: by one rank in a step of the "
     "last epoch; ratio: how many times less that is than a dense ring all-reduce; mean: over all of training. Payload: "
     "how many times smaller than its dense gradient one rank's payload is, norms and biases included; matrix: without "
     "them. Step: the median of the last epoch on rank 0, however busy the machine was; for speed see the link "
@@ -528,6 +544,7 @@ class Opening:
         found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
             claims; raises LookupError where what is shown is not enough.
         panels: gets the same; what is drawn of it.
+        departs: where what was run is not what the paper has, each in a sentence.
         covers: the paper's tables and figures, each with where on the page it is, or why it is not; or gets what a page
             shows, and returns them.
     """
@@ -538,6 +555,7 @@ class Opening:
     found: Callable[[Any], str]
     panels: Callable[[Any], Sequence[Panel]]
     covers: Sequence[tuple[str, str]] | Callable[[Any], Sequence[tuple[str, str]]] = ()
+    departs: Sequence[str] = ()
 
 
 #: The picture at the beginning of a page, in the folder of its pictures.
@@ -634,15 +652,22 @@ def markdown(
 
 
 def covered(found: Any, opening: Opening) -> list[str]:
-    """What became of the paper's tables and figures, as a list; nothing where the opening names none."""
+    """Where this departs from the paper, and what became of its tables and figures; nothing that the opening lacks."""
     covers = opening.covers(found) if callable(opening.covers) else opening.covers
     told = [f"- {what}: {where}" for what, where in covers]
-    return ["## The paper's tables and figures", "", *told, ""] if told else []
+    departs = [f"- {each}" for each in opening.departs]
+    return [
+        *(["## Where this departs from the paper", "", *departs, ""] if departs else []),
+        *(["## The paper's tables and figures", "", *told, ""] if told else []),
+    ]
 
 
 def summed(claims: Sequence[Claim]) -> str:
-    """How many claims came to what: ``3 of 5 claims held, 1 did not, 1 is not resolved``."""
-    counts = {word: sum(claim.verdict() == word for claim in claims) for word in ("held", "not held", "not resolved")}
+    """How many claims came to what, without those of setting up: ``3 of 5 claims held, 1 did not``."""
+    counts = {
+        word: sum(claim.verdict() == word for claim in claims if not claim.setup)
+        for word in ("held", "not held", "not resolved")
+    }
     tested = sum(counts.values())
     open_ = counts["not resolved"]
     parts = [f"{counts['held']} of {_count(tested, 'claim')} held"]
@@ -652,8 +677,12 @@ def summed(claims: Sequence[Claim]) -> str:
 
 
 def verdicts(claims: Sequence[Claim]) -> list[str]:
-    """What became of the claims, as a list."""
-    return [f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims]
+    """What became of the claims, as a list; those of setting up in one of their own."""
+    own, setup = (
+        [f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims if claim.setup is which]
+        for which in (False, True)
+    )
+    return [*own, "", "How rows were made comparable (not counted above):", "", *setup] if setup else own
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:

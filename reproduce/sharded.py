@@ -28,6 +28,7 @@ from reproduce.pictures import Panel
 from reproduce.report import (
     COLUMNS,
     DENSE,
+    MARGIN,
     Claim,
     Column,
     Group,
@@ -156,8 +157,8 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
 
 _LEGEND = (
     "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's; its logarithm is the loss. "
-    "− dense: the mean difference from FSDP2 in float32 with the same seed, ± half of its 95 % interval (Student's t, "
-    "paired; of one pair: by the dense row's spread; without ±: of unknown noise). Sent: by one rank in a step of the "
+    "− dense: the mean difference from FSDP2 in float32 with the same seed, ± half of its 95 % interval "
+    f"({MARGIN}; without ±: of unknown noise). Sent: by one rank in a step of the "
     "last epoch; ratio: how many times less that is than what FSDP2 sends in float32, parameters twice and gradients "
     "once. Step: the median of the last epoch on rank 0, without a slow link, however busy the machine was."
 )

@@ -58,6 +58,7 @@ from reproduce.pictures import Bar, Panel
 from reproduce.report import (
     COLUMNS,
     DENSE,
+    MARGIN,
     NOTHING,
     Claim,
     Group,
@@ -225,6 +226,11 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
             found, "the threshold has as many at", _VALUE,
             lambda value, _: _above(value, found), low=_CANDIDATES[0], high=_CANDIDATES[-1],
         ),
+        judged(
+            found, _TASK, f"L-GreCo: its reference is no worse than no compression by more than {_KEPT:.0%}",
+            (_REFERENCE,),
+            lambda dense, own: compared(own, dense, relative=True).no_worse(_KEPT),
+        ),
         _pair(
             found, f"L-GreCo: is no worse than its reference by more than {_KEPT:.0%}, with fewer bytes",
             _LGRECO, _REFERENCE,
@@ -232,10 +238,13 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
             & (_times(own, reference) < 1),
         ),
         *(
-            judged(
-                found, _TASK, f"{name} sends what L-GreCo does, within {_CLOSE:.0%}", (name, _LGRECO),
-                lambda _, own, lgreco: _is_close(own, lgreco),
-                functools.partial(_said, found),
+            replace(
+                judged(
+                    found, _TASK, f"{name} sends what L-GreCo does, within {_CLOSE:.0%}", (name, _LGRECO),
+                    lambda _, own, lgreco: _is_close(own, lgreco),
+                    functools.partial(_said, found),
+                ),
+                setup=True,
             )
             for name in _SPARSE
         ),
@@ -260,12 +269,12 @@ def _chosen(
         by_rule = _closest(lambda number: nbytes(number, row.nodes), budget, low, high)
         sent = nbytes(value, row.nodes)
     except LookupError as error:
-        return Claim(text, None, str(error))
+        return Claim(text, None, str(error), setup=True)
     figures = (
         f"seed {_CHOOSING[0]}: {format_bytes(sent)} per step and rank, L-GreCo {format_bytes(budget)}; the rule: "
         f"{by_rule:g}"
     )
-    return claimed(text, by_rule == value, figures)
+    return replace(claimed(text, by_rule == value, figures), setup=True)
 
 
 def _pair(
@@ -331,8 +340,8 @@ def _tables(found: Sequence[Group]) -> Iterable[tuple[str, list[_Line]]]:
 
 _LEGEND = (
     "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's. − dense: the mean difference "
-    "from the dense row of the same seed, over the seeds that both have, ± half of its 95 % interval (Student's t, "
-    "paired; of one pair: by the dense row's spread). Sent: by one rank in a step of the last epoch. Ratio: how many "
+    "from the dense row of the same seed, over the seeds that both have, ± half of its 95 % interval "
+    f"({MARGIN}). Sent: by one rank in a step of the last epoch. Ratio: how many "
     "times less a rank sends than with a dense ring all-reduce, over the steps that are compressed; with first: over "
     "all steps, also the first that are not. Bytes: over the steps that are compressed, as a multiple of L-GreCo's in "
     "the same table. Norms and biases travel uncompressed and count, 2.9 kB of what one of four ranks sends in a step; "

@@ -315,7 +315,8 @@ def test_the_tables_of_the_readme_are_those_of_the_records(readme):
         "4 bits (": "bf16, 4 bits",
         "full": "bf16, checkpoint",
     }.items():
-        kept, peak, step = cells(readme[readme.index("## In little memory") :], words)
+        kept, peak, step, off = cells(readme[readme.index("## In little memory") :], words)
+        assert float(off.rstrip(" %").replace("–", "0")) == round(100 * memory[name]["gradient_error"], 1)
         assert kept == f"{memory[name]['kept_bytes'] / 1e6:.0f} MB"
         assert peak == f"{memory[name]['peak_bytes'] / 1e6:.0f} MB"
         assert step.rstrip("×") in (f"{memory[name]['ratio_to_same_precision']:.2f}", "1")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from reproduce.pairs import Finding, difference, every, some, student
+from reproduce.pairs import Finding, Spread, difference, every, in_blocks, some, student
 
 OUTCOMES = (True, False, None)
 
@@ -118,6 +122,45 @@ def test_a_row_that_diverged_is_worse_than_any(higher_is_better, relative):
     assert apart([80.0], [None], **told).better(1e9).held is True
     assert apart([None], [None], **told).no_worse(1e9).held is None
     assert apart([None], [80.0], **told).said() == "own diverged, other 80.00: diverged (seed 0)"
+
+
+def test_two_seeds_take_their_noise_from_all_rows_of_the_table():
+    """By hand: without what rows and seeds add, ±0.5 is left four times and 0 twice, of 2 degrees of freedom."""
+    rows = [{0: 1.0, 1: 3.0}, {0: 5.0, 1: 6.0}, {0: 9.0, 1: 12.0}]
+    found = in_blocks(rows, (0, 1))
+    assert found == Spread(pytest.approx(math.sqrt(2 * (4 * 0.25) / 2)), 2)
+    assert in_blocks([*rows, {0: 1.0}, {0: 1.0, 1: None}], (0, 1)) == found, "rows that lack a seed or diverged"
+    assert in_blocks(rows[:2], (0, 1)) is None
+    apart = difference(rows[1], rows[0], names=("a", "b"), higher_is_better=True, together=partial(in_blocks, rows))
+    assert apart.mean == 3.5
+    assert apart.margin == pytest.approx(student(2) * found.std / math.sqrt(2))
+    relative = difference(
+        rows[1], rows[0], names=("a", "b"), higher_is_better=True, together=partial(in_blocks, rows), relative=True
+    )
+    assert relative.margin == pytest.approx(apart.margin / 2.0), "as a share of the second row's mean"
+
+
+def test_three_seeds_have_their_own_noise():
+    rows = [{0: 1.0, 1: 3.0, 2: 2.0}, {0: 5.0, 1: 6.0, 2: 7.0}, {0: 9.0, 1: 12.0, 2: 0.0}]
+    alone = difference(rows[1], rows[0], names=("a", "b"), higher_is_better=True)
+    together = partial(in_blocks, rows)
+    assert difference(rows[1], rows[0], names=("a", "b"), higher_is_better=True, together=together) == alone
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**31))
+def test_the_noise_of_a_table_is_found_whatever_rows_and_seeds_add(seed):
+    """Of 400 rows with noise of 0.3 a paired difference has √2 · 0.3, however good rows are and easy seeds."""
+    rng = random.Random(seed)
+    easy = [rng.uniform(-50, 50) for _ in range(2)]
+    rows = [
+        {at: rng.gauss(0, 0.3) + easy[at] + level for at in (0, 1)}
+        for level in (rng.uniform(-50, 50) for _ in range(400))
+    ]
+    found = in_blocks(rows, (0, 1))
+    assert found is not None
+    assert found.degrees == 399
+    assert found.std == pytest.approx(math.sqrt(2) * 0.3, rel=0.25)
 
 
 def test_rows_of_other_seeds_are_not_compared():

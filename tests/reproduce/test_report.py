@@ -14,6 +14,7 @@ from reproduce.report import (
     PER_TASK,
     Claim,
     as_good_as,
+    claimed,
     compared,
     covered,
     groups,
@@ -23,6 +24,7 @@ from reproduce.report import (
     source,
     summed,
     table,
+    verdicts,
 )
 
 
@@ -85,6 +87,16 @@ def test_rows_are_compared_over_the_seeds_that_both_have():
     text = "kept"
     assert as_good_as([dense, other], "cifar", "other", text, within=1.0, relative=False).verdict() == "not tested"
     assert judged([dense, other], "cifar", text, ["other"], lambda d, o: compared(o, d).better()).held is None
+
+
+def test_claims_of_setting_up_are_told_and_not_counted():
+    said = [claimed("a is better", True, "2 and 1"), replace(claimed("bytes are equal", False, "3 and 4"), setup=True)]
+    assert summed(said) == "1 of 1 claim held"
+    assert verdicts(said) == [
+        "- **held**: a is better (2 and 1)", "", "How rows were made comparable (not counted above):", "",
+        "- **not held**: bytes are equal (3 and 4)",
+    ]  # fmt: skip
+    assert verdicts(said[:1]) == ["- **held**: a is better (2 and 1)"]
 
 
 def test_claims_have_four_verdicts():
@@ -199,7 +211,7 @@ def test_a_part_of_dgc_helps_where_rows_with_it_are_better_beyond_noise(text, na
     def verdict(first, second):
         rows = [
             row(name, score, seed)
-            for name, scores in (("dense", (80.0, 80.0)), (names[0], first), (names[1], second))
+            for name, scores in (("dense", (80.0, 80.5)), (names[0], first), (names[1], second))
             for seed, score in enumerate(scores)
         ]
         return of(dgc, rows, text).verdict()
