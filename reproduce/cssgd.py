@@ -75,7 +75,7 @@ class _Setting:
         target: accuracy in percent, of all classes.
         every: steps between two tests.
         lr: of synchronous methods.
-        asgd_lr: of ASGD on four nodes; others take a round of updates as far.
+        asgd_lr: of ASGD on up to four nodes; more take a round of updates as far as four do.
         nodes_target: as ``target``, where numbers of nodes are compared.
         nodes_every: as ``every``, likewise.
         best: steps, and steps between two tests, where the best weights are kept.
@@ -248,7 +248,7 @@ def _stepped(task: str, own: _Setting, options: Options) -> Iterator[Row]:
             for name in (ALONE, ASGD):
                 row = Row(
                     "steps", task, name, n, "", seed, own.batch // _NODES * n, method=NAMED[name],
-                    lr=own.asgd_lr * _NODES / n if name == ASGD else own.lr, steps=_SERIAL_STEPS,
+                    lr=own.asgd_lr * min(1.0, _NODES / n) if name == ASGD else own.lr, steps=_SERIAL_STEPS,
                 )  # fmt: skip
                 if classes:
                     target = _above_chance(own.nodes_target, classes)

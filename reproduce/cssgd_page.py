@@ -195,9 +195,11 @@ def _listed(numbers: Iterable[Any]) -> str:
 
 
 def _saved(apart: Difference) -> str:
-    """How much less, in percent, and the margin."""
+    """How much less, in percent, and the margin; of more than twice as much, how many times."""
     if not math.isfinite(apart.mean):
         return NOTHING
+    if apart.mean > 1.0:
+        return f"{1.0 + apart.mean:.1f} times as much"
     margin = "" if apart.margin is None else f" ± {100 * apart.margin:.1f}"
     return f"{-100 * apart.mean:.1f}{margin} %"
 
@@ -375,7 +377,7 @@ def _bytes_sheet(counted: Sequence[Result]) -> Sheet:
                 f"{row['stated_bytes'] / row['normal_bytes']:.4f}",
                 f"{row['link_bytes'] / row['normal_bytes']:.4f}",
                 f"{row['link_bytes'] / row['stated_bytes'] - 1:+.1%}",
-                f"{row['repair_datagrams']:g}",
+                f"{row['repair_datagrams']:.1f}",
             )
             for row in counted
         ],
@@ -460,8 +462,8 @@ def _of_asgd(results: Sequence[Result]) -> str:
         said = " and ".join(f"{where} with {seeded(own)}" for where, own in seeds.items() if own)
         told += [f"{title}, {said}"] if said else []
     return (
-        f"- **ASGD** runs, for {'; for '.join(told)}; the paper has the mean of ten runs. Its learning rate is its "
-        "own, and so that a round of all workers' updates goes as far on any number of nodes.\n"
+        f"- **ASGD** runs, for {'; for '.join(told)}; the paper has the mean of ten runs. It has a learning rate of "
+        "its own, which more than four nodes share, so that a round of all workers' updates goes as far as with four.\n"
     )
 
 

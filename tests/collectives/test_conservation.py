@@ -15,15 +15,14 @@ from narrowband.collectives.chunked import Chunked
 from narrowband.feedback import ErrorFeedback, Layout
 from tests.collectives.test_exchange import average, seed_of
 from tests.ranks import run_ranks
-from tests.thorough import thorough
 
 NUMEL = 1500  # chunks of groups of 128 elements: of unequal length, one of them cut short
 STEPS = 200
 
 QUANTIZERS = [
-    *(f"qsgd:bits={bits}" for bits in (2, 3, 4)),
+    *(f"qsgd:bits={bits}" for bits in (2, 3, 4, 8)),
     "qsgd:bits=4,norm=l2",
-    *(f"uniform:bits={bits}" for bits in (1, 2, 4)),
+    *(f"uniform:bits={bits}" for bits in (1, 2, 3, 4, 8)),
     "uniform:bits=2,rounding=stochastic",
     "uniform:bits=2,symmetric=true",
     "sign",
@@ -83,18 +82,13 @@ def accumulated(rank, size, ways, steps):
 
 @pytest.mark.parametrize(
     ("size", "specs", "steps"),
-    [
-        (3, QUANTIZERS, STEPS),
-        (4, DANGEROUS, STEPS),
-        (8, DANGEROUS, STEPS // 4),
-        *thorough((4, QUANTIZERS, STEPS), (8, QUANTIZERS, STEPS)),
-    ],
-    ids=lambda value: "all" if value is QUANTIZERS else "dangerous" if value is DANGEROUS else None,
+    [(3, QUANTIZERS, STEPS), (4, QUANTIZERS, STEPS), (8, QUANTIZERS, STEPS)],
+    ids=lambda value: "all" if value is QUANTIZERS else None,
 )
 def test_nothing_is_lost_and_nothing_grows_but_what_says_so(size, specs, steps):
     ways = [(spec, name) for spec in specs for name in COLLECTIVES if carries(name, nb.codec(spec))]
     assert {spec for spec, name in ways if name == "scatter_reduce"} == {*specs} - {*NO_CONTRACTIONS}
-    for answer in run_ranks(accumulated, size, ways, steps, timeout_s=240):
+    for answer in run_ranks(accumulated, size, ways, steps, timeout_s=360):
         for (spec, name), (errors, lost) in answer.items():
             # An all-reduce adds halves up in halves: nobody can know what that rounds off.
             assert max(lost) < (0.05 if name == "all_reduce" else 1e-4), (spec, name, lost)

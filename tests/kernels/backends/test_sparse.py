@@ -54,7 +54,7 @@ def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) 
 
 @given(n=st.sampled_from([1, 1000, CACHED, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        ks=st.lists(st.integers(0, 3000), min_size=1, max_size=5), weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
-@lean
+@settings(lean, max_examples=examples(lean.max_examples))
 def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
     """To the bit what zeroing and accumulating part by part gives, on both backends, whatever was there before."""
     rng = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
 @given(n=st.sampled_from([1, 1000, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        k=st.integers(1, 3000), count=st.integers(1, 5), spare=st.sampled_from([0, 8, 96]),
        weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
-@lean
+@settings(lean, max_examples=examples(lean.max_examples))
 def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weight: float) -> None:
     """The sum of the parts that the rows hold, wherever in memory they are; nothing when one is damaged."""
     k = min(k, n)
