@@ -444,3 +444,12 @@ def test_groups_and_claims_are_json():
 def test_a_bound_is_kept_in_the_direction_of_the_metric():
     better = groups([*over_seeds("dense", 5.0, task="lstm"), *over_seeds("dgc", 1.0, task="lstm")])
     assert as_good_as(better, "lstm", "dgc", "", within=0.0, relative=True).held
+
+
+def test_dgcs_curves_are_drawn_per_task_also_where_a_row_diverged(tmp_path):
+    curves = {"scores": [50.0, 60.0], "curve": [[1, 2.0], [2, 1.0]], "steps": 4, "epochs": 2}
+    lost = curves | {"scores": [50.0, None], "curve": [[1, 2.0], [2, None]]}
+    rows = [row("dense", 60.0) | curves, row("dgc", None) | lost, row("dense", 5.0, task="lstm") | curves]
+    drawn = dgc._draw(rows, tmp_path / "pictures")
+    assert [path.name for path in drawn] == ["cifar-curves.png", "lstm-curves.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
