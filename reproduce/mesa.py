@@ -503,6 +503,13 @@ def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
             "table 14 and figure 1 (checkpointing, mixed precision, accumulation)",
             "DeiT-Ti's memory and time, with each and with 8 bits, are [here](benchmarks.md), without accumulation",
         ),
+        (
+            "the authors' code (github.com/ziplab/Mesa, 8b7a0db0461d)",
+            (
+                "its kernel's codes are the same within a range; beyond it the kernel lacks the paper's clip: "
+                "`tests/published/test_mesa.py`"
+            ),
+        ),
         ("figures 2 and 3", "drawings of the method"),
         ("figure 4 (activations before softmax, by head)", "not drawn; ranges by head are in figure 7"),
         (

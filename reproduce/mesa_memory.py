@@ -440,7 +440,8 @@ def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -
 
 _LEGEND = (
     "Largest that fits: each size was tried, by three training steps with AdamW in a process of its own, and what "
-    "counts is all of its memory; the next larger one does not fit. Plain under bfloat16 autocast, with 8 bits as in "
+    "counts is all of its memory; the next larger one does not fit. Images are random numbers: memory and time do "
+    "not depend on them. Plain under bfloat16 autocast, with 8 bits as in "
     "the paper, and with 8 bits and results of GELU and normalization computed again (derived, narrowband's default); "
     "then plain in float32, and with 8 bits. /bf16: 8 bits under bf16 over plain bf16; /base: the same over the size "
     "that the model has otherwise; paper: that of DeiT-B. Step: the "

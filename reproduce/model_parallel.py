@@ -642,6 +642,13 @@ def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
         ("table 3 and figure 4, error feedback", f"{_FEEDBACK_HERE}{fed}"),
         ("table 4 and figure 5, AQ-SGD", f"table 4 here{by_sample}"),
         ("table 5 and figure 6, fine-tuning GPT-2", _LANGUAGE_HERE),
+        (
+            "the authors' notebooks (github.com/Glemhel/ActivationsGradientsCompressionForMP)",
+            (
+                "selection, error feedback, EF21 and index reuse give the same to the bit: "
+                "`tests/published/test_model_parallel.py` says at which commits"
+            ),
+        ),
         ("curves of test accuracy in figures 2 to 5, over 100 epochs and five runs", _CURVES),
     ]
 

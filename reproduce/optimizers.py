@@ -676,7 +676,7 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
             if line.spec == _SPARSE
         ]
     return [
-        Panel(f"Loss within {_CLOSE:g} %", "times less sent; higher is better", saved),
+        Panel(f"Mean gap at most {_CLOSE:g} %", "times less sent; higher is better", saved),
         Panel("Cost of the largest 1 %", "loss above uncompressed", cost),
     ]
 

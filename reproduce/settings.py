@@ -47,7 +47,7 @@ def _optimizer(row: Mapping[str, Any]) -> str:
     return {
         "sgd": f"SGD, {momentum}{nesterov}",
         "dgc": f"SGD, {momentum}{nesterov} on each rank, before compression",
-        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {beta2:g}",
+        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {beta2:g}, ε 1e-8",
         "muon": (
             f"Muon, {momentum}, for matrices of blocks; AdamW, β₁ 0.9, β₂ {beta2:g}, learning rate {MUON_ADAMW_LR:g}, "
             "for the rest"
