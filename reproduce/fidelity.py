@@ -568,7 +568,7 @@ def _of_task(task: str, rows: Sequence[Fidelity]) -> Iterator[Claim]:
             other = told.get((*key[:axis], worse, *key[axis + 1 :]))
             if key[axis] == better and other is not None:
                 pairs.append(_paired(row, other, of, f"{key[0]} bits, {key[3 - axis]}"))
-        yield claimed(f"{task}: {text}, whatever else", every(pairs))
+        yield claimed(f"{task}: {text}, with any other setting", every(pairs))
 
 
 def _paired(row: Fidelity, other: Fidelity, of: str, where: str) -> Finding:

@@ -297,8 +297,13 @@ def _judged(found: Sequence[Group], text: str, names: Sequence[str], verdict: Ca
     return judged(found, "vit", text, names, verdict, _figures)
 
 
+def _off(error: float) -> str:
+    """In per cent; of an error beyond the gradient itself, how many times as large."""
+    return f"{error:.1%}" if error < 10.0 else f"{error:.1g} times"
+
+
 def _figures(group: Group) -> str:
-    error = "" if not group.gradient_error else f", gradient off by {group.gradient_error:.1%}"
+    error = "" if not group.gradient_error else f", gradient off by {_off(group.gradient_error)}"
     return f"{group.name}: {_share(group):.1%} of bytes{error}"
 
 
@@ -341,7 +346,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("row", lambda group: group.name),
     ("score", Group.score),
     ("− dense", Group.versus_dense),
-    ("error", lambda group: NOTHING if group.gradient_error is None else f"{group.gradient_error:.1%}"),
+    ("error", lambda group: NOTHING if group.gradient_error is None else _off(group.gradient_error)),
     ("kept", lambda group: format_bytes(group.kept_bytes or 0)),
     ("share", lambda group: f"{_share(group):.0%}"),
     ("paper", _paper),
@@ -422,7 +427,7 @@ def _found(found: Sequence[Group]) -> str:
     )
     return (
         f"in 8 bits backward keeps {_share(mesa):.0%} of the bytes (the plain model is in float32), and accuracy is "
-        f"{mesa.score()} % after {dense.score()} %, seed by seed {mesa.versus_dense()} points{fewer}."
+        f"{mesa.score()} % where it is {dense.score()} % without, seed by seed {mesa.versus_dense()} points{fewer}."
     )
 
 
