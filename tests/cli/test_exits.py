@@ -204,8 +204,8 @@ def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line
 
 
 def contents(folder):
-    """Name → bytes of every file."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    """Name → bytes of every file, and of those in folders."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +224,13 @@ def contents(folder):
         ("mesa_memory", "--rounds 0", "rounds=0 must be at least 1"),
         ("sensitivity", "--lr nan", "lr=nan must be above 0"),
         ("sensitivity", "--quick --output sensitive", "torn or no JSON file"),
+        ("local_times", "--losses torn.json", "torn.json is torn or no JSON file"),
+        ("dgc", "--data-dir data --markdown data/tinyshakespeare/input.txt", "input.txt is read by this command"),
+        ("dgc", "--output data --markdown data/rows/row.json", "data/rows/row.json is read by this command"),
+        ("dgc", "--output data --markdown data/summary.json", "data/summary.json would be written twice"),
+        ("local_times", "--losses sensitive/summary.json --output sensitive", "summary.json is read by this command"),
+        ("lgreco", "--nodes 0 --markdown record.json", "record.json is read by this command"),
+        ("facts", "--file record.json", "record.json is read by this command"),
     ],
 )
 def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, words, message):
@@ -234,20 +241,25 @@ def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, w
     (given / "torn" / "cifar10").mkdir(parents=True, exist_ok=True)
     for name in ("train", "test"):
         (given / "torn" / "cifar10" / f"{name}.parquet").write_text("PAR1 and no more")
-    (given / "sensitive").mkdir(exist_ok=True)
-    (given / "sensitive" / "summary.json").write_text('{"config": ')
+    for name in ("sensitive/summary.json", "data/tinyshakespeare/input.txt", "data/rows/row.json"):
+        (given / name).parent.mkdir(parents=True, exist_ok=True)
+        (given / name).write_text('{"config": ')
+    (given / "record.json").unlink(missing_ok=True)
+    (given / "record.json").symlink_to(command.RESULTS / "local" / "summary.json")  # by whatever name
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(given / "cache"))
     monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
     run = import_module(f"reproduce.{module}")
+    before = contents(given)
     try:
-        code = command.main(run.EXPERIMENT, words.split()) if module == "dgc" else run.main(words.split())
+        code = command.main(run.EXPERIMENT, words.split()) if run.main is command.main else run.main(words.split())
     except SystemExit as end:  # tyro's
         code = end.code
     err = capsys.readouterr().err
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+    assert contents(given) == before
 
 
 # ---- the convention --------------------------------------------------------------------------------------------------
