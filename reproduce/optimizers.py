@@ -23,7 +23,6 @@ Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medi
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import statistics

@@ -35,6 +35,16 @@ def returns_no_inputs(batch): return nn.Linear(8, 8), 42
 def raises(batch):
     raise KeyError("deep")
 def exits(batch): sys.exit(0)
+class NoBackward(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad: y.register_hook(no_way_back)
+        return y
+def no_way_back(grad): raise RuntimeError("no way back")
+def no_backward(batch): return NoBackward(8, 8), (torch.randn(batch, 8),)
+class NoTraining(nn.Linear):
+    def forward(self, x): return super().forward(x) if not torch.is_grad_enabled() else {}["grads"]
+def no_training(batch): return NoTraining(8, 8), (torch.randn(batch, 8),)
 def frozen(batch): return nn.Linear(8, 8).requires_grad_(False), (torch.randn(batch, 8),)
 number = 3
 """
@@ -167,6 +177,8 @@ WRONG = [
     ("memory model.py:one_too_many", "forward does not take the inputs that came with it: TypeError"),
     ("memory model.py:raises", "raises(8) raised KeyError: 'deep' (model.py, line 14)"),
     ("memory model.py:exits", "exits(8) raised SystemExit: 0"),
+    ("memory model.py:no_backward", "the model's backward raised RuntimeError: no way back"),
+    ("memory model.py:no_training", "the model's forward raised KeyError: 'grads'"),
     ("memory model.py:frozen", "nothing in it that needs gradients"),
     ("bench memory --model model.py:does_not_fit", "forward does not take the inputs"),
     ("bench memory --model nowhere.py:fits", "there is no file nowhere.py"),
