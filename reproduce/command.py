@@ -16,6 +16,7 @@ from narrowband.cli.exits import CONVENTION, DONE, check_folder, check_output, f
 from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
+from reproduce.data import places
 from reproduce.html import write_beside
 from reproduce.report import PER_TASK, Claim, Group, Layout, Opening, groups, markdown, pictures_of, table, write_page
 from reproduce.row import Row
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "QUICK_LIMIT",
+    "RESULTS",
     "Experiment",
     "Options",
     "Recipe",
@@ -41,6 +43,9 @@ __all__ = [
 ]
 
 _Chosen = TypeVar("_Chosen")
+
+#: The records in the repository, a folder for each module.
+RESULTS = Path(__file__).parent / "results"
 
 #: A run of ``--quick``: enough to see that everything works, not to learn anything.
 _QUICK_ROWS = 2
@@ -230,16 +235,33 @@ def command_line(
     def run() -> int:
         about = f"{inspect.cleandoc(options.__doc__ or '')}\n\n{CONVENTION}"
         given = tyro.cli(options, args=words, prog=f"python -m reproduce.{module}", description=about)
-        check_output(getattr(given, "markdown", None))
-        check_folder(getattr(given, "output", None))
+        _check_paths(given, module)
         work(given, ["python", "-m", f"reproduce.{module}", *words], console)
         return DONE
 
     return finish(run, errors, stopped=stopped)
 
 
+def _check_paths(given: object, module: str) -> None:
+    """See whether results can be written, and take the place of no data and no record that commands here read.
+
+    Raises:
+        ValueError: they cannot, or do.
+    """
+    output, losses = (getattr(given, name, None) for name in ("output", "losses"))
+    page = getattr(given, "markdown", None) or getattr(given, "file", None)
+    check_folder(output)
+    folder = output or RESULTS / module
+    sources = [*places(getattr(given, "data_dir", None)), losses]
+    record = folder / "summary.json"
+    # Rows that are finished are read, and so is the record: both are written again by the command that wrote them.
+    check_output(page, reads=[*sources, *folder.rglob("*.json"), *RESULTS.rglob("*.json")])
+    if hasattr(given, "output"):
+        check_output(page, record, record.with_suffix(".html"), reads=sources)
+
+
 def _run(experiment: Experiment, options: Options, command: list[str], console: Console) -> None:
-    output = options.output or Path(__file__).parent / "results" / experiment.module
+    output = options.output or RESULTS / experiment.module
     rows = chosen(experiment, options)
     nodes = experiment.nodes if options.nodes is None else options.nodes
     if options.recorded:

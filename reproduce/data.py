@@ -43,7 +43,18 @@ from narrowband.errors import UnsupportedError, pip_install
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
-__all__ = ["Images", "Text", "about", "cache_folder", "cifar10", "locate", "mnist", "tiny_shakespeare", "wikitext2"]
+__all__ = [
+    "Images",
+    "Text",
+    "about",
+    "cache_folder",
+    "cifar10",
+    "locate",
+    "mnist",
+    "places",
+    "tiny_shakespeare",
+    "wikitext2",
+]
 
 ENVIRONMENT = "NARROWBAND_DATA"
 
@@ -209,13 +220,10 @@ def locate(name: str, directory: Path | None = None) -> Path:
         f"pass --data-dir FOLDER with {name} in it, or set {ENVIRONMENT}=FOLDER, or connect to a network from which "
         f"{URLS[name]} can be downloaded"
     )
-    folder = os.environ.get(ENVIRONMENT, "")
-    if directory is not None or folder:
-        file = (Path(folder) if directory is None else directory) / name
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no {file}; {ways}")
-        return file
-    file = cache_folder() / "data" / name
+    folder = _folder(directory)
+    file = (folder or cache_folder() / "data") / name
+    if folder is not None and not file.is_file():
+        raise FileNotFoundError(f"there is no {file}; {ways}")
     if not file.is_file():
         try:
             with urllib.request.urlopen(URLS[name], timeout=_TIMEOUT_S) as answer:
@@ -224,6 +232,18 @@ def locate(name: str, directory: Path | None = None) -> Path:
             raise FileNotFoundError(f"{name} is not here and could not be downloaded ({error}); {ways}") from error
         _write_whole(file, lambda out: out.write(content))
     return file
+
+
+def places(directory: Path | None = None) -> list[Path]:
+    """Where the files of all sets are looked for, be they there or not."""
+    folder = _folder(directory) or cache_folder() / "data"
+    return [folder / name for name in URLS]
+
+
+def _folder(directory: Path | None) -> Path | None:
+    """The folder that was named, if any was."""
+    named = os.environ.get(ENVIRONMENT, "")
+    return Path(named) if directory is None and named else directory
 
 
 def cache_folder() -> Path:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband.report.record import write_text
-from reproduce.command import command_line
+from reproduce.command import RESULTS, command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["TARGET", "Options", "main", "table"]
-
-_RESULTS = Path(__file__).parent / "results"
 
 TARGET = Path(__file__).parent.parent / "src" / "narrowband" / "planning" / "facts.json"
 
@@ -35,7 +33,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def _optimizers() -> list[dict[str, Any]]:
-    record = json.loads((_RESULTS / "optimizers" / "summary.json").read_text())
+    record = json.loads((RESULTS / "optimizers" / "summary.json").read_text())
     return [
         {
             "optimizer": line["optimizer"],
@@ -54,7 +52,7 @@ def _optimizers() -> list[dict[str, Any]]:
 
 def _local() -> list[dict[str, Any]]:
     """Perplexities; a loss is their logarithm."""
-    record = json.loads((_RESULTS / "local" / "summary.json").read_text())
+    record = json.loads((RESULTS / "local" / "summary.json").read_text())
     groups = {group["name"]: group for group in record["groups"]}
     dense = math.log(groups["dense"]["mean"])
     return [

@@ -14,7 +14,6 @@ root), ``--rates none --quick`` (seconds, anywhere), ``--help``.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowband.report.record import provenance, write_json
+from narrowband.report.record import provenance, read_json, write_json, write_text
 from narrowband.units import format_bytes, format_seconds
 from reproduce import local
-from reproduce.command import command_line, progress
+from reproduce.command import RESULTS, command_line, progress
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import DENSE, NOTHING, pictures_of, source
 from reproduce.row import Row
@@ -80,8 +79,8 @@ class Options:
     """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
     output: Path | None = None
     """Directory of the results; reproduce/results/local_times when left out."""
-    losses: Path | None = None
-    """The record of reproduce.local; the one in this repository when left out."""
+    losses: Path = RESULTS / "local" / "summary.json"
+    """The record of reproduce.local."""
     resume: bool = True
     """Take rows that an earlier run finished."""
     quick: bool = False
@@ -285,7 +284,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         "",
         source(dict(record), record["commits"]),
     ]
-    path.write_text("\n".join(out) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(out) + "\n")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -302,14 +301,13 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    results = Path(__file__).parent / "results"
-    output, told = options.output or results / _MODULE, options.losses or results / "local" / "summary.json"
+    output, told = options.output or RESULTS / _MODULE, options.losses
     if not options.rates:
         raise ValueError("give at least one rate, such as --rates 100mbit")
     if not told.exists() and not options.quick:
         raise FileNotFoundError(f"{told} is not there: run python -m reproduce.local first, or name its record")
     keys = ("task", "name", "seed", "score", "scores", "steps", "commit")
-    losses = json.loads(told.read_text())["rows"] if told.exists() else []
+    losses = read_json(told, ("rows",))["rows"] if told.exists() else []
     losses = [{key: row[key] for key in keys} for row in losses if row["task"] == _TASK]
     rows, record = timed(options.quick), provenance(0, command)
     found: dict[str, list[dict[str, Any]]] = {}

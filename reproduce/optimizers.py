@@ -23,7 +23,6 @@ Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medi
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import statistics
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from narrowband.adapt import correlation
 from narrowband.bench.ranks import Loopback, run_ranks
 from narrowband.report.plots import can_plot
-from narrowband.report.record import commit, provenance, write_json
+from narrowband.report.record import commit, provenance, read_json, write_json, write_text
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import about, locate
@@ -234,7 +233,7 @@ def run(
     results: dict[int, dict[str, Any]] = {}
     for number, path in enumerate(kept):
         if (resume or recorded) and path.exists():
-            results[number] = json.loads(path.read_text())
+            results[number] = read_json(path, ("optimizer", "spec", "loss"))
             on_event({"event": "row", "row": number, "result": results[number]})
 
     def note(event: dict[str, Any]) -> None:
@@ -603,7 +602,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         out += [f"{_code(line.spec)}: {_AS_IT_IS}\n" for line in own if line.verdict() == "not compressed"]
     out += ["## How it was done", "", *(f"- {said}" for said in _how(record["tuning"])), ""]
     out += [source(dict(record), record["commits"])]
-    path.write_text("\n".join(out) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(out) + "\n")
 
 
 _AS_IT_IS = (

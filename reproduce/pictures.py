@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from narrowband.report.record import write_text
+
 __all__ = ["THEMES", "Bar", "Panel", "drawn", "embedded", "write"]
 
 #: Theme → colours of text, of lesser text, of the ground under a bar, of a bar, and of a bar that the page is about.
@@ -111,9 +113,8 @@ def _panel(panel: Panel, left: float, top: float, colours: Sequence[str]) -> Ite
 
 def write(panels: Sequence[Panel], path: Path) -> None:
     """Draw for every theme: ``path`` with ``-light.svg`` and ``-dark.svg`` behind it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for theme in THEMES:
-        path.with_name(f"{path.name}-{theme}.svg").write_text(drawn(panels, theme), encoding="utf-8")
+        write_text(path.with_name(f"{path.name}-{theme}.svg"), drawn(panels, theme))
 
 
 def embedded(panels: Sequence[Panel], place: str) -> str:

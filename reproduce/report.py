@@ -16,6 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from narrowband.report.record import write_text
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pairs import Difference, Finding, difference, in_blocks
 from reproduce.pictures import Bar, Panel, embedded, write
@@ -712,4 +713,4 @@ def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, o
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(LookupError):  # as on the page
         write(opening.panels(found), folder / _PICTURE)
-    path.write_text(text({place.name for place in folder.iterdir()}), encoding="utf-8")
+    write_text(path, text({place.name for place in folder.iterdir()}))

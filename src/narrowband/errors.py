@@ -1,13 +1,26 @@
-"""The library's own exceptions, and how to install what is missing.
+"""The library's own exceptions, how to install what is missing, and what is said of errors of users' code.
 
 Arguments raise ValueError or TypeError; the exceptions say what those cannot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "DisagreementError", "PayloadError", "UnsupportedError", "need", "pip_install"]
+__all__ = [
+    "DISTRIBUTION",
+    "DisagreementError",
+    "PayloadError",
+    "UnsupportedError",
+    "is_out_of_memory",
+    "need",
+    "pip_install",
+    "users_errors",
+]
 
 #: What pip installs. ``import narrowband`` and the command ``narrowband`` have another name than this, because on PyPI
 #: the name ``narrowband`` belongs to another project (for NB-IoT modems).
@@ -71,3 +84,46 @@ def need(package: str, oldest: str, newest: str, *, extra: str) -> None:
             f"{package} {version} is installed, and narrowband works with {oldest} and later, up to version {newest}: "
             f"pip install -U '{package}>={oldest},<{int(newest) + 1}'"
         )
+
+
+@contextlib.contextmanager
+def users_errors(what: str, path: str | None = None) -> Iterator[None]:
+    """Say in one sentence what a user's own code raises; nothing is said of memory that ran out.
+
+    Args:
+        what: the sentence begins with this.
+        path: of a user's file, whose line is named where the error comes from it.
+
+    Raises:
+        ValueError: the sentence.
+
+    Example:
+        >>> with users_errors("forward raised"):
+        ...     raise KeyError("deep")
+        Traceback (most recent call last):
+        ValueError: forward raised KeyError: 'deep'
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        text = str(error).strip().splitlines()
+        here = path and Path(path).resolve()
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == here]
+        at = f" ({path}, line {lines[-1]})" if lines else ""
+        raise ValueError(f"{what} {type(error).__name__}{': ' if text else ''}{text[0] if text else ''}{at}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of this machine or of its GPU.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(KeyError("deep"))
+        (True, False)
+    """
+    import torch  # where it is used: this module is imported before it
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -150,6 +151,18 @@ def test_bad_input_is_a_sentence(narrow, model, words, message):
     assert code == 2
     assert message in said
     assert "Traceback" not in said
+
+
+def test_an_optimizer_that_is_not_installed_is_a_sentence_before_anything_is_measured(
+    narrow, model, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.optim", raising=False)
+    told = tmp_path / "told.json"
+    code, said = narrow(model, "--optimizer", "adamw-8bit", "--json", str(told))
+    assert code == 2
+    assert said == "optimizer='adamw-8bit' is bitsandbytes', which is missing: pip install bitsandbytes\n"
+    assert not told.exists()
 
 
 @pytest.mark.parametrize(

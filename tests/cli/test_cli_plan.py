@@ -62,6 +62,15 @@ def works_forward(batch):
 
 def no_backward(batch):
     return NoBackward(4, 4), (torch.randn(batch, 4),)
+
+class NoTraining(nn.Linear):
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            raise KeyError("only without gradients")
+        return super().forward(x)
+
+def no_training(batch):
+    return NoTraining(4, 4), (torch.randn(batch, 4),)
 """
 
 QUICK = ("--steps", "2", "--codecs", "fp16", "qsgd:bits=4", "topk:density=0.05+ef")
@@ -172,6 +181,27 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_model_is_built(nar
     assert not (tmp_path / "rows.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (None, "pictures need matplotlib: pip install -U 'torch-narrowband[plots]'"),
+        (
+            "4.0.0",
+            "matplotlib 4.0.0 is installed, and narrowband works with 3.8 and later, up to version 3: pip install",
+        ),
+    ],
+)
+def test_without_a_matplotlib_that_will_do_nothing_is_measured(narrow, model, tmp_path, monkeypatch, version, says):
+    monkeypatch.setattr("narrowband.report.plots.can_plot", lambda: version is not None)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    words = ("--nodes", "1..10", "--plot", str(tmp_path / "x.png"), "--json", str(tmp_path / "rows.json"))
+    code, out, err = narrow("plan", model.replace(":build", ":fails"), *words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+
+
 def test_measurements_are_written_before_anything_else_can_fail(narrow, model, tmp_path):
     pytest.importorskip("matplotlib")
     rows = tmp_path / "rows.json"
@@ -190,6 +220,7 @@ def test_measurements_are_written_before_anything_else_can_fail(narrow, model, t
         ("ends", "raised SystemExit"),
         ("missing", "has no function 'missing'; there are: build"),
         ("no_backward", "backward raised RuntimeError: no way back"),
+        ("no_training", "forward raised KeyError: 'only without gradients'"),
     ],
 )
 def test_a_script_that_cannot_be_measured_is_one_line(narrow, model, tmp_path, function, says):

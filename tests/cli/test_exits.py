@@ -35,6 +35,16 @@ def returns_no_inputs(batch): return nn.Linear(8, 8), 42
 def raises(batch):
     raise KeyError("deep")
 def exits(batch): sys.exit(0)
+class NoBackward(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad: y.register_hook(no_way_back)
+        return y
+def no_way_back(grad): raise RuntimeError("no way back")
+def no_backward(batch): return NoBackward(8, 8), (torch.randn(batch, 8),)
+class NoTraining(nn.Linear):
+    def forward(self, x): return super().forward(x) if not torch.is_grad_enabled() else {}["grads"]
+def no_training(batch): return NoTraining(8, 8), (torch.randn(batch, 8),)
 def frozen(batch): return nn.Linear(8, 8).requires_grad_(False), (torch.randn(batch, 8),)
 number = 3
 """
@@ -167,6 +177,8 @@ WRONG = [
     ("memory model.py:one_too_many", "forward does not take the inputs that came with it: TypeError"),
     ("memory model.py:raises", "raises(8) raised KeyError: 'deep' (model.py, line 14)"),
     ("memory model.py:exits", "exits(8) raised SystemExit: 0"),
+    ("memory model.py:no_backward", "the model's backward raised RuntimeError: no way back"),
+    ("memory model.py:no_training", "the model's forward raised KeyError: 'grads'"),
     ("memory model.py:frozen", "nothing in it that needs gradients"),
     ("bench memory --model model.py:does_not_fit", "forward does not take the inputs"),
     ("bench memory --model nowhere.py:fits", "there is no file nowhere.py"),
@@ -204,8 +216,8 @@ def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line
 
 
 def contents(folder):
-    """Name → bytes of every file."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    """Name → bytes of every file, and of those in folders."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +236,13 @@ def contents(folder):
         ("mesa_memory", "--rounds 0", "rounds=0 must be at least 1"),
         ("sensitivity", "--lr nan", "lr=nan must be above 0"),
         ("sensitivity", "--quick --output sensitive", "torn or no JSON file"),
+        ("local_times", "--losses torn.json", "torn.json is torn or no JSON file"),
+        ("dgc", "--data-dir data --markdown data/tinyshakespeare/input.txt", "input.txt is read by this command"),
+        ("dgc", "--output data --markdown data/rows/row.json", "data/rows/row.json is read by this command"),
+        ("dgc", "--output data --markdown data/summary.json", "data/summary.json would be written twice"),
+        ("local_times", "--losses sensitive/summary.json --output sensitive", "summary.json is read by this command"),
+        ("lgreco", "--nodes 0 --markdown record.json", "record.json is read by this command"),
+        ("facts", "--file record.json", "record.json is read by this command"),
     ],
 )
 def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, words, message):
@@ -234,20 +253,25 @@ def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, w
     (given / "torn" / "cifar10").mkdir(parents=True, exist_ok=True)
     for name in ("train", "test"):
         (given / "torn" / "cifar10" / f"{name}.parquet").write_text("PAR1 and no more")
-    (given / "sensitive").mkdir(exist_ok=True)
-    (given / "sensitive" / "summary.json").write_text('{"config": ')
+    for name in ("sensitive/summary.json", "data/tinyshakespeare/input.txt", "data/rows/row.json"):
+        (given / name).parent.mkdir(parents=True, exist_ok=True)
+        (given / name).write_text('{"config": ')
+    (given / "record.json").unlink(missing_ok=True)
+    (given / "record.json").symlink_to(command.RESULTS / "local" / "summary.json")  # by whatever name
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(given / "cache"))
     monkeypatch.delenv("NARROWBAND_DEBUG", raising=False)
     run = import_module(f"reproduce.{module}")
+    before = contents(given)
     try:
-        code = command.main(run.EXPERIMENT, words.split()) if module == "dgc" else run.main(words.split())
+        code = command.main(run.EXPERIMENT, words.split()) if run.main is command.main else run.main(words.split())
     except SystemExit as end:  # tyro's
         code = end.code
     err = capsys.readouterr().err
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+    assert contents(given) == before
 
 
 # ---- the convention --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from importlib import metadata
 
 import pytest
 
@@ -179,8 +180,10 @@ def written(path, run):
 
 def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
     path = written(tmp_path / "run.jsonl", a_run())
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')  # it is still going
     assert main(["report", str(path)]) == 0
-    assert "<h1>run</h1>" in (tmp_path / "run.html").read_text()
+    assert '<h1>run</h1>\n<p class="soft">This run is still going' in (tmp_path / "run.html").read_text()
     record = tmp_path / "bench.json"
     record.write_text(json.dumps({"rows": [{"codec": "a", "ms": 1.0}, {"codec": "b", "ms": 2.0}]}))
     assert main(["report", str(record), "--output", str(tmp_path / "b.html")]) == 0
@@ -219,6 +222,17 @@ def installed(folder, monkeypatch, name, version):
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(folder)
+
+
+def test_without_what_draws_it_is_one_sentence_with_a_remedy(tmp_path, capsys, monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert main(["report", str(written(tmp_path / "run.jsonl", a_run()))]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.endswith("altair is not installed: pip install -U 'torch-narrowband[report]'")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 @pytest.mark.parametrize(

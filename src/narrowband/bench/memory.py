@@ -47,6 +47,7 @@ from narrowband.activations.arena import Arena
 from narrowband.bench.devices import Device, check_device, default_device, moved, wait_for
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
+from narrowband.errors import is_out_of_memory, users_errors
 
 __all__ = [
     "OPTIMIZERS", "PLAIN", "Config", "Way", "compare", "count", "footprint", "gradients_of", "most_alive",
@@ -634,14 +635,24 @@ def survey(model: nn.Module, inputs: tuple[Any, ...], policy: ActivationPolicy, 
         inputs: of its forward.
         policy: what is kept in how many bits.
         amp: whether it runs under bfloat16 autocast.
+
+    Raises:
+        ValueError: the model raises an error in such a step, be it compressed or not; says which.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
     context = compress_activations(model, policy=policy)
-    for last in (False, True):  # once for loops to be compiled
-        with context as saved, torch.autocast(device, torch.bfloat16, enabled=amp):
-            output = model(*inputs)
-        torch.autograd.backward(scalar_of(output))
-        model.zero_grad()
-        if last:
-            return saved
-    raise AssertionError
+    try:
+        for _ in range(2):  # once for loops to be compiled
+            with context as saved, torch.autocast(device, torch.bfloat16, enabled=amp):
+                output = model(*inputs)
+            torch.autograd.backward(scalar_of(output))
+            model.zero_grad()
+    except Exception as error:
+        if not is_out_of_memory(error):  # whose is it? The model's own comes without us, too
+            with torch.autocast(device, torch.bfloat16, enabled=amp), users_errors("the model's forward raised"):
+                output = model(*inputs)
+            loss = scalar_of(output)
+            with users_errors("the model's backward raised"):
+                torch.autograd.backward(loss)
+        raise
+    return saved

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from torch import nn
 from narrowband.bench.architectures import ZOO
 from narrowband.bench.devices import moved
 from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
+from narrowband.errors import users_errors
 
-__all__ = ["SUBJECTS", "Subject", "is_out_of_memory", "subject", "tried"]
+__all__ = ["SUBJECTS", "Subject", "subject", "tried"]
 
 #: A model and the inputs of its forward.
 Subject = tuple[nn.Module, tuple[Any, ...]]
@@ -84,7 +84,7 @@ def subject(name: str, batch: int) -> Subject:
             f"{name}: {function} is called with the batch size alone, as {function}({batch}), and does not take that: "
             f"{error}"
         ) from error
-    with _users_errors(f"{name}: {function}({batch}) raised", path):
+    with users_errors(f"{name}: {function}({batch}) raised", path):
         made = build(batch)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{name}: {function}({batch}) has to return a module and the tuple of its inputs: model, (x,)")
@@ -102,7 +102,7 @@ def tried(name: str, batch: int, device: str = "cpu") -> Subject:
     model, inputs = subject(name, batch)
     model, inputs = model.to(device), tuple(moved(x, device) for x in inputs)
     if name not in SUBJECTS:
-        with _users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
+        with users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
             model(*inputs)
     return model, inputs
 
@@ -115,7 +115,7 @@ def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
         raise ValueError(f"{name}: {path} is no Python file, its name does not end in .py; write file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    with _importing_beside(path), _users_errors(f"{name}: {path} cannot be imported:", path):
+    with _importing_beside(path), users_errors(f"{name}: {path} cannot be imported:", path):
         spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
@@ -124,28 +124,6 @@ def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
         raise ValueError(f"{name}: {path} has no function {function!r}{there}")
     build: Callable[[int], Any] = found
     return build
-
-
-@contextlib.contextmanager
-def _users_errors(what: str, path: str | None = None) -> Iterator[None]:
-    """What a user's own code raises is one sentence, with the line of the file at ``path`` that it comes from."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if is_out_of_memory(error):
-            raise
-        text = str(error).strip().splitlines()
-        here = path and Path(path).resolve()
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == here]
-        at = f" ({path}, line {lines[-1]})" if lines else ""
-        raise ValueError(f"{what} {type(error).__name__}{': ' if text else ''}{text[0] if text else ''}{at}") from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of this machine or of its GPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 @contextlib.contextmanager

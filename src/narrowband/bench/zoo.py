@@ -23,7 +23,8 @@ from narrowband.bench.architectures import ZOO
 from narrowband.bench.budget import Job, fit_shares
 from narrowband.bench.devices import Device, check_device
 from narrowband.bench.memory import Way, compare
-from narrowband.bench.subjects import is_out_of_memory, subject
+from narrowband.bench.subjects import subject
+from narrowband.errors import is_out_of_memory
 
 __all__ = ["Config", "count", "fitted", "foretold", "profile", "run", "sentence", "summary"]
 

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from narrowband.bench.ranks import RankError
-from narrowband.bench.subjects import is_out_of_memory
-from narrowband.errors import UnsupportedError
+from narrowband.errors import UnsupportedError, is_out_of_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +81,7 @@ def _explained(error: Exception) -> tuple[int, str, bool]:
         return WRONG, _about_path(error), True
     if isinstance(error, OSError):
         return FAILED, f"the system refused: {_about_path(error)}", False
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
+    if is_out_of_memory(error):
         return FAILED, f"not enough memory: {_first_line(error)}. A smaller batch or model needs less", False
     if isinstance(error, (ValueError, UnsupportedError)):
         return WRONG, str(error), True

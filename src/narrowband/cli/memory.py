@@ -157,8 +157,9 @@ class Memory:
                 style="yellow", markup=False, highlight=False,
             )  # fmt: skip
         if self.output is not None and found.reached:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.output.write_text(found.policy.to_toml())
+            from narrowband.report.record import write_text
+
+            write_text(self.output, found.policy.to_toml())
             console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
 
     def _record(self, tensors: dict[str, int], surveys: dict[str, Saved], found: Fit | None) -> None:

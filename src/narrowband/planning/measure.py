@@ -26,6 +26,7 @@ from narrowband.averaging.parameters import Parameters, norms_of
 from narrowband.averaging.settings import EARLY_NBYTES
 from narrowband.averaging.warmup import use_all, use_shares
 from narrowband.collectives import Exchange, Operand, Peers, collective
+from narrowband.errors import users_errors
 from narrowband.feedback import Compression, Feedback, Layout, compression
 from narrowband.planning.echo import EchoGroup
 from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile
@@ -180,17 +181,16 @@ def _elsewhere(trained: Sequence[tuple[str, Tensor]]) -> set[str]:
 def _try(
     model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor], trained: Sequence[tuple[str, Tensor]]
 ) -> None:
-    """See that backward works, and reaches everything that is trained, before anything waits for it.
+    """See that a step works, and reaches everything that is trained, before anything waits for it.
 
     Raises:
         ValueError: it does not.
     """
-    total = loss(model(*inputs))
-    try:
+    with users_errors("the model's forward raised"):
+        output = model(*inputs)
+    total = loss(output)
+    with users_errors("the model's backward raised"):
         torch.autograd.backward(total)
-    except Exception as error:  # whatever a user's own operators raise
-        lines = str(error).strip().splitlines() or [""]
-        raise ValueError(f"the model's backward raised {type(error).__name__}: {lines[0]}") from error
     missing = [name for name, p in trained if p.grad is None]
     if missing:
         raise ValueError(
