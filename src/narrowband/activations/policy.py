@@ -62,12 +62,13 @@ class ActivationPolicy:
         operators: operator → bits; see :data:`OPERATORS`. Autograd functions of others ("custom") are off unless named:
             they may save what bears no rounding. What several operators save is kept once, as the first has it, unless
             a later one has more bits.
-        modules: pattern of module names (as in ``model.named_modules()``; ``*`` stands for anything) → bits. With
-            ``:operator`` behind it, of that operator alone. The last pattern that matches decides. "custom" has to be
-            named here, too. "checkpoint": nothing that these modules compute is kept, nor what modules within them do;
-            backward runs them again from their inputs, as :func:`torch.utils.checkpoint.checkpoint` does. The inputs
-            are kept in the bits that the operator "checkpoint" has there, or in those that are named with it, as in
-            "checkpoint:bits=8". The model itself is a module, too: it is named "", and "*" matches it.
+        modules: pattern of module names → bits. Names are as in ``model.named_modules()``; ``*`` stands for anything,
+            and ``[0-3]`` for one of these characters. With ``:operator`` behind it, of that operator alone. The last
+            pattern that matches decides. "custom" has to be named here, too. "checkpoint": nothing that these modules
+            compute is kept, nor what modules within them do; backward runs them again from their inputs, as
+            :func:`torch.utils.checkpoint.checkpoint` does. The inputs are kept in the bits that the operator
+            "checkpoint" has there, or in those that are named with it, as in "checkpoint:bits=8". The model itself is
+            a module, too: it is named "", and "*" matches it.
         min_numel: smaller tensors are kept as they are.
         granularity: ``group``: a range per attention head, or per group of channels; of what a checkpoint keeps, per
             row, or even share of a row, of at most 256 elements. ``layer``: one for all. A number, a multiple of 8: one

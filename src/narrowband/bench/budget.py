@@ -11,6 +11,9 @@ more, by what malloc makes of it: that is told beside it.
 
 With every unit as it is, gradients are exact, and they are with recomputation from exact inputs. Kinds with which they
 are much further off than with 8 bits, as 4 bits often are, are offered only where a budget cannot be met otherwise.
+
+Before units are measured as they are computed again, a step shows whether they can be. Where it fails, halves of them
+are tried, and halves of these, until every unit at fault is found. Recomputation is offered to all others.
 """
 
 from __future__ import annotations
@@ -49,10 +52,11 @@ from narrowband.bench.offers import (
     Unit,
     alive,
     cheapest,
-    numberless,
     smallest,
     units_of,
 )
+from narrowband.bench.patterns import compact, globbed, numberless
+from narrowband.bench.reruns import Reruns
 from narrowband.bench.subjects import Subject
 from narrowband.feedback import Feedback, Layout, compression
 
@@ -117,6 +121,19 @@ class _Step:
     gradients: Tensor
 
 
+@dataclass(frozen=True)
+class _Objection:
+    """Why modules cannot be computed again.
+
+    Attributes:
+        kind: of reason: modules with the same one share a sentence.
+        text: as the end of a sentence.
+    """
+
+    kind: str
+    text: str
+
+
 class _Bench:
     """A model on which policies are tried."""
 
@@ -142,6 +159,45 @@ class _Bench:
         found = gradients_of(self.model)
         self.model.zero_grad()
         return _Step(saved, seconds, (loss, backward), found)
+
+    def gradients(self) -> Tensor:
+        """Of all parameters, flat, in a step as it is."""
+        torch.autograd.backward(scalar_of(self._forward()))
+        found = gradients_of(self.model)
+        self.model.zero_grad()
+        return found
+
+    def objection(
+        self, policy: ActivationPolicy, names: Iterable[str], *, exact: bool, wanted: Tensor | None
+    ) -> _Objection | None:
+        """Why modules cannot be computed again under a policy; None: they can. It takes one step.
+
+        Args:
+            policy: computes them again.
+            names: of the modules.
+            exact: from exact inputs, so that the second run should give what the first gave.
+            wanted: gradients as they are, for them to be compared with.
+        """
+        reruns = Reruns(self.model, names, most=_SAME)
+        try:
+            with reruns.watched():
+                with compress_activations(self.model, policy=policy):
+                    output = self._forward()
+                reruns.forward_is_done()
+                torch.autograd.backward(scalar_of(output))
+            found = gradients_of(self.model)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model has to say about being called twice
+            return _Objection(type(error).__name__, _first_line(error))
+        finally:
+            self.model.zero_grad()
+        if not exact:
+            return None
+        text = reruns.objection
+        if text is None and wanted is not None and not _off(found, wanted) <= _SAME:  # NaN, too
+            text = "gradients are others than without it"
+        return None if text is None else _Objection(text, text)
 
     def forward_seconds(self, names: Iterable[str]) -> dict[str, float]:
         """Of these modules' forward."""
@@ -182,6 +238,18 @@ class _Bench:
         torch.manual_seed(self._job.seed)  # what dropout leaves out is the same whatever the policy
         with torch.autocast(self.device, torch.bfloat16, enabled=self._job.amp):
             return self.model(*self.inputs)
+
+
+def _first_line(error: Exception) -> str:
+    """What an error is and says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _off(found: Tensor, exact: Tensor) -> float:
+    """How far gradients are from exact ones, relative to these."""
+    difference = (found - exact).norm()
+    return float(difference / exact.norm()) if difference else 0.0  # of zeros, too
 
 
 def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: str | None = None) -> dict[str, int]:
@@ -265,7 +333,7 @@ class _Survey:
         units: of the model.
         offers: of each unit.
         gradients: bytes of each unit's.
-        notes: sentences about what cannot be offered.
+        notes: sentences about what cannot be offered, to which units, and why.
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
@@ -283,8 +351,19 @@ class _Survey:
                 # Of what saves nothing, as an embedding does, gradients come last.
                 at = next((at for at, unit in enumerate(self.units) if unit.has(of)), 0)
                 self.gradients[at] += parameter.nbytes
+        #: Modules that cannot be computed again, and from inputs of which bits: None is exact ones, or any.
+        self._refused: set[tuple[str, int | None]] = set()
+        #: Exact gradients, if another step gives them again.
+        self._repeats: Tensor | None = self.plain.gradients
+        if not (off := _off(self.bench.gradients(), self.plain.gradients)) <= _SAME:
+            self._repeats = None
+            self.notes.append(
+                f"A second step of this model has other gradients than the first, off by {off:.1%}: how far they are "
+                "off with a policy says little."
+            )
         self.offers: list[list[Offer]] = [[] for _ in self.units]
-        self._take(AS_IT_IS, [Offer(AS_IT_IS, self._raw(unit)) for unit in self.units], self.plain)
+        kinds = [AS_IT_IS] * len(self.units)
+        self._take(AS_IT_IS, [Offer(AS_IT_IS, self._raw(unit)) for unit in self.units], kinds, self.plain)
         self._forward_s = self.bench.forward_seconds(
             dict.fromkeys(name for unit in self.units if unit.whole and unit.name for name in _recomputable(unit))
         )
@@ -315,27 +394,68 @@ class _Survey:
 
     def _measure(self, kind: Kind) -> None:
         """Take a kind into the offers of all units that it fits."""
-        if kind.again is not None and kind != AGAIN[0] and not self._computes_the_same_again:
+        if kind.again is not None:
+            if kind != AGAIN[1]:  # of which the other one is known by now
+                self._refuse(replace(kind, bits=None, inputs=None))
+            if kind.inputs is not None:
+                self._refuse(kind)
+        kinds = self._where(kind, [self._offered(kind, unit) for unit in self.units])
+        if kind not in kinds:
             return
-        usual = AS_IT_IS if kind.bits is None else EIGHT
-        kinds = [kind if kind.fits(unit) else usual for unit in self.units]
         try:
             step = self.bench.step(self.policy(kinds))
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:
             if kind.again is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.bench.model.zero_grad()
-            self.notes.append(f"Recomputation does not work with this model: {str(error).strip().splitlines()[0]}")
+            self.notes.append(f"Not every time can units be {kind.name}, which is not offered: {_first_line(error)}")
             return
-        if kind == AGAIN[0] and not (off := self.off(step)) <= _SAME:  # NaN, too
-            self.notes.append(
-                "Recomputation is not offered: the second run of a module computes something else than the first, "
-                f"since gradients are off by {off:.1%}."
-            )
-            return
-        self._take(kind, [self._cost(*each, step.saved) for each in zip(self.units, kinds, strict=True)], step)
+        costs = [self._cost(*each, step.saved) for each in zip(self.units, kinds, strict=True)]
+        self._take(kind, costs, kinds, step)
 
-    def _take(self, kind: Kind, costs: Sequence[Offer], step: _Step) -> None:
+    @staticmethod
+    def _where(kind: Kind, has: Sequence[bool]) -> list[Kind]:
+        """That kind for some units, and what goes with it for the others."""
+        usual = AS_IT_IS if kind.bits is None else EIGHT
+        return [kind if own else usual for own in has]
+
+    def _offered(self, kind: Kind, unit: Unit) -> bool:
+        if not kind.fits(unit) or kind.again is None:
+            return kind.fits(unit)
+        module = kind.module(unit)
+        return (module, None) not in self._refused and (module, kind.inputs) not in self._refused
+
+    def _refuse(self, kind: Kind) -> None:
+        """Find the units that cannot be computed again so."""
+        objections: dict[_Objection, list[str]] = {}
+        while there := [at for at, unit in enumerate(self.units) if self._offered(kind, unit)]:
+            found = self._at_fault(kind, there)
+            if not found:
+                break
+            for at, objection in found.items():
+                module = kind.module(self.units[at])
+                self._refused.add((module, kind.inputs))
+                first = next((other for other in objections if other.kind == objection.kind), objection)
+                objections.setdefault(first, []).append(module)
+        inputs = "" if kind.inputs is None else f" from inputs in {kind.inputs} bits"
+        for objection, modules in objections.items():
+            self.notes.append(
+                f"Not offered recomputation{inputs}: {', '.join(globbed(modules))}, since {objection.text}"
+                f"{'' if objection.text.endswith(('.', '!', '?')) else '.'}"
+            )
+
+    def _at_fault(self, kind: Kind, those: Sequence[int]) -> dict[int, _Objection]:
+        """Of these units those that cannot be computed again, and why."""
+        policy = self.policy(self._where(kind, [at in those for at in range(len(self.units))]))
+        names = [kind.module(self.units[at]) for at in those]
+        objection = self.bench.objection(policy, names, exact=kind.inputs is None, wanted=self._repeats)
+        if objection is None:
+            return {}
+        half = len(those) // 2
+        found = self._at_fault(kind, those[:half]) | self._at_fault(kind, those[half:]) if half else {}
+        return found or dict.fromkeys(those, objection)  # each half can, and both together cannot
+
+    def _take(self, kind: Kind, costs: Sequence[Offer], kinds: Sequence[Kind], step: _Step) -> None:
         total, extra = math.fsum(cost.seconds for cost in costs), step.seconds - self.plain.seconds
         scale = min(max(extra / total, _SCALES[0]), _SCALES[1]) if total > 0 else 1.0
         moment = step.alive[1] - alive(costs, self.gradients)
@@ -343,54 +463,29 @@ class _Survey:
         alike: dict[tuple[str, int], list[float]] = {}  # blocks of one shape take the same time, but for noise
         for unit, cost in zip(self.units, costs, strict=True):
             alike.setdefault((numberless(unit.name), cost.kept), []).append(cost.seconds * scale)
-        for unit, own, cost in zip(self.units, self.offers, costs, strict=True):
-            if kind.fits(unit):
+        for unit, own, cost, has in zip(self.units, self.offers, costs, kinds, strict=True):
+            if has == kind:
                 seconds = alike[numberless(unit.name), cost.kept]
                 mean = math.fsum(seconds) / len(seconds)
                 own.append(replace(cost, moment=moment, seconds=mean, error=self.off(step), loss=loss))
 
-    @property
-    def _computes_the_same_again(self) -> bool:
-        return any(offer.kind == AGAIN[0] for offers in self.offers for offer in offers)
-
     def off(self, step: _Step) -> float:
         """How far gradients of a step are from exact ones, relative to these."""
-        difference = (step.gradients - self.plain.gradients).norm()
-        return float(difference / self.plain.gradients.norm()) if difference else 0.0  # of zeros, too
+        return _off(step.gradients, self.plain.gradients)
 
     def _cost(self, unit: Unit, kind: Kind, saved: Saved) -> Offer:
         own = [kept for name, kept in saved.by_module.items() if unit.has(name)]
         kept, seconds, again = sum(each.kept_bytes for each in own), math.fsum(each.seconds for each in own), 0
         if kind.again is not None:
-            module = f"{unit.name}.{kind.again}" if kind.again else unit.name
+            module = kind.module(unit)
             seconds += self._forward_s[module]
             again = self._raw(Unit(module))
         return Offer(kind, kept, again, seconds=seconds)
 
     def named(self, offers: Sequence[Offer]) -> ActivationPolicy:
-        """Their policy, with one pattern for units whose names differ in numbers alone, where all have one kind."""
-        exact = self.policy([offer.kind for offer in offers])
-        alike: dict[str, list[tuple[Unit, Kind]]] = {}
-        for unit, offer in zip(self.units, offers, strict=True):
-            alike.setdefault(numberless(unit.name), []).append((unit, offer.kind))
-        rules: dict[str, Any] = {}
-        for pattern, own in alike.items():
-            (first, kind), kinds = own[0], {kind for _, kind in own}
-            together = len(own) > 1 and len(kinds) == 1 and len({(unit.whole, unit.nested) for unit, _ in own}) == 1
-            for unit, each in [(Unit(pattern, first.whole, first.nested), kind)] if together else own:
-                rules |= each.rules(unit)
-        short = ActivationPolicy(bits="off", modules=rules)
-        return short if self._does(short) == self._does(exact) else exact
-
-    def _does(self, policy: ActivationPolicy) -> dict[str, Any]:
-        """What is done with every module, but for those that are computed again with the one around them."""
-        done: dict[str, Any] = {}
-        around: str | None = None
-        for name, _ in self.bench.model.named_modules():
-            if around is None or not Unit(around).has(name):
-                around = name if policy.checkpoints(name) else None
-                done[name] = [around, *(policy.bits_for(operator, name) for operator in OPERATORS)]
-        return done
+        """Their policy, with one pattern for units whose names differ in numbers alone and which have one kind."""
+        modules = (name for name, _ in self.bench.model.named_modules())
+        return compact(self.policy([offer.kind for offer in offers]), modules)
 
 
 def _recomputable(unit: Unit) -> list[str]:
@@ -417,7 +512,7 @@ class Fit:
         ratio: the same, measured.
         gradient_error: norm of the difference from exact gradients over the norm of these.
         choices: unit → kind of offer, in words.
-        notes: sentences about what could not be offered.
+        notes: sentences about what could not be offered, to which units, and why.
     """
 
     policy: ActivationPolicy

@@ -16,7 +16,6 @@ And before that, at the loss, there is all that is kept, and what the loss needs
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,8 +24,8 @@ import numpy as np
 from torch import nn
 
 __all__ = [
-    "AGAIN", "AS_IT_IS", "EIGHT", "FOUR", "WORTH_A_LOOK", "Kind", "Offer", "Unit", "alive", "cheapest", "numberless",
-    "smallest", "units_of",
+    "AGAIN", "AS_IT_IS", "EIGHT", "FOUR", "WORTH_A_LOOK", "Kind", "Offer", "Unit", "alive", "cheapest", "smallest",
+    "units_of",
 ]  # fmt: skip
 
 #: A unit is cut into its children where it keeps more than this share of all, and there are repeated blocks inside.
@@ -88,6 +87,10 @@ class Kind:
         whole = unit.whole and unit.name != ""
         return self.again is None or (whole and (not self.again or self.again in unit.parts))
 
+    def module(self, unit: Unit) -> str:
+        """The module of a unit that is computed again, where it has such an offer."""
+        return f"{unit.name}.{self.again}" if self.again else unit.name
+
     def rules(self, unit: Unit) -> dict[str, Any]:
         """The patterns of a policy that is off everywhere else."""
         rules: dict[str, Any] = {}
@@ -98,10 +101,7 @@ class Kind:
             if self.without is not None:
                 rules[f"{pattern}:{self.without}"] = "off"
         if self.again is not None:
-            module = f"{unit.name}.{self.again}" if self.again else unit.name
-            rules[module] = "checkpoint"
-            if self.inputs is not None:
-                rules[f"{module}:checkpoint"] = self.inputs
+            rules[self.module(unit)] = "checkpoint" if self.inputs is None else f"checkpoint:bits={self.inputs}"
         return rules
 
 
@@ -246,8 +246,3 @@ def _repeats(module: nn.Module) -> bool:
     """Whether it is a list of blocks."""
     members = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
     return len(members) > 1 and sum(any(True for _ in member.children()) for member in members) > 1
-
-
-def numberless(name: str) -> str:
-    """The pattern of a module's name and of those that differ in numbers alone."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
