@@ -216,8 +216,8 @@ def test_what_is_given_wrong_is_one_sentence_and_exit_code_2(narrow, given, line
 
 
 def contents(folder):
-    """Name → bytes of every file, and of those in folders."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Name → bytes of every file, and of those in folders, but for what Python keeps of modules that were imported."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
 @pytest.mark.parametrize(
