@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/train_ddp.py
 narrowband lab --nodes 4 --rate 100mbit -- python examples/train_ddp.py --spec qsgd:bits=4
+narrowband lab --nodes 4 --rate 100mbit -- python examples/train_ddp.py --spec powersgd:rank=4 --adapt 10
 """
 
 import argparse
@@ -30,6 +31,7 @@ class Reader(nn.Module):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")
+parser.add_argument("--adapt", type=int, help="steps after which L-GreCo chooses specs layer by layer, such as 20")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--record", help="file for: narrowband report")
 options = parser.parse_args()
@@ -39,8 +41,9 @@ text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources
 
 torch.manual_seed(0)
 model = DistributedDataParallel(Reader())
-handle = nb.compress_gradients(model, options.spec)  # the one line
-recorder = nb.Recorder(handle, options.record)
+compression = nb.LGreCo(options.spec, every=options.adapt) if options.adapt else options.spec
+handle = nb.compress_gradients(model, compression)  # the one line
+recorder = nb.Recorder(handle, options.record, layers_every=5)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 torch.manual_seed(1 + dist.get_rank())  # every rank reads elsewhere

@@ -47,6 +47,7 @@ def test_one_rank_writes_all_that_the_handle_counts(tmp_path, every):
     assert [values["loss"] for values in run.steps.values()] == pytest.approx(losses[every - 1 :: every])
     assert {values["rate"] for values in run.steps.values()} == {0.01}
     assert (run.start["spec"], run.start["ranks"]) == ("topk:density=0.05+ef", 2)
+    assert run.start["command"].split()[0] != "narrowband", "the script that has the recorder"
     for name in ("sent_bytes", "raw_bytes"):
         assert every * sum(values[name] for values in run.steps.values()) == pytest.approx(total[name])
     assert ["seconds" in values for values in run.steps.values()] == [False] + [True] * (12 // every - 1)

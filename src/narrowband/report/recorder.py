@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ class Recorder:
             "handle": type(own).__name__,
             "spec": str(getattr(own, "compression", "")),
             "ranks": int(getattr(own, "size", 1)),
-            **provenance(),
+            **provenance(command=sys.argv),
         }
 
 
