@@ -326,6 +326,15 @@ def test_the_tables_of_the_readme_are_those_of_the_records(readme):
         assert step.rstrip("×") in (f"{memory[name]['ratio_to_same_precision']:.2f}", "1")
 
 
+def test_pages_say_what_the_largest_hundredth_costs():
+    lines = json.loads((ROOT / "reproduce" / "results" / "optimizers" / "summary.json").read_text())["lines"]
+    gap = {line["optimizer"]: line["gap"] for line in lines if line["spec"] == "topk:density=0.01+ef"}
+    page = " ".join((DOCS / "explanation" / "gradient-compression.md").read_text().split())
+    assert f"a loss {gap['sgd']:.1f} % above dense training with SGD, and {gap['adamw']:.1f} % above it" in page
+    said = f"a small GPT then lost {gap['sgd']:.0f} % with SGD and {gap['adamw']:.0f} % with AdamW"
+    assert said in (DOCS / "index.md").read_text()
+
+
 def test_the_readme_says_how_much_faster_stages_are(readme):
     stages = {row["name"]: row["times_none"] for row in record("pipeline-100mbit.json")}
     few = stages["uniform:bits=8/qsgd:bits=4"]
