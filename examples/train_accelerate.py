@@ -1,6 +1,6 @@
 """Train a small language model with Accelerate and compressed gradients, save all ranks' state, and go on later.
 
-pip install 'torch-narrowband[accelerate]'
+pip install '.[accelerate]'  # in the clone
 torchrun --nproc-per-node 2 examples/train_accelerate.py
 torchrun --nproc-per-node 2 examples/train_accelerate.py --resume
 """

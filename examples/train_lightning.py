@@ -1,6 +1,6 @@
 """Fit a small language model with Lightning and compressed gradients, on CPUs or GPUs, and go on from a checkpoint.
 
-pip install 'torch-narrowband[lightning]'
+pip install '.[lightning]'  # in the clone
 torchrun --nproc-per-node 2 examples/train_lightning.py
 torchrun --nproc-per-node 2 examples/train_lightning.py --steps 200 --resume runs/lightning/last.ckpt
 """

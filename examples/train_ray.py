@@ -1,6 +1,6 @@
 """Train a small language model with Ray Train and compressed gradients; every rank's state is in Ray's checkpoints.
 
-pip install 'ray[train]' torch-narrowband
+pip install 'ray[train]' . # in the clone
 python examples/train_ray.py; python examples/train_ray.py --steps 200  # the second goes on where the first ended
 """
 

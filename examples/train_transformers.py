@@ -2,7 +2,7 @@
 
 The model is made from a configuration. For one of the hub's: AutoModelForCausalLM.from_pretrained("gpt2").
 
-    pip install 'torch-narrowband[transformers]'
+    pip install '.[transformers]'  # in the clone
     torchrun --nproc-per-node 2 examples/train_transformers.py
     torchrun --nproc-per-node 2 examples/train_transformers.py --steps 200 --resume
 """

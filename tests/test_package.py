@@ -85,7 +85,7 @@ def test_the_citation_is_of_this_version(project):
 
 def test_what_messages_tell_to_install_exists(project):
     extras = project["optional-dependencies"]
-    assert pip_install("plots") == "pip install -U 'torch-narrowband[plots]'"
+    assert pip_install("plots") == "install the extra 'plots' of narrowband: pip install '.[plots]' in the clone"
     optional = "adapt,plots,report,reproduce,accelerate,lightning,transformers"
     assert set(optional.split(",")) <= extras.keys()
     assert f"{DISTRIBUTION}[{optional}]" in extras["dev"]

@@ -7,6 +7,7 @@ import html
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import re
@@ -16,6 +17,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from narrowband.report.tables import demo_table
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -322,11 +326,50 @@ def test_the_tables_of_the_readme_are_those_of_the_records(readme):
         assert step.rstrip("×") in (f"{memory[name]['ratio_to_same_precision']:.2f}", "1")
 
 
+def test_pages_say_what_the_largest_hundredth_costs():
+    lines = json.loads((ROOT / "reproduce" / "results" / "optimizers" / "summary.json").read_text())["lines"]
+    gap = {line["optimizer"]: line["gap"] for line in lines if line["spec"] == "topk:density=0.01+ef"}
+    page = " ".join((DOCS / "explanation" / "gradient-compression.md").read_text().split())
+    assert f"a loss {gap['sgd']:.1f} % above dense training with SGD, and {gap['adamw']:.1f} % above it" in page
+    said = f"a small GPT then lost {gap['sgd']:.0f} % with SGD and {gap['adamw']:.0f} % with AdamW"
+    assert said in (DOCS / "index.md").read_text()
+
+
+def test_the_readme_says_how_much_faster_stages_are(readme):
+    stages = {row["name"]: row["times_none"] for row in record("pipeline-100mbit.json")}
+    few = stages["uniform:bits=8/qsgd:bits=4"]
+    assert f"trains {few:.1f} times as many tokens per second at 100 Mbit/s" in readme
+    assert f"{few / stages['fp16']:.1f} times those in 16 bits" in readme
+
+
+def test_the_guide_to_activations_says_what_they_cost_beside_the_same_precision():
+    page = " ".join((DOCS / "how-to" / "activations.md").read_text().split())
+    names = ("bf16, 8 bits", "bf16, 4 bits", "bf16, checkpoint")
+    rows = {row["name"]: row["ratio_to_same_precision"] for row in record("memory-deit-tiny-jemalloc.json")}
+    eight, four, whole = (f"{rows[name]:.2f}" for name in names)
+    said = f"8 bits take {eight} times as long, 4 bits {four} and checkpointing {whole} times"
+    assert said in page
+
+
+def test_first_steps_shows_the_table_and_the_verdict_of_the_recorded_demo():
+    text = (DOCS / "tutorials" / "first-steps.md").read_text()
+    summary = json.loads((ROOT / "benchmarks" / "results" / "demo" / "summary.json").read_text())
+    console = Console(file=io.StringIO(), width=110, record=True)
+    console.print(demo_table(summary["rows"]))
+    table = [line.strip() for line in console.export_text().splitlines() if line.strip()]
+    assert "\n".join(table[1:]) in text  # the first is its title
+    shown = [line for line in text.splitlines() if line.startswith(("At 1", "qsgd:bits=4 sends "))]
+    assert len(shown) == 4
+    assert set(shown) <= set(summary["verdict"].splitlines())
+
+
 def test_the_figures_of_the_front_page_are_those_of_the_records():
     page = (DOCS / "index.md").read_text()
     steps = {row["codec"]: row["ratio_to_compute"] for row in record("ddp-200mbit.json")}
     stages = {row["name"]: row["times_none"] for row in record("pipeline-100mbit.json")}
     memory = {row["name"]: row["kept_bytes"] for row in record("memory-deit-tiny-jemalloc.json")}
     assert f"{steps['none']:.1f}× → {steps['topk:density=0.01+ef']:.1f}×" in page
-    assert f"{stages['uniform:bits=8/qsgd:bits=4']:.1f}× the tokens" in page
+    few = stages["uniform:bits=8/qsgd:bits=4"]
+    assert f"{few:.1f}× the tokens" in page
+    assert f"{few / stages['fp16']:.1f} times those in 16 bits" in page
     assert f"{1 - memory['bf16, 8 bits'] / memory['bf16']:.0%}".replace("%", " %") + " less kept" in page

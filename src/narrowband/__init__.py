@@ -3,7 +3,7 @@
 Example:
     >>> import narrowband as nb
     >>> model = DistributedDataParallel(model)
-    >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef")
+    >>> handle = nb.compress_gradients(model, "qsgd:bits=4")
     >>> ...  # train as before
     >>> print(handle.stats().total.ratio)
 """

@@ -43,16 +43,18 @@ class UnsupportedError(RuntimeError):
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs this library with an optional part; for messages that say that the part is missing.
+    """How to install an optional part of this library; for messages that say that the part is missing.
+
+    Nothing is on PyPI yet, and anybody may take a name there: so this is a command for the clone.
 
     Args:
         extra: ``adapt`` or ``plots``, for example, as in pyproject.toml.
 
     Example:
         >>> pip_install("plots")
-        "pip install -U 'torch-narrowband[plots]'"
+        "install the extra 'plots' of narrowband: pip install '.[plots]' in the clone"
     """
-    return f"pip install -U '{DISTRIBUTION}[{extra}]'"
+    return f"install the extra '{extra}' of narrowband: pip install '.[{extra}]' in the clone"
 
 
 def need(package: str, oldest: str, newest: str, *, extra: str) -> None:

@@ -34,6 +34,23 @@ def test_help_names_every_command(narrow, words):
     assert code == 0
     for command in ("demo", "bench kernels", "bench ddp", "bench adapt", "lab", "adapt", "memory", "codecs", "doctor"):
         assert f"narrowband {command}" in out
+    assert "``" not in out
+
+
+def test_help_says_of_every_command_a_whole_sentence(narrow):
+    """What stands beside a command's name may go on in the next line, and ends as sentences do."""
+    _, out, _ = narrow("--help")
+    table = out.partition("usage:")[2].partition("examples:")[0]
+    entries = re.split(r"^ *narrowband (?=[a-z])", table, flags=re.MULTILINE)[1:]
+    assert len(entries) == 17
+    assert [entry for entry in entries if not entry.rstrip().endswith((".", "?"))] == []
+
+
+def test_the_package_itself_can_be_run():
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowband", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"narrowband {narrowband.__version__}\n"), done.stderr
 
 
 @pytest.mark.parametrize("words", [("bench",), ("bench", "--help")])
@@ -311,7 +328,7 @@ def test_doctor_finds_the_project_that_has_our_name_on_pypi(narrow, tmp_path, mo
     _, out, _ = narrow("doctor")
     said = " ".join(out.split())
     assert "no import narrowband the distribution 'namesake-of-nobody' 0.2.1 is installed: another project" in said
-    assert "pip uninstall namesake-of-nobody torch-narrowband; pip install torch-narrowband" in said
+    assert "pip uninstall namesake-of-nobody torch-narrowband; pip install . in the clone" in said
 
 
 def test_the_demo_tells_one_rank_that_it_sends_nothing(narrow, tmp_path):

@@ -53,7 +53,9 @@ def test_bytes_by_number_of_ranks_are_what_collectives_take():
 def test_signs_send_less_than_the_largest_hundredth_where_the_page_says_so():
     less = [n for n in range(2, 129) if sent("sign+ef", n) < sent("topk:density=0.01+ef", n)]
     assert less == [6]
-    assert "Signs send less than the largest 1 % among six ranks, and among no other number." in PAGE.read_text()
+    signs, largest = (f"{sent(spec, 6) / 1e3:.0f} kB" for spec in ("sign+ef", "topk:density=0.01+ef"))
+    said = f"Among exactly six ranks signs send less than the largest 1 %: {signs} against {largest}."
+    assert said in PAGE.read_text()
 
 
 def test_the_table_to_choose_by_has_optimizers_links_and_ranks():

@@ -25,5 +25,5 @@ def test_a_picture_is_a_picture(tmp_path):
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(plots, "can_plot", lambda: False)
-    with pytest.raises(UnsupportedError, match=r"pip install -U 'torch-narrowband\[plots\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[plots\]' in the clone"):
         plots.loss_curves(ROWS, tmp_path / "loss.png")

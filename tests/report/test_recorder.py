@@ -198,7 +198,7 @@ class Still:
         (b"[]\n", "its first line is no start of a run"),
         (
             lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'),
-            r"was written by a newer version of narrowband \(format 99, and this one reads 1\): pip install -U",
+            r"was written by a newer version of narrowband \(format 99, and this one reads 1\): install that one",
         ),
         (lines((1, 0.9)).encode().replace(b'"ranks": 2', b'"machine": 3'), "its first line is no start"),
         (

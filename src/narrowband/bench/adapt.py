@@ -62,7 +62,7 @@ class Config:
         steps: Training steps before the decision.
         batch: Windows per step.
         ranks: Among how many ranks; a row for each. What a choice costs depends on it.
-        seed: Of parameters and data.
+        seed: Seed of parameters and data.
     """
 
     model: str = "gpt-13m"

@@ -81,8 +81,8 @@ class Config:
     Attributes:
         nodes: Number of machines.
         per_node: Ranks on each. They share its link, and reach each other without it.
-        rate: Of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped. auto is
-            200mbit on the CPU, and none with device=cuda.
+        rate: Rate of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped. auto
+            is 200mbit on the CPU, and none with device=cuda.
         model: Which GPT: gpt-13m, gpt-demo, gpt-tiny or gpt2-small (13.3, 3.3, 0.13 and 163 million parameters).
         codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there. With
             sharded: pairs, of gradients and of parameters, with a slash between: qsgd:bits=8/uniform:bits=8.
@@ -100,7 +100,7 @@ class Config:
         device: Where ranks train. cuda: rank i on GPU i modulo their number, over NCCL where every rank has one.
         amp: Run forward under bfloat16 autocast, and step by AdamW, as models of this kind are trained on GPUs; in rows
             of dgc it has no first moment.
-        seed: Of parameters and data.
+        seed: Seed of parameters and data.
     """
 
     nodes: int = 4

@@ -77,7 +77,7 @@ class Config:
         steps: Optimizer steps per row. With more of them, losses fall further and closer together.
         model: Which GPT: gpt-demo or gpt-tiny (3.3 and 0.13 million parameters). It reads bytes.
         learning_rate: Of AdamW, at its peak.
-        seed: Of parameters, data and codecs.
+        seed: Seed of parameters, data and codecs.
     """
 
     codecs: tuple[str, ...] = (

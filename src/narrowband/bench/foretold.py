@@ -73,14 +73,14 @@ class Config:
 
     Attributes:
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
-        rates: Of every link in both directions.
+        rates: Rates of every link in both directions.
         nodes: Among how many ranks.
         codecs: Spec strings; left out: one of every codec but threshold, which sends as much as the gradients have it,
             so that nobody can predict it. DDP without a hook is always there.
         rounds: Timed rounds per row.
         steps: Training steps per round.
         bucket_cap_mb: DDP's bucket size.
-        seed: Of parameters and data.
+        seed: Seed of parameters and data.
     """
 
     model: str = "gpt-13m"

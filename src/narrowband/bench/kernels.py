@@ -46,7 +46,7 @@ class Config:
         repeats: Timed repeats of each loop.
         loops: Only these; all when none is named.
         baselines: Also time what a user would write in plain torch.
-        seed: Of the data and the stochastic loops.
+        seed: Seed of the data and the stochastic loops.
     """
 
     numel: int = 25_000_000

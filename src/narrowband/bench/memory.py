@@ -111,7 +111,7 @@ class Config:
         peaks: Also measure peaks of memory; on CPU each row then trains in a process of its own, too. --no-peaks leaves
             these out, which is faster.
         device: Where to train; CUDA where there is any, when left out.
-        seed: Of parameters and data.
+        seed: Seed of parameters and data.
     """
 
     model: str = "deit-tiny"

@@ -48,7 +48,7 @@ class Config:
 
     Attributes:
         peers: Processes at the beginning.
-        rounds: Of the run.
+        rounds: How many rounds the run has.
         every: Steps of a round.
         step_s: Seconds of computing in a step.
         spec: What updates are compressed with.
@@ -58,7 +58,7 @@ class Config:
         freeze_s: Seconds for which it is.
         grace_s: Seconds that a round waits for peers of the round before.
         exchange_s: Seconds after which an exchange breaks off.
-        seed: Of data and parameters.
+        seed: Seed of data and parameters.
     """
 
     peers: int = 4

@@ -52,7 +52,7 @@ class Config:
 
     Attributes:
         nodes: Number of stages, one to a rank.
-        rate: Of every link in both directions: 100mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
+        rate: Rate of every link in both directions: 100mbit, 1gbit, …; none runs the ranks on loopback, unshaped.
         rows: What to compress with: FORWARD/BACKWARD, or one spec for both.
         schedule: Of PyTorch's pipeline engine: 1F1B, or GPipe, which keeps the activations of all micro-batches.
         baselines: Also measure PyTorch's own PipelineStage.
@@ -63,7 +63,7 @@ class Config:
         sequence: Bytes of a window.
         dim: Width of the model. A micro-batch's activation is 4 · batch · sequence · dim bytes.
         delay: One-way delay between two ranks: 5ms, …
-        seed: Of parameters and order.
+        seed: Seed of parameters and order.
     """
 
     nodes: int = 4

@@ -79,8 +79,8 @@ class Config:
             optimizer are there, too. For machines of one rank.
         bucket_cap_mb: DDP's bucket size.
         tolerance: What may be lost, as a share of the loss.
-        steps: That are measured.
-        seed: Of parameters and data.
+        steps: How many steps of the model are measured.
+        seed: Seed of parameters and data.
     """
 
     batch: int = 8

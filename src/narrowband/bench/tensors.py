@@ -37,7 +37,7 @@ class Config:
         layers: That save one each.
         bits: Of what is packed.
         rounds: Timed steps of each way.
-        seed: Of the data.
+        seed: Seed of the data.
     """
 
     sizes: tuple[int, ...] = (256, 1024, 4096, 16384, 65536, 262144, 1048576)

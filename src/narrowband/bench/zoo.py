@@ -37,12 +37,12 @@ class Config:
     """What to measure.
 
     Attributes:
-        names: Of the zoo; all of it when left out.
+        names: Models of the zoo; all of it when left out.
         bits: Of what is kept.
         rounds: Timed pairs of steps of every architecture.
-        seconds: Of a plain step, at least: batches are as large as that takes.
+        seconds: What a plain step takes at least: batches are as large as that takes.
         peaks: Also measure how many bytes of tensors are alive at once.
-        seed: Of parameters and data.
+        seed: Seed of parameters and data.
         shares: Instead of all that, budgets, with room for such shares of what training as it is holds beside
             parameters, the optimizer's state and inputs.
         device: Where to train; CUDA where there is any, when left out.

@@ -60,13 +60,13 @@ class Adapt:
     eta: float = 0.5
     """Accordion's share of change from which gradients change fast."""
     before: Path | None = None
-    """Accordion's gradients of an earlier window."""
+    """For accordion: the file with gradients of an earlier window."""
     clusters: int = 6
-    """Of kmeans."""
+    """For kmeans: how many groups of layers it makes."""
     density: float = 0.01
-    """Of global-topk."""
+    """For global-topk: the share of all elements that is kept."""
     value: float = 1e-3
-    """Of threshold."""
+    """For threshold: the least magnitude that is kept."""
     ranks: int = 4
     """How many ranks will train: what is gathered, as top-k is, costs more the more there are."""
     min_numel: int = 1024

@@ -63,8 +63,7 @@ class Doctor:
     Examples:
       narrowband doctor
       narrowband doctor --compile
-      torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint 10.0.0.1:29500 --rdzv-backend c10d -m narrowband.cli \
-        doctor --peers
+      torchrun --nnodes 2 --rdzv-endpoint 10.0.0.1:29500 --rdzv-backend c10d -m narrowband.cli doctor --peers
       narrowband lab --nodes 3 --rate 50mbit -- python -m narrowband.cli doctor --peers
     """
 
@@ -159,7 +158,7 @@ def _namesake() -> Iterator[_Finding]:
         "import narrowband",
         False,
         f"the distribution {_NAMESAKE!r} {version} is installed: another project (for NB-IoT modems), with files in "
-        f"the same folder as ours. Run: pip uninstall {_NAMESAKE} {DISTRIBUTION}; pip install {DISTRIBUTION}",
+        f"the same folder as ours. Run: pip uninstall {_NAMESAKE} {DISTRIBUTION}; pip install . in the clone",
     )
 
 

@@ -40,7 +40,7 @@ class Lab:
     per_node: int = 1
     """Ranks on each machine: they share its link, and reach each other without it."""
     rate: str = "200mbit"
-    """Of every link in both directions: 200mbit, 1gbit, …; of each machine's: 200mbit,1gbit; none leaves the links
+    """Rate of every link in both directions: 200mbit, 1gbit, …; of each machine's: 200mbit,1gbit; none leaves the links
     unshaped."""
     up: str | None = None
     """At which machines send, where that is another rate than the one at which they receive."""

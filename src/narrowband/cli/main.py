@@ -44,7 +44,7 @@ _EXAMPLES = (
     ("narrowband demo", "see what compression does, in a few minutes"),
     ("narrowband codecs", "every codec, its keys and what it costs"),
     ("narrowband bench ddp --rate 200mbit", "step times behind slow links"),
-    ("narrowband plan train.py:build --link 200mbit --nodes 4", "does compression pay, and which?"),
+    ("narrowband plan model.py:build --link 200mbit --nodes 4", "does compression pay, and which?"),
     ("narrowband memory model.py:build --budget 8GB", "what backward keeps, and what would fit"),
     ("narrowband lab --nodes 4 -- python train.py", "your script behind slow links"),
 )
@@ -122,10 +122,20 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
     command: Command = tyro.cli(
         kind,
         prog=f"narrowband {name}",
-        description=inspect.cleandoc(kind.__doc__).replace("``", "`"),
+        description=_described(kind),
         args=options,
     )
     return command(console, behind)
+
+
+def _described(kind: Any) -> str:
+    """What a command's docstring says, for a terminal."""
+    return inspect.cleandoc(kind.__doc__).replace("``", "`")
+
+
+def _summary(kind: Any) -> str:
+    """Its first paragraph, in one line."""
+    return " ".join(_described(kind).partition("\n\n")[0].split())
 
 
 def _print_help(console: Console, family: str) -> None:
@@ -137,7 +147,7 @@ def _print_help(console: Console, family: str) -> None:
     console.print(f"usage: {usage}\n", highlight=False, markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
     for name in names:
-        table.add_row(f"[bold]narrowband {name}", inspect.cleandoc(_load(name).__doc__).splitlines()[0])
+        table.add_row(f"[bold]narrowband {name}", _summary(_load(name)))
     console.print(table)
     if not family:
         console.print("\nexamples:")

@@ -29,8 +29,10 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "Ki
 
 @dataclass(frozen=True)
 class Memory:
-    """What training a model takes: parameters, gradients, optimizer, and what backward keeps of activations, by
-    operator and module, plain and in 8 and 4 bits.
+    """Say what training a model takes of memory, and find the fastest way to train within a budget.
+
+    Counted are parameters, gradients, the optimizer, and what backward keeps of activations, by operator and module,
+    plain and in 8 and 4 bits.
 
     With a budget, the fastest way to train within it (or exit code 1, if there is none): for every block of the model,
     whether its activations are kept as they are, in 8 or 4 bits, or recomputed. The budget is for all that training

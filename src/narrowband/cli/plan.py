@@ -26,12 +26,12 @@ class Plan:
     as many ranks as you have. The answer may be "do not compress". Nothing is sent anywhere.
 
     Examples:
-      narrowband plan train.py:build --link 200mbit --nodes 4
-      narrowband plan train.py:build --link 20mbit/100mbit --delay 20ms --nodes 2 --optimizer sgd --json plan-rows.json
+      narrowband plan model.py:build --link 200mbit --nodes 4
+      narrowband plan model.py:build --link 20mbit/100mbit --delay 20ms --nodes 2 --optimizer sgd --json plan-rows.json
       narrowband plan gpt --link 1gbit --nodes 4 --per-node 2 --apply plan.json
-      narrowband plan train.py:build --nodes 1..10000 --plot range.png
-      narrowband lab --nodes 2 --rate 200mbit -- python -m narrowband.cli plan train.py:build --measure
-      narrowband plan train.py:build --link 100mbit --codecs none fp16 qsgd:bits=2+ef --every 10 50
+      narrowband plan model.py:build --nodes 1..10000 --plot range.png
+      narrowband lab --nodes 2 --rate 200mbit -- python -m narrowband.cli plan model.py:build --measure
+      narrowband plan model.py:build --link 100mbit --codecs none fp16 qsgd:bits=2+ef --every 10 50
     """
 
     model: tyro.conf.Positional[str]

@@ -99,7 +99,7 @@ class CompressedStage(PipelineStage):
             orders where feedback needs one.
 
     Example:
-        >>> stage = nb.CompressedStage(part, rank, 4, device, forward="qsgd:bits=4", backward="qsgd:bits=8")
+        >>> stage = nb.CompressedStage(part, rank, 4, device, forward="uniform:bits=8", backward="qsgd:bits=4")
         >>> schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
         >>> schedule.step(x) if rank == 0 else schedule.step(target=y) if rank == 3 else schedule.step()
         >>> print(stage.stats()["forward"].ratio)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
-from narrowband.errors import DISTRIBUTION
 from narrowband.report.record import provenance
 
 if TYPE_CHECKING:
@@ -274,7 +273,7 @@ def read_run(path: str | Path) -> Run:
             run = _with_record(run, record)
         except _NewerError as error:
             raise ValueError(
-                f"{path} was written by a newer version of narrowband ({error}): pip install -U '{DISTRIBUTION}'"
+                f"{path} was written by a newer version of narrowband ({error}): install that one"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             begins_anew = number < len(lines) and '"kind": "start"' in lines[number]
