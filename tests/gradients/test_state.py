@@ -352,3 +352,33 @@ def through_a_file(rank, world_size):
 
 def test_a_state_is_saved_by_torch_and_read_as_weights_only():
     assert run_ranks(through_a_file, 2) == [(True, 1)] * 2
+
+
+def of_another_feedback(rank, world_size, specs):
+    """Every tensor of these models is a compressed matrix, so that what any feedback keeps has sizes that fit."""
+    handles = {}
+    for spec in specs:
+        torch.manual_seed(0)
+        model = wrap(nn.Linear(32, 32, bias=False))
+        handles[spec] = compress(model, spec, min_numel=64)
+        for step in range(2):
+            model(torch.randn(4, 32, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+    states = {spec: copy.deepcopy(handle.state_dict()) for spec, handle in handles.items()}
+    return {
+        (old, new): (
+            refusal(lambda old=old, new=new: handles[new].load_state_dict(states[old])),
+            same(states[new]["feedback"], handles[new].state_dict()["feedback"]),
+        )
+        for old in specs
+        for new in specs
+        if old != new
+    }
+
+
+def test_what_another_feedback_kept_is_refused_also_where_its_sizes_fit():
+    specs = ["dgc:density=0.05", "topk:density=0.05+ef", "topk:density=0.05+ef21", "powersgd:rank=8"]
+    for answer in run_ranks(of_another_feedback, 2, specs):
+        for (old, new), (error, kept) in answer.items():
+            assert error is not None, (old, new)
+            assert error[0] == "ValueError", (old, new, error)
+            assert kept, (old, new)
