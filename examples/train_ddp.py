@@ -2,7 +2,6 @@
 
 torchrun --nproc-per-node 2 examples/train_ddp.py
 narrowband lab --nodes 4 --rate 100mbit -- python examples/train_ddp.py --spec qsgd:bits=4
-narrowband lab --nodes 4 --rate 100mbit -- python examples/train_ddp.py --spec powersgd:rank=4 --adapt 10
 """
 
 import argparse

@@ -113,7 +113,7 @@ def test_peers_of_which_none_is_missing_are_replicas_to_the_bit(store):
 
 def dying(rank, world_size, address, spec, when):
     """Peer 2 dies before it arrives at its third round, or in the middle of that round's exchange."""
-    model, optimizer, handle = join(address, rank, spec, begin_with=world_size, grace_s=1.0)
+    model, optimizer, handle = join(address, rank, spec, begin_with=world_size, grace_s=5.0)
     if rank == 2:
         feed = handle.feed
 
