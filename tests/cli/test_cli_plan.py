@@ -184,7 +184,10 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_model_is_built(nar
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        (None, "pictures need matplotlib: install the extra 'plots' of narrowband: pip install '.[plots]' in the clone"),
+        (
+            None,
+            "pictures need matplotlib: install the extra 'plots' of narrowband: pip install '.[plots]' in the clone",
+        ),
         (
             "4.0.0",
             "matplotlib 4.0.0 is installed, and narrowband works with 3.8 and later, up to version 3: pip install",

@@ -231,7 +231,9 @@ def test_without_what_draws_it_is_one_sentence_with_a_remedy(tmp_path, capsys, m
     monkeypatch.setattr("importlib.metadata.version", version)
     assert main(["report", str(written(tmp_path / "run.jsonl", a_run()))]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert said.endswith("altair is not installed: install the extra 'report' of narrowband: pip install '.[report]' in the clone")
+    assert said.endswith(
+        "altair is not installed: install the extra 'report' of narrowband: pip install '.[report]' in the clone"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
