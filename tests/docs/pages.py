@@ -196,6 +196,8 @@ def _run_sources(rank: int, world_size: int, folder: str, port: int, sources: li
     os.environ.update(environment)
     os.chdir(folder)
     sys.path.insert(0, folder)
+    for script in Path(folder).glob("*.py"):
+        sys.modules.pop(script.stem, None)  # of another page, in this process that runs several
     printed = io.StringIO()
     names = {"__name__": "__main__"}
     try:
