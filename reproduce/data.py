@@ -26,19 +26,19 @@ import functools
 import hashlib
 import io
 import os
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from narrowband.errors import UnsupportedError, pip_install
+from narrowband.files import whole
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -230,7 +230,8 @@ def locate(name: str, directory: Path | None = None) -> Path:
                 content = answer.read()
         except (urllib.error.URLError, OSError) as error:
             raise FileNotFoundError(f"{name} is not here and could not be downloaded ({error}); {ways}") from error
-        _write_whole(file, lambda out: out.write(content))
+        with whole(file) as out:  # several processes may want it at once
+            out.write(content)
     return file
 
 
@@ -257,22 +258,10 @@ def _kept(file: Path, name: str, make: Callable[[Path], np.ndarray[Any, Any]]) -
     kept = cache_folder() / "arrays" / f"{name}-{stat.st_size}-{stat.st_mtime_ns}.npy"
     if not kept.exists():
         array = make(file)
-        _write_whole(kept, lambda out: np.save(out, array))
+        with whole(kept) as out:
+            np.save(out, array)
     # Copy on write, because torch warns of memory that it could not write to.
     return torch.from_numpy(np.load(kept, mmap_mode="c"))
-
-
-def _write_whole(file: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file whole or not at all, as several processes may want it at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            write(out)
-        os.replace(temporary, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _digest(files: list[Path]) -> str:

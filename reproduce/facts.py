@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowband.report.record import write_text
+from narrowband.files import write_text
 from reproduce.command import RESULTS, command_line
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowband.files import write_text
 from narrowband.report.page import Curves, can_make_pages, record_page
-from narrowband.report.record import write_text
 from reproduce.row import Row
 
 if TYPE_CHECKING:

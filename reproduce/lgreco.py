@@ -423,7 +423,8 @@ def _unsafe(found: Sequence[Group]) -> str:
     """Families whose reference is not within the bound, where candidates were trained."""
     try:
         told = [
-            f"{chosen} with {behind[chosen]:+.1%}"
+            f"{chosen}: {behind[chosen]:+.1%}, and "
+            f"{needed(found, 'gpt', _candidate(chosen).name).ratio or 1.0:.1f} times less sent than without"
             for chosen, behind in (_by_rule(found, family) for family in _CANDIDATES)
             if behind[chosen] > _KEPT
         ]
@@ -431,8 +432,7 @@ def _unsafe(found: Sequence[Group]) -> str:
         return ""
     return (
         f"; where no candidate was within {_KEPT:.0%} of dense, with seed {_CHOOSING[0]}, the closest is the reference "
-        f"({', '.join(told)}); with more than twice the elements of the densest, top-k would send more than no "
-        "compression does"
+        f"({', '.join(told)})"
         if told
         else ""
     )

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowband.report.record import provenance, read_json, write_json, write_text
+from narrowband.files import write_text
+from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress

@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from narrowband.adapt import correlation
 from narrowband.bench.ranks import Loopback, run_ranks
+from narrowband.files import write_text
 from narrowband.report.plots import can_plot
-from narrowband.report.record import commit, provenance, read_json, write_json, write_text
+from narrowband.report.record import commit, provenance, read_json, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import about, locate

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from narrowband.report.record import write_text
+from narrowband.files import write_text
 
 __all__ = ["THEMES", "Bar", "Panel", "drawn", "embedded", "write"]
 

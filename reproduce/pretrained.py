@@ -11,8 +11,6 @@ import fcntl
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from narrowband.files import whole
 from narrowband.report.record import versions
 from reproduce.data import cache_folder
 
@@ -98,7 +97,8 @@ def pretrained(task: Reading, digest: str, how: Pretraining = PRETRAINING) -> nn
             model.load_state_dict(torch.load(place, weights_only=True))
         else:
             _read(model, task, how)
-            _keep(model, place)
+            with whole(place) as kept:  # others may want it at once
+                torch.save(model.state_dict(), kept)
     return model
 
 
@@ -115,18 +115,6 @@ def _read(model: nn.Module, task: Reading, how: Pretraining) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), how.clip)
             optimizer.step()
             step += 1
-
-
-def _keep(model: nn.Module, place: Path) -> None:
-    """Write it whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            torch.save(model.state_dict(), out)
-        os.replace(temporary, place)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 @contextmanager

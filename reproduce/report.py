@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from narrowband.report.record import write_text
+from narrowband.files import write_text
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pairs import Difference, Finding, difference, in_blocks
 from reproduce.pictures import Bar, Panel, embedded, write
@@ -63,7 +63,7 @@ _DIVERGED = "diverged"
 #: How :mod:`reproduce.pairs` finds the margin of a difference, for legends.
 MARGIN = (
     "Student's t, paired; of one pair: by the spread of the dense rows; of two: by that of all rows of the table which "
-    "have both seeds"
+    "have both seeds, as if all were as noisy"
 )
 
 

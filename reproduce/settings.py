@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from reproduce.pretrained import PRETRAINING
 from reproduce.row import BETA2, DILOCO, DROPS, MUON_ADAMW_LR, WARM_UP
 from reproduce.tasks import in_words
 
 __all__ = ["in_common", "settings"]
+
+#: Of AdamW: no row names its own.
+_EPSILON: float = inspect.signature(torch.optim.AdamW).parameters["eps"].default
 
 
 def settings(row: Mapping[str, Any]) -> dict[str, str]:
@@ -47,7 +53,7 @@ def _optimizer(row: Mapping[str, Any]) -> str:
     return {
         "sgd": f"SGD, {momentum}{nesterov}",
         "dgc": f"SGD, {momentum}{nesterov} on each rank, before compression",
-        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {beta2:g}, ε 1e-8",
+        "adamw": f"AdamW, β₁ {row['momentum']:g}, β₂ {beta2:g}, ε {_EPSILON:g}",
         "muon": (
             f"Muon, {momentum}, for matrices of blocks; AdamW, β₁ 0.9, β₂ {beta2:g}, learning rate {MUON_ADAMW_LR:g}, "
             "for the rest"

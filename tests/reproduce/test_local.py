@@ -325,7 +325,7 @@ def test_a_page_names_what_is_averaged_and_how():
     )
     assert own["clipping of each rank's gradients"] == "at norm 1"
     assert "clipping of averaged gradients" not in own
-    assert own["optimizer"] == "AdamW, β₁ 0.9, β₂ 0.95, ε 1e-8"
+    assert own["optimizer"] == "AdamW, β₁ 0.9, β₂ 0.95, ε 1e-08"
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

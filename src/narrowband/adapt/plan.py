@@ -11,6 +11,7 @@ from typing import Any
 
 from narrowband.adapt.traffic import dense_nbytes
 from narrowband.feedback import compression
+from narrowband.files import write_text
 
 __all__ = ["LayerPlan", "Plan"]
 
@@ -170,9 +171,8 @@ class Plan:
         return cls(layers, **{key: value for key, value in fields.items() if key not in ("version", "layers")})
 
     def save(self, path: str | Path) -> None:
-        """Write to a file, creating the folders above it."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json() + "\n")
+        """Write to a file, whole or not at all, creating the folders above it."""
+        write_text(Path(path), f"{self.to_json()}\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

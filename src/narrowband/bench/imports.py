@@ -5,7 +5,10 @@ No thread may run in the server, and nothing that starts one: a forked process h
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import sys
 
 import torch._dynamo
 import torch.distributed
@@ -20,3 +23,8 @@ import narrowband.kernels.reference  # noqa: F401
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 gc.freeze()  # what is here is nobody's garbage: collections in ranks pass it by, and its pages stay shared
+
+# The server ends without shutting Python down: libraries that count what is left then (nanobind, behind Triton) would
+# print pages of it to the terminal, after the command has said its last word. Ranks end in this way, too.
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
+    atexit.register(os._exit, 0)

@@ -379,8 +379,9 @@ def _record(
     """Write rows, and ``more`` beside them, with where they come from; and a page of it."""
     if path is None:
         return
+    from narrowband.files import write_text
     from narrowband.report.page import can_make_pages, record_page
-    from narrowband.report.record import provenance, write_json, write_text
+    from narrowband.report.record import provenance, write_json
 
     record = provenance(config["seed"]) | {"config": config, "rows": rows, **more}
     write_json(path, record)

@@ -159,7 +159,7 @@ class Memory:
                 style="yellow", markup=False, highlight=False,
             )  # fmt: skip
         if self.output is not None and found.reached:
-            from narrowband.report.record import write_text
+            from narrowband.files import write_text
 
             write_text(self.output, found.policy.to_toml())
             console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)

@@ -75,7 +75,6 @@ class Plan:
 
     def _show_one(self, console: Console, report: plan.Report) -> None:
         from narrowband.planning import call_of
-        from narrowband.report.record import write_text
         from narrowband.report.tables import PARTS, advice_table, pairs_table
 
         if report.pairs:
@@ -88,7 +87,7 @@ class Plan:
         self._note(console, report)
         console.print(advice.sentence, style="bold", markup=False, highlight=False)
         if self.apply is not None:
-            write_text(self.apply, f"{found.plan().to_json()}\n")
+            found.plan().save(self.apply)
             console.print(f"written: {self.apply}", style="dim", markup=False, highlight=False)
         option, name = advice.row.option, None if self.apply is None else str(self.apply)
         if name is not None or option.spec is not None:

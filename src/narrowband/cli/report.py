@@ -38,8 +38,9 @@ class Report:
     """Where the page goes; left out: beside the run, with .html."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
+        from narrowband.files import write_text
         from narrowband.report.page import record_page, run_page
-        from narrowband.report.record import read_json, write_text
+        from narrowband.report.record import read_json
         from narrowband.report.recorder import read_run
 
         output = self.run.with_suffix(".html") if self.output is None else self.output

@@ -223,7 +223,9 @@ class State(ABC):
             check_saved(self.name, key, value)
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
-        """Whether what was saved under ``name`` has a size that a model's state can have.
+        """Whether what was saved under ``name`` is of a layer of the model, and of a size that its state can have.
+
+        By default the name is the layer's key. So what another feedback kept, as "now/weight", never fits by its size.
 
         Args:
             name: in :meth:`state_dict`.
@@ -231,7 +233,7 @@ class State(ABC):
             layers: key → elements, of all that is compressed.
             others: the same of all others.
         """
-        return layers.get(name.rpartition("/")[2], 0) == value.numel()
+        return layers.get(name, 0) == value.numel()
 
     @property
     def nbytes(self) -> int:

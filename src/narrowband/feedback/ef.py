@@ -368,8 +368,8 @@ class ErrorFeedback(Feedback):
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
         place = _OWNER.fullmatch(name)
-        if place is None:  # the name is the key: "now/weight" is of another feedback, whatever its size
-            return layers.get(name, 0) == value.numel()
+        if place is None:
+            return super().fits(name, value, layers, others)
         return int(place["start"]) + value.numel() <= layers.get(place["key"], 0)
 
     @staticmethod

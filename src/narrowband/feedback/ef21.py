@@ -147,6 +147,9 @@ class EF21(Feedback):
                 value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             )
 
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+        return super().fits(name.removeprefix(_SHARED), value, layers, others)
+
     @staticmethod
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Every rank starts with g = h, the h that all ranks had: so h is again the mean of all g."""

@@ -295,7 +295,7 @@ class PowerSGD(State):
     def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
         room, _, key = name.partition("/")
         if room == "residual":
-            return super().fits(name, value, layers, others)
+            return super().fits(key, value, layers, others)
         return layers.get(key, 0) > 0 and value.dim() == 2 and layers[key] % value.shape[1] == 0
 
     @property

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from narrowband.files import whole
+
 if TYPE_CHECKING:
     from narrowband.gradients import GradientCompression
 
@@ -39,11 +41,9 @@ def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-rank{rank}-of-{size}.pt"
-    part = path.with_suffix(".part")
-    torch.save(handle.state_dict(), part)
-    os.replace(part, path)
+    with whole(path) as file:
+        torch.save(handle.state_dict(), file)
     for other in folder.glob(f"{name}-rank*-of-*.pt"):
         if not other.stem.endswith(f"-of-{size}"):
             other.unlink(missing_ok=True)

@@ -13,14 +13,15 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "commit_of", "machine", "provenance", "read_json", "versions", "write_json", "write_text"]
+from narrowband.files import write_text
+
+__all__ = ["commit", "commit_of", "machine", "provenance", "read_json", "versions", "write_json"]
 
 #: Distributions whose versions change results, besides this one.
 _DISTRIBUTIONS = ("torch", "numpy", "numba")
@@ -117,20 +118,6 @@ def environment() -> dict[str, str]:
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` to ``path``, whole or not at all, creating the directories above it."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, content: str) -> None:
-    """The same of a text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+from narrowband.files import whole
 from narrowband.kernels import compiling
 
 if TYPE_CHECKING:
@@ -82,13 +83,8 @@ class LoopCache(NullCache):
             return
         with suppress(OSError, AttributeError):  # the disk is full, or Numba has changed: the loop works all the same
             content = dumps(data._reduce())
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(content)
-                Path(temporary).replace(path)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)
+            with whole(path) as file:
+                file.write(content)
 
     def _path(self, sig: Any, codegen: Any) -> Path | None:
         here = folder()

@@ -1,0 +1,43 @@
+"""A file is whole, or what was there before stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from narrowband.adapt import Plan
+from narrowband.files import whole, write_text
+
+PLANS = Path(__file__).parent.parent / "benchmarks" / "results" / "plans"
+
+
+def test_what_fails_on_its_way_leaves_the_file_that_was_there(tmp_path):
+    path = tmp_path / "deep" / "file.txt"
+    write_text(path, "before ü")
+    with pytest.raises(TypeError), whole(path) as file:
+        file.writelines([b"half of ", None])
+    assert path.read_text(encoding="utf-8") == "before ü"
+    assert [each.name for each in path.parent.iterdir()] == ["file.txt"]
+    with whole(path) as file:
+        file.write(b"after")
+        assert path.read_text(encoding="utf-8") == "before ü", "not yet"
+    assert path.read_bytes() == b"after"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    plan = Plan.load(PLANS / "qsgd-bits-4-ef-among-4.json")
+    plan.save(path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace(plan, step=plan.step + 1).save(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
