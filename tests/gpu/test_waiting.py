@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +16,18 @@ from tests.ranks import run_ranks
 SPECS = ("none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.01", "topk:density=0.01+ef")
 COMPILING_S = 300.0
 
+#: What travels as it is, or nearly so, shows by itself what is not finite, on a CPU, too.
+_UNCHECKED = ("none", "fp16")
+
 
 class _NoWaiting:
     """An error in every thread that waits for the device."""
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it does not see all
+            torch.cuda.set_sync_debug_mode("error")
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
@@ -33,7 +40,9 @@ def model() -> nn.Module:
 
 
 def trained(rank: int, world_size: int, spec: str) -> tuple[int, bool]:
-    """Steps of one rank over NCCL, the third of which has inf in a gradient."""
+    """Steps of one rank over NCCL, the last of which has inf in a gradient: how many were skipped, and whether averages
+    were NaN then.
+    """
     dist.destroy_process_group()
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, device_id=0)
     layers = DistributedDataParallel(model(), device_ids=[0])
@@ -61,7 +70,7 @@ def trained(rank: int, world_size: int, spec: str) -> tuple[int, bool]:
 def test_from_the_hook_to_the_average_nobody_waits(spec: str) -> None:
     ((skipped, broken),) = run_ranks(trained, 1, spec, timeout_s=COMPILING_S)
     assert broken
-    assert skipped == ("ef" in spec)
+    assert skipped == (spec not in _UNCHECKED)
 
 
 @pytest.mark.gpu

@@ -293,6 +293,7 @@ class Step:
         """Encode layers, each kind for one exchange, or for the one that the last group left waiting."""
         layers = self._layers
         kinds: dict[_Kind, list[tuple[Layer, Operand]]] = {}
+        small: list[tuple[Tensor, Tensor]] = []
         for parameter, part, out in group.pieces():
             if parameter.compressed:
                 layer = layers.layer(parameter.name, self.codec) if self.compressing else layers.uncompressed()
@@ -300,7 +301,8 @@ class Step:
                 kind = layer.collective.name, layer.collective.kind_of(layer.codec, operand.dtype)
                 kinds.setdefault(kind, []).append((layer, operand))
             else:
-                self._collect_small(part, parameter, part if out is None else out)
+                small.append(self._place_of_small(part, parameter, part if out is None else out))
+        _copy_all(small)
         for kind in sorted(kinds):
             layer, operands = kinds[kind][0][0], [operand for _, operand in kinds[kind]]
             if kind in self._waiting:
@@ -345,8 +347,8 @@ class Step:
                 vectors[alone] = flagged[0]
             for flat in flagged:
                 flat[-1:].fill_(0.0 if self._encoded_finite else math.nan)
-                if self.findings is not None:
-                    kernels.poison_if(self.findings.place(Findings.OWN), flat[-1:])
+            if self.findings is not None:
+                kernels.poison_all_if(self.findings.place(Findings.OWN), [flat[-1:] for flat in flagged])
         for vector, flat in vectors.items():
             if not vector.compressed:
                 nbytes = all_reduce_nbytes(flat.numel() * flat.element_size(), self._peers.size)
@@ -370,8 +372,8 @@ class Step:
         else:
             self._start(exchange.job(), lambda: self._arrived.append(exchange))
 
-    def _collect_small(self, part: Tensor, parameter: Parameter, out: Tensor) -> None:
-        """Put a small parameter into its vector."""
+    def _place_of_small(self, part: Tensor, parameter: Parameter, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The place of a small parameter in its vector, and what belongs there."""
         vector = parameter.vector
         flat = self._small.get(vector)
         if flat is None:
@@ -380,9 +382,9 @@ class Step:
             numel += self._flagged and not vector.compressed and not vector.early
             flat = self._small[vector] = torch.zeros(numel, dtype=part.dtype, device=part.device)
         place = flat[parameter.at : parameter.at + part.numel()]
-        place.copy_(part)
         self._missing[vector] -= part.numel()
         self._small_back.append((parameter, out, place))
+        return place, part
 
     def _seeds(self, index: int) -> Callable[[int], int]:
         seed, step = self._seed, self._number
@@ -435,16 +437,13 @@ class Step:
             if observer is not None and good:
                 averages = [(p.name, place) for p, _, place in self._small_back if not p.vector.compressed]
                 observer.advance_uncompressed(averages)
-            for _, part, place in self._small_back:
-                part.copy_(place)
+            _copy_all([(part, place) for _, part, place in self._small_back])
         if self._open_jobs:
             return
         self._delivered = True
         if self.findings is not None:
-            for group in self._dense:
-                delivered = group.buffer if group.out is None else group.out
-                for what in (Findings.ANY, Findings.DAMAGED):  # the host hears of damage in a later step
-                    kernels.poison_if(self.findings.place(what), delivered)
+            delivered = [group.buffer if group.out is None else group.out for group in self._dense]
+            kernels.poison_all_if(self.findings.of_all, delivered)  # the host hears of damage in a later step
         self._look()
         self._account()
         for future, buffer in self.results:
@@ -500,6 +499,12 @@ class Step:
         """Raise what ended the exchange in this step, if anything did. In the caller's thread."""
         if self._error is not None:
             raise self._error
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """The second of each pair into the first, of the same dtype: in few launches on a GPU."""
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [what for _, what in pairs])
 
 
 def fill_with_nan(buffer: Tensor) -> None:

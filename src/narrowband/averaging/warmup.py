@@ -98,9 +98,10 @@ def _use_all_at_once(x: Tensor, codec: GroupedCodec, chosen: Compression) -> Non
             codec.encode_all(
                 [total], [row], seeds=[0], residuals=residuals, decay=getattr(chosen.feedback, "decay", 1.0)
             )
-    codec.decode_means(payloads, [slice(0, payloads.shape[1])], [total])
+    whole = slice(0, payloads.shape[1])
+    codec.decode_means(payloads, [whole], [total], shapes=[x.shape], seeds=[[0] * len(payloads)])
     kernels.restore_all_if(findings.place(kernels.Findings.ANY), residuals, [total])
-    kernels.poison_if(findings.place(kernels.Findings.ANY), total)
+    kernels.poison_all_if(findings.of_all, [total])
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:
@@ -132,3 +133,5 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     payload, out = codec.encode(x), torch.zeros_like(x)
     codec.decode(payload, out, weight=0.5, accumulate=True)
     codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])
+    if x.is_cuda and codec.decodes_several:
+        codec.decode_means(payload[None], [slice(0, payload.numel())], [out.view(-1)], shapes=[x.shape], seeds=[[0]])

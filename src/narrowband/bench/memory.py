@@ -104,7 +104,7 @@ class Config:
         bits: Of what is kept; a row each.
         baselines: Also bfloat16 autocast, full activation checkpointing, and combinations; of few bits also with MLPs
             recomputed, where modules are called mlp.
-        compiled: Also torch.compile, which needs a C++ compiler and minutes.
+        compiled: Also torch.compile, which needs a C++ compiler and minutes; with baselines under bfloat16, too.
         only: Only these of all rows that baselines and compiled can give, by name: "8 bits" "bf16, 8 bits". The row
             that they are compared with is always there: plain or, where all of them are bf16, bf16.
         rounds: Timed steps of every row.
@@ -201,8 +201,9 @@ def _all_ways(config: Config) -> list[Way]:
             Way(f"bf16, checkpoint, {bits} bits", few[bits], amp=True, checkpoint=True) for bits in config.bits[:1]
         ]
     if config.compiled:
-        ways += [Way("compiled", compiled=True)]
-        ways += [Way(f"compiled, {bits} bits", policy, compiled=True) for bits, policy in few.items()]
+        for name, amp in (("compiled", False), *((("bf16, compiled", True),) if config.baselines else ())):
+            ways += [Way(name, amp=amp, compiled=True)]
+            ways += [Way(f"{name}, {bits} bits", policy, amp=amp, compiled=True) for bits, policy in few.items()]
     return ways
 
 

@@ -52,12 +52,12 @@ class GPTConfig:
 
 #: Named shapes. ``gpt-13m`` is the benchmark's (13.3 M parameters), ``gpt-demo`` the demo's, ``gpt-tiny`` for tests;
 #: ``gpt2-small``, for GPUs, is the smallest of Radford et al.'s with a head of its own, and a vocabulary of a multiple
-#: of 64 (163.1 M parameters).
+#: of 64 (163.1 M parameters), with the batch that nanoGPT's script has for it.
 MODELS: dict[str, GPTConfig] = {
     "gpt-13m": GPTConfig(vocab=8000, dim=384, blocks=4, heads=6, sequence=64, batch=4),
     "gpt-demo": GPTConfig(vocab=256, dim=256, blocks=4, heads=4, sequence=32, batch=2),
     "gpt-tiny": GPTConfig(vocab=256, dim=64, blocks=2, heads=2, sequence=32, batch=2),
-    "gpt2-small": GPTConfig(vocab=50304, dim=768, blocks=12, heads=12, sequence=1024, batch=8),
+    "gpt2-small": GPTConfig(vocab=50304, dim=768, blocks=12, heads=12, sequence=1024, batch=12),
 }
 
 

@@ -169,6 +169,32 @@ class Codec(ABC):
                 out.detach().copy_(flat.view(out.shape))
         return out
 
+    @property
+    def decodes_several(self) -> bool:
+        """Whether :meth:`decode_means` takes as few launches on a GPU for several tensors as for one."""
+        return False
+
+    def decode_means(
+        self,
+        payloads: Tensor,
+        places: Sequence[slice],
+        outs: Sequence[Tensor],
+        *,
+        shapes: Sequence[Shape],
+        seeds: Sequence[Sequence[int]],
+    ) -> None:
+        """:meth:`decode_mean` of several tensors, whose payloads are at these places in each rank's row.
+
+        Args:
+            payloads: (ranks, bytes), uint8.
+            places: one for each tensor, of the length of its payload.
+            outs: flat contiguous float32.
+            shapes: of the tensors.
+            seeds: of each tensor, those of the ranks.
+        """
+        for place, out, shape, own in zip(places, outs, shapes, seeds, strict=True):
+            self.decode_mean(payloads[:, place], out.view(dims(shape)), seeds=own)
+
     def encode_compensated(
         self,
         x: Tensor,

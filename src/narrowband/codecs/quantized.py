@@ -82,7 +82,7 @@ class GroupedCodec(Codec):
 
     @property
     def takes_several(self) -> bool:
-        """Whether :meth:`encode_all` and :meth:`decode_means` can take tensors of any size along."""
+        """Whether :meth:`encode_all` and :meth:`decode_means` take tensors of any size in one launch."""
         return self._grouping(1) == self._grouping(2)
 
     def encode_all(
@@ -112,14 +112,22 @@ class GroupedCodec(Codec):
             residuals=residuals, decay=decay,
         )  # fmt: skip
 
-    def decode_means(self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor]) -> None:
-        """:meth:`decode_mean` of several tensors, whose payloads are at these places in each rank's row.
+    @property
+    def decodes_several(self) -> bool:
+        return self.takes_several
 
-        Args:
-            payloads: (ranks, bytes), uint8.
-            places: one for each tensor, of the length of its payload.
-            outs: flat contiguous float32.
-        """
+    def decode_means(
+        self,
+        payloads: Tensor,
+        places: Sequence[slice],
+        outs: Sequence[Tensor],
+        *,
+        shapes: Sequence[Shape],
+        seeds: Sequence[Sequence[int]],
+    ) -> None:
+        if not self.takes_several:
+            super().decode_means(payloads, places, outs, shapes=shapes, seeds=seeds)
+            return
         g = self._grouping(1)
         kernels.dequantize_means(payloads, places, outs, bits=g.bits, group=g.group, scale=g.scale)
 

@@ -291,6 +291,25 @@ class TopK(SelectingCodec):
         else:
             kernels.sparse_sum(out, [self._read(p, shape, out.numel()) for p in payloads], weight)
 
+    @property
+    def decodes_several(self) -> bool:
+        return self.values == "fp32" and self.indices == "elias-fano"
+
+    def decode_means(
+        self,
+        payloads: Tensor,
+        places: Sequence[slice],
+        outs: Sequence[Tensor],
+        *,
+        shapes: Sequence[Shape],
+        seeds: Sequence[Sequence[int]],
+    ) -> None:
+        if not self.decodes_several:
+            super().decode_means(payloads, places, outs, shapes=shapes, seeds=seeds)
+            return
+        begins, ks = [place.start for place in places], [self.kept(shape) for shape in shapes]
+        kernels.sparse_sum_all(outs, payloads, begins, ks, 1.0 / payloads.shape[0])
+
     def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
         """The indices and the values that a payload holds."""
         k, cut = _layout(self, dims(shape))

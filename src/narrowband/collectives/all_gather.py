@@ -40,6 +40,10 @@ def _alike(operands: Sequence[Operand]) -> list[list[int]]:
     return [*kinds.values()]
 
 
+def _in_float32(operands: Sequence[Operand]) -> bool:
+    return all(operand.average.dtype == torch.float32 for operand in operands)
+
+
 class AllGather(Exchange):
     """See the module."""
 
@@ -139,10 +143,12 @@ class AllGather(Exchange):
         left = [*range(len(self.operands))]
         if self.findings is not None:
             for own in _alike(self.operands):
-                codec = self.operands[own[0]].codec
-                if isinstance(codec, GroupedCodec) and codec.takes_several:
-                    spans, outs = [self._spans[0][at] for at in own], [self.operands[at].average for at in own]
-                    codec.decode_means(self._received, spans, outs)
+                codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
+                if codec.decodes_several and not any(each.incremental for each in some) and _in_float32(some):
+                    spans, outs = [self._spans[0][at] for at in own], [each.average for each in some]
+                    shapes = [each.shape for each in some]
+                    seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]
+                    codec.decode_means(self._received, spans, outs, shapes=shapes, seeds=seeds)
                     left = [at for at in left if at not in set(own)]
         for i in left:
             operand = self.operands[i]

@@ -31,7 +31,7 @@ from narrowband.kernels.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
-    poison_if,
+    poison_all_if,
     restore_all_if,
     restore_if,
     take_difference,
@@ -80,6 +80,7 @@ from narrowband.kernels.sparse import (
     elias_fano_nbytes,
     sparse_accumulate,
     sparse_sum,
+    sparse_sum_all,
     sparse_sum_rows,
 )
 from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP, keep_in_8, keep_in_16, read_from_8
@@ -131,7 +132,7 @@ __all__ = [
     "momentum_topk",
     "orthonormalize",
     "packed_nbytes",
-    "poison_if",
+    "poison_all_if",
     "pool_places",
     "pool_positions",
     "quantize_all",
@@ -153,6 +154,7 @@ __all__ = [
     "share_numel",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_all",
     "sparse_sum_rows",
     "split_shares",
     "take_difference",

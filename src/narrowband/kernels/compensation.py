@@ -19,7 +19,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
-    "poison_if",
+    "poison_all_if",
     "restore_all_if",
     "restore_if",
     "take_difference",
@@ -100,6 +100,9 @@ def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) ->
         backend_of(outs[0]).restore_all_if(bad, outs, xs)
 
 
-def poison_if(bad: Tensor, x: Tensor) -> None:
-    """``x = NaN``, of any floating dtype, if ``bad``, one int32 where x is, is not zero; the host is not asked."""
-    backend_of(x).poison_if(bad, x)
+def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    """``x = NaN`` for several tensors, of any real floating dtypes, if any of ``bad``, int32 where these are, is not
+    zero; the host is not asked.
+    """
+    if xs:
+        backend_of(xs[0]).poison_all_if(bad, xs)

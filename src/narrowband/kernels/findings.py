@@ -51,6 +51,11 @@ class Findings:
         """The note of one of these, of shape (1,)."""
         return self.places[what : what + 1]
 
+    @property
+    def of_all(self) -> Tensor:
+        """The notes that are of all ranks, of shape (2,): ``ANY`` and ``DAMAGED``."""
+        return self.places[1:]
+
     def note(self, what: int, bad: Tensor | bool) -> None:
         """Note that something is wrong, if it is.
 

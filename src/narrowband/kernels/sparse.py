@@ -24,6 +24,7 @@ __all__ = [
     "elias_fano_nbytes",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_all",
     "sparse_sum_rows",
 ]
 
@@ -65,6 +66,22 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
     Raises :class:`PayloadError` as :func:`elias_fano_decode` does, before anything is written.
     """
     backend_of(out).sparse_sum_rows(out, payloads, k, weight)
+
+
+def sparse_sum_all(
+    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
+) -> None:
+    """:func:`sparse_sum_rows` of several tensors; as few launches on a GPU as of one.
+
+    Args:
+        outs: flat float32.
+        payloads: (parts, bytes), uint8: each row holds one part of all of them.
+        begins: the bytes where those of the tensors begin in a row, multiples of four.
+        ks: how many elements of each a row has.
+        weight: as there.
+    """
+    if outs:
+        backend_of(payloads).sparse_sum_all(outs, payloads, begins, ks, weight)
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:

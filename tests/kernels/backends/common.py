@@ -110,7 +110,9 @@ def make(kind: str, n: int, seed: int = 0) -> Tensor:
 
 
 def place(backend: Any, value: Any) -> Any:
-    """Where a backend works: a tensor of its own there."""
+    """Where a backend works: a tensor of its own there, or several."""
+    if isinstance(value, list):
+        return [place(backend, one) for one in value]
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(_GPU if getattr(backend, "name", "") == "cuda" else "cpu", copy=True)

@@ -32,8 +32,8 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 #: Files of loops.
 FAMILIES = (
-    "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows", "selection",
-    "shares", "sparse", "stores",
+    "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows",
+    "selection", "shares", "sparse", "stores",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def main(capability: int) -> None:
         told = f"{loop.__module__.rpartition('.')[2]}.{loop.__name__} {constants}"
         found[told] = sorted({*found.get(told, ()), *_INEXACT.findall(binary.asm["ptx"])})  # of any dtypes
 
-    for family in FAMILIES:
+    for family in (*FAMILIES, "launching"):  # which starts those of several tensors
         importlib.import_module(f"narrowband.kernels.cuda.{family}").run = compiled
     x, half = torch.randn(5000), torch.empty(5000, dtype=torch.bfloat16)
     out = torch.zeros(20_000, dtype=torch.uint8)
@@ -87,7 +87,7 @@ def main(capability: int) -> None:
     with Findings(x.device).noting(Findings.OWN):
         cuda.all_finite(x)
     cuda.restore_if(torch.zeros(1, dtype=torch.int32), x, x)
-    cuda.poison_if(torch.zeros(1, dtype=torch.int32), x)
+    cuda.poison_all_if(torch.zeros(2, dtype=torch.int32), [x, half, x.half(), x.double()])
     cuda.compensate(x, x.clone(), decay=0.9)
     cuda.difference(x, x.clone(), x.clone())
     cuda.take_difference(x, x.clone())
@@ -97,6 +97,9 @@ def main(capability: int) -> None:
     cuda.elias_fano_encode(at, 5000, payload)
     with contextlib.suppress(PayloadError):  # nothing was computed
         cuda.elias_fano_decode(payload, 1000, 5000)
+    with Findings(x.device).noting(Findings.OWN):
+        cuda.sparse_sum_all([x], torch.zeros(2, 8000, dtype=torch.uint8), [0], [1000])
+        cuda.encode_topk(x, x.clone(), 1000, torch.zeros(4000 + payload.numel(), dtype=torch.uint8), subtract=True)
     rows, low = Rows(1, 25, 2, 100), torch.zeros(2)
     for y in (x, half):
         for bits in (8, 4, 2):

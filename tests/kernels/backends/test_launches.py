@@ -39,14 +39,14 @@ class Operators(TorchDispatchMode):
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What a call starts: loops, which are not run, and operators. What the host would ask for is as it should be."""
-    from narrowband.kernels.cuda import compensation, momentum, selection, sparse
+    from narrowband.kernels.cuda import compensation, launching, momentum, selection, sparse
 
     names: list[str] = []
 
     def run(loop: Any, *_arguments: Any, **_options: Any) -> None:
         names.append(loop.__name__)
 
-    for family in (compensation, momentum, selection, sparse):
+    for family in (compensation, launching, momentum, selection, sparse):
         monkeypatch.setattr(family, "run", run)
     for family in (compensation, momentum):
         monkeypatch.setattr(family, "all_below", lambda _tops, _below: True)
@@ -78,8 +78,10 @@ def test_sparse_payloads(started: Any) -> None:
         torch.empty(kernels.elias_fano_nbytes(k, LONG), dtype=torch.uint8),
     )
     assert len(started("elias_fano_encode", indices, LONG, payload)) == 1
-    assert len(started("elias_fano_decode", payload, k, LONG)) == 2
+    assert len(started("elias_fano_decode", payload, k, LONG)) == 1 + 2  # a table
     assert len(started("sparse_accumulate", out, indices, torch.ones(k))) == 1
     assert len(started("check_indices", indices, LONG)) == 1
     payloads = torch.empty(5, 4 * k + payload.numel(), dtype=torch.uint8)
-    assert len(started("sparse_sum_rows", out, payloads, k)) == 2 + 1 + 5  # zeros, and each part
+    assert len(started("sparse_sum_rows", out, payloads, k)) == 1 + 2 + 1 + 1 + 5  # zeros, and each part
+    outs, begins = [torch.zeros(LONG) for _ in range(7)], [0] * 7
+    assert len(started("sparse_sum_all", outs, payloads, begins, [k] * 7)) == 1 + 2 + 1 + 1 + 5  # of several

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -16,9 +15,14 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks begin with Triton's interpreter, on machines with a GPU, too: it asks as it is imported."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 def trained(rank, world_size, spec, package, steps=6):
     """Parameters after some steps on the CPU, by the loops of a package."""
-    os.environ["TRITON_INTERPRET"] = "1"
     backends.PACKAGES["cpu"] = package
     backends.choose_anew()
     warmup._SIDES = (32,)  # the interpreter takes its time

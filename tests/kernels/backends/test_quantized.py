@@ -143,12 +143,12 @@ def test_several_tensors_at_once_are_one_after_the_other(
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("feedback", [False, True])
 def test_many_tensors_take_as_many_launches_as_one(feedback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from narrowband.kernels.cuda import common
+    from narrowband.kernels.cuda import launching
 
     (backend,) = [backend for backend in BACKENDS if backend.name == "cuda"]
     launches = []
-    before = common.run
-    monkeypatch.setattr(common, "run", lambda loop, *a, **k: (launches.append(loop), before(loop, *a, **k)))
+    before = launching.run
+    monkeypatch.setattr(launching, "run", lambda loop, *a, **k: (launches.append(loop), before(loop, *a, **k)))
     for count in (1, 12):
         launches.clear()
         xs, residuals = ([place(backend, make("normal", 4096, at)) for at in range(count)] for _ in range(2))

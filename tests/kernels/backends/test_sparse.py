@@ -14,7 +14,7 @@ from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.sparse import CACHED
-from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, on_all
+from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, assert_same, on_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +95,38 @@ def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weig
         assert out.isnan().all()
         backend.sparse_sum_rows(out, payloads, k, weight)
         assert torch.equal(out, expected)
+
+
+@given(sizes=st.lists(st.tuples(st.sampled_from([1, 100, 5000, CACHED + 1]), st.integers(1, 3000)), min_size=1,
+       max_size=4), rows=st.integers(1, 4), seed=st.integers(0, 99))  # fmt: skip
+@settings(lean, max_examples=examples(lean.max_examples))
+def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int, seed: int) -> None:
+    """As one after the other, and nothing when a part of any of them is damaged."""
+    rng, begins, at = np.random.default_rng(seed), [], 0
+    ks, ns = [min(k, n) for n, k in sizes], [n for n, _ in sizes]
+    for k, n in zip(ks, ns, strict=True):
+        begins.append(at)
+        at += 4 * k + -(-kernels.elias_fano_nbytes(k, n) // 4) * 4
+    payloads = torch.zeros((rows, at), dtype=torch.uint8)
+    for row in payloads:
+        for begin, k, n in zip(begins, ks, ns, strict=True):
+            row[begin : begin + 4 * k].view(torch.float32).copy_(make("normal", k, seed))
+            indices = torch.from_numpy(np.sort(rng.integers(0, n, k)).astype(np.int32))
+            part = row[begin + 4 * k : begin + 4 * k + kernels.elias_fano_nbytes(k, n)]
+            cpu.elias_fano_encode(indices, n, part)
+    expected = [torch.empty(n) for n in ns]
+    for out, begin, k in zip(expected, begins, ks, strict=True):
+        reference.sparse_sum_rows(out, payloads[:, begin:], k, 0.5)
+    broken = payloads.clone()
+    broken[-1, begins[-1] + 4 * ks[-1]] ^= 1
+    for backend in BACKENDS:
+        outs = [torch.full((n,), torch.nan) for n in ns]
+        if backend.name == "cuda":
+            with pytest.raises(PayloadError):
+                backend.sparse_sum_all(outs, broken, begins, ks, 0.5)
+            assert all(out.isnan().all() for out in outs)
+        backend.sparse_sum_all(outs, payloads, begins, ks, 0.5)
+        assert_same(outs, expected)
 
 
 @given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 5000), seed=seeds)

@@ -19,7 +19,7 @@ from narrowband.kernels.cuda.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
-    poison_if,
+    poison_all_if,
     restore_all_if,
     restore_if,
     take_difference,
@@ -54,6 +54,7 @@ from narrowband.kernels.cuda.sparse import (
     elias_fano_encode,
     sparse_accumulate,
     sparse_sum,
+    sparse_sum_all,
     sparse_sum_rows,
 )
 from narrowband.kernels.cuda.stores import keep_in_8, keep_in_16, read_from_8
@@ -93,7 +94,7 @@ __all__ = [
     "mask_between",
     "momentum_topk",
     "orthonormalize",
-    "poison_if",
+    "poison_all_if",
     "pool_places",
     "pool_positions",
     "quantize_all",
@@ -112,6 +113,7 @@ __all__ = [
     "select_topk_rows",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_all",
     "sparse_sum_rows",
     "split_shares",
     "take_difference",

@@ -1,4 +1,4 @@
-"""What the families share: how loops are started, and random numbers."""
+"""What the families share: notes of what is not finite, dtypes, and random numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.findings import open_place, refuse_if
 from narrowband.kernels.reference.common import fold
 
@@ -22,19 +22,15 @@ __all__ = [
     "INFINITE",
     "MAGNITUDE",
     "TINY",
-    "Segments",
     "all_below",
     "code_of",
     "fold_seed",
-    "kernel",
     "load",
     "mix",
     "nearest",
     "ordered",
     "raise_if",
     "raw",
-    "run",
-    "segment",
     "signed",
     "store",
     "uniform",
@@ -44,13 +40,23 @@ __all__ = [
 #: Elements that one program works on.
 BLOCK = 2048
 
-#: Numbers that happen to be 1 are not made constants of the program, since those have no dtype.
-kernel: Any = triton.jit(do_not_specialize=["folded"])
-
 #: The same for all numbers of loops over bytes, which gain nothing from knowing that one is 1 or divisible by 16: every
 #: layer of a model has others, and would have loops compiled for itself.
 unspecific: Any = triton.jit(
-    do_not_specialize=["k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "tiles", "readers"]
+    do_not_specialize=[
+        "k",
+        "n",
+        "number",
+        "low_bits",
+        "cut",
+        "nbytes",
+        "size",
+        "stride",
+        "seen",
+        "row",
+        "apart",
+        "count",
+    ]
 )
 
 #: All bits of a float but the sign, and those of infinity.
@@ -58,14 +64,6 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
 TINY = tl.constexpr(2.0**-126)
-
-
-def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any) -> None:
-    """Start so many programs of a loop, on the device of a tensor and on the stream that is current there."""
-    if programs:
-        # The interpreter computes in NumPy, which would speak of every NaN.
-        with torch.cuda.device_of(on) if on.is_cuda else np.errstate(all="ignore"):
-            loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
 
 
 def all_below(tops: Tensor, below: float) -> bool:
@@ -76,40 +74,6 @@ def all_below(tops: Tensor, below: float) -> bool:
         return bool(tops.amax() < limit)
     run(_note_top, 1, tops, place, tops.numel(), limit, on=tops, WIDTH=1024)
     return True
-
-
-class Segments:
-    """Several tensors in one launch: a table of numbers of each, int64, on their device.
-
-    A program finds its tensor by the table's first column, which says with which program it begins.
-
-    Args:
-        on: one of the tensors.
-
-    Attributes:
-        programs: how many there are so far.
-    """
-
-    def __init__(self, on: Tensor) -> None:
-        self._on = on
-        self._rows: list[tuple[int, ...]] = []
-        self.programs = 0
-
-    def add(self, programs: int, *numbers: int) -> None:
-        """A tensor that so many programs work on, and its numbers; none where there are no programs."""
-        if programs:
-            self._rows.append((self.programs, *numbers))
-            self.programs += programs
-
-    def run(self, loop: Any, *arguments: Any, **constants: Any) -> None:
-        """Start a loop, which is given the table, the number of tensors, and these."""
-        if not self.programs:
-            return
-        device = self._on.device
-        table = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        table = table.to(device, non_blocking=True)
-        count, most = len(self._rows), triton.next_power_of_2(len(self._rows))
-        run(loop, self.programs, table, count, *arguments, on=self._on, SEGMENTS=most, **constants)
 
 
 def raise_if(damaged: Tensor, message: str) -> None:
@@ -151,16 +115,6 @@ def _note_top(tops, place, n, limit, WIDTH: tl.constexpr):
         i = first + tl.arange(0, WIDTH)
         top = tl.maximum(top, tl.load(tops + i, mask=i < n, other=0))
     tl.atomic_or(place, 1, mask=tl.max(top, 0) >= limit)
-
-
-@kernel
-def segment(table, count, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The row of a program's tensor in the table of :class:`Segments`, and which of its programs this is."""
-    own = tl.program_id(0)
-    row = tl.arange(0, SEGMENTS)
-    first = tl.load(table + row * COLUMNS, mask=row < count, other=0x7FFFFFFF)
-    at = tl.sum((first <= own).to(tl.int32), 0) - 1
-    return table + at * COLUMNS, own - tl.load(table + at * COLUMNS)
 
 
 @kernel

@@ -15,19 +15,11 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels import reference
-from narrowband.kernels.cuda.common import (
-    BLOCK,
-    INFINITE,
-    MAGNITUDE,
-    Segments,
-    all_below,
-    kernel,
-    run,
-    segment,
-    unspecific,
-)
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.cuda.selection import COMPENSATE, Chosen, Source, choose, choose_sampled
 from narrowband.kernels.cuda.sparse import write_lower, write_upper
+from narrowband.kernels.findings import open_place
 from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:
@@ -41,7 +33,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
-    "poison_if",
+    "poison_all_if",
     "restore_all_if",
     "restore_if",
     "take_difference",
@@ -103,10 +95,25 @@ def _restore(bad, out, x, n, WIDTH: tl.constexpr):
 
 
 @kernel
-def _poison(bad, x, n, WIDTH: tl.constexpr):
-    if tl.load(bad) != 0:
-        i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-        tl.store(x + i, tl.full((WIDTH,), float("nan"), tl.float32).to(x.dtype.element_ty), mask=i < n)
+def _poison_segments(
+    table,
+    count,
+    bad,
+    notes,
+    NAN: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    NOTES: tl.constexpr,
+):
+    """The bits of NaN, as whole numbers of so many bits, into all elements."""
+    note = tl.arange(0, NOTES)
+    if tl.max((tl.load(bad + note, mask=note < notes, other=0) != 0).to(tl.int32), 0) > 0:
+        own, part = segment(table, count, 3, SEGMENTS)
+        x = tl.load(own + 1).to(tl.pointer_type(TYPE))
+        n = tl.load(own + 2)
+        i = part * WIDTH + tl.arange(0, WIDTH)
+        tl.store(x + i, tl.full((WIDTH,), NAN, TYPE), mask=i < n)
 
 
 @kernel
@@ -131,11 +138,26 @@ def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
     run(_restore, -(-out.numel() // _RARE), bad, out, x, out.numel(), on=out, WIDTH=_RARE)
 
 
-def poison_if(bad: Tensor, x: Tensor) -> None:
-    if x.dtype in (torch.float32, torch.float16):
-        run(_poison, -(-x.numel() // _RARE), bad, x, x.numel(), on=x, WIDTH=_RARE)
-    else:  # Triton's interpreter has a bfloat16 of its own
-        reference.poison_if(bad, x)
+#: Of each dtype, the bits of NaN, and whole numbers that have as many.
+_NAN = {
+    torch.float32: (0x7FC00000, tl.int32),
+    torch.float16: (0x7E00, tl.int16),
+    torch.bfloat16: (0x7FC0, tl.int16),
+    torch.float64: (0x7FF8000000000000, tl.int64),
+}
+
+
+def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    for dtype in dict.fromkeys(x.dtype for x in xs):
+        own = [x for x in xs if x.dtype == dtype]
+        if dtype not in _NAN or not all(x.is_contiguous() for x in own):
+            reference.poison_all_if(bad, own)
+            continue
+        segments, (nan, kind) = Segments(own[0]), _NAN[dtype]
+        for x in own:
+            segments.add(-(-x.numel() // _RARE), x.data_ptr(), x.numel())
+        form = {"NAN": nan, "TYPE": kind, "NOTES": triton.next_power_of_2(bad.numel())}
+        segments.run(_poison_segments, bad, bad.numel(), WIDTH=_RARE, **form)
 
 
 def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -> bool:
@@ -181,12 +203,12 @@ def compensate_select_topk(
 
 @unspecific
 def _payload(
-    indices, values, residual, tops, out, number, k, n, low_bits, cut, nbytes, size, seen, stride,
-    SUBTRACT: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
+    indices, values, residual, tops, out, place, number, k, n, low_bits, cut, nbytes, size, seen, stride,
+    SUBTRACT: tl.constexpr, NOTES: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Values, Elias–Fano's upper and lower part, and zeros behind: of each part a program has its share.
 
-    Nothing is written where something was not finite.
+    Nothing is written where something was not finite, which is noted if it is to be.
     """
     begin = tl.program_id(0).to(tl.int64) * WIDTH
     t = begin + tl.arange(0, WIDTH)
@@ -204,6 +226,8 @@ def _payload(
             write_lower(indices, out + 4 * k + cut, t, number, k, n, low_bits, nbytes)
         left = 4 * k + cut + nbytes
         tl.store(out + left + t, (t * 0).to(tl.uint8), mask=left + t < size)
+    elif NOTES:
+        tl.atomic_or(place, 1, mask=begin == 0)
 
 
 def encode_topk(
@@ -227,6 +251,8 @@ def encode_topk(
     nbytes, seen = -(-k * low_bits // 8), tops.numel()
     parts = k, cut, nbytes, out.numel() - 4 * k - cut - nbytes
     form = indices.numel(), k, n, low_bits, cut, nbytes, out.numel(), seen, tops.stride(0)
-    shape = {"SUBTRACT": subtract, "TOPS": triton.next_power_of_2(seen), "WIDTH": _PART}
-    run(_payload, -(-max(parts) // _PART), indices, values, residual, tops, out, *form, on=x, **shape)
-    return all_below(tops, math.inf)
+    place = open_place(x.device)
+    shape = {"SUBTRACT": subtract, "NOTES": place is not None, "TOPS": triton.next_power_of_2(seen), "WIDTH": _PART}
+    arrays = indices, values, residual, tops, out, tops if place is None else place
+    run(_payload, -(-max(parts) // _PART), *arrays, *form, on=x, **shape)
+    return place is not None or all_below(tops, math.inf)

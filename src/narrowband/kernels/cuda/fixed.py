@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, kernel, nearest, run
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, nearest
+from narrowband.kernels.cuda.launching import kernel, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

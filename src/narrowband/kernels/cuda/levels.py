@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels import reference
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE
+from narrowband.kernels.cuda.launching import kernel, run
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below
+from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.lowrank import DEPENDENT
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, kernel, load, raw, run, store
+from narrowband.kernels.cuda.common import BLOCK, load, raw, store
+from narrowband.kernels.cuda.launching import kernel, run
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, all_below, kernel, run
+from narrowband.kernels.cuda.common import BLOCK, all_below
+from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.cuda.selection import MOMENTUM, NESTEROV, Source, choose, choose_sampled
 
 if TYPE_CHECKING:

@@ -17,21 +17,9 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels import reference
-from narrowband.kernels.cuda.common import (
-    BLOCK,
-    INFINITE,
-    MAGNITUDE,
-    TINY,
-    Segments,
-    code_of,
-    fold_seed,
-    kernel,
-    ordered,
-    run,
-    segment,
-    uniform,
-)
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, TINY, code_of, fold_seed, ordered, uniform
 from narrowband.kernels.cuda.compensation import compensate
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.findings import holds, open_place
 from narrowband.kernels.quantized import packed_nbytes
 
@@ -89,6 +77,7 @@ def _header(v, inside, m, levels, SCALE: tl.constexpr):
     if SCALE == _MINMAX:
         low, high = _extremes(v, inside)
         step = tl.div_rn(high - low, tl.zeros_like(low) + levels)
+        step = tl.where(step == step, step, float("nan"))  # noqa: PLR0124 - a GPU's NaN has bits of its own
     else:
         magnitude = tl.where(inside, v.to(tl.int32, bitcast=True) & MAGNITUDE, 0)
         top = tl.max(magnitude, 1)

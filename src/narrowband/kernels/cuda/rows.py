@@ -22,14 +22,13 @@ from narrowband.kernels.cuda.common import (
     TINY,
     code_of,
     fold_seed,
-    kernel,
     load,
     mix,
     ordered,
     raw,
-    run,
     store,
 )
+from narrowband.kernels.cuda.launching import kernel, run
 
 if TYPE_CHECKING:
     from torch import Tensor

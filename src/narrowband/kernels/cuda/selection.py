@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, run
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, mix
+from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.selection import sample_rank, sample_size
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, kernel, run, signed
+from narrowband.kernels.cuda.common import BLOCK, signed
+from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.shares import SHARE_BLOCK, share_numel
 
 if TYPE_CHECKING:

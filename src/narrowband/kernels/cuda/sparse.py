@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, kernel, raise_if, run, unspecific
+from narrowband.kernels.cuda.common import BLOCK, raise_if, unspecific
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.sparse import elias_fano_low_bits, elias_fano_nbytes
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "elias_fano_encode",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_all",
     "sparse_sum_rows",
     "write_lower",
     "write_upper",
@@ -53,12 +55,11 @@ def check_indices(indices: Tensor, n: int) -> None:
 
 
 @kernel
-def _accumulate(out, indices, values, k, n, weight, WIDTH: tl.constexpr):
+def _add(out, indices, values, i, k, n, weight):
     """Equal neighbours belong to the first of them, which adds one value after the other: the sum has one order.
 
     Indices outside of the tensor, which a damaged payload may hold, are left out.
     """
-    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     at = tl.load(indices + i, mask=i < k, other=-1)
     before = tl.load(indices + i - 1, mask=(i > 0) & (i < k), other=-1)
     first = (i < k) & (at != before) & (at >= 0) & (at < n)
@@ -74,6 +75,22 @@ def _accumulate(out, indices, values, k, n, weight, WIDTH: tl.constexpr):
     tl.store(out + at, total, mask=first)
 
 
+@kernel
+def _accumulate(out, indices, values, k, n, weight, WIDTH: tl.constexpr):
+    _add(out, indices, values, tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH), k, n, weight)
+
+
+@unspecific
+def _accumulate_row(table, count, row, apart, weight, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
+    """One row of each tensor; values of successive rows are so many bytes apart."""
+    own, part = segment(table, count, 6, SEGMENTS)
+    out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    k, n = tl.load(own + 4), tl.load(own + 5)
+    indices = tl.load(own + 2).to(tl.pointer_type(tl.int32)) + row * k
+    values = (tl.load(own + 3) + row * apart).to(tl.pointer_type(tl.float32))
+    _add(out, indices, values, part * WIDTH + tl.arange(0, WIDTH), k, n, weight)
+
+
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
     k = indices.numel()
     run(_accumulate, -(-k // _BLOCK), out, indices, values, k, out.numel(), float(weight), on=out, WIDTH=_BLOCK)
@@ -86,10 +103,21 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
 
 
 def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
-    n, cut = out.numel(), 4 * k
-    indices_RK = _decode_rows(payloads[:, cut : cut + elias_fano_nbytes(k, n)], k, n)
-    values_RK = payloads[:, :cut].view(torch.float32)
-    sparse_sum(out, list(zip(indices_RK, values_RK, strict=True)), weight)
+    sparse_sum_all([out], payloads, [0], [k], weight)
+
+
+def sparse_sum_all(
+    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
+) -> None:
+    ns = [out.numel() for out in outs]
+    found = _decode(payloads, [begin + 4 * k for begin, k in zip(begins, ks, strict=True)], ks, ns)
+    torch._foreach_zero_(list(outs))
+    segments = Segments(payloads)
+    for out, begin, k, n, indices in zip(outs, begins, ks, ns, found, strict=True):
+        values = payloads.data_ptr() + begin
+        segments.add(-(-k // _BLOCK), out.data_ptr(), indices.data_ptr(), values, k, n)
+    for row in range(payloads.shape[0]):
+        segments.run(_accumulate_row, row, payloads.stride(0), float(weight), WIDTH=_BLOCK)
 
 
 # ---- Elias–Fano ------------------------------------------------------------------------------------------------------
@@ -157,10 +185,12 @@ def _ones(byte):
 
 
 @unspecific
-def _count(payloads, counts, stride, cut, tiles, readers, WIDTH: tl.constexpr):
+def _count(table, count, stride, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
     """How many bits are set in each program's bytes of the upper part of its row."""
-    at = tl.program_id(0).to(tl.int64)
-    payload = payloads + at // readers * stride
+    own, at = segment(table, count, 11, SEGMENTS)
+    readers, tiles, cut = tl.load(own + 10), tl.load(own + 9), tl.load(own + 7)
+    payload = (tl.load(own + 1) + at // readers * stride).to(tl.pointer_type(tl.uint8))
+    counts = tl.load(own + 2).to(tl.pointer_type(tl.int32))
     number = tl.zeros((WIDTH,), tl.int32)
     for tile in range(tiles):
         t = (at % readers * tiles + tile) * WIDTH + tl.arange(0, WIDTH)
@@ -181,17 +211,18 @@ def _low(payload, i, there, low_bits, cut, nbytes):
 
 
 @unspecific
-def _read(
-    payloads, counts, wrongs, found, stride, k, n, low_bits, cut, nbytes, tiles, readers,
-    READERS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _read(table, count, wrongs, stride, READERS: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
     """The indices whose bits are in this program's bytes of the upper part; and whether there is anything wrong.
 
     What is damaged becomes indices that the tensor has.
     """
-    at = tl.program_id(0).to(tl.int64)
+    own, at = segment(table, count, 11, SEGMENTS)
+    counts = tl.load(own + 2).to(tl.pointer_type(tl.int32))
+    k, n, low_bits = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    cut, nbytes, tiles, readers = tl.load(own + 7), tl.load(own + 8), tl.load(own + 9), tl.load(own + 10)
     row, program = at // readers, at % readers
-    payload, indices = payloads + row * stride, found + row * k
+    payload = (tl.load(own + 1) + row * stride).to(tl.pointer_type(tl.uint8))
+    indices = tl.load(own + 3).to(tl.pointer_type(tl.int32)) + row * k
     reader = tl.arange(0, READERS)
     number = tl.load(counts + row * readers + reader, mask=reader < readers, other=0)
     total = tl.sum(number, 0)
@@ -220,7 +251,7 @@ def _read(
         for part in range(4 * tiles):
             i = (program * 4 * tiles + part) * WIDTH + tl.arange(0, WIDTH)
             tl.store(indices + i, tl.minimum(i, n - 1).to(tl.int32), mask=(i >= total) & (i < k))
-    tl.store(wrongs + at, tl.maximum(tl.max(wrong, 0), (total != k).to(tl.int32)))
+    tl.store(wrongs + tl.program_id(0), tl.maximum(tl.max(wrong, 0), (total != k).to(tl.int32)))
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
@@ -233,23 +264,42 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
 
 
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
-    return _decode_rows(payload.view(1, -1), k, n).view(-1)
+    return _decode(payload.view(1, -1), [0], [k], [n])[0].view(-1)
 
 
-def _decode_rows(payloads: Tensor, k: int, n: int) -> Tensor:
-    """:func:`elias_fano_decode` of each row: int32 of shape (rows, k)."""
-    rows, nbytes = payloads.shape
-    indices = torch.empty(rows, k, dtype=torch.int32, device=payloads.device)
-    if not k or not rows:
-        return indices
-    low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
+def _decode(payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> list[Tensor]:
+    """What :func:`elias_fano_decode` finds for several tensors in each row of bytes, from these places on: for each of
+    them the k indices below n of every row, int32 of shape (rows, k).
+    """
+    rows, device = payloads.shape[0], payloads.device
+    ends = [0]
+    for k in ks:
+        ends.append(ends[-1] + rows * k)
+    indices = torch.empty(ends[-1], dtype=torch.int32, device=device)
+    found = [indices[a:b].view(rows, k) for a, b, k in zip(ends, ends[1:], ks, strict=False)]
+    shapes = [_readers(k, n) for k, n in zip(ks, ns, strict=True)]
+    most = max((readers for *_, readers in shapes), default=0)
+    if not rows or not most:
+        return found
+    counts, wrong = torch.empty(2, rows * sum(readers for *_, readers in shapes), dtype=torch.int32, device=device)
+    segments = Segments(payloads)
+    for begin, k, n, own, (low_bits, cut, nbytes, tiles, readers) in zip(begins, ks, ns, found, shapes, strict=True):
+        places = payloads.data_ptr() + begin, counts.data_ptr() + 4 * segments.programs, own.data_ptr()
+        segments.add(rows * readers, *places, k, n, low_bits, cut, nbytes, tiles, readers)
+    stride = payloads.stride(0)
+    segments.run(_count, stride, WIDTH=_BYTES)
+    segments.run(_read, wrong, stride, READERS=triton.next_power_of_2(most), WIDTH=_BYTES)
+    of = f"{ks[0]} sorted indices below {ns[0]}" if len(ks) == 1 else "the sorted indices that it should"
+    raise_if(wrong, f"the Elias–Fano part does not hold {of}: the payload is damaged")
+    return found
+
+
+def _readers(k: int, n: int) -> tuple[int, int, int, int, int]:
+    """Of an Elias–Fano part: low bits of an index, bytes of its upper part and of all of it; tiles that a program
+    reads, and programs.
+    """
+    if not k:
+        return 0, 0, 0, 0, 0
+    cut = -(-2 * k // 8)
     tiles = -(-cut // (_BYTES * _READERS))
-    readers = -(-cut // (_BYTES * tiles))
-    counts, wrong = torch.empty(2, rows * readers, dtype=torch.int32, device=payloads.device)
-    stride, programs = payloads.stride(0), rows * readers
-    run(_count, programs, payloads, counts, stride, cut, tiles, readers, on=payloads, WIDTH=_BYTES)
-    form = stride, k, n, low_bits, cut, nbytes, tiles, readers
-    width = triton.next_power_of_2(readers)
-    run(_read, programs, payloads, counts, wrong, indices, *form, on=payloads, READERS=width, WIDTH=_BYTES)
-    raise_if(wrong, f"the Elias–Fano part does not hold {k} sorted indices below {n}: the payload is damaged")
-    return indices
+    return elias_fano_low_bits(k, n), cut, elias_fano_nbytes(k, n), tiles, -(-cut // (_BYTES * tiles))

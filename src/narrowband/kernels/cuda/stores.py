@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, kernel, mix, run
+from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, mix
+from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from narrowband.kernels.reference.compensation import (
     compensate_select_topk,
     difference,
     encode_topk,
-    poison_if,
+    poison_all_if,
     restore_all_if,
     restore_if,
     take_difference,
@@ -52,6 +52,7 @@ from narrowband.kernels.reference.sparse import (
     elias_fano_encode,
     sparse_accumulate,
     sparse_sum,
+    sparse_sum_all,
     sparse_sum_rows,
 )
 from narrowband.kernels.reference.stores import keep_in_8, keep_in_16, read_from_8
@@ -92,7 +93,7 @@ __all__ = [
     "mask_between",
     "momentum_topk",
     "orthonormalize",
-    "poison_if",
+    "poison_all_if",
     "pool_places",
     "pool_positions",
     "quantize_all",
@@ -111,6 +112,7 @@ __all__ = [
     "select_topk_rows",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_all",
     "sparse_sum_rows",
     "split_shares",
     "take_difference",

@@ -26,7 +26,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
-    "poison_if",
+    "poison_all_if",
     "restore_all_if",
     "restore_if",
 ]
@@ -103,5 +103,7 @@ def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) ->
         restore_if(bad, out, x)
 
 
-def poison_if(bad: Tensor, x: Tensor) -> None:
-    x.masked_fill_(bad != 0, math.nan)
+def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    wrong = (bad != 0).any()
+    for x in xs:
+        x.masked_fill_(wrong, math.nan)

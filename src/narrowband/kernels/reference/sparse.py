@@ -22,6 +22,7 @@ __all__ = [
     "elias_fano_encode",
     "sparse_accumulate",
     "sparse_sum",
+    "sparse_sum_all",
     "sparse_sum_rows",
 ]
 
@@ -103,3 +104,10 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
     end = cut + elias_fano_nbytes(k, n)
     parts = [(elias_fano_decode(row[cut:end], k, n), row[:cut].view(torch.float32)) for row in payloads]
     sparse_sum(out, parts, weight)
+
+
+def sparse_sum_all(
+    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
+) -> None:
+    for out, begin, k in zip(outs, begins, ks, strict=True):
+        sparse_sum_rows(out, payloads[:, begin:], k, weight)

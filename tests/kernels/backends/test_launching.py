@@ -1,0 +1,154 @@
+"""Loops that were started before are started again from what is remembered, where Triton would take the same code."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+if find_spec("triton"):
+    import numpy as np
+
+    from narrowband.kernels.cuda import launching
+
+
+def views() -> st.SearchStrategy[torch.Tensor]:
+    """Tensors of several dtypes, which begin where they like."""
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.int64])
+    return st.builds(lambda dtype, first: torch.zeros(64, dtype=dtype)[first:], dtypes, st.integers(0, 17))
+
+
+VALUES = st.one_of(
+    views(), st.integers(-20, 40), st.integers(-(2**63), 2**64 - 1), st.sampled_from([2**31 - 1, 2**31, 2**63]),
+    st.floats(), st.booleans(),
+)  # fmt: skip
+
+
+@given(first=VALUES, second=VALUES, plain=st.booleans())
+def test_what_triton_tells_apart_is_told_apart(first: Any, second: Any, plain: bool) -> None:
+    """Triton's own words for a value, on its way to the machine code."""
+    native = pytest.importorskip("triton.runtime.jit").native_specialize_impl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    loop = SimpleNamespace(params=[SimpleNamespace(do_not_specialize=plain)])
+    words = [native(backend, value, False, not plain, not plain) for value in (first, second)]
+    kinds = [launching.kind_of(loop, [value]) for value in (first, second)]
+    launching._plain.pop(id(loop))
+    if words[0] != words[1]:
+        assert kinds[0] != kinds[1]
+    if type(first) is type(second) and not isinstance(first, int):
+        assert (words[0] == words[1]) == (kinds[0] == kinds[1])
+
+
+def test_what_is_unknown_is_left_to_triton() -> None:
+    loop = SimpleNamespace(params=[SimpleNamespace(do_not_specialize=False)])
+    for value in (None, np.int64(1), "text"):
+        assert launching.kind_of(loop, [value]) is None
+    launching._plain.pop(id(loop))
+
+
+class _Recorded:
+    """A loop, and what it was started with: by Triton's way, and by what is remembered of it."""
+
+    def __init__(self, *names: str) -> None:
+        self.params = [SimpleNamespace(name=name, do_not_specialize=False) for name in names]
+        self.anew: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(*arguments: Any, **constants: Any) -> Any:
+            self.anew.append((grid, arguments, constants))
+            return self._Compiled(self.again)
+
+        return start
+
+    class _Compiled:
+        def __init__(self, again: list[tuple[Any, ...]]) -> None:
+            self._again = again
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: self._again.append((grid, arguments))
+
+
+class _There:
+    """A tensor of a GPU, as far as starting a loop asks."""
+
+    is_cuda = True
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def get_device(self) -> int:
+        return self._index
+
+
+def test_a_loop_is_looked_at_once_for_each_kind_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_started", {})
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: torch.no_grad())
+    loop, x = _Recorded("x", "n", "B", "A"), torch.zeros(100)
+
+    def start(x: torch.Tensor, n: int, index: int = 0, **constants: Any) -> bool:
+        """Whether Triton looked at it."""
+        before = len(loop.anew)
+        launching.run(loop, 7, x, n, on=_There(index), **constants)
+        return len(loop.anew) > before
+
+    assert start(x, 48, A=1, B=2, num_warps=8)
+    assert not start(torch.zeros(100), 96, A=1, B=2, num_warps=8)
+    ((grid, (_, n, *constants)),) = loop.again
+    assert grid == (7, 1, 1)
+    assert n == 96
+    assert constants == [2, 1]  # in the order of the loop's parameters, and what is none of them is left out
+    for other in (
+        lambda: start(x[1:], 48, A=1, B=2, num_warps=8),
+        lambda: start(x.double(), 48, A=1, B=2, num_warps=8),
+        lambda: start(x, 1, A=1, B=2, num_warps=8),
+        lambda: start(x, 49, A=1, B=2, num_warps=8),
+        lambda: start(x, 1 << 40, A=1, B=2, num_warps=8),
+        lambda: start(x, 48, A=2, B=2, num_warps=8),
+        lambda: start(x, 48, A=1, B=2, num_warps=4),
+        lambda: start(x, 48, 1, A=1, B=2, num_warps=8),
+    ):
+        assert other()
+        assert not other()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_loops_that_are_started_again_do_the_same() -> None:
+    from narrowband.kernels import cuda, reference
+
+    for repeat in range(3):
+        for first in (0, 1, 2, 4):
+            for n in (1, 16, 1000, 4096, 5000):
+                x = torch.randn(n + first, generator=torch.Generator().manual_seed(repeat))[first:]
+                out = torch.zeros(-(-n // 128) * 8 + n // 2 + 64, dtype=torch.uint8)
+                form: Any = {"bits": 4, "group": 128, "scale": "minmax", "stochastic": True, "seed": repeat}
+                there = out.cuda()
+                begin = torch.randn(n + first).cuda()[first:]
+                begin.copy_(x)
+                cuda.quantize_groups(begin, there, **form)
+                reference.quantize_groups(x, out, **form)
+                assert torch.equal(there.cpu(), out)
+
+
+@pytest.mark.gpu
+def test_tables_arrive_whole_however_many_are_on_their_way() -> None:
+    """Many times the memory that they go through, with a device that is kept busy."""
+    device, busy = torch.device("cuda"), torch.randn(2048, 2048, device="cuda")
+    kept, expected = [], []
+    for at in range(3000):
+        numbers = np.arange(at, at + 1 + at % 97, dtype=np.int64)
+        busy = busy @ busy
+        kept.append(launching._on_device(numbers, device).clone())
+        expected.append(numbers)
+    for own, there in zip(expected, kept, strict=True):
+        assert np.array_equal(own, there.cpu().numpy())
