@@ -98,12 +98,16 @@ class Arrangement:
 
     def unflat(self, flat: Tensor) -> Tensor:
         """The inverse of :meth:`flat`."""
-        if self.is_usual:
-            return flat.view(self.sizes)
-        back = [0] * len(self.order)
-        for place, dim in enumerate(self.order):
-            back[dim] = place
-        return flat.view(self.sizes).permute(back)
+        return self.ordered(flat.view(self.sizes))
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """The tensor of elements that are given in the sizes of memory."""
+        return x if self.is_usual else x.permute(self._back)
+
+    @functools.cached_property
+    def _back(self) -> tuple[int, ...]:
+        """Where each dimension lies in memory."""
+        return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
     def rows(self, grouping: Grouping, *, samples: int = 1) -> Rows:
         """How the flat tensor is cut.

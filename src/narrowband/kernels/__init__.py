@@ -54,6 +54,7 @@ from narrowband.kernels.quantized import (
     quantize_groups,
 )
 from narrowband.kernels.rows import (
+    Affine,
     Rows,
     dequantize_rows,
     learn_ranges,
@@ -88,6 +89,7 @@ __all__ = [
     "LEAST_POWER",
     "SHARE_BLOCK",
     "STORE_GROUP",
+    "Affine",
     "Findings",
     "Rows",
     "Scale",
