@@ -181,6 +181,10 @@ class Call:
             self._operands = [x for x in given if isinstance(x, Tensor)]
         return self._operands
 
+    def forms(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of these."""
+        return tuple([x.shape for x in self.operands()])
+
     def samples(self, x: Tensor, grouping: Grouping) -> int:
         """How many samples a saved tensor's first dimension is made of: products make one of samples and tokens, or
         heads.
