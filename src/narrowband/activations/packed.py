@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -25,13 +25,13 @@ from narrowband import kernels
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import Magnitudes, Outliers
 from narrowband.activations.ranges import DRIFT, JUMP, Estimates, centred, ranges, shaped
-from narrowband.kernels import Affine, Rows
+from narrowband.kernels import Affine, Rows, Standard
 
 if TYPE_CHECKING:
     from narrowband.activations.arena import Arena
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["WIDER", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "ahead", "quantized"]
+__all__ = ["WIDER", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "ahead", "promised", "quantized"]
 
 #: How many times as wide as its estimate a batch on a GPU may be, and the next one is not looked at.
 WIDER = 2
@@ -127,8 +127,9 @@ class Payload:
         return seen, learned, finite, moved
 
     def encode_adapting(
-        self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int, apart: int | None
-    ) -> Tensor:
+        self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int,
+        apart: int | None, standard: Standard | None,
+    ) -> Tensor:  # fmt: skip
         """Make codes with ranges that the device settles; see :func:`~narrowband.kernels.quantize_rows_adapting`.
 
         Returns:
@@ -136,7 +137,7 @@ class Payload:
         """
         self.ranges, learned = kernels.quantize_rows_adapting(
             x, self.codes, self.rows, estimate, decay, note, drift=DRIFT, jump=JUMP, bits=self.bits,
-            stochastic=stochastic, seed=seed, apart=apart,
+            stochastic=stochastic, seed=seed, apart=apart, standard=standard,
         )  # fmt: skip
         return learned
 
@@ -201,13 +202,11 @@ def quantized(
     learns = policy.learns and not own
     estimate = estimates.get(name, rows.groups, x.device) if learns else None
     form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
-    if (
-        estimate is not None
-        and ahead(x.device)
-        and not policy.symmetric
-        and estimates.notes.read(name) <= WIDER
-    ):
-        return _adapted(x, rows, bits, dtype, arena, form["stochastic"], estimates, name, estimate, apart)
+    if estimate is not None and _settles(estimates, policy, name, x.device):
+        payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
+        _adapt(payload, x, estimate, form["stochastic"], estimates, name, apart)
+        return payload
+    estimates.notes.read(name)  # now it is looked at
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
     if estimate is None:
@@ -246,31 +245,60 @@ def quantized(
     return payload
 
 
-def _adapted(
+def promised(
     x: Tensor,
     rows: Rows,
     bits: Literal[8, 4, 2],
-    dtype: torch.dtype,
     arena: Arena,
+    policy: ActivationPolicy,
+    estimates: Estimates,
+    name: str,
+    apart: int,
+) -> tuple[Payload, Callable[[Standard], None]] | None:
+    """The same of a tensor's rows in their normalized form, whose statistics are not there yet: a payload, and what
+    makes its codes when they are. None where the host has to look at the tensor.
+    """
+    estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
+    if estimate is None or not _settles(estimates, policy, name, x.device):
+        return None
+    payload = Payload(rows, bits, x.dtype, arena.take(rows.nbytes(bits), x.device))
+    stochastic = policy.rounding == "stochastic"
+
+    def keep(standard: Standard) -> None:
+        _adapt(payload, x, estimate, stochastic, estimates, name, apart, standard)
+
+    return payload, keep
+
+
+def _settles(estimates: Estimates, policy: ActivationPolicy, name: str, device: torch.device) -> bool:
+    """Whether the device settles the range of a batch, and the host hears of it later."""
+    return ahead(device) and not policy.symmetric and estimates.notes.read(name, at_most=WIDER) <= WIDER
+
+
+def _adapt(
+    payload: Payload,
+    x: Tensor,
+    estimate: Tensor,
     stochastic: bool,
     estimates: Estimates,
     name: str,
-    estimate: Tensor,
     apart: int | None,
-) -> Payload:
-    """The same where the host does not wait for what the device finds."""
-    payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
+    standard: Standard | None = None,
+) -> None:
+    """Make codes by a range that the device settles."""
+    seed, rows = estimates.draw(), payload.rows
     note = estimates.notes.place(name, x.device)
     learned = payload.encode_adapting(
-        x, estimate, estimates.decay, note, stochastic=stochastic, seed=seed, apart=apart
+        x, estimate, estimates.decay, note, stochastic=stochastic, seed=seed, apart=apart, standard=standard
     )
     if _by_chance(seed):
-        if apart is not None:
+        if standard is not None:
+            x = payload.decode()
+        elif apart is not None:
             x = x.detach().as_strided((rows.outer, rows.groups * rows.inner), (apart, 1))
         dwarfed = Magnitudes(x, rows).dwarfed_by(learned[0])
         note.copy_(torch.where(dwarfed, torch.inf, note))
     estimates.replace(name, estimate, learned)
-    return payload
 
 
 def ahead(device: torch.device) -> bool:

@@ -17,6 +17,7 @@ itself, and what the host has to know of a batch it reads in the next one: see :
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -75,12 +76,16 @@ class Notes:
             for board in self._boards.values():
                 board.receive()
 
-    def read(self, name: str) -> float:
-        """What has arrived of a tensor, once; 0 where nothing has."""
+    def read(self, name: str, at_most: float = math.inf) -> float:
+        """What has arrived of a tensor, once, unless it is more than so much: then it is still there; 0 where nothing
+        has arrived.
+        """
         found = 0.0
         for board in self._boards.values():
             if name in board.values:
-                found = max(found, board.values.pop(name, 0.0))
+                found = max(found, board.values[name])
+                if found <= at_most:
+                    board.values.pop(name, None)
         return found
 
 

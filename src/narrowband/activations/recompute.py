@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.packed import Exact, Payload, Source, ahead
-from narrowband.kernels import Affine
+from narrowband.kernels import Affine, Standard
 
 __all__ = [
     "DERIVED",
@@ -257,6 +257,8 @@ class Normalization:
         self._statistics: tuple[Tensor, Tensor] | None = None
         #: Of what was kept of n in this call.
         self.origin: Origin | None = None
+        #: Makes the codes of n, if they are to be made of the input by the statistics of the operator.
+        self.owed: Callable[[Standard], None] | None = None
 
     def takes(self, x: Tensor) -> bool:
         """Whether this is the input, and no parameter or statistic."""
@@ -286,13 +288,23 @@ class Normalization:
 
         return function
 
-    def derive(self, recipes: Recipes, y: Tensor) -> bool:
+    def derive(self, recipes: Recipes, x: Tensor, y: Tensor) -> bool:
         """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
-        node: Any = y.grad_fn
-        if self.origin is None or not y.is_contiguous() or y.dtype != self._input[-1]:
+        if self.origin is None:
             return False
-        if node.name() == "NativeLayerNormBackward0":  # the same numbers, which need not be there twice
+        node: Any = y.grad_fn
+        if node is not None and node.name() == "NativeLayerNormBackward0":  # the same numbers need not be there twice
             self._statistics = node._saved_result1, node._saved_result2
+        if self.owed is not None:
+            if self._statistics is None:
+                with torch.no_grad():
+                    self.normalized(x)
+            assert self._statistics is not None
+            mean, deviation = map(_float32, self._statistics)
+            self.owed(Standard(mean, deviation, math.prod(self._shape)))
+            self.owed = None
+        if not y.is_contiguous() or y.dtype != self._input[-1]:
+            return False
         weight, bias = _copy(self._weight), _copy(self._bias)
         self._weight = self._bias = None
         affine = Affine(weight, bias, math.prod(self._shape))
@@ -308,8 +320,13 @@ class Normalization:
 def _affine(n: Source, sizes: Sizes, dtype: torch.dtype | None, affine: Affine) -> Tensor:
     """n · factor + term, in one pass; numbers in 16 bits are exact in 32."""
     assert isinstance(n, Payload)
-    factor, term = (None if x is None else x.float().contiguous() for x in affine[:2])
-    return n.decode(sizes, dtype, affine._replace(factor=factor, term=term))
+    factor, term, length, by_row = affine
+    return n.decode(sizes, dtype, Affine(_float32(factor), _float32(term), length, by_row))
+
+
+def _float32(x: Tensor | None) -> Any:
+    """As loops take it; None for None."""
+    return x if x is None or (x.dtype is torch.float32 and x.is_contiguous()) else x.float().contiguous()
 
 
 def _layer_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:

@@ -34,7 +34,7 @@ from narrowband.activations.calls import (
 from narrowband.activations.layout import Arrangement, Cut, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers
-from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, quantized
+from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
@@ -351,9 +351,12 @@ class Recorder:
         name = f"{module}:{operator.name}:{nth}"
         normalization = self.normalization
         if normalization is not None and normalization.takes(x):
-            with torch.no_grad():
-                n = normalization.normalized(x)
-            payload = self._quantized(n, operator, f"{name}:normalized", module, bits)
+            name += ":normalized"
+            payload = self._promised(x, arrangement, operator, name, module, bits, normalization)
+            if payload is None:
+                with torch.no_grad():
+                    n = normalization.normalized(x)
+                payload = self._quantized(n, operator, name, module, bits)
             if payload is None:
                 return None, 0
             normalization.origin = weakref.ref(payload)
@@ -397,6 +400,30 @@ class Recorder:
         self._extreme |= made.extreme
         self.saved.add(operator.name, module, 0, 0, outliers=1)
         return None
+
+    def _promised(
+        self,
+        x: Tensor,
+        arrangement: Arrangement,
+        operator: Operator,
+        name: str,
+        module: str,
+        bits: Literal[8, 4, 2],
+        normalization: Normalization,
+    ) -> Payload | None:
+        """Codes of a tensor's normalized form, made when the operator has come to its statistics; None where the host
+        has to look at that form.
+        """
+        direct = x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps
+        if not direct or not ahead(x.device):
+            return None
+        rows, apart = self._cut(x, arrangement, operator, module)
+        assert apart is not None
+        made = promised(x, rows, bits, self.arena, self.policy, self.estimates, name, apart)
+        if made is None:
+            return None
+        payload, normalization.owed = made
+        return payload
 
     def _cut(self, x: Tensor, arrangement: Arrangement, operator: Operator, module: str) -> Cut:
         """How a tensor is cut. All that this depends on is in the key, or is the same in every pass."""

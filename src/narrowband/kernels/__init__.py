@@ -55,6 +55,7 @@ from narrowband.kernels.quantized import (
 )
 from narrowband.kernels.rows import (
     Affine,
+    Standard,
     Rows,
     dequantize_rows,
     learn_ranges,
@@ -93,6 +94,7 @@ __all__ = [
     "Findings",
     "Rows",
     "Scale",
+    "Standard",
     "Windows",
     "all_finite",
     "all_zero",

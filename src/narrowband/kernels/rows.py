@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Affine",
     "Rows",
+    "Standard",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -157,6 +158,7 @@ def quantize_rows_adapting(
     stochastic: bool,
     seed: int = 0,
     apart: int | None = None,
+    standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`quantize_rows_learning` of a tensor of one part, with codes made anew where they have to be, and nothing
     that the host would have to wait for.
@@ -171,15 +173,30 @@ def quantize_rows_adapting(
             Infinite where something is not finite, or an estimate has no width and the batch has one.
         apart: how many elements neighbouring lines, of a row of every group, are apart in memory: ``x`` may then have
             any shape and strides.
+        standard: makes of the elements what is quantized, which then has no gaps.
 
     Returns:
         Low and step of the codes, as :func:`dequantize_rows` takes them, and the new estimates.
     """
     result = backend_of(x).quantize_rows_adapting(
         x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
-        apart=apart,
+        apart=apart, standard=standard,
     )  # fmt: skip
     return cast("tuple[Tensor, Tensor]", result)
+
+
+class Standard(NamedTuple):
+    """What becomes of rows of a tensor before they are quantized: (value − mean) · deviation, each rounded to float32.
+
+    Attributes:
+        mean: of every row, float32, contiguous.
+        deviation: one over it, of every row, float32, contiguous.
+        length: elements of a row of the tensor.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    length: int
 
 
 class Affine(NamedTuple):

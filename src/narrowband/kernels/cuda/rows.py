@@ -37,7 +37,7 @@ from narrowband.kernels.reference.rows import affine_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from narrowband.kernels.rows import Affine, Rows
+    from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
     "dequantize_rows",
@@ -183,8 +183,10 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
 
 @counting
 def _quantize_group(
-    x, out, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, levels, folded,
-    HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, length,
+    levels, folded,
+    STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Codes of some tiles of a group by its estimate, and their extremes."""
     at = tl.program_id(0).to(tl.int64)
@@ -194,8 +196,8 @@ def _quantize_group(
     most = tl.full((ROWS, WIDTH), _LEAST, tl.int32)
     for turn in range(turns):
         least, most = _quantize_tile(
-            x, out, low, step, least, most, worker + turn * workers, g, outer, groups, inner, apart, stride, blocks,
-            folded, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
+            x, out, mean, deviation, low, step, least, most, worker + turn * workers, g, outer, groups, inner, apart,
+            stride, blocks, length, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
         )  # fmt: skip
     seen = _ints(made) + 4 * groups + 2 * at
     tl.store(seen, tl.min(tl.min(least, 1), 0))
@@ -204,10 +206,10 @@ def _quantize_group(
 
 @counting
 def _quantize_group_again(
-    x, out, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns, levels, folded,
-    decay, rest, drift, jump,
-    HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TURN: tl.constexpr,
+    x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
+    length, levels, folded, decay, rest, drift, jump,
+    STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """The range of a group, which each of its programs settles for itself and one of them writes; and codes of some
     tiles, if they are to be made again.
@@ -253,15 +255,16 @@ def _quantize_group_again(
         least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
         for turn in range(turns):
             _quantize_tile(
-                x, out, chosen_low, step, least, least, worker + turn * workers, g, outer, groups, inner, apart,
-                stride, blocks, folded, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
+                x, out, mean, deviation, chosen_low, step, least, least, worker + turn * workers, g, outer, groups,
+                inner, apart, stride, blocks, length, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
             )  # fmt: skip
 
 
 @kernel
 def _quantize_tile(
-    x, out, low, step, least, most, tile, g, outer, groups, inner, apart, stride, blocks, folded,
-    HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, out, mean, deviation, low, step, least, most, tile, g, outer, groups, inner, apart, stride, blocks, length,
+    folded, STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Codes of some bytes of some rows of a group, and by place in the tile the extremes so far."""
     o = tile // blocks * ROWS + tl.arange(0, ROWS)
@@ -271,10 +274,16 @@ def _quantize_tile(
     begin = o * apart + g * inner
     there = (o < outer)[:, None] & (t < stride)[None, :]
     byte = tl.zeros((ROWS, WIDTH), tl.int32)
+    if STANDARD:
+        row = r * inner // length
+        center = tl.load(mean + row, mask=o < outer, other=0.0)
+        scale = tl.load(deviation + row, mask=o < outer, other=0.0)
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
         ok = there & (j < inner)[None, :]
         v = load(_bits(x, HALF) + begin[:, None] + j[None, :], ok, HALF)
+        if STANDARD:
+            v = (v - center[:, None]) * scale[:, None]
         shift = tl.zeros_like(v) + 0.5
         if STOCHASTIC:
             h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
@@ -423,11 +432,13 @@ def quantize_rows_adapting(
     stochastic: bool,
     seed: int = 0,
     apart: int | None = None,
+    standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not rows.numel or (rows.groups > 1 and rows.inner * x.element_size() < _SHORTEST):
+    scattered = rows.groups > 1 and rows.inner * x.element_size() < _SHORTEST
+    if not rows.numel or scattered or (standard is not None and standard.length % rows.inner):
         return reference.quantize_rows_adapting(
             x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
-            apart=apart,
+            apart=apart, standard=standard,
         )  # fmt: skip
     if apart is None:
         x, apart = _spaced(x, rows)
@@ -436,12 +447,16 @@ def quantize_rows_adapting(
     # Low, step, and the new estimates; and behind these, what programs have seen.
     made = torch.empty(4 * groups + 2 * groups * workers, dtype=torch.float32, device=x.device)
     levels = float((1 << bits) - 1)
-    shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, levels, fold_seed(seed)
-    form = {"HALF": x.dtype == torch.bfloat16, "BITS": bits, "STOCHASTIC": stochastic, **tile}
-    run(_quantize_group, groups * workers, x, out, estimates, made, *shape, on=x, **form)
+    mean, deviation, length = standard or (estimates, estimates, 1)
+    shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, length, levels, fold_seed(seed)
+    form = {
+        "STANDARD": standard is not None, "HALF": x.dtype == torch.bfloat16, "BITS": bits, "STOCHASTIC": stochastic,
+        **tile,
+    }  # fmt: skip
+    run(_quantize_group, groups * workers, x, out, mean, deviation, estimates, made, *shape, on=x, **form)
     numbers = float(decay), 1.0 - decay, float(drift), float(jump)
     run(
-        _quantize_group_again, groups * workers, x, out, estimates, made, note, *shape, *numbers, on=x, TURN=_TURN,
-        **form,
+        _quantize_group_again, groups * workers, x, out, mean, deviation, estimates, made, note, *shape, *numbers,
+        on=x, TURN=_TURN, **form,
     )  # fmt: skip
     return made, made.as_strided((2, groups), (groups, 1), 2 * groups)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from narrowband.kernels.rows import Affine, Rows
+    from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
     "affine_rows",
@@ -129,9 +129,12 @@ def quantize_rows_adapting(
     stochastic: bool,
     seed: int = 0,
     apart: int | None = None,
+    standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
     if apart is not None:
         x = x.detach().as_strided((rows.outer, rows.groups * rows.inner), (apart, 1))
+    if standard is not None:
+        x = (x.float().view(-1, standard.length) - standard.mean.view(-1, 1)).mul_(standard.deviation.view(-1, 1))
     low, high = row_extremes(x, rows)
     learned, share = _learned(estimates, low, high, decay)
     own, finite = torch.stack((high - low, low)), torch.isfinite(2 * torch.maximum(high, -low))
