@@ -147,7 +147,7 @@ _SECOND = (
     "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
 )  # fmt: skip
 #: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
-_OF_A_PARAMETER = tuple(
+_OF_A_PARAMETER = frozenset(
     f"{name}Backward0"
     for name in (
         "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "AsStrided",

@@ -66,8 +66,10 @@ class Original:
     def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
         """A copy, in the order of memory."""
         x = self._exact.restore()
-        flat = Arrangement.of(x).flat(x).to(self._dtype or x.dtype, copy=True)
-        return _formed(flat, sizes, dtype)
+        arrangement = Arrangement.of(x)
+        formed = sizes is not None and arrangement.is_usual and arrangement.sizes == tuple(sizes)
+        copied = (x if formed else arrangement.flat(x)).to(self._dtype or x.dtype, copy=True)
+        return _formed(copied, None if formed else sizes, dtype)
 
 
 class Derivation:

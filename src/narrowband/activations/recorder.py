@@ -299,13 +299,14 @@ class Recorder:
             arrangement = Arrangement.of(x)
             source, added = self._source(x, arrangement, storage, operator, module, nth)
             if source is not None:
-                for tally in tallies:
-                    tally.add(plain, added)
+                packed = Packed(x, arrangement, source, place, tallies)
                 self.packed += 1
                 taken = time.perf_counter() - begin
                 for tally in tallies:
+                    tally.raw_bytes += plain
+                    tally.kept_bytes += added
                     tally.seconds += taken
-                return Packed(x, arrangement, source, place, tallies)
+                return packed
         exact = Exact(x, place)
         kept = 0 if storage.is_exact else nbytes
         if kept:

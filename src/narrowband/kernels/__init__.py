@@ -55,8 +55,8 @@ from narrowband.kernels.quantized import (
 )
 from narrowband.kernels.rows import (
     Affine,
-    Standard,
     Rows,
+    Standard,
     dequantize_rows,
     learn_ranges,
     quantize_rows,

@@ -2,9 +2,9 @@
 
 A program has some bytes of some rows, and the elements in these; or some of the ranges.
 
-Where estimates adapt, the rows of a program share a range: what it has seen is then two numbers. In a second launch each
-program settles the range of its rows from what all of that range have seen, and returns where codes are good as they
-are. Tensors come as they are, whatever their shape: the host makes no views of them.
+Where estimates adapt, the rows of a program share a range: what it has seen is then two numbers. In a second launch
+each program settles the range of its rows from what all of that range have seen, and returns where codes are good as
+they are. Tensors come as they are, whatever their shape: the host makes no views of them.
 """
 
 from __future__ import annotations
@@ -112,23 +112,21 @@ def _quantize(
 @counting
 def _dequantize(
     codes, out, ranges, factor, term, count, outer, groups, inner, stride, blocks, length,
-    FACTOR: tl.constexpr, TERM: tl.constexpr, BY_ROW: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
+    FACTOR: tl.constexpr, TERM: tl.constexpr, MOVES: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     r, which, t = _place(blocks, outer, groups, ROWS, WIDTH)
     low = tl.load(ranges + which, mask=r < count, other=0.0)
     step = tl.load(ranges + count // outer + which, mask=r < count, other=0.0)
     there = (r < count)[:, None] & (t < stride)[None, :]
+    first = r * inner % length if MOVES else r * inner // length  # rows of codes lie within one row of the tensor
     byte = tl.load(codes + r[:, None] * stride + t[None, :], mask=there, other=0).to(tl.int32)
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
         ok = there & (j < inner)[None, :]
         code = (byte >> (part * BITS)) & ((1 << BITS) - 1)
         value = code.to(tl.float32) * step[:, None] + low[:, None]
-        if BY_ROW:  # a whole row of codes lies in one row, or in one piece of columns
-            at = (r * inner // length)[:, None] + (j * 0)[None, :]
-        else:
-            at = (r * inner % length)[:, None] + j[None, :]
+        at = first[:, None] + (j * MOVES)[None, :]
         if FACTOR:
             value = value * tl.load(factor + at, mask=ok, other=0.0)
         if TERM:
@@ -338,7 +336,7 @@ def dequantize_rows(
     run(
         _dequantize, programs, codes, out, ranges, ranges if factor is None else factor,
         ranges if term is None else term, *numbers, on=out, FACTOR=factor is not None, TERM=term is not None,
-        BY_ROW=by_row, HALF=out.dtype == torch.bfloat16, BITS=bits, **tile,
+        MOVES=0 if by_row else 1, HALF=out.dtype == torch.bfloat16, BITS=bits, **tile,
     )  # fmt: skip
 
 
