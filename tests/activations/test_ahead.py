@@ -86,6 +86,40 @@ def test_a_batch_that_is_much_wider_is_looked_at_in_the_next_step():
     assert step(spiky) >= 1  # and now it is kept as it is
 
 
+def test_layer_normalization_is_computed_once_and_its_input_comes_back(monkeypatch):
+    """From the second step on, by the statistics of the operator itself."""
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64)
+    nn.init.normal_(norm.weight, 1.0, 0.3)
+    nn.init.normal_(norm.bias)
+    layers = nn.Sequential(nn.Linear(64, 64), norm, nn.GELU(), nn.Linear(64, 64), norm, nn.Linear(64, 16))
+    saving = nb.compress_activations(layers, bits=8)
+    assert off(layers, torch.randn(96, 64), saving) < 0.02
+    monkeypatch.setattr(torch, "native_layer_norm", lambda *_: pytest.fail("a second time"))
+    for cast in (False, True, False):
+        x = 1.1 * torch.randn(96, 64) + 0.5
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            assert off(layers, x, saving) < 0.02
+    assert sum(name.endswith(":normalized") for name in saving.state_dict()["estimates"]) == 2
+
+
+def test_a_normalized_batch_that_is_much_wider_is_looked_at_in_the_next_step():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    saving = nb.compress_activations(layers, bits=8)
+    x = torch.randn(96, 64)
+    gradients(layers, x, saving)
+    with torch.no_grad():  # of small widths: the next batch is ten times as wide
+        saving.estimates._ranges["1:layer_norm:0:normalized"].mul_(0.1)
+    for looked in (False, True):
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            own = torch.native_layer_norm
+            patch.setattr(torch, "native_layer_norm", lambda *given: (seen.append(1), own(*given))[1])  # noqa: B023
+            assert off(layers, x, saving) < 0.02
+        assert bool(seen) == looked
+
+
 def test_what_is_not_finite_gives_gradients_that_are_not():
     layers, x = model(), torch.randn(64, 64)
     saving = nb.compress_activations(layers, bits=8)

@@ -72,7 +72,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(bits, sym
     for seed in range(seeds):
         kept, arrangement = payload(x, bits, Grouping(1, 2), symmetric=symmetric, seed=seed)
         found = arrangement.unflat(kept.decode()).double()
-        step = kept.step.double().view(1, 2, 1)
+        step = kept.ranges[1].double().view(1, 2, 1)
         assert ((found - x.double()).abs() < step * (1 + 1e-4)).all()
         total += found
     # The mean of as many coins as there are seeds, each with a variance of at most step² / 4.
@@ -86,7 +86,7 @@ def test_whatever_lies_how_comes_back_within_a_step(x, bits, dtype, seed):
     found = arrangement.unflat(kept.decode())
     assert (found.dtype, found.shape) == (x.dtype, x.shape)
     rounding = 1e-4 if dtype == torch.float32 else 2.0**-8 * float(x.abs().max())
-    assert ((found.double() - x.double()).abs() <= kept.step.double().item() + rounding).all()
+    assert ((found.double() - x.double()).abs() <= kept.ranges[1].double().item() + rounding).all()
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -117,8 +117,8 @@ def test_ranges_are_those_before_the_batch_unless_it_moves_them_far(symmetric):
             alpha, beta = 2 * top, -top
         made = taken(x, estimates, policy)
         exact = 1e-4 if symmetric else 2e-6  # steps are widened a little, so that zero has a code
-        torch.testing.assert_close(made.step.double(), alpha / (254 if symmetric else 255), rtol=exact, atol=0)
-        torch.testing.assert_close(made.low.double(), beta, rtol=exact, atol=0)
+        torch.testing.assert_close(made.ranges[1].double(), alpha / (254 if symmetric else 255), rtol=exact, atol=0)
+        torch.testing.assert_close(made.ranges[0].double(), beta, rtol=exact, atol=0)
         held = learned
         torch.testing.assert_close(estimates.state_dict()["a"].double(), torch.stack(held), rtol=2e-6, atol=0)
     assert {*outcomes} == {False, True}
@@ -133,13 +133,13 @@ def test_while_ranges_grow_and_shrink_they_are_the_papers_within_a_share():
             made = taken(x, estimates)
             low, high = x.double().amin(0), x.double().amax(0)
             held = (low, high) if held is None else (0.9 * held[0] + 0.1 * low, 0.9 * held[1] + 0.1 * high)
-            begin, end = made.low.double(), made.low.double() + 255 * made.step.double()
+            begin, end = made.ranges[0].double(), made.ranges[0].double() + 255 * made.ranges[1].double()
             allowed = DRIFT * (held[1] - held[0]) * (1 + 1e-4)
             assert ((begin - held[0]).abs() <= allowed).all()
             assert ((end - held[1]).abs() <= allowed).all()
             found = made.decode().view(50, 3).double()
             clipped = (x.double() - x.double().clamp(held[0], held[1])).abs().amax(0)
-            step = made.step.double() + 1e-5 * (held[1] - held[0])
+            step = made.ranges[1].double() + 1e-5 * (held[1] - held[0])
             assert ((found - x.double()).abs().amax(0) <= clipped / 0.9 + step).all()
 
 

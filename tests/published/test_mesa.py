@@ -27,7 +27,7 @@ def found(x, low, span, stochastic=False, seed=0):
     ranges = torch.tensor([float(low)]), torch.tensor([float(span / np.float32(255))])
     codes = torch.empty(rows.nbytes(8), dtype=torch.uint8)
     kernels.quantize_rows(torch.from_numpy(x), codes, rows, *ranges, bits=8, stochastic=stochastic, seed=seed)
-    kernels.dequantize_rows(codes, out, rows, *ranges, bits=8)
+    kernels.dequantize_rows(codes, out, rows, torch.stack(ranges), bits=8)
     return codes.numpy().astype(np.int64), out.numpy()
 
 

@@ -147,7 +147,7 @@ _SECOND = (
     "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
 )  # fmt: skip
 #: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
-_OF_A_PARAMETER = tuple(
+_OF_A_PARAMETER = frozenset(
     f"{name}Backward0"
     for name in (
         "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "AsStrided",
@@ -180,6 +180,10 @@ class Call:
                 given = torch.utils._pytree.tree_leaves(given)
             self._operands = [x for x in given if isinstance(x, Tensor)]
         return self._operands
+
+    def forms(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of these."""
+        return tuple([x.shape for x in self.operands()])
 
     def samples(self, x: Tensor, grouping: Grouping) -> int:
         """How many samples a saved tensor's first dimension is made of: products make one of samples and tokens, or

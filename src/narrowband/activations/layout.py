@@ -13,13 +13,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowband.kernels import Rows
 
-__all__ = ["Arrangement", "Grouping", "largest_divisor", "neighbours"]
+__all__ = ["Arrangement", "Cut", "Grouping", "largest_divisor", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,16 @@ class Arrangement:
 
     def unflat(self, flat: Tensor) -> Tensor:
         """The inverse of :meth:`flat`."""
-        if self.is_usual:
-            return flat.view(self.sizes)
-        back = [0] * len(self.order)
-        for place, dim in enumerate(self.order):
-            back[dim] = place
-        return flat.view(self.sizes).permute(back)
+        return self.ordered(flat.view(self.sizes))
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """The tensor of elements that are given in the sizes of memory."""
+        return x if self.is_usual else x.permute(self._back)
+
+    @functools.cached_property
+    def _back(self) -> tuple[int, ...]:
+        """Where each dimension lies in memory."""
+        return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
     def rows(self, grouping: Grouping, *, samples: int = 1) -> Rows:
         """How the flat tensor is cut.
@@ -119,6 +124,27 @@ class Arrangement:
         inner = math.prod(self.sizes) // max(1, before * groups)
         parts = samples if self.order[0] == 0 and before % samples == 0 else 1
         return Rows(parts, before // parts, groups, inner)
+
+
+class Cut(NamedTuple):
+    """What is found out once about tensors of one form in one place: how they are cut, and read.
+
+    Attributes:
+        rows: of the elements in the order of memory.
+        apart: how many elements neighbouring lines of rows are apart, where a tensor can be read as it is; None: its
+            elements have to be brought into order.
+    """
+
+    rows: Rows
+    apart: int | None
+
+    @classmethod
+    def of(cls, x: Tensor, arrangement: Arrangement, rows: Rows) -> Cut:
+        """That of a tensor of this arrangement."""
+        lines = arrangement.lines(x.detach(), rows)
+        if lines.data_ptr() != x.data_ptr():
+            return cls(rows, None)
+        return cls(rows, rows.groups * rows.inner if lines.dim() == 1 else lines.stride(0))
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from narrowband.activations.dynamo import compiled_modules, obstacle
+from narrowband.activations.layout import Cut
 from narrowband.activations.policy import ActivationPolicy
 from narrowband.errors import UnsupportedError
 
@@ -30,6 +32,7 @@ class Modules:
     Attributes:
         recomputed: modules that backward computes again, the outermost ones.
         default_groups: of channels, where nothing says how many: as many as most modules have heads.
+        cuts: what passes have found out about tensors, by place and form; see :meth:`Recorder._cut`.
 
     Raises:
         ValueError: a pattern of the policy matches no module.
@@ -47,6 +50,7 @@ class Modules:
         self.recomputed = weakref.WeakSet(self._recomputed(model))
         self.check()
         self._heads: dict[str, int | None] = {}
+        self.cuts: dict[tuple[Any, ...], Cut] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS
 

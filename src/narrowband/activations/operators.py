@@ -369,7 +369,7 @@ def _layer_norm(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | N
         normalization = keeper.normalization
     finally:
         keeper.normalization = None
-    if not normalization.derive(keeper, y):
+    if not normalization.derive(keeper, x, y):
         DERIVED[func](keeper, y, args, kwargs)
     return y
 

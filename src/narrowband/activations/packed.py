@@ -12,9 +12,10 @@ What is not finite decodes to NaN.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -24,19 +25,22 @@ from narrowband import kernels
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import Magnitudes, Outliers
 from narrowband.activations.ranges import DRIFT, JUMP, Estimates, centred, ranges, shaped
-from narrowband.kernels import Rows
+from narrowband.kernels import Affine, Rows, Standard
 
 if TYPE_CHECKING:
     from narrowband.activations.arena import Arena
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["WIDER", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "quantized"]
+__all__ = ["WIDER", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "ahead", "promised", "quantized"]
 
 #: How many times as wide as its estimate a batch on a GPU may be, and the next one is not looked at.
 WIDER = 2
 
 #: Types of devices that work by themselves while the host goes on.
 AHEAD = {"cuda"}
+
+#: Dtypes that loops write.
+_DIRECT = (torch.float32, torch.bfloat16)
 
 #: What saved a tensor: an operator, by its name for a policy, and the module of that name ("": the model).
 Place = tuple[str, str]
@@ -52,13 +56,13 @@ class Payload:
         codes: memory for them, of ``rows.nbytes(bits)``.
 
     Attributes:
+        ranges: of these rows, as :func:`~narrowband.kernels.dequantize_rows` takes them.
         numel: elements of the tensor; rows have more where the last one was filled up.
     """
 
-    __slots__ = ("__weakref__", "bits", "codes", "dtype", "low", "numel", "rows", "step")
+    __slots__ = ("__weakref__", "bits", "codes", "dtype", "numel", "ranges", "rows")
 
-    low: Tensor
-    step: Tensor
+    ranges: Tensor
 
     def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
         self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
@@ -88,13 +92,13 @@ class Payload:
         """
         if symmetric:
             middle = (1 << self.bits - 1) - 1
-            self.step = centred(alpha / (2 * middle), middle)
-            self.low = self.step * -middle
+            step = centred(alpha / (2 * middle), middle)
+            low = step * -middle
         else:
-            self.step = alpha / ((1 << self.bits) - 1)
-            self.low = beta
+            low, step = beta, alpha / ((1 << self.bits) - 1)
+        self.ranges = torch.stack((low, step))
         encode = kernels.quantize_rows_extremes if watch else kernels.quantize_rows
-        return encode(x, self.codes, self.rows, self.low, self.step, bits=self.bits, stochastic=stochastic, seed=seed)
+        return encode(x, self.codes, self.rows, low, step, bits=self.bits, stochastic=stochastic, seed=seed)
 
     def encode_learning(
         self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int
@@ -117,37 +121,51 @@ class Payload:
             ends = self.encode(x, alpha, beta, symmetric=True, stochastic=stochastic, seed=seed, watch=True)
             assert ends is not None
             return torch.stack(ends), *kernels.learn_ranges(estimate, *ends, decay)
-        ranges, seen, learned, finite, moved = kernels.quantize_rows_learning(
+        self.ranges, seen, learned, finite, moved = kernels.quantize_rows_learning(
             x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed
         )
-        self.low, self.step = ranges.unbind()
         return seen, learned, finite, moved
 
-    def encode_adapting(self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, **form: Any) -> Tensor:
+    def encode_adapting(
+        self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int,
+        apart: int | None, standard: Standard | None,
+    ) -> Tensor:  # fmt: skip
         """Make codes with ranges that the device settles; see :func:`~narrowband.kernels.quantize_rows_adapting`.
 
         Returns:
             The new estimate.
         """
-        ranges, learned = kernels.quantize_rows_adapting(
-            x, self.codes, self.rows, estimate, decay, note, drift=DRIFT, jump=JUMP, bits=self.bits, **form
-        )
-        self.low, self.step = ranges.unbind()
+        self.ranges, learned = kernels.quantize_rows_adapting(
+            x, self.codes, self.rows, estimate, decay, note, drift=DRIFT, jump=JUMP, bits=self.bits,
+            stochastic=stochastic, seed=seed, apart=apart, standard=standard,
+        )  # fmt: skip
         return learned
 
     @property
     def nbytes(self) -> int:
         """Of codes, and of ranges where each sample has its own."""
-        own = self.low.nbytes + self.step.nbytes if self.rows.parts > 1 else 0
+        own = 2 * 4 * self.rows.parts * self.rows.groups if self.rows.parts > 1 else 0
         return self.codes.numel() + own
 
-    def decode(self) -> Tensor:
-        """Flat, in the order of memory."""
-        direct, count = self.dtype in (torch.float32, torch.bfloat16), self.rows.numel
-        out = torch.empty(count, dtype=self.dtype if direct else torch.float32, device=self.codes.device)
-        kernels.dequantize_rows(self.codes, out, self.rows, self.low, self.step, bits=self.bits)
-        wanted = out if direct else out.to(self.dtype)
-        return wanted if count == self.numel else wanted[: self.numel]
+    def decode(
+        self, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None, affine: Affine | None = None
+    ) -> Tensor:
+        """As every source does; and affine, if so wanted."""
+        own, wanted, count = self.dtype, dtype or self.dtype, self.rows.numel
+        made = own if own in _DIRECT else torch.float32
+        if own is torch.float32 and wanted is torch.bfloat16:  # in the same pass
+            own = made = wanted
+        whole = count == self.numel
+        out = torch.empty(sizes if whole and sizes is not None else count, dtype=made, device=self.codes.device)
+        kernels.dequantize_rows(self.codes, out, self.rows, self.ranges, bits=self.bits, affine=affine)
+        if made is not own:
+            out = out.to(own)
+        if own is not wanted:
+            out = out.to(wanted)
+        if whole:
+            return out
+        out = out[: self.numel]
+        return out if sizes is None else out.view(sizes)
 
 
 def quantized(
@@ -161,6 +179,7 @@ def quantized(
     name: str,
     *,
     own: bool = False,
+    apart: int | None = None,
 ) -> Payload | Outliers:
     """Codes of a tensor, of whose range the estimates learn. A tensor that is not finite, has no range in float32,
     or has outliers (:class:`~narrowband.activations.outliers.Magnitudes`) has none: nothing is learned of it, and it is
@@ -178,10 +197,18 @@ def quantized(
         estimates: of the model.
         name: of the tensor's estimate.
         own: whether ranges are taken from this very tensor, of so few neighbours that outliers are not looked for.
+        apart: how far lines of rows are apart in memory, where ``x`` is the tensor as it is.
     """
     learns = policy.learns and not own
     estimate = estimates.get(name, rows.groups, x.device) if learns else None
     form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
+    if estimate is not None and _settles(estimates, policy, name, x.device):
+        payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
+        _adapt(payload, x, estimate, form["stochastic"], estimates, name, apart)
+        return payload
+    estimates.notes.read(name)  # now it is looked at
+    if apart is not None:
+        x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
     if estimate is None:
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
@@ -195,14 +222,6 @@ def quantized(
         )
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    if x.device.type in AHEAD and not policy.symmetric and estimates.notes.read(name) <= WIDER:
-        note = estimates.notes.place(name, x.device)
-        learned = payload.encode_adapting(x, estimate, estimates.decay, note, stochastic=form["stochastic"], seed=seed)
-        if _by_chance(seed):
-            dwarfed = Magnitudes(x, rows).dwarfed_by(learned[0])
-            note.copy_(torch.where(dwarfed, torch.inf, note))
-        estimates.replace(name, estimate, learned)
-        return payload
     seen, learned, finite, moved = payload.encode_learning(x, estimate, estimates.decay, seed=seed, **form)
     if not finite:
         return Outliers(extreme=True)
@@ -226,6 +245,67 @@ def quantized(
     return payload
 
 
+def promised(
+    x: Tensor,
+    rows: Rows,
+    bits: Literal[8, 4, 2],
+    arena: Arena,
+    policy: ActivationPolicy,
+    estimates: Estimates,
+    name: str,
+    apart: int,
+) -> tuple[Payload, Callable[[Standard], None]] | None:
+    """The same of a tensor's rows in their normalized form, whose statistics are not there yet: a payload, and what
+    makes its codes when they are. None where the host has to look at the tensor.
+    """
+    estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
+    if estimate is None or not _settles(estimates, policy, name, x.device):
+        return None
+    payload = Payload(rows, bits, x.dtype, arena.take(rows.nbytes(bits), x.device))
+    stochastic = policy.rounding == "stochastic"
+
+    def keep(standard: Standard) -> None:
+        _adapt(payload, x, estimate, stochastic, estimates, name, apart, standard)
+
+    return payload, keep
+
+
+def _settles(estimates: Estimates, policy: ActivationPolicy, name: str, device: torch.device) -> bool:
+    """Whether the device settles the range of a batch, and the host hears of it later."""
+    return ahead(device) and not policy.symmetric and estimates.notes.read(name, at_most=WIDER) <= WIDER
+
+
+def _adapt(
+    payload: Payload,
+    x: Tensor,
+    estimate: Tensor,
+    stochastic: bool,
+    estimates: Estimates,
+    name: str,
+    apart: int | None,
+    standard: Standard | None = None,
+) -> None:
+    """Make codes by a range that the device settles."""
+    seed, rows = estimates.draw(), payload.rows
+    note = estimates.notes.place(name, x.device)
+    learned = payload.encode_adapting(
+        x, estimate, estimates.decay, note, stochastic=stochastic, seed=seed, apart=apart, standard=standard
+    )
+    if _by_chance(seed):
+        if standard is not None:
+            x = payload.decode()
+        elif apart is not None:
+            x = x.detach().as_strided((rows.outer, rows.groups * rows.inner), (apart, 1))
+        dwarfed = Magnitudes(x, rows).dwarfed_by(learned[0])
+        note.copy_(torch.where(dwarfed, torch.inf, note))
+    estimates.replace(name, estimate, learned)
+
+
+def ahead(device: torch.device) -> bool:
+    """Whether the device works by itself while the host goes on."""
+    return device.type in AHEAD
+
+
 def _by_chance(seed: int) -> bool:
     """Whether this draw is one of those, one in 64, whose tensors are looked at for outliers anyway: a hash, so that a
     resumed run looks at the same.
@@ -246,8 +326,13 @@ class Source(Protocol):
     def bits(self) -> int:
         """How many of an element were kept."""
 
-    def decode(self) -> Tensor:
-        """Flat, in the order of memory, and the caller's own."""
+    def decode(self, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """In the order of memory, and the caller's own.
+
+        Args:
+            sizes: of the result; flat if not given.
+            dtype: of the result; the tensor's own if not given. To ask for another one may save a pass.
+        """
 
 
 class _Watched:
@@ -305,6 +390,12 @@ class Exact(_Watched):
         return self._watch
 
 
+@functools.lru_cache(maxsize=1 << 8)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements, which all may have the memory of."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 class Packed(_Watched):
     """A tensor of which codes are kept, or how it is computed from those of another one.
 
@@ -322,7 +413,7 @@ class Packed(_Watched):
         self, x: Tensor, arrangement: Arrangement, source: Source, place: Place, clocks: Sequence[Clock]
     ) -> None:
         watch = x.detach()  # counts versions along with x
-        watch.data = x.new_empty(0)  # and lets go of its memory
+        watch.data = _nothing(x.dtype, x.device)  # and lets go of its memory
         super().__init__(x, watch, place)
         self._arrangement, self._source, self._clocks = arrangement, source, clocks
 
@@ -334,7 +425,7 @@ class Packed(_Watched):
         """About what was saved: same shape, same order in memory."""
         begin = time.perf_counter()
         self.check()
-        restored = self._arrangement.unflat(self._source.decode())
+        restored = self._arrangement.ordered(self._source.decode(self._arrangement.sizes))
         taken = time.perf_counter() - begin
         for clock in self._clocks:
             clock.seconds += taken

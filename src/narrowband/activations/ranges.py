@@ -17,6 +17,7 @@ itself, and what the host has to know of a batch it reads in the next one: see :
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -75,9 +76,17 @@ class Notes:
             for board in self._boards.values():
                 board.receive()
 
-    def read(self, name: str) -> float:
-        """What has arrived of a tensor, once; 0 where nothing has."""
-        return max((board.values.pop(name, 0.0) for board in self._boards.values()), default=0.0)
+    def read(self, name: str, at_most: float = math.inf) -> float:
+        """What has arrived of a tensor, once, unless it is more than so much: then it is still there; 0 where nothing
+        has arrived.
+        """
+        found = 0.0
+        for board in self._boards.values():
+            if name in board.values:
+                found = max(found, board.values[name])
+                if found <= at_most:
+                    board.values.pop(name, None)
+        return found
 
 
 class _Board:
@@ -93,15 +102,20 @@ class _Board:
     def __init__(self, device: torch.device) -> None:
         self.values: dict[str, float] = {}
         self._index: dict[str, int] = {}
+        self._places: dict[str, Tensor] = {}
         self._there = torch.zeros(self._ROOM, device=device)
         self._on_its_way: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
     def place(self, name: str) -> Tensor:
-        at = self._index.setdefault(name, len(self._index))
-        if at >= self._there.numel():
-            self._there = torch.cat((self._there, torch.zeros_like(self._there)))
-        return self._there[at : at + 1]
+        found = self._places.get(name)
+        if found is None:
+            at = self._index.setdefault(name, len(self._index))
+            if at >= self._there.numel():
+                self._there = torch.cat((self._there, torch.zeros_like(self._there)))
+                self._places.clear()
+            found = self._places[name] = self._there[at : at + 1]
+        return found
 
     def send(self) -> None:
         if self._on_its_way is not None or not self._index:
@@ -153,7 +167,9 @@ class Estimates:
         """The estimate, (2, groups): α, β. None where there is none yet, and where every batch has its own range."""
         with self._lock:
             estimate = self._ranges.get(name)
-        return None if not self.decay or estimate is None or estimate.shape[1] != groups else estimate.to(device)
+        if not self.decay or estimate is None or estimate.shape[1] != groups:
+            return None
+        return estimate if estimate.device == device else estimate.to(device)
 
     def observe(self, name: str, low: Tensor, high: Tensor) -> Tensor:
         """Take a batch's extremes in, and return the new estimate. The first batch is taken as it is."""

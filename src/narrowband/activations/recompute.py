@@ -11,6 +11,7 @@ What else the operator was given, parameters and statistics, it copies, as they 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowband.activations.layout import Arrangement
-from narrowband.activations.packed import Exact, Source
+from narrowband.activations.packed import Exact, Payload, Source, ahead
+from narrowband.kernels import Affine, Standard
 
 __all__ = [
     "DERIVED",
@@ -36,8 +38,15 @@ __all__ = [
     "original",
 ]
 
-#: From an input to a result, both flat in the order of memory. It may write to what it is given.
-Function = Callable[[Tensor], Tensor]
+#: The sizes of a result in memory; None: flat.
+Sizes = Sequence[int] | None
+
+
+class Function(Protocol):
+    """From a source of an input to a result."""
+
+    def __call__(self, source: Source, sizes: Sizes, dtype: torch.dtype | None, /) -> Tensor:
+        """The result, as :meth:`Source.decode` has it."""
 
 
 class Original:
@@ -54,10 +63,13 @@ class Original:
     def __init__(self, exact: Exact, dtype: torch.dtype | None = None) -> None:
         self._exact, self._dtype = exact, dtype
 
-    def decode(self) -> Tensor:
-        """A copy, flat, in the order of memory."""
+    def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy, in the order of memory."""
         x = self._exact.restore()
-        return Arrangement.of(x).flat(x).to(self._dtype or x.dtype, copy=True)
+        arrangement = Arrangement.of(x)
+        formed = sizes is not None and arrangement.is_usual and arrangement.sizes == tuple(sizes)
+        copied = (x if formed else arrangement.flat(x)).to(self._dtype or x.dtype, copy=True)
+        return _formed(copied, None if formed else sizes, dtype)
 
 
 class Derivation:
@@ -80,12 +92,9 @@ class Derivation:
         nbytes, self._nbytes = self._nbytes, 0
         return nbytes + (self._source.count() if isinstance(self._source, Derivation) else 0)
 
-    def decode(self) -> Tensor:
-        """Flat, in the order of memory."""
-        x = self._source.decode()
-        # As it was forward, wherever backward is called from: within a pass, under autocast, to differentiate twice.
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
-            return self._function(x)
+    def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
+        """In the order of memory."""
+        return self._function(self._source, sizes, dtype)
 
 
 #: What is kept of a tensor, as long as anyone keeps it.
@@ -132,9 +141,44 @@ class Recipes(Protocol):
         """Note that an operator's result can be computed again."""
 
 
-def cast_to(dtype: torch.dtype) -> Function:
+def cast_to(own: torch.dtype) -> Function:
     """The function of autocast."""
-    return lambda flat: flat.to(dtype)
+
+    def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+        cast = source.decode(sizes, own)
+        return cast if dtype is None else cast.to(dtype)
+
+    return function
+
+
+def _computed(function: Callable[[Tensor], Tensor]) -> Function:
+    """Of a function from the input to a result, both flat in the order of memory. It may write to what it is given."""
+
+    def compute(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+        x = source.decode()
+        # As it was forward, wherever backward is called from: within a pass, under autocast, to differentiate twice.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+            return _formed(function(x), sizes, dtype)
+
+    return compute
+
+
+def _elementwise(function: Callable[[Tensor], Tensor]) -> Function:
+    """The same of one that takes tensors of any shape."""
+
+    def compute(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+        x = source.decode(sizes)
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+            return _formed(function(x), None, dtype)
+
+    return compute
+
+
+def _formed(x: Tensor, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+    """In these sizes and this dtype."""
+    if dtype is not None and dtype is not x.dtype:
+        x = x.to(dtype)
+    return x if sizes is None else x.view(sizes)
 
 
 def original(exact: weakref.ref[Exact]) -> Origin:
@@ -158,10 +202,12 @@ def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
     return [values.get(name, default) for name, default in parameters.items()]
 
 
-def derive_elementwise(recipes: Recipes, x: Tensor, y: Tensor, origin: Origin | None, function: Function) -> None:
-    """Note that each element of the result comes of the input's in the same place."""
+def derive_elementwise(
+    recipes: Recipes, x: Tensor, y: Tensor, origin: Origin | None, function: Callable[[Tensor], Tensor]
+) -> None:
+    """Note that each element of the result comes of the input's in the same place. The function may write to it."""
     if origin is not None and Arrangement.of(x) == Arrangement.of(y):
-        recipes.derive(y, Recipe(function, origin))
+        recipes.derive(y, Recipe(_elementwise(function), origin))
 
 
 def _gelu(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
@@ -181,16 +227,15 @@ def _derive_whole(
     x: Tensor,
     y: Tensor,
     origin: Origin,
-    function: Function,
+    function: Callable[[Tensor], Tensor],
     *copies: Tensor | None,
     by_row: bool = False,
 ) -> None:
     """Note how the result comes of the input, both in their shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
     if x.dtype == y.dtype:  # autocast may have cast the input first
-        recipes.derive(
-            y, Recipe(lambda flat: made.flat(function(given.unflat(flat))), origin, _nbytes(*copies), by_row=by_row)
-        )
+        whole = _computed(lambda flat: made.flat(function(given.unflat(flat))))
+        recipes.derive(y, Recipe(whole, origin, _nbytes(*copies), by_row=by_row))
 
 
 class Normalization:
@@ -214,6 +259,8 @@ class Normalization:
         self._statistics: tuple[Tensor, Tensor] | None = None
         #: Of what was kept of n in this call.
         self.origin: Origin | None = None
+        #: Makes the codes of n, if they are to be made of the input by the statistics of the operator.
+        self.owed: Callable[[Standard], None] | None = None
 
     def takes(self, x: Tensor) -> bool:
         """Whether this is the input, and no parameter or statistic."""
@@ -225,44 +272,63 @@ class Normalization:
         """
         n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
         self._statistics = mean, rstd
-        if x.is_cuda:
+        if ahead(x.device):
             return n
         return n if bool((torch.isfinite(mean) & torch.isfinite(1 / rstd)).all()) else None
 
     def input(self, x: Tensor) -> Function:
-        """From n to the input, flat."""
-        given, shape = Arrangement.of(x), x.shape
+        """From n to the input."""
+        given, shape, length = Arrangement.of(x), x.shape, math.prod(self._shape)
 
-        def function(flat: Tensor) -> Tensor:
+        def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
             assert self._statistics is not None
             mean, rstd = self._statistics
-            return given.flat(_affine(flat.view(shape), 1 / rstd, mean))
+            if given.is_usual:
+                return _affine(source, sizes, dtype, Affine(1 / rstd, mean, length, by_row=True))
+            x = _affine(source, shape, None, Affine(1 / rstd, mean, length, by_row=True))
+            return _formed(given.flat(x), sizes, dtype)
 
         return function
 
-    def derive(self, recipes: Recipes, y: Tensor) -> bool:
+    def derive(self, recipes: Recipes, x: Tensor, y: Tensor) -> bool:
         """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
-        node: Any = y.grad_fn
-        if self.origin is None or not y.is_contiguous() or y.dtype != self._input[-1]:
+        if self.origin is None:
             return False
-        if node.name() == "NativeLayerNormBackward0":  # the same numbers, which need not be there twice
+        node: Any = y.grad_fn
+        if node is not None and node.name() == "NativeLayerNormBackward0":  # the same numbers need not be there twice
             self._statistics = node._saved_result1, node._saved_result2
-        weight, bias, shape = _copy(self._weight), _copy(self._bias), y.shape
+        if self.owed is not None:
+            if self._statistics is None:
+                with torch.no_grad():
+                    self.normalized(x)
+            assert self._statistics is not None
+            mean, deviation = map(_float32, self._statistics)
+            self.owed(Standard(mean, deviation, math.prod(self._shape)))
+            self.owed = None
+        if not y.is_contiguous() or y.dtype != self._input[-1]:
+            return False
+        weight, bias = _copy(self._weight), _copy(self._bias)
         self._weight = self._bias = None
+        affine = Affine(weight, bias, math.prod(self._shape))
         recipes.derive(
             y,
-            Recipe(lambda flat: _affine(flat.view(shape), weight, bias).view(-1), self.origin, _nbytes(weight, bias)),
+            Recipe(
+                lambda source, sizes, dtype: _affine(source, sizes, dtype, affine), self.origin, _nbytes(weight, bias)
+            ),
         )
         return True
 
 
-def _affine(x: Tensor, factor: Tensor | None, term: Tensor | None) -> Tensor:
-    """x · factor + term, in place where it is rounded once all the same."""
-    if x.dtype == torch.float32:
-        x = x if factor is None else x.mul_(factor)
-        return x if term is None else x.add_(term)
-    wide = x.float() if factor is None else x.float().mul_(factor)
-    return (wide if term is None else wide.add_(term)).to(x.dtype)
+def _affine(n: Source, sizes: Sizes, dtype: torch.dtype | None, affine: Affine) -> Tensor:
+    """n · factor + term, in one pass; numbers in 16 bits are exact in 32."""
+    assert isinstance(n, Payload)
+    factor, term, length, by_row = affine
+    return n.decode(sizes, dtype, Affine(_float32(factor), _float32(term), length, by_row))
+
+
+def _float32(x: Tensor | None) -> Any:
+    """As loops take it; None for None."""
+    return x if x is None or (x.dtype is torch.float32 and x.is_contiguous()) else x.float().contiguous()
 
 
 def _layer_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:

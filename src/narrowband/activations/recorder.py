@@ -31,10 +31,10 @@ from narrowband.activations.calls import (
     differentiates_forward,
     saved_by_checkpoint,
 )
-from narrowband.activations.layout import Arrangement, neighbours
+from narrowband.activations.layout import Arrangement, Cut, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers
-from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, quantized
+from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
@@ -43,6 +43,7 @@ from narrowband.activations.storages import (
     Storage,
     Storages,
     base_of,
+    has_codes,
     is_cast_of,
     is_expanded,
     is_of_a_parameter,
@@ -239,18 +240,18 @@ class Recorder:
         if type(y) is Tensor and y.requires_grad and arrangement.without_gaps:
             self.storages.of(y).has_recipe(values_of(y, arrangement), recipe)
 
-    def _recipe(self, x: Tensor, arrangement: Arrangement, storage: Storage) -> Recipe | None:
-        """How a tensor that is saved can be computed again."""
-        values = values_of(x, arrangement)
-        recipe = storage.recipe(values)
-        if recipe is None:
-            operand = self._operand_before_cast(x, arrangement)
-            if operand is not None:
-                lies = Arrangement.of(operand)
-                before = self.storages.of(operand).recipe(values_of(operand, lies))
-                if before is not None:
-                    recipe = Recipe(cast_to(x.dtype), before.derivation)
-                    storage.has_recipe(values, recipe)
+    def _recipe_before_cast(
+        self, x: Tensor, arrangement: Arrangement, storage: Storage, values: tuple[Any, ...]
+    ) -> Recipe | None:
+        """How a tensor of which nothing is known can be computed again, by what it was before autocast."""
+        operand = self._operand_before_cast(x, arrangement)
+        if operand is None:
+            return None
+        before = self.storages.of(operand).recipe(values_of(operand, Arrangement.of(operand)))
+        if before is None:
+            return None
+        recipe = Recipe(cast_to(x.dtype), before.derivation)
+        storage.has_recipe(values, recipe)
         return recipe
 
     def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
@@ -298,13 +299,14 @@ class Recorder:
             arrangement = Arrangement.of(x)
             source, added = self._source(x, arrangement, storage, operator, module, nth)
             if source is not None:
-                for tally in tallies:
-                    tally.add(plain, added)
+                packed = Packed(x, arrangement, source, place, tallies)
                 self.packed += 1
                 taken = time.perf_counter() - begin
                 for tally in tallies:
+                    tally.raw_bytes += plain
+                    tally.kept_bytes += added
                     tally.seconds += taken
-                return Packed(x, arrangement, source, place, tallies)
+                return packed
         exact = Exact(x, place)
         kept = 0 if storage.is_exact else nbytes
         if kept:
@@ -328,35 +330,41 @@ class Recorder:
             or operator is ROUGH
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._at_work
-            or not is_plain(x)
-            or is_expanded(x)
+            or not has_codes(x)
+            or (not arrangement.without_gaps and is_expanded(x))
             or self.call.is_statistic(x, operator)
         ):
             return None, 0
-        parameter = self.call.parameter_before_cast(x)
-        if parameter is not None:  # which lives anyway, and can be cast again
-            there = is_cast_of(x, arrangement, parameter)
-            return Original(Exact(parameter, (operator.name, module)), x.dtype) if there else None, 0
         values = values_of(x, arrangement)
         payload = storage.payload(values)
         if payload is not None and payload.bits >= bits:
             return payload, 0
-        recipe = self._recipe(x, arrangement, storage)
+        recipe = storage.recipe(values)
+        if recipe is None:
+            parameter = self.call.parameter_before_cast(x)
+            if parameter is not None:  # which lives anyway, and can be cast again
+                there = is_cast_of(x, arrangement, parameter)
+                return Original(Exact(parameter, (operator.name, module)), x.dtype) if there else None, 0
+            recipe = self._recipe_before_cast(x, arrangement, storage, values)
         derivation = None if recipe is None else recipe.derivation()
         if derivation is not None and derivation.bits >= bits:
             return derivation, derivation.count()
         name = f"{module}:{operator.name}:{nth}"
-        with torch.no_grad():
-            if self.normalization is not None and self.normalization.takes(x):
-                n = self.normalization.normalized(x)
-                payload = self._quantized(n, operator, f"{name}:normalized", module, bits)
-                if payload is None:
-                    return None, 0
-                self.normalization.origin = weakref.ref(payload)
-                recipe = Recipe(self.normalization.input(x), self.normalization.origin)
-                storage.has_recipe(values, recipe)
-                return recipe.derivation(), payload.nbytes
-            payload = self._quantized(x, operator, name, module, bits)
+        normalization = self.normalization
+        if normalization is not None and normalization.takes(x):
+            name += ":normalized"
+            payload = self._promised(x, arrangement, operator, name, module, bits, normalization)
+            if payload is None:
+                with torch.no_grad():
+                    n = normalization.normalized(x)
+                payload = self._quantized(n, operator, name, module, bits)
+            if payload is None:
+                return None, 0
+            normalization.origin = weakref.ref(payload)
+            recipe = Recipe(normalization.input(x), normalization.origin)
+            storage.has_recipe(values, recipe)
+            return recipe.derivation(), payload.nbytes
+        payload = self._quantized(x, operator, name, module, bits)
         if payload is None:
             return None, 0
         storage.has_payload(values, payload)
@@ -368,20 +376,24 @@ class Recorder:
         """Codes of a tensor; None, which is counted, where there are outliers, or no tensor that has codes."""
         made: Payload | Outliers = Outliers(extreme=True)
         if x is not None:
-            policy, modules = self.policy, self.modules
-            arrangement = Arrangement.of(x)
-            count = policy.neighbours
+            policy, arrangement = self.policy, Arrangement.of(x)
+            count, apart, lines = policy.neighbours, None, x
             if count is None and operator is CHECKPOINT and policy.granularity == "group":
                 count = arrangement.neighbours
             if count is not None:
                 lines, rows = neighbours(arrangement.flat(x.detach()), count)
             else:
-                grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
-                samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
-                rows = arrangement.rows(grouping, samples=samples)
-                lines = arrangement.lines(x.detach(), rows)
-            wide = lines if x.dtype in (torch.float32, torch.bfloat16) else lines.float()
-            made = quantized(wide, rows, bits, x.dtype, self.arena, policy, self.estimates, name, own=count is not None)
+                rows, apart = self._cut(x, arrangement, operator, module)
+                if apart is None:
+                    lines = arrangement.lines(x.detach(), rows)
+            if x.dtype is torch.float16:
+                if apart is not None:
+                    lines, apart = arrangement.lines(x.detach(), rows), None
+                lines = lines.float()
+            made = quantized(
+                lines, rows, bits, x.dtype, self.arena, policy, self.estimates, name, own=count is not None,
+                apart=apart,
+            )  # fmt: skip
             if isinstance(made, Payload):
                 made.numel = x.numel()
         if isinstance(made, Payload):
@@ -389,6 +401,48 @@ class Recorder:
         self._extreme |= made.extreme
         self.saved.add(operator.name, module, 0, 0, outliers=1)
         return None
+
+    def _promised(
+        self,
+        x: Tensor,
+        arrangement: Arrangement,
+        operator: Operator,
+        name: str,
+        module: str,
+        bits: Literal[8, 4, 2],
+        normalization: Normalization,
+    ) -> Payload | None:
+        """Codes of a tensor's normalized form, made when the operator has come to its statistics; None where the host
+        has to look at that form.
+        """
+        direct = x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps
+        if not direct or not ahead(x.device):
+            return None
+        rows, apart = self._cut(x, arrangement, operator, module)
+        assert apart is not None
+        made = promised(x, rows, bits, self.arena, self.policy, self.estimates, name, apart)
+        if made is None:
+            return None
+        payload, normalization.owed = made
+        return payload
+
+    def _cut(self, x: Tensor, arrangement: Arrangement, operator: Operator, module: str) -> Cut:
+        """How a tensor is cut. All that this depends on is in the key, or is the same in every pass."""
+        node = x.grad_fn if operator.kind == "either" else None
+        key = operator, module, x.shape, x.stride(), self.call.forms(), None if node is None else node.name()
+        found = self.modules.cuts.get(key)
+        if found is None:
+            policy, modules = self.policy, self.modules
+            grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
+            samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
+            if len(modules.cuts) >= _CUTS:  # of sizes that will hardly come back
+                modules.cuts.clear()
+            found = modules.cuts[key] = Cut.of(x, arrangement, arrangement.rows(grouping, samples=samples))
+        return found
+
+
+#: Cuts that are remembered.
+_CUTS = 1 << 14
 
 
 @unseen

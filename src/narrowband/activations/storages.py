@@ -23,6 +23,7 @@ __all__ = [
     "Storage",
     "Storages",
     "base_of",
+    "has_codes",
     "is_cast_of",
     "is_expanded",
     "is_of_a_parameter",
@@ -125,7 +126,8 @@ def values_of(x: Tensor, arrangement: Arrangement) -> tuple[Any, ...]:
 
 def base_of(x: Tensor) -> Tensor:
     """What the tensor is a view of, or itself."""
-    return x if x._base is None else x._base
+    base = x._base
+    return x if base is None else base
 
 
 def is_strided(x: Tensor) -> bool:
@@ -135,8 +137,15 @@ def is_strided(x: Tensor) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Whether codes can be made of the tensor: strided, of a dtype that kernels take, and no number alone."""
-    floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return is_strided(x) and floating and x.dim() > 0 and not x.is_neg() and not x.is_inference()
+    return is_strided(x) and has_codes(x)
+
+
+def has_codes(x: Tensor) -> bool:
+    """The same of one that is strided."""
+    return x.dtype in _FLOATING and x.dim() > 0 and not x.is_neg() and not x.is_inference()
+
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_expanded(x: Tensor) -> bool:
@@ -149,7 +158,8 @@ def is_expanded(x: Tensor) -> bool:
 
 def is_of_a_parameter(x: Tensor) -> bool:
     """Whether the tensor is a parameter, or a view of one."""
-    return isinstance(base_of(x), nn.Parameter)
+    base = base_of(x)
+    return type(base) is not Tensor and isinstance(base, nn.Parameter)  # which asks the metaclass
 
 
 def is_cast_of(x: Tensor, arrangement: Arrangement, parameter: Tensor) -> bool:

@@ -343,6 +343,7 @@ class _Activation:
         self.x, self.y = data.x[: self.rows.numel], data.y[: self.rows.numel]
         self.low, high = backend.row_extremes(self.x, self.rows)
         self.step = (high - self.low) / (2**bits - 1)
+        self.ranges = torch.stack((self.low, self.step))
         self.codes = torch.empty(self.rows.nbytes(bits), dtype=torch.uint8)
 
 
@@ -391,7 +392,7 @@ def _activation_dequantize(bits: int) -> Maker:
         a = _Activation(data, backend, bits)
         backend.quantize_rows(a.x, a.codes, a.rows, a.low, a.step, bits=bits, stochastic=True)
         return Loop(
-            lambda _: backend.dequantize_rows(a.codes, a.y, a.rows, a.low, a.step, bits=bits),
+            lambda _: backend.dequantize_rows(a.codes, a.y, a.rows, a.ranges, bits=bits),
             nbytes=a.y.nbytes + a.codes.nbytes,
         )
 

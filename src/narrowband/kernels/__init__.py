@@ -54,7 +54,9 @@ from narrowband.kernels.quantized import (
     quantize_groups,
 )
 from narrowband.kernels.rows import (
+    Affine,
     Rows,
+    Standard,
     dequantize_rows,
     learn_ranges,
     quantize_rows,
@@ -89,9 +91,11 @@ __all__ = [
     "LEAST_POWER",
     "SHARE_BLOCK",
     "STORE_GROUP",
+    "Affine",
     "Findings",
     "Rows",
     "Scale",
+    "Standard",
     "Windows",
     "all_finite",
     "all_zero",

@@ -29,7 +29,7 @@ Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from narrowband.kernels.backends import backend_of
 
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Affine",
     "Rows",
+    "Standard",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -155,6 +157,8 @@ def quantize_rows_adapting(
     bits: int,
     stochastic: bool,
     seed: int = 0,
+    apart: int | None = None,
+    standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`quantize_rows_learning` of a tensor of one part, with codes made anew where they have to be, and nothing
     that the host would have to wait for.
@@ -167,16 +171,57 @@ def quantize_rows_adapting(
     Args:
         note: one float32: becomes the largest of what it is and of the widths of the batch over those of the estimates.
             Infinite where something is not finite, or an estimate has no width and the batch has one.
+        apart: how many elements neighbouring lines, of a row of every group, are apart in memory: ``x`` may then have
+            any shape and strides.
+        standard: makes of the elements what is quantized, which then has no gaps.
 
     Returns:
-        Low and step of the codes, (2, groups), and the new estimates.
+        Low and step of the codes, as :func:`dequantize_rows` takes them, and the new estimates.
     """
     result = backend_of(x).quantize_rows_adapting(
-        x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed
-    )
+        x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
+        apart=apart, standard=standard,
+    )  # fmt: skip
     return cast("tuple[Tensor, Tensor]", result)
 
 
-def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
-    """``out = low + code·step`` (float32 or bfloat16), from what :func:`quantize_rows` wrote."""
-    backend_of(codes).dequantize_rows(codes, out, rows, low, step, bits=bits)
+class Standard(NamedTuple):
+    """What becomes of rows of a tensor before they are quantized: (value − mean) · deviation, each rounded to float32.
+
+    Attributes:
+        mean: of every row, float32, contiguous.
+        deviation: one over it, of every row, float32, contiguous.
+        length: elements of a row of the tensor.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    length: int
+
+
+class Affine(NamedTuple):
+    """What becomes of values when they are decoded: value · factor + term, each rounded to float32.
+
+    Attributes:
+        factor: float32, contiguous; None: 1.
+        term: float32, contiguous; None: 0.
+        length: elements of a row of the tensor. Its numbers have one in each row, or in each column.
+        by_row: whether there is one for every row.
+    """
+
+    factor: Tensor | None
+    term: Tensor | None
+    length: int
+    by_row: bool = False
+
+
+def dequantize_rows(
+    codes: Tensor, out: Tensor, rows: Rows, ranges: Tensor, *, bits: int, affine: Affine | None = None
+) -> None:
+    """``out = low + code·step`` (float32 or bfloat16), from what :func:`quantize_rows` wrote.
+
+    Args:
+        ranges: float32, contiguous: the low of every range, then the step of every range. What is behind is not read.
+        affine: is applied to these, before they are rounded to the dtype of ``out``.
+    """
+    backend_of(codes).dequantize_rows(codes, out, rows, ranges, bits=bits, affine=affine)

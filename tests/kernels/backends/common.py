@@ -327,7 +327,7 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         moved = found[4] if found[3] else math.nan  # which says nothing then
         results += [*seen, again, learned, *found[:3], torch.tensor([found[3], moved])]
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
-        backend.dequantize_rows(codes, decoded, rows, low, step, bits=bits)
+        backend.dequantize_rows(codes, decoded, rows, torch.stack((low, step)), bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)
         backend.mask_between(y, mask)
         backend.apply_mask(mask, y, applied, 1 / 0.9)

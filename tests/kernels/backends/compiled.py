@@ -19,11 +19,11 @@ from triton.compiler import ASTSource
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import Findings, Rows, Windows, cuda
+from narrowband.kernels import Affine, Findings, Rows, Standard, Windows, cuda
 
 _TYPES = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 #: Products that are added without being rounded, and divisions and roots that are only near.
@@ -104,12 +104,20 @@ def main(capability: int) -> None:
     for y in (x, half):
         for bits in (8, 4, 2):
             cuda.quantize_rows(y, out[: rows.nbytes(bits)], rows, low, low + 1, bits=bits, stochastic=bits > 2)
-            cuda.dequantize_rows(out[: rows.nbytes(bits)], y, rows, low, low + 1, bits=bits)
+            for affine in (
+                None,
+                Affine(x, x, 200),
+                Affine(x, None, 200),
+                Affine(None, x, 200),
+                Affine(x, x, 200, True),
+            ):
+                cuda.dequantize_rows(out[: rows.nbytes(bits)], y, rows, torch.zeros(2, 2), bits=bits, affine=affine)
         cuda.row_extremes(y, rows)
-        cuda.quantize_rows_adapting(
-            y, out[: rows.nbytes(8)], rows, torch.ones(2, rows.groups), 0.9, torch.zeros(1), drift=0.02, jump=4.0,
-            bits=8, stochastic=True,
-        )  # fmt: skip
+        for standard in (None, Standard(x, x, 200)):
+            cuda.quantize_rows_adapting(
+                y, out[: rows.nbytes(8)], rows, torch.ones(2, rows.groups), 0.9, torch.zeros(1), drift=0.02, jump=4.0,
+                bits=8, stochastic=True, standard=standard,
+            )  # fmt: skip
         cuda.quantize_rows_learning(
             y, out[: rows.nbytes(8)], rows, low.view(1, 2) + x[:2].view(2, 1), 0.9, bits=8, stochastic=True
         )

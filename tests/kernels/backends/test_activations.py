@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_rows_of_activations(
             backend.quantize_rows(x, out, rows, low, step, **form)
 
         def decode(out: Tensor, backend: Any = backend) -> None:
-            backend.dequantize_rows(packed[-1], out, rows, low, step, bits=bits)
+            backend.dequantize_rows(packed[-1], out, rows, torch.stack((low, step)), bits=bits)
 
         packed.append(written(encode, (rows.nbytes(bits),), torch.uint8))
         decoded.append(written(decode, shape, out_dtype))
@@ -93,7 +94,8 @@ def test_ranges_adapt_and_nothing_is_told_to_the_host(
         codes, own = place(backend, torch.zeros(rows.nbytes(bits), dtype=torch.uint8)), place(backend, note)
         given = place(backend, x), codes, rows, place(backend, estimates), 0.9, own
         ranges, learned = backend.quantize_rows_adapting(*given, drift=0.02, jump=4.0, **form)
-        outcomes.append(back([ranges.contiguous(), learned.contiguous(), codes, own]))
+        ranges = ranges.view(-1)[: 2 * groups].view(2, groups)  # there may be more behind it
+        outcomes.append(back([ranges, learned.contiguous(), codes, own]))
     assert_all_same(outcomes)
     ranges, learned, codes, own = outcomes[0]
     finite = torch.isfinite(2 * torch.maximum(high, -low))
@@ -112,6 +114,83 @@ def test_ranges_adapt_and_nothing_is_told_to_the_host(
             width = (seen[1] - seen[0]).item()
             column = torch.stack((seen[1] - seen[0], seen[0])) if width > 4.0 * column[0].item() else expected
         assert_same(ranges[0, g : g + 1], column[1])
+
+
+@given(
+    outer=st.integers(1, 60), groups=st.sampled_from([1, 3]), inner=st.sampled_from([1, 40, 64, 300]),
+    kind=st.sampled_from(["normal", "few-levels", "any-bits"]), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
+    each=st.sampled_from(["line", "lines", "half"]), programs=st.sampled_from([1, 4, 4096]), seed=seeds,
+)  # fmt: skip
+@settings(max_examples=examples(20), deadline=None)
+def test_rows_in_their_normalized_form_and_of_several_tiles_for_a_program(
+    outer: int, groups: int, inner: int, kind: str, dtype: Any, bits: int, each: str, programs: int, seed: int
+) -> None:
+    """As if the normalized form had been made first, whatever the number of programs."""
+    rows = kernels.Rows(1, outer, groups, inner)
+    x = make_as(dtype, kind, rows.numel, seed % 2**32).view(outer, groups * inner)
+    length = groups * inner * (2 if each == "lines" and outer % 2 == 0 else 1)
+    length = length // 2 if each == "half" and length % 2 == 0 else length
+    mean, deviation = make("normal", 2 * (rows.numel // length), 1 + seed % 1000).view(2, -1).unbind()
+    n = (x.float().view(-1, length) - mean.view(-1, 1)) * deviation.view(-1, 1)
+    estimates = torch.stack((torch.ones(groups), torch.zeros(groups)))
+    form: dict[str, Any] = {"bits": bits, "stochastic": True, "seed": seed, "drift": 0.02, "jump": 4.0}
+    outcomes = []
+    for backend in BACKENDS:
+        for y, standard in ((n, None), (x, kernels.Standard(mean, deviation, length))):
+            codes, note = torch.zeros(rows.nbytes(bits), dtype=torch.uint8), torch.zeros(1)
+            with pytest.MonkeyPatch.context() as patch:
+                if backend.name == "cuda":
+                    module = sys.modules["narrowband.kernels.cuda.rows"]
+                    patch.setattr(module, "_PROGRAMS", programs)
+                    module._shared.cache_clear()  # type: ignore[attr-defined]
+                given = [place(backend, each) for each in (y, codes, estimates, note)]
+                own = None if standard is None else kernels.Standard(
+                    place(backend, mean), place(backend, deviation), length
+                )  # fmt: skip
+                ranges, learned = backend.quantize_rows_adapting(
+                    given[0], given[1], rows, given[2], 0.9, given[3], **form, standard=own
+                )
+                outcomes.append(back([ranges.view(-1)[: 2 * groups], learned.contiguous(), given[1], given[3]]))
+    sys.modules["narrowband.kernels.cuda.rows"]._shared.cache_clear()  # type: ignore[attr-defined]
+    for found in outcomes[1:]:
+        assert_same(found, outcomes[0])
+
+
+@given(rows=some_rows, columns=st.integers(1, 4), by_row=st.booleans(), out_dtype=dtypes,
+       bits=st.sampled_from([2, 4, 8]), parts=st.sampled_from(["both", "factor", "term", "neither"]),
+       seed=seeds)  # fmt: skip
+@settings(max_examples=examples(100), deadline=None)
+def test_decoding_rows_applies_a_factor_and_a_term_and_rounds_once(
+    rows: kernels.Rows, columns: int, by_row: bool, out_dtype: Any, bits: int, parts: str, seed: int
+) -> None:
+    length = rows.inner * columns if rows.count % columns == 0 else rows.inner
+    if columns == 4 and rows.inner % 3 == 0:
+        length = rows.inner // 3  # several in a row of codes
+    if not length:
+        return
+    codes = torch.from_numpy(np.frombuffer(np.random.default_rng(seed).bytes(rows.nbytes(bits)), np.uint8).copy())
+    ranges = make("normal", 2 * rows.parts * rows.groups, seed % 2**32).view(2, -1)
+    count = rows.numel // length if by_row else length
+    factor, term = make("normal", 2 * count, 1 + seed % 1000).view(2, -1).unbind()
+    wide = torch.empty(rows.numel)
+    reference.dequantize_rows(codes, wide, rows, ranges, bits=bits)
+    shape, expected = (-1, 1) if by_row else (-1,), wide.view(-1, length)
+    if parts in ("both", "factor"):
+        expected = expected * factor.view(shape)
+    if parts in ("both", "term"):
+        expected = expected + term.view(shape)
+    for backend in BACKENDS:
+        affine = kernels.Affine(
+            place(backend, factor) if parts in ("both", "factor") else None,
+            place(backend, term) if parts in ("both", "term") else None,
+            length,
+            by_row,
+        )
+
+        def decode(out: Tensor, backend: Any = backend, affine: Any = affine) -> None:
+            backend.dequantize_rows(place(backend, codes), out, rows, place(backend, ranges), bits=bits, affine=affine)
+
+        assert_same(written(decode, (rows.numel,), out_dtype), expected.view(-1).to(out_dtype))
 
 
 @given(
@@ -225,7 +304,9 @@ def test_extremes_know_both_zeros_and_all_signs(values: list[float]) -> None:
 def test_decoding_rows_of_any_bytes(rows: kernels.Rows, dtype: Any, bits: int, seed: int) -> None:
     codes = torch.from_numpy(np.frombuffer(np.random.default_rng(seed).bytes(rows.nbytes(bits)), np.uint8).copy())
     low, step = make("any-bits" if seed % 2 else "normal", 2 * rows.parts * rows.groups, seed).view(2, -1).unbind()
-    on_all("dequantize_rows", codes, torch.full((rows.numel,), 5, dtype=dtype), rows, low, step, bits=bits)
+    on_all(
+        "dequantize_rows", codes, torch.full((rows.numel,), 5, dtype=dtype), rows, torch.stack((low, step)), bits=bits
+    )
 
 
 @given(n=st.one_of(st.integers(0, 300), st.sampled_from(SIZES)), kind=st.sampled_from(KINDS), dtype=dtypes,

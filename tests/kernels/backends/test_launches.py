@@ -39,14 +39,14 @@ class Operators(TorchDispatchMode):
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What a call starts: loops, which are not run, and operators. What the host would ask for is as it should be."""
-    from narrowband.kernels.cuda import compensation, launching, momentum, selection, sparse
+    from narrowband.kernels.cuda import compensation, launching, momentum, rows, selection, sparse
 
     names: list[str] = []
 
     def run(loop: Any, *_arguments: Any, **_options: Any) -> None:
         names.append(loop.__name__)
 
-    for family in (compensation, launching, momentum, selection, sparse):
+    for family in (compensation, launching, momentum, rows, selection, sparse):
         monkeypatch.setattr(family, "run", run)
     for family in (compensation, momentum):
         monkeypatch.setattr(family, "all_below", lambda _tops, _below: True)
@@ -69,6 +69,28 @@ def test_top_k_with_error_feedback(started: Any, n: int, most: int) -> None:
     assert len(started("compensate_select_topk", x, x.clone(), k)) < most
     assert len(started("momentum_topk", x, x.clone(), x.clone(), k, momentum=0.9)) < most
     assert len(started("select_topk", x, k)) < most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_activations_are_taken_as_they_are(
+    started: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loops that make codes and one that reads them; and of all that PyTorch does, memory for ranges."""
+    monkeypatch.setattr(sys.modules[__name__], "_FREE", set())  # also what starts nothing takes the host some time
+    rows = kernels.Rows(1, 400, 4, 64)
+    x = torch.zeros(4, 100, 3, 256, dtype=dtype)[:, :, 1]  # 100 lines of 256 lie 768 apart, and so do the samples
+    codes, ranges = torch.empty(rows.nbytes(8), dtype=torch.uint8), torch.ones(2, 4)
+    options = {"drift": 0.02, "jump": 4.0, "bits": 8, "stochastic": True}
+    loops = ["_quantize_group", "_quantize_group_again"]
+    for standard in (None, kernels.Standard(torch.zeros(400), torch.ones(400), 256)):
+        found = started(
+            "quantize_rows_adapting", x, codes, rows, ranges, 0.9, torch.zeros(1), **options, apart=768,
+            standard=standard,
+        )  # fmt: skip
+        assert sorted(found) == sorted([*loops, "empty", "as_strided"])
+    for affine in (None, kernels.Affine(torch.ones(256), torch.zeros(256), 256)):
+        out = torch.empty(4, 100, 256, dtype=dtype)
+        assert started("dequantize_rows", codes, out, rows, ranges, bits=8, affine=affine) == ["_dequantize"]
 
 
 def test_sparse_payloads(started: Any) -> None:

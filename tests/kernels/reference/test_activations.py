@@ -64,7 +64,7 @@ def decoded(
     dtype: Any = torch.float32,
 ) -> torch.Tensor:
     out = torch.full((rows.numel,), 7.0, dtype=dtype)
-    reference.dequantize_rows(codes, out, rows, low, step, bits=bits)
+    reference.dequantize_rows(codes, out, rows, torch.stack((low, step)), bits=bits)
     return out
 
 
@@ -169,7 +169,7 @@ def test_stochastic_rounding_of_rows_is_unbiased(bits: int) -> None:
     seen = set()
     for seed in range(trials):
         kernels.quantize_rows(x, codes, rows, low, step, bits=bits, stochastic=True, seed=seed << 7)
-        kernels.dequantize_rows(codes, out, rows, low, step, bits=bits)
+        kernels.dequantize_rows(codes, out, rows, torch.stack((low, step)), bits=bits)
         seen.add(codes.numpy().tobytes())
         total += out
     assert len(seen) == trials
@@ -188,7 +188,7 @@ def test_what_lies_on_a_level_stays_there_whatever_the_seed(bits: int) -> None:
         for backend in (reference, kernels):
             codes, out = torch.empty(rows.nbytes(bits), dtype=torch.uint8), torch.empty(rows.numel)
             backend.quantize_rows(levels * 0.25 - 3.0, codes, rows, low, step, bits=bits, stochastic=True, seed=seed)
-            backend.dequantize_rows(codes, out, rows, low, step, bits=bits)
+            backend.dequantize_rows(codes, out, rows, torch.stack((low, step)), bits=bits)
             assert torch.equal(out, levels * 0.25 - 3.0)
 
 

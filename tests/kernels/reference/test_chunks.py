@@ -42,7 +42,7 @@ def everything(x: torch.Tensor) -> list[torch.Tensor | bool]:
         seen = reference.quantize_rows_extremes(gaps, again, rows, low, step, bits=bits, stochastic=True, seed=9)
         results += [*seen, again]
         out, applied = torch.empty_like(y), torch.empty_like(y)
-        reference.dequantize_rows(codes, out, rows, low, step, bits=bits)
+        reference.dequantize_rows(codes, out, rows, torch.stack((low, step)), bits=bits)
         mask = torch.empty(-(-y.numel() // 8), dtype=torch.uint8, device=x.device)
         reference.mask_between(y, mask)
         reference.apply_mask(mask, y, applied, 0.7)

@@ -39,6 +39,7 @@ from narrowband.kernels.cpu.loops import (
     variant,
 )
 from narrowband.kernels.cpu.threads import spread, threads_for
+from narrowband.kernels.reference.rows import affine_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from narrowband.kernels.rows import Rows
+    from narrowband.kernels.rows import Affine, Rows
 
     Array = npt.NDArray[Any]
     _Quantize = Callable[[Array, Array, int, int], None]
@@ -534,10 +535,16 @@ def _watching(quantize: _Quantize, cut: Rows, numel: int) -> list[tuple[Array, A
     return spread(_looked_at(cut), numel, work, least=_PER_THREAD)
 
 
-def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+def dequantize_rows(
+    codes: Tensor, out: Tensor, rows: Rows, ranges: Tensor, *, bits: int, affine: Affine | None = None
+) -> None:
+    if affine is not None:
+        affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
+        return
     cut, times = _cut(rows, bits)
     inner, *form = _form(cut)
-    lows, steps = (_each(ranges.numpy(), times) for ranges in (low, step))
+    flat, size = ranges.numpy().reshape(-1), rows.parts * rows.groups
+    lows, steps = _each(flat[:size], times), _each(flat[size : 2 * size], times)
     packed, arrays = codes.numpy(), (*form, lows, steps, array_of(out), bits)
 
     def work(first: int, last: int) -> None:

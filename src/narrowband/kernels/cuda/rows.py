@@ -2,13 +2,15 @@
 
 A program has some bytes of some rows, and the elements in these; or some of the ranges.
 
-Where estimates adapt, the rows of a program share a range: what it has seen is then two numbers. A range is settled by
-one program, and a second look at the rows, which is launched whatever it found, returns at once where none is needed.
+Where estimates adapt, the rows of a program share a range: what it has seen is then two numbers. In a second launch
+each program settles the range of its rows from what all of that range have seen, and returns where codes are good as
+they are. Tensors come as they are, whatever their shape: the host makes no views of them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -29,11 +31,12 @@ from narrowband.kernels.cuda.common import (
     store,
 )
 from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.reference.rows import affine_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from narrowband.kernels.rows import Rows
+    from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
     "dequantize_rows",
@@ -46,6 +49,29 @@ __all__ = [
 ]
 
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+
+
+#: Counts that differ from layer to layer, and whose being 1 or divisible by 16 is of no use to a loop.
+counting: Any = triton.jit(
+    do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "length", "folded"]
+)
+
+
+@kernel
+def _ints(place):
+    """Memory of floats, as integers."""
+    return place.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@kernel
+def _bits(place, HALF: tl.constexpr):
+    """Memory of bfloat16 as :func:`load` and :func:`store` take it; a view costs the host as much as a third of a
+    launch.
+    """
+    if HALF:
+        return place.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return place
 
 
 @kernel
@@ -82,22 +108,29 @@ def _quantize(
     tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
 
 
-@kernel
+@counting
 def _dequantize(
-    codes, out, lows, steps, count, outer, groups, inner, stride, blocks,
-    HALF: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    codes, out, ranges, factor, term, count, outer, groups, inner, stride, blocks, length,
+    FACTOR: tl.constexpr, TERM: tl.constexpr, MOVES: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     r, which, t = _place(blocks, outer, groups, ROWS, WIDTH)
-    low = tl.load(lows + which, mask=r < count, other=0.0)
-    step = tl.load(steps + which, mask=r < count, other=0.0)
+    low = tl.load(ranges + which, mask=r < count, other=0.0)
+    step = tl.load(ranges + count // outer + which, mask=r < count, other=0.0)
     there = (r < count)[:, None] & (t < stride)[None, :]
+    first = r * inner % length if MOVES else r * inner // length  # rows of codes lie within one row of the tensor
     byte = tl.load(codes + r[:, None] * stride + t[None, :], mask=there, other=0).to(tl.int32)
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
+        ok = there & (j < inner)[None, :]
         code = (byte >> (part * BITS)) & ((1 << BITS) - 1)
         value = code.to(tl.float32) * step[:, None] + low[:, None]
-        place = out + r[:, None] * inner + j[None, :]
-        store(place, value, there & (j < inner)[None, :], HALF)
+        at = first[:, None] + (j * MOVES)[None, :]
+        if FACTOR:
+            value = value * tl.load(factor + at, mask=ok, other=0.0)
+        if TERM:
+            value = value + tl.load(term + at, mask=ok, other=0.0)
+        store(_bits(out, HALF) + r[:, None] * inner + j[None, :], value, ok, HALF)
 
 
 @kernel
@@ -145,67 +178,48 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
     tl.store(seen + tl.num_programs(0) + tl.program_id(0), tl.max((there & infinite).to(tl.int32), 0).to(tl.float32))
 
 
-@kernel
+@counting
 def _quantize_group(
-    x, out, ranges, seen, outer, groups, inner, apart, stride, sharers, blocks, levels, folded,
-    AGAIN: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, length,
+    levels, folded,
+    STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of some rows of a group, and their extremes; or again, if the group's range was changed.
+    """Codes of some tiles of a group by its estimate, and their extremes."""
+    at = tl.program_id(0).to(tl.int64)
+    g, worker = at // workers, at % workers
+    low, step = tl.load(estimates + groups + g), tl.div_rn(tl.load(estimates + g), levels)
+    least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
+    most = tl.full((ROWS, WIDTH), _LEAST, tl.int32)
+    for turn in range(turns):
+        least, most = _quantize_tile(
+            x, out, mean, deviation, low, step, least, most, worker + turn * workers, g, outer, groups, inner, apart,
+            stride, blocks, length, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
+        )  # fmt: skip
+    seen = _ints(made) + 4 * groups + 2 * at
+    tl.store(seen, tl.min(tl.min(least, 1), 0))
+    tl.store(seen + 1, tl.max(tl.max(most, 1), 0))
 
-    The first time ``ranges`` are the estimates, and the second time what :func:`_settle` made of them.
+
+@counting
+def _quantize_group_again(
+    x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
+    length, levels, folded, decay, rest, drift, jump,
+    STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """The range of a group, which each of its programs settles for itself and one of them writes; and codes of some
+    tiles, if they are to be made again.
     """
     at = tl.program_id(0).to(tl.int64)
-    g = at // (sharers * blocks)
-    share = at % (sharers * blocks)
-    wanted = True
-    if AGAIN:
-        wanted = tl.load(seen + g) != 0
-        low, step = tl.load(ranges + g), tl.load(ranges + groups + g)
-    else:
-        low, step = tl.load(ranges + groups + g), tl.div_rn(tl.load(ranges + g), levels)
-    if wanted:
-        o = share // blocks * ROWS + tl.arange(0, ROWS)
-        t = share % blocks * WIDTH + tl.arange(0, WIDTH)
-        r = o * groups + g
-        inverse = tl.where(step < TINY, 0.0, tl.div_rn(1.0, step))
-        begin = o * apart + g * inner
-        there = (o < outer)[:, None] & (t < stride)[None, :]
-        byte = tl.zeros((ROWS, WIDTH), tl.int32)
-        least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
-        most = tl.full((ROWS, WIDTH), _LEAST, tl.int32)
-        for part in tl.static_range(8 // BITS):
-            j = part * stride + t
-            ok = there & (j < inner)[None, :]
-            v = load(x + begin[:, None] + j[None, :], ok, HALF)
-            shift = tl.zeros_like(v) + 0.5
-            if STOCHASTIC:
-                h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
-                shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
-            byte |= tl.where(ok, code_of(v, low, inverse, shift, (1 << BITS) - 1.0) << (part * BITS), 0)
-            if not AGAIN:
-                place = ordered(v.to(tl.int32, bitcast=True))
-                least = tl.minimum(least, tl.where(ok, place, _MOST))
-                most = tl.maximum(most, tl.where(ok, place, _LEAST))
-        tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
-        if not AGAIN:
-            tl.store(seen + 2 * at, tl.min(tl.min(least, 1), 0))
-            tl.store(seen + 2 * at + 1, tl.max(tl.max(most, 1), 0))
-
-
-@kernel
-def _settle(
-    estimates, seen, ranges, again, note, groups, shares, levels, decay, rest, drift, jump, WIDTH: tl.constexpr
-):  # fmt: skip
-    """What a group has learned, its range, and whether its codes are to be made again."""
-    g = tl.program_id(0)
-    low = tl.full((WIDTH,), _MOST, tl.int32)
-    high = tl.full((WIDTH,), _LEAST, tl.int32)
-    for first in range(0, shares, WIDTH):
-        share = first + tl.arange(0, WIDTH)
-        place = seen + 2 * (g.to(tl.int64) * shares + share)
-        low = tl.minimum(low, tl.load(place, mask=share < shares, other=_MOST))
-        high = tl.maximum(high, tl.load(place + 1, mask=share < shares, other=_LEAST))
+    g, worker = at // workers, at % workers
+    low = tl.full((TURN,), _MOST, tl.int32)
+    high = tl.full((TURN,), _LEAST, tl.int32)
+    for first in range(0, workers, TURN):
+        other = first + tl.arange(0, TURN)
+        place = _ints(made) + 4 * groups + 2 * (g * workers + other)
+        low = tl.minimum(low, tl.load(place, mask=other < workers, other=_MOST))
+        high = tl.maximum(high, tl.load(place + 1, mask=other < workers, other=_LEAST))
     low = tl.min(low, 0)
     high = tl.max(high, 0)
     finite = (high < INFINITE) & (low >= -INFINITE)
@@ -225,14 +239,58 @@ def _settle(
     jumped = own > width * jump
     chosen_width = tl.where(drifted, tl.where(jumped, own, wider), width)
     chosen_low = tl.where(drifted, tl.where(jumped, low, later), begin)
-    tl.store(ranges + g, tl.where(finite, chosen_low, float("nan")))
-    tl.store(ranges + groups + g, tl.where(finite, tl.div_rn(chosen_width, levels), float("nan")))
-    tl.store(ranges + 2 * groups + g, tl.where(finite, wider, width))
-    tl.store(ranges + 3 * groups + g, tl.where(finite, later, begin))
-    tl.store(again + g, tl.where(finite, drifted.to(tl.int32), 1))
-    share = tl.where(own == 0.0, 0.0, tl.div_rn(own, width))
-    share = tl.where(finite, share, float("inf"))
-    tl.atomic_max(note, share.to(tl.int32, bitcast=True))
+    chosen_low = tl.where(finite, chosen_low, float("nan"))
+    step = tl.where(finite, tl.div_rn(chosen_width, levels), float("nan"))
+    if worker == 0:
+        tl.store(made + g, chosen_low)
+        tl.store(made + groups + g, step)
+        tl.store(made + 2 * groups + g, tl.where(finite, wider, width))
+        tl.store(made + 3 * groups + g, tl.where(finite, later, begin))
+        share = tl.where(own == 0.0, 0.0, tl.div_rn(own, width))
+        tl.atomic_max(_ints(note), tl.where(finite, share, float("inf")).to(tl.int32, bitcast=True))
+    if drifted | (finite == 0):
+        least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
+        for turn in range(turns):
+            _quantize_tile(
+                x, out, mean, deviation, chosen_low, step, least, least, worker + turn * workers, g, outer, groups,
+                inner, apart, stride, blocks, length, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
+            )  # fmt: skip
+
+
+@kernel
+def _quantize_tile(
+    x, out, mean, deviation, low, step, least, most, tile, g, outer, groups, inner, apart, stride, blocks, length,
+    folded, STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Codes of some bytes of some rows of a group, and by place in the tile the extremes so far."""
+    o = tile // blocks * ROWS + tl.arange(0, ROWS)
+    t = tile % blocks * WIDTH + tl.arange(0, WIDTH)
+    r = o * groups + g
+    inverse = tl.where(step < TINY, 0.0, tl.div_rn(1.0, step))
+    begin = o * apart + g * inner
+    there = (o < outer)[:, None] & (t < stride)[None, :]
+    byte = tl.zeros((ROWS, WIDTH), tl.int32)
+    if STANDARD:
+        row = r * inner // length
+        center = tl.load(mean + row, mask=o < outer, other=0.0)
+        scale = tl.load(deviation + row, mask=o < outer, other=0.0)
+    for part in tl.static_range(8 // BITS):
+        j = part * stride + t
+        ok = there & (j < inner)[None, :]
+        v = load(_bits(x, HALF) + begin[:, None] + j[None, :], ok, HALF)
+        if STANDARD:
+            v = (v - center[:, None]) * scale[:, None]
+        shift = tl.zeros_like(v) + 0.5
+        if STOCHASTIC:
+            h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
+            shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
+        byte |= tl.where(ok, code_of(v, low, inverse, shift, (1 << BITS) - 1.0) << (part * BITS), 0)
+        place = ordered(v.to(tl.int32, bitcast=True))
+        least = tl.minimum(least, tl.where(ok, place, _MOST))
+        most = tl.maximum(most, tl.where(ok, place, _LEAST))
+    tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
+    return least, most
 
 
 def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
@@ -257,25 +315,37 @@ def quantize_rows(
     if not rows.numel:
         return
     x, apart = _spaced(x, rows)
-    stride = -(-rows.inner * bits // 8)
-    tile = _tile(stride)
-    blocks = -(-stride // tile["WIDTH"])
+    programs, stride, blocks, tile = _cut(rows, bits)
     form = rows.count, rows.outer, rows.groups, rows.inner, apart, stride, blocks, fold_seed(seed)
-    programs = -(-rows.count // tile["ROWS"]) * blocks
     own, half = raw(x)
     run(_quantize, programs, own, out, low, step, *form, on=x, HALF=half, BITS=bits, STOCHASTIC=stochastic, **tile)
 
 
-def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+def dequantize_rows(
+    codes: Tensor, out: Tensor, rows: Rows, ranges: Tensor, *, bits: int, affine: Affine | None = None
+) -> None:
     if not rows.numel:
         return
+    factor, term, length, by_row = affine or (None, None, rows.inner, False)
+    if length % rows.inner:
+        affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
+        return
+    programs, stride, blocks, tile = _cut(rows, bits)
+    numbers = rows.count, rows.outer, rows.groups, rows.inner, stride, blocks, length
+    run(
+        _dequantize, programs, codes, out, ranges, ranges if factor is None else factor,
+        ranges if term is None else term, *numbers, on=out, FACTOR=factor is not None, TERM=term is not None,
+        MOVES=0 if by_row else 1, HALF=out.dtype == torch.bfloat16, BITS=bits, **tile,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _cut(rows: Rows, bits: int) -> tuple[int, int, int, dict[str, int]]:
+    """Programs, bytes of a row, pieces of these, and a tile, where each program has one."""
     stride = -(-rows.inner * bits // 8)
     tile = _tile(stride)
     blocks = -(-stride // tile["WIDTH"])
-    form = rows.count, rows.outer, rows.groups, rows.inner, stride, blocks
-    programs = -(-rows.count // tile["ROWS"]) * blocks
-    own, half = raw(out)
-    run(_dequantize, programs, codes, own, low, step, *form, on=out, HALF=half, BITS=bits, **tile)
+    return -(-rows.count // tile["ROWS"]) * blocks, stride, blocks, tile
 
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -329,7 +399,20 @@ def quantize_rows_learning(
 #: Shorter rows, in bytes, that lie apart from the next one of their group, would be read mostly for what is between.
 _SHORTEST = 64
 #: Numbers of a range that one program looks at in a turn.
-_SHARES = 1024
+_TURN = 256
+#: Programs at most, unless there are more groups: each of a group's looks at what all of them have seen.
+_PROGRAMS = 4096
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _shared(rows: Rows, bits: int) -> tuple[int, int, int, int, dict[str, int]]:
+    """Bytes of a row, pieces of these, programs of a group and how many tiles each has, and a tile."""
+    stride = -(-rows.inner * bits // 8)
+    tile = _tile(stride)
+    blocks = -(-stride // tile["WIDTH"])
+    tiles = -(-rows.outer // tile["ROWS"]) * blocks
+    turns = -(-tiles // max(1, _PROGRAMS // rows.groups))
+    return stride, blocks, -(-tiles // turns), turns, tile
 
 
 def quantize_rows_adapting(
@@ -345,25 +428,32 @@ def quantize_rows_adapting(
     bits: int,
     stochastic: bool,
     seed: int = 0,
+    apart: int | None = None,
+    standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not rows.numel or (rows.groups > 1 and rows.inner * x.element_size() < _SHORTEST):
+    scattered = rows.groups > 1 and rows.inner * x.element_size() < _SHORTEST
+    if not rows.numel or scattered or (standard is not None and standard.length % rows.inner):
         return reference.quantize_rows_adapting(
-            x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed
-        )
-    x, apart = _spaced(x, rows)
-    outer, groups, inner = rows.outer, rows.groups, rows.inner
-    stride, levels = -(-inner * bits // 8), float((1 << bits) - 1)
-    tile = _tile(stride)
-    blocks, sharers = -(-stride // tile["WIDTH"]), -(-outer // tile["ROWS"])
-    programs = groups * sharers * blocks
-    notes = torch.empty(4 * groups + groups + 2 * programs, dtype=torch.int32, device=x.device)
-    made, again, seen = notes[: 4 * groups].view(torch.float32), notes[4 * groups : 5 * groups], notes[5 * groups :]
-    own, half = raw(x)
-    shape = outer, groups, inner, apart, stride, sharers, blocks, levels, fold_seed(seed)
-    form = {"HALF": half, "BITS": bits, "STOCHASTIC": stochastic, **tile}
-    run(_quantize_group, programs, own, out, estimates, seen, *shape, on=x, AGAIN=False, **form)
-    numbers = groups, sharers * blocks, levels, float(decay), 1.0 - decay, float(drift), float(jump)
-    run(_settle, groups, estimates, seen, made, again, note.view(torch.int32), *numbers, on=x, WIDTH=_SHARES)
-    run(_quantize_group, programs, own, out, made, again, *shape, on=x, AGAIN=True, **form)
-    made = made.view(4, groups)
-    return made[:2], made[2:]
+            x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
+            apart=apart, standard=standard,
+        )  # fmt: skip
+    if apart is None:
+        x, apart = _spaced(x, rows)
+    groups = rows.groups
+    stride, blocks, workers, turns, tile = _shared(rows, bits)
+    # Low, step, and the new estimates; and behind these, what programs have seen.
+    made = torch.empty(4 * groups + 2 * groups * workers, dtype=torch.float32, device=x.device)
+    levels = float((1 << bits) - 1)
+    mean, deviation, length = standard or (estimates, estimates, 1)
+    shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, length, levels, fold_seed(seed)
+    form = {
+        "STANDARD": standard is not None, "HALF": x.dtype == torch.bfloat16, "BITS": bits, "STOCHASTIC": stochastic,
+        **tile,
+    }  # fmt: skip
+    run(_quantize_group, groups * workers, x, out, mean, deviation, estimates, made, *shape, on=x, **form)
+    numbers = float(decay), 1.0 - decay, float(drift), float(jump)
+    run(
+        _quantize_group_again, groups * workers, x, out, mean, deviation, estimates, made, note, *shape, *numbers,
+        on=x, TURN=_TURN, **form,
+    )  # fmt: skip
+    return made, made.as_strided((2, groups), (groups, 1), 2 * groups)

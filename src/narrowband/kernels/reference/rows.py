@@ -17,13 +17,14 @@ from narrowband.kernels.reference.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from narrowband.kernels.rows import Rows
+    from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
+    "affine_rows",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -127,7 +128,13 @@ def quantize_rows_adapting(
     bits: int,
     stochastic: bool,
     seed: int = 0,
+    apart: int | None = None,
+    standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if apart is not None:
+        x = x.detach().as_strided((rows.outer, rows.groups * rows.inner), (apart, 1))
+    if standard is not None:
+        x = (x.float().view(-1, standard.length) - standard.mean.view(-1, 1)).mul_(standard.deviation.view(-1, 1))
     low, high = row_extremes(x, rows)
     learned, share = _learned(estimates, low, high, decay)
     own, finite = torch.stack((high - low, low)), torch.isfinite(2 * torch.maximum(high, -low))
@@ -142,9 +149,38 @@ def quantize_rows_adapting(
     return ranges, learned
 
 
-def dequantize_rows(codes: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int) -> None:
+def dequantize_rows(
+    codes: Tensor, out: Tensor, rows: Rows, ranges: Tensor, *, bits: int, affine: Affine | None = None
+) -> None:
+    if affine is not None:
+        affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
+        return
+    size = rows.parts * rows.groups
+    low, step = ranges.view(-1)[: 2 * size].view(2, size)
     stride = -(-rows.inner * bits // 8)
     for first, last, range_R in _runs(rows, out.device):
         packed = codes[first * stride : last * stride].view(last - first, stride)
         value_RI = unpack_codes(packed, bits, rows.inner).to(torch.float32)
         _rows_of(out, rows, first, last).copy_(value_RI.mul_(step[range_R, None]).add_(low[range_R, None]))
+
+
+def affine_rows(
+    dequantize: Callable[..., None],
+    codes: Tensor,
+    out: Tensor,
+    rows: Rows,
+    ranges: Tensor,
+    affine: Affine | None,
+    bits: int,
+) -> None:
+    """Decode by a loop that knows no affine part, and apply that to what it wrote."""
+    wide = out if out.dtype == torch.float32 else torch.empty(rows.numel, device=out.device)
+    dequantize(codes, wide, rows, ranges, bits=bits)
+    if affine is not None:
+        value_NL, form = wide.view(-1, affine.length), (-1, 1) if affine.by_row else (-1,)
+        if affine.factor is not None:
+            value_NL.mul_(affine.factor.view(form))
+        if affine.term is not None:
+            value_NL.add_(affine.term.view(form))
+    if wide is not out:
+        out.view(-1).copy_(wide)
