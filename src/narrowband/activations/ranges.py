@@ -196,9 +196,9 @@ class Estimates:
         return there
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Name → (2, groups) float32: α, then β."""
+        """Name → (2, groups) float32: α, then β. Copies, since estimates may lie in larger tensors."""
         with self._lock:
-            return dict(self._ranges)
+            return {name: value.clone() for name, value in self._ranges.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`state_dict` gave.

@@ -284,8 +284,8 @@ class Normalization:
             assert self._statistics is not None
             mean, rstd = self._statistics
             if given.is_usual:
-                return _affine(source, sizes, dtype, Affine(1 / rstd, mean, length, by_row=True))
-            x = _affine(source, shape, None, Affine(1 / rstd, mean, length, by_row=True))
+                return _affine(source, sizes, dtype, Affine(rstd.reciprocal(), mean, length, by_row=True))
+            x = _affine(source, shape, None, Affine(rstd.reciprocal(), mean, length, by_row=True))
             return _formed(given.flat(x), sizes, dtype)
 
         return function

@@ -72,7 +72,8 @@ def _use_once(
                     kernels.quantize_rows_learning(
                         x, codes, rows, known, policy.decay, bits=width, stochastic=stochastic
                     )
-                kernels.dequantize_rows(codes, out, rows, torch.stack((low, step)), bits=width)
+                for result in (out, out.float()) if policy.derive else (out,):  # what is added to is rounded after it
+                    kernels.dequantize_rows(codes, result, rows, torch.stack((low, step)), bits=width)
         if running:
             kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:

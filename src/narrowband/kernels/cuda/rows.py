@@ -52,9 +52,7 @@ _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 #: Counts that differ from layer to layer, and whose being 1 or divisible by 16 is of no use to a loop.
-counting: Any = triton.jit(
-    do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "length", "folded"]
-)
+counting: Any = triton.jit(do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "folded"])
 
 
 @kernel
