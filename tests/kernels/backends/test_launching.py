@@ -94,6 +94,7 @@ class _There:
 def test_a_loop_is_looked_at_once_for_each_kind_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_started", {})
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     loop, x = _Recorded("x", "n", "B", "A"), torch.zeros(100)
 
     def start(x: torch.Tensor, n: int, index: int = 0, **constants: Any) -> bool:

@@ -39,19 +39,28 @@ def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any)
     if not on.is_cuda:
         with np.errstate(all="ignore"):  # the interpreter computes in NumPy, which would speak of every NaN
             loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
-        return
+    elif on.get_device() == torch.cuda.current_device():
+        _start(loop, programs, arguments, on, constants)
+    else:
+        with torch.cuda.device_of(on):
+            _start(loop, programs, arguments, on, constants)
+
+
+def _start(loop: Any, programs: int, arguments: tuple[Any, ...], on: Tensor, constants: dict[str, Any]) -> None:
+    """On the current device."""
     kind = kind_of(loop, arguments) if torch.version.hip is None else None  # AMD's code depends on more
-    key = id(loop), on.get_device(), kind, *constants.items()
-    found = None if kind is None else _started.get(key)
-    with torch.cuda.device_of(on):
-        if found is not None:
-            compiled, rest = found
-            compiled[(programs, 1, 1)](*arguments, *rest)
-            return
-        compiled = loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
-    if kind is not None:
-        rest = tuple(constants[parameter.name] for parameter in loop.params[len(arguments) :])
-        _started[key] = compiled, rest
+    if kind is None:
+        loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+        return
+    key = id(loop), on.get_device(), kind, tuple(constants), tuple(constants.values())
+    found = _started.get(key)
+    if found is not None:
+        compiled, rest = found
+        compiled[(programs, 1, 1)](*arguments, *rest)
+        return
+    compiled = loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+    rest = tuple(constants[parameter.name] for parameter in loop.params[len(arguments) :])
+    _started[key] = compiled, rest
 
 
 def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -63,15 +72,18 @@ def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
     if plain is None:
         plain = _plain[id(loop)] = tuple(bool(parameter.do_not_specialize) for parameter in loop.params)
     kinds: list[Any] = []
-    for at, value in enumerate(arguments):
+    add = kinds.append
+    for value, is_plain in zip(arguments, plain, strict=False):
         kind = type(value)
         if kind is int:
-            wide = 0 if -(1 << 31) <= value < 1 << 31 else 1 if value < 1 << 63 else 2
-            kinds.append(wide if plain[at] else (wide, value == 1, value % 16 == 0))
+            wide = 0 if -0x80000000 <= value <= 0x7FFFFFFF else 1 if value <= 0x7FFFFFFFFFFFFFFF else 2
+            add(wide if is_plain else 4 * wide + 2 * (value == 1) + (value % 16 == 0))
         elif isinstance(value, torch.Tensor):
-            kinds.append((value.dtype, plain[at] or value.data_ptr() % 16 == 0))
+            add(value.dtype)
+            if not is_plain:
+                add(value.data_ptr() % 16 == 0)
         elif kind is float or kind is bool:
-            kinds.append(kind)
+            add(kind)
         else:
             return None
     return tuple(kinds)
