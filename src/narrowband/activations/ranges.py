@@ -122,7 +122,7 @@ class _Board:
             return
         there = self._there[: len(self._index)]
         if there.is_cuda:
-            self._on_its_way = torch.empty(there.shape, pin_memory=True)
+            self._on_its_way = torch.empty(there.shape, device="cpu", pin_memory=True)
             self._on_its_way.copy_(there, non_blocking=True)
             self._event = torch.cuda.current_stream(there.device).record_event()
         else:

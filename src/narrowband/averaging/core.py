@@ -386,7 +386,7 @@ class _Unread:
         self.step = step
         places, self._event = findings.places, None
         if places.is_cuda:
-            self._values = torch.empty(places.shape, dtype=places.dtype, pin_memory=True)
+            self._values = torch.empty(places.shape, dtype=places.dtype, device="cpu", pin_memory=True)
             self._values.copy_(places, non_blocking=True)
             self._event = torch.cuda.current_stream(places.device).record_event()
         else:

@@ -34,7 +34,7 @@ class Kept:
         self._exponents: Tensor | None = None
         self._device = x.device
         if store == "cpu":
-            self._codes = torch.empty(self.numel, pin_memory=x.is_cuda)
+            self._codes = torch.empty(self.numel, device="cpu", pin_memory=x.is_cuda)
         elif store == "int8":
             self._codes = torch.empty(self.numel, dtype=torch.int8, device=x.device)
             groups = -(-self.numel // kernels.STORE_GROUP)

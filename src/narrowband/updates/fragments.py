@@ -186,7 +186,7 @@ class Fragment:
         """Memory for anchors."""
         if not self._away:
             return flat
-        return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+        return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.device.type == "cuda")
 
     def parameter_parts(self, tensors: Mapping[str, Tensor]) -> list[list[tuple[int, int]]]:
         """Where parameters lie in each group: (first element, number of elements)."""

@@ -169,7 +169,8 @@ class _Stage:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._here = torch.empty(2 * self._HALF, dtype=torch.int64, pin_memory=device.type == "cuda")
+        pins = device.type == "cuda"
+        self._here = torch.empty(2 * self._HALF, dtype=torch.int64, device="cpu", pin_memory=pins)
         self._numbers = self._here.numpy()
         self._there = torch.empty(2 * self._HALF, dtype=torch.int64, device=device)
         self._at = 0
