@@ -1,7 +1,7 @@
 """Starting loops: one tensor, or several in one launch, at little cost to the host.
 
 Triton looks at every argument of every launch, and finds the machine code for these by the text of all that it saw:
-some 80 µs of Python for a loop that the GPU may do in 5. Here a loop that was started once is remembered by what its
+tens of µs of Python for a loop that the GPU may do in 5. Here a loop that was started once is remembered by what its
 machine code depends on, and started again from there.
 
 What a launch reads beside tensors, a table of several of them for one, goes to the GPU through memory that is taken
