@@ -5,7 +5,6 @@ narrowband bench memory --device cuda --model benchmarks/deit.py:small --batch 1
 
 from __future__ import annotations
 
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -21,4 +20,6 @@ def base(batch: int) -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def _made(name: str, batch: int) -> tuple[nn.Module, tuple[Tensor]]:
+    import timm  # an extra of these benchmarks alone
+
     return timm.create_model(name), (torch.randn(batch, 3, 224, 224),)
