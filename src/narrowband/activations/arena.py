@@ -158,7 +158,7 @@ class Arena:
 
     def __init__(self, pieces: Pieces | None = None) -> None:
         self._pieces = pieces or Pieces()
-        self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._piece, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
         self._pieces.begin()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
@@ -167,7 +167,8 @@ class Arena:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if nbytes > self._piece.numel() - self._used:
             self._piece, self._used = self._pieces.take(max(nbytes, self.PIECE_NBYTES)), 0
-        taken = torch.empty(0, dtype=torch.uint8)  # no view of the piece, of whose changes autograd would keep count
+        # No view of the piece, of whose changes autograd would keep count.
+        taken = torch.empty(0, dtype=torch.uint8, device="cpu")
         taken.set_(self._piece.untyped_storage(), self._used, (nbytes,), (1,))
         self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
         return taken

@@ -58,12 +58,13 @@ def _use_once(
         shapes.append(Rows(1, 8, 32, 1))  # a range for every channel
     stochastic, running = policy.rounding == "stochastic", policy.learns
     for dtype in dtypes:
-        x = torch.arange(256, dtype=torch.float32).to(dtype)
-        out, mask = torch.empty_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8)
+        x = torch.arange(256, dtype=torch.float32, device="cpu").to(dtype)
+        out, mask = torch.empty_like(x), torch.empty(x.numel() // 8, dtype=torch.uint8, device="cpu")
         for rows in shapes:
             low, high = kernels.row_extremes(x, rows)
             for width in bits:
-                step, codes = (high - low) / ((1 << width) - 1), torch.empty(rows.nbytes(width), dtype=torch.uint8)
+                step = (high - low) / ((1 << width) - 1)
+                codes = torch.empty(rows.nbytes(width), dtype=torch.uint8, device="cpu")
                 kernels.quantize_rows(x, codes, rows, low, step, bits=width, stochastic=stochastic)
                 if running and policy.symmetric:
                     kernels.quantize_rows_extremes(x, codes, rows, low, step, bits=width, stochastic=stochastic)
@@ -79,10 +80,10 @@ def _use_once(
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:
             kernels.mask_between(x, mask)
             kernels.apply_mask(mask, x, out)
-            ones = torch.ones(256)  # dropout's factors are made in float32, whatever they are for
+            ones = torch.ones(256, device="cpu")  # dropout's factors are made in float32, whatever they are for
             kernels.apply_mask(mask, ones, ones)
     if any(isinstance(module, _MAX_POOLS) for module in model.modules()):
         windows = Windows(1, 2, 2, 1, 4, 2, (2, 2), (0, 0))
-        places, position = torch.empty(4, dtype=torch.uint8), torch.tensor([0, 2, 8, 10])
+        places, position = torch.empty(4, dtype=torch.uint8, device="cpu"), torch.tensor([0, 2, 8, 10], device="cpu")
         kernels.pool_places(position, places, windows)
         kernels.pool_positions(places, position, windows)

@@ -122,7 +122,8 @@ class LGreCo(Policy):
         return planned(table, chosen, self, step=step, traffic=traffic, reference=reference, budget=budget)
 
     def warm_up(self) -> None:
-        cost, weight = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.int32)
+        cost = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+        weight = torch.ones(1, 1, dtype=torch.int32, device="cpu")
         kernels.cheapest_within(cost, weight, 1)
 
     def state_dict(self) -> dict[str, object]:

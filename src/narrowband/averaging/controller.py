@@ -173,7 +173,7 @@ def _broadcast(text: bytes, peers: Peers, device: torch.device) -> bytes:
     source = dist.get_global_rank(peers.group, 0) if peers.group is not None else 0
     length = torch.tensor([len(text)], device=device)
     dist.broadcast(length, source, group=peers.group)
-    room = torch.empty(int(length), dtype=torch.uint8)
+    room = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     if peers.rank == 0 and text:
         room.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     if room.numel():

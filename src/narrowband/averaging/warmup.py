@@ -74,7 +74,8 @@ def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
         if (name, *kind) in _done:
             continue
         for side in _SIDES[: 1 if kind in _done else None]:  # of one kind, numbers may choose other loops, sizes do not
-            use_once(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device), chosen)
+            x = torch.randn(side, side, generator=torch.Generator().manual_seed(0), device="cpu")
+            use_once(x.to(device), chosen)
         _done.update((kind, (name, *kind)))
 
 

@@ -524,7 +524,7 @@ def _lost_share(codec: Codec) -> float:
     """Measured on the CPU, of one draw."""
     rows, columns = _NORMAL_SHAPE
     rows = max(rows, -(-codec.granularity // columns))
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), device="cpu")
     with announced(str(codec)):  # set-up asks for this first of all
         payload = codec.encode(x, seed=1)
         lost = codec.decode(payload, x.clone(), seed=1, weight=-1.0, accumulate=True)

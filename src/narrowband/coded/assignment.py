@@ -250,12 +250,13 @@ class CodedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._shuffle:
-            order = torch.randperm(self._numel, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+            draw = torch.Generator().manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._numel, generator=draw, device="cpu")
         else:
-            order = torch.arange(self._numel)
+            order = torch.arange(self._numel, device="cpu")
         begin = 0
         for samples in self._batches:
-            yield order[begin:][torch.tensor(self._rows[samples])].tolist()
+            yield order[begin:][torch.tensor(self._rows[samples], device="cpu")].tolist()
             begin += samples
 
 

@@ -214,7 +214,7 @@ class BlockExchange:
     def hand_over(self, numbers: Tensor, giver: int, taker: int) -> None:
         """Send int32 numbers from one node to another, while all take part in the exchanges that this takes."""
         others = [node for node in range(self.assignment.nodes) if node != self.rank]
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for part in cut_whole(numbers.numel(), **self._sizes):
             piece = numbers[part.begin : part.begin + part.numel].view(torch.uint8)
             places: list[Tensor | None] = [nothing if node in others else None for node in range(self.assignment.nodes)]

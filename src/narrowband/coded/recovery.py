@@ -223,7 +223,7 @@ class Recovery:
         """An average and its exponent, from the node that has kept it to the one that lacks it."""
         giver = next(node for node in range(self._assignment.nodes) if node != taker)
         numel = self._exchange.numel
-        numbers = torch.empty(numel + 1, dtype=torch.int32)
+        numbers = torch.empty(numel + 1, dtype=torch.int32, device="cpu")
         if kept is not None:
             numbers[:numel], numbers[numel] = kept.average.view(torch.int32), kept.exponent
         self._exchange.hand_over(numbers, giver, taker)

@@ -132,8 +132,8 @@ class AQSGD(SampleState):
             True
         """
         draw = torch.Generator().manual_seed(0)
-        first, x = torch.randn(2, 1, _SIDE, _SIDE, generator=draw)
-        both, samples, arrived = AQSGD(), torch.zeros(1, dtype=torch.int64), torch.empty_like(x)
+        first, x = torch.randn(2, 1, _SIDE, _SIDE, generator=draw, device="cpu")
+        both, samples, arrived = AQSGD(), torch.zeros(1, dtype=torch.int64, device="cpu"), torch.empty_like(x)
         for visit in range(_VISITS):
             both.pack("missing", x if visit else first, codec, samples=samples, seed=visit, arrived=arrived)
         return float((x - arrived).norm() / (x - first).norm())
@@ -384,7 +384,7 @@ class AQSGD(SampleState):
 
     def reference_ids(self, key: str) -> Tensor:
         store = self._stores.get(key)
-        return torch.empty(0, dtype=torch.int64) if store is None else store.ids()
+        return torch.empty(0, dtype=torch.int64, device="cpu") if store is None else store.ids()
 
     def keep_only(self, key: str, ids: Tensor | Iterable[int]) -> None:
         if key in self._stores:

@@ -112,7 +112,7 @@ class SampleStore:
         self._token = uuid.uuid4().hex
         self._updates = 0
         self._file: _File | None = None
-        self._scratch = torch.empty(0 if keep == "fp32" else numel)
+        self._scratch = torch.empty(0 if keep == "fp32" else numel, device="cpu")
         self._warned_full = False
         self._hold({}, [])
 
@@ -151,7 +151,7 @@ class SampleStore:
 
     def ids(self) -> Tensor:
         """The samples that are held: int64, ascending."""
-        return torch.tensor(sorted(self._places), dtype=torch.int64)
+        return torch.tensor(sorted(self._places), dtype=torch.int64, device="cpu")
 
     def has(self, ids: Tensor | Iterable[int]) -> list[bool]:
         """Which of these samples are held."""
@@ -256,7 +256,7 @@ class SampleStore:
             self._file.reserve(self._top)
         elif self._top == there:
             shape = self._more(), _width(self.keep, self.numel)
-            self._append(torch.zeros(shape, dtype=_DTYPES[self.keep]))
+            self._append(torch.zeros(shape, dtype=_DTYPES[self.keep], device="cpu"))
         self._top += 1
         return self._top - 1
 
@@ -283,7 +283,7 @@ class SampleStore:
         """
         self._lent = None
         ids = self.ids()
-        places = torch.tensor([self._places[sample] for sample in ids.tolist()], dtype=torch.int64)
+        places = torch.tensor([self._places[sample] for sample in ids.tolist()], dtype=torch.int64, device="cpu")
         state: dict[str, Any] = {"numel": self.numel, "keep": self.keep, "ids": ids, "places": places}
         if self._path is None:
             return state | {"rows": list(self._chunks)}

@@ -53,7 +53,7 @@ def measure_times(
     seconds: list[float] = []
     try:
         for _ in range(samples):
-            drawn = [choices[int(torch.randint(len(choices), (), generator=generator))] for _ in buckets]
+            drawn = [choices[int(torch.randint(len(choices), (), generator=generator, device="cpu"))] for _ in buckets]
             handle.set_layers({name: spec for names, spec in zip(buckets, drawn, strict=True) for name in names})
             taken = []
             for at in range(warmup_steps + steps):

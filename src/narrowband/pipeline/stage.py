@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
@@ -419,7 +420,7 @@ class CompressedStage(PipelineStage):
         if own is None:
             return
         theirs = self._exchanged(own.cpu().numpy().tobytes(), other)
-        ids = torch.frombuffer(bytearray(theirs), dtype=torch.int64) if theirs else torch.empty(0, dtype=torch.int64)
+        ids = torch.from_numpy(np.frombuffer(bytearray(theirs), np.int64))
         channel.keep_only(own[torch.isin(own, ids)])
 
     def _exchanged(self, message: bytes, other: int) -> bytes:

@@ -273,7 +273,7 @@ def _buckets(names: Sequence[Sequence[str]], ready: Sequence[float], parameters:
         for vector in done:
             del missing[vector]
         numel = sum(of[name].shape.numel() for name in own)
-        x, y = torch.ones(numel), torch.empty(numel)
+        x, y = torch.ones(numel, device="cpu"), torch.empty(numel, device="cpu")
         found.append(
             Bucket(
                 ready_s,

@@ -113,7 +113,7 @@ def measure_trips(wire: Wire, peer: int, *, sends: bool) -> tuple[float, float]:
     Returns:
         Their mean and the least of them, in seconds, where this rank sends; zeros on the other.
     """
-    short = torch.zeros(1)
+    short = torch.zeros(1, device="cpu")
     trips = []
     for _ in range(_ROUND_TRIPS):
         if sends:
@@ -137,11 +137,11 @@ def measure_rate(wire: Wire, peer: int, trip_s: float = 0.0, *, sends: bool) -> 
     Returns:
         Bits per second of payload, where this rank sends; zero on the other.
     """
-    short, word = torch.zeros(1), torch.full((1,), _LONGER)
+    short, word = torch.zeros(1, device="cpu"), torch.full((1,), _LONGER, device="cpu")
     nbytes = FIRST_NBYTES
     took = 0.0
     while word.item() != _OVER:
-        long = torch.zeros(nbytes, dtype=torch.uint8)
+        long = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         if sends:
             begin = time.perf_counter()
             _send(wire, long, peer)

@@ -59,11 +59,10 @@ class MeasuredLength:
         total = sum(numel for part in parts for _, numel in part)
         self._at = []
         for part in parts:
-            begins, numels = (
-                torch.tensor(side, dtype=torch.int64) for side in ([b for b, _ in part], [n for _, n in part])
-            )
+            begins = torch.tensor([begin for begin, _ in part], dtype=torch.int64, device="cpu")
+            numels = torch.tensor([numel for _, numel in part], dtype=torch.int64, device="cpu")
             own = int(numels.sum())
-            place = torch.randint(max(1, own), (-(-SAMPLE * own // total),), generator=generator)
+            place = torch.randint(max(1, own), (-(-SAMPLE * own // total),), generator=generator, device="cpu")
             ends = numels.cumsum(0)
             which = torch.searchsorted(ends, place, right=True)
             self._at.append((begins[which] + place - (ends - numels)[which]).to(device))

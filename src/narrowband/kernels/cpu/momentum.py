@@ -191,7 +191,7 @@ def momentum_topk(
 
     parts = spread(-(-n // BLOCK), 2 * n, work)
     if not all(finite for finite, _ in parts):
-        return False, torch.empty(0, dtype=torch.int32), torch.empty(0), threshold
+        return False, torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, device="cpu"), threshold
     survivors = joined([part for _, part in parts]) if room else None
     bits = new.view(np.int32)
     if survivors is None or (
@@ -202,7 +202,8 @@ def momentum_topk(
             spread(n, n, lambda a, b: _corrected_range(last, new, m, corrected, a, b))
             bits = corrected.view(np.int32)
         if k == n:
-            return True, torch.arange(n, dtype=torch.int32), torch.from_numpy(bits.copy().view(np.float32)), 0.0
+            everywhere = torch.arange(n, dtype=torch.int32, device="cpu")
+            return True, everywhere, torch.from_numpy(bits.copy().view(np.float32)), 0.0
         survivors = look_again(bits, k, seed)
     if sampled:
         found, kept = finish_topk(bits, survivors, k, seed, sampled=True)
@@ -228,6 +229,6 @@ def _forget(now, before, at, momentum, nesterov, masking, old):
 def forget(
     now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
 ) -> Tensor:
-    old = torch.empty(indices.numel())
+    old = torch.empty(indices.numel(), device="cpu")
     _forget(now.numpy(), before.numpy(), indices.numpy(), F32(momentum), nesterov, masking, old.numpy())
     return old

@@ -421,7 +421,7 @@ def finish_topk(
 def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
     n = x.numel()
     if k == n:
-        return torch.arange(n, dtype=torch.int32)
+        return torch.arange(n, dtype=torch.int32, device="cpu")
     values = x.numpy()
     bits = values.view(np.int32)
     survivors = _select_above(bits, first_threshold(values, values[:0], k, seed, sampled), k)

@@ -78,6 +78,6 @@ def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: 
 
 
 def from_share(local: Tensor, *, turn: int) -> Tensor:
-    out = torch.empty(local.shape, dtype=torch.int32)
+    out = torch.empty(local.shape, dtype=torch.int32, device="cpu")
     _whole(local.numpy(), _turned(turn), out.numpy())
     return out

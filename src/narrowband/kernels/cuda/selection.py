@@ -706,7 +706,7 @@ def select_topk_rows(x: Tensor, k: int) -> Tensor:
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:
-    n, level = x.numel(), int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    n, level = x.numel(), int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
     if not n:
         return torch.empty(0, dtype=torch.int32, device=x.device)
     return _reaching(Source.plain(x), x, level, n, given=True).indices

@@ -89,7 +89,7 @@ def all_zero(x: Tensor) -> bool:
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
-    limit = torch.tensor(min(below, math.inf), dtype=torch.float32).view(torch.int32)
+    limit = torch.tensor(min(below, math.inf), dtype=torch.float32, device="cpu").view(torch.int32)
     tops = [magnitude_bits(x[begin:end]).amax() for begin, end, _ in runs_of_groups(x.numel(), common.CHUNK)]
     return not tops or bool(torch.stack(tops).amax().cpu() < limit)
 

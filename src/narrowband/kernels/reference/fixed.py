@@ -24,8 +24,8 @@ __all__ = [
 
 
 def fixed_quantize(x: Tensor, out: Tensor, unit: float, limit: int) -> tuple[float, int]:
-    top = torch.tensor(float(limit), dtype=torch.float32)
-    top = (top if int(top) <= limit else torch.nextafter(top, torch.zeros(()))).to(x.device)
+    top = torch.tensor(float(limit), dtype=torch.float32, device="cpu")
+    top = (top if int(top) <= limit else torch.nextafter(top, torch.zeros((), device="cpu"))).to(x.device)
     largest = torch.zeros((), dtype=torch.int32, device=x.device)
     checksum = torch.zeros((), dtype=torch.int64, device=x.device)
     for begin in range(0, x.numel(), common.CHUNK):

@@ -16,8 +16,8 @@ __all__ = ["cheapest_within"]
 
 def cheapest_within(cost: Tensor, weight: Tensor, capacity: int) -> Tensor:
     rows = cost.shape[0]
-    least = torch.zeros(capacity + 1, dtype=torch.float64)  # for each weight, of the rows so far
-    chosen = torch.full((rows, capacity + 1), -1, dtype=torch.int32)
+    least = torch.zeros(capacity + 1, dtype=torch.float64, device=cost.device)  # for each weight, of the rows so far
+    chosen = torch.full((rows, capacity + 1), -1, dtype=torch.int32, device=cost.device)
     for row in range(rows):
         now = torch.full_like(least, math.inf)
         for item, (own, w) in enumerate(zip(cost[row].tolist(), weight[row].tolist(), strict=True)):
@@ -27,7 +27,7 @@ def cheapest_within(cost: Tensor, weight: Tensor, capacity: int) -> Tensor:
                 now[w:][better] = total[better]
                 chosen[row, w:][better] = item
         least = now
-    out = torch.full((rows,), -1, dtype=torch.int32)
+    out = torch.full((rows,), -1, dtype=torch.int32, device=cost.device)
     left = capacity
     for row in reversed(range(rows)):
         item = int(chosen[row, left])

@@ -59,7 +59,8 @@ def select_topk_rows(x: Tensor, k: int) -> Tensor:
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:
-    return _indices(magnitude_bits(x) >= torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
+    least = torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32).item()
+    return _indices(magnitude_bits(x) >= least)
 
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:

@@ -1,0 +1,336 @@
+"""``torch.set_default_device`` and ``with torch.device(…)`` change nothing: each tensor says where it is made.
+
+The default device is "meta" here, which every machine has, and where no tensor has numbers: what is made there by
+mistake raises at once, or makes NaN of a loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._device import _device_constructors
+from torch.utils.data import TensorDataset
+
+import narrowband as nb
+from tests.coded.training import batch as coded_batch
+from tests.coded.training import loss_of as coded_loss
+from tests.coded.training import mlp as coded_mlp
+from tests.gradients.training import compress, data, mlp, sgd, wrap
+from tests.pipeline import stages
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+def elsewhere_and_here(run, *args):
+    """What ``run`` returns where the default device is "meta", and where it is not set. In this order, so that what is
+    done once in a process is done there.
+
+    ``run`` makes models and data, which are the user's, before it enters the context that it is given.
+    """
+    found = []
+    for device in ("meta", None):
+        torch.manual_seed(0)
+        found.append(run(lambda device=device: torch.device(device) if device else contextlib.nullcontext(), *args))
+        assert torch.get_default_device().type == "cpu"
+    return found
+
+
+def assert_equal(ranks):
+    """Losses are the same to the bit, and so are none of them NaN."""
+    for of_rank in ranks:
+        for case, (elsewhere, here) in of_rank.items():
+            assert elsewhere == here, case
+            assert here, case
+
+
+def losses_of(model, batches, optimizer, before_step=lambda: None):
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        before_step()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+GRADIENTS = [
+    "none",
+    "fp16",
+    "qsgd:bits=4",
+    "uniform:bits=4+ef",
+    "uniform:bits=4,rounding=stochastic+ef21",
+    "sign+ef",
+    "topk:density=0.1,values=int8+ef:store=int8",
+    "topk:density=0.1,select=sampled+ef:store=cpu",
+    "topk:density=0.1+ef-mixed",
+    "randomk:density=0.1+ef",
+    "lowrank:rank=2+ef",
+    "powersgd:rank=2,min_ratio=1",
+    "dgc:density=0.1",
+    "threshold:value=0.01+ef",
+    nb.LGreCo("topk:density=0.1+ef", every=2),
+    nb.Accordion(low="powersgd:rank=4,min_ratio=1", high="powersgd:rank=1,min_ratio=1", every=2),
+    nb.GlobalTopK(density=0.1, every=2),
+    nb.KMeans("topk:density=0.05+ef", clusters=2, every=2),
+]
+
+WITH_OPTIONS = [
+    ("topk:density=0.1+ef", {"collective": "sparse_reduce"}),
+    ("uniform:bits=4,rounding=stochastic+ef", {"collective": "scatter_reduce"}),
+    ("qsgd:bits=4", {"nodes": 1}),
+]
+
+
+def under_ddp(context, spec, rank, options):
+    """Saved and loaded after half of the steps."""
+    net, batches = mlp(), [data(step, rank) for step in range(STEPS)]
+    with context():
+        optimizer, losses, saved = sgd(net), [], io.BytesIO()
+        for half in (batches[: STEPS // 2], batches[STEPS // 2 :]):
+            model = wrap(net, cap=0.004)
+            handle = compress(model, copy.deepcopy(spec), min_numel=64, **options)  # policies remember
+            if losses:
+                saved.seek(0)
+                handle.load_state_dict(torch.load(saved))
+                assert handle.step == STEPS // 2
+            losses += losses_of(model, half, optimizer)
+            torch.save(handle.state_dict(), saved)
+            handle.remove()
+    return losses
+
+
+def gradients(rank, world_size, kernels):
+    os.environ["NARROWBAND_KERNELS"] = kernels
+    cases = [*((spec, {}) for spec in GRADIENTS), *WITH_OPTIONS]
+    return {f"{spec} {options}": elsewhere_and_here(under_ddp, spec, rank, options) for spec, options in cases}
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_gradients_under_ddp(kernels):
+    assert_equal(run_ranks(gradients, 2, kernels, timeout_s=120.0, fresh=True))
+
+
+def by_averager(context, rank):
+    net, batches = mlp(), [data(step, rank) for step in range(STEPS)]
+    with context():
+        averager = nb.Averager(net, "qsgd:bits=4", min_numel=64)
+        losses = losses_of(net, batches, sgd(net), averager.average)
+        averager.remove()
+    return losses
+
+
+def times_of_buckets(context, rank):
+    """That they can be measured. How long they are is no loss, and another time another one."""
+    net, (x, y) = mlp(), data(0, rank)
+    with context():
+        model = wrap(net, cap=0.004)
+        handle = compress(model, "qsgd:bits=8", min_numel=64)
+
+        def step():
+            (model(x) - y).square().mean().backward()
+
+        times = nb.measure_times(handle, step, ["qsgd:bits=8", "qsgd:bits=2"], samples=4, steps=1, warmup_steps=1)
+        handle.remove()
+    return [len(times.seconds_per_byte)]
+
+
+# ---- updates, shards -------------------------------------------------------------------------------------------------
+
+
+def updates(context, rank, spec, options):
+    net, batches = mlp(), [data(step, rank) for step in range(2 * STEPS)]
+    with context():
+        optimizer = sgd(net, momentum=0.9)
+        handle = nb.compress_updates(net, optimizer, spec, min_numel=64, **options)
+        losses = losses_of(net, batches, optimizer)
+        handle.remove()
+    return losses
+
+
+UPDATES = [
+    ("topk:density=0.1+ef", {}),
+    ("qsgd:bits=4+ef", {"every": 2, "outer": "auto"}),
+    ("topk:density=0.1+ef", {"every": 4, "fragments": 2, "overlap": 1, "offload": True}),
+]
+
+
+def shards(context, rank):
+    net, batches = mlp(), [data(step, rank) for step in range(STEPS)]
+    with context():
+        model = fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        nb.compress_shards(model, gradients="qsgd:bits=8", parameters="uniform:bits=8", min_numel=64)
+        return losses_of(model, batches, sgd(model))
+
+
+def averages(rank, world_size):
+    found = {"averager": elsewhere_and_here(by_averager, rank), "times": elsewhere_and_here(times_of_buckets, rank)}
+    for spec, options in UPDATES:
+        found[f"updates {spec} {options}"] = elsewhere_and_here(updates, rank, spec, options)
+    return found | {"shards": elsewhere_and_here(shards, rank)}
+
+
+def test_averages_updates_and_shards():
+    assert_equal(run_ranks(averages, 2, fresh=True))
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3), nn.GELU(), nn.Dropout(0.1), nn.Flatten(),
+        nn.Linear(72, 32), nn.LayerNorm(32), nn.SiLU(), nn.Linear(32, 8),
+    )  # fmt: skip
+
+
+def activations(context, options):
+    net = convolutions()
+    batches = [(torch.randn(6, 3, 10, 10), torch.randn(6, 8)) for _ in range(STEPS)]
+    with context():
+        compression = nb.compress_activations(net, **options)
+        return losses_of(compression(net), batches, sgd(net))
+
+
+def saved(rank, world_size, cases):
+    return {str(options): elsewhere_and_here(activations, options) for options in cases}
+
+
+def test_activations():
+    cases = [{"bits": 8}, {"bits": 4, "rounding": "stochastic"}, {"bits": 2}]
+    assert_equal(run_ranks(saved, 1, cases, fresh=True))
+
+
+# ---- pipelines, coded work -------------------------------------------------------------------------------------------
+
+
+def in_stages(context, rank, forward):
+    cut = stages.parts(2)[rank]
+    steps = [(*stages.batch(step), stages.ids(step)) for step in range(STEPS)]
+    losses, state = [], None
+    with context():
+        optimizer = sgd(cut)
+        for half in (steps[: STEPS // 2], steps[STEPS // 2 :]):
+            stage = nb.CompressedStage(cut, rank, 2, stages.CPU, forward=forward, backward="qsgd:bits=4+ef")
+            if state is not None:
+                stage.load_state_dict(state)
+            schedule = stages.schedule_of("1F1B", [stage])
+            for x, y, ids in half:
+                optimizer.zero_grad()
+                stage.samples = ids
+                losses += stages.run_step(schedule, [stage], x, y)
+                optimizer.step()
+            state = stage.state_dict()
+    return [*losses, *(p.detach().norm().item() for p in cut.parameters())]  # only the last stage has losses
+
+
+def in_one_place(context, forward):
+    cut = stages.parts(2)
+    steps = [(*stages.batch(step), stages.ids(step)) for step in range(STEPS)]
+    with context():
+        boundary = nb.Boundary(forward, "topk:density=0.2")
+        model = nn.Sequential(cut[0], boundary, cut[1])
+        optimizer, losses = sgd(model), []
+        for x, y, ids in steps:
+            boundary.samples = ids
+            losses += losses_of(model, [(x, y)], optimizer)
+    return losses
+
+
+def pipelines(rank, world_size):
+    found = {}
+    for spec in ("topk:density=0.2+ef21", "qsgd:bits=6+aq-sgd", "topk:density=0.2,scope=sample"):
+        found[f"boundary {spec}"] = elsewhere_and_here(in_one_place, spec)
+        found[f"stages {spec}"] = elsewhere_and_here(in_stages, rank, spec)
+    return found
+
+
+def coded(context, shuffle, options):
+    net, samples = coded_mlp(dropout=0.1), TensorDataset(*coded_batch(7, 70))
+    losses = []
+    with context():
+        model = nb.CodedDataParallel(net, **options)
+        optimizer = sgd(model)
+        sampler = model.sampler(samples, 25, shuffle=shuffle, seed=5)
+        for rows in sampler:  # a DataLoader makes tensors on the default device, whose numbers it reads
+            x, y = samples[rows]
+            optimizer.zero_grad()
+            loss = coded_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def coded_ranks(rank, world_size):
+    return {
+        "shuffled": elsewhere_and_here(coded, True, {}),
+        "in order": elsewhere_and_here(coded, False, {"bits": 16}),
+    }
+
+
+def test_pipelines():
+    assert_equal(run_ranks(pipelines, 2, fresh=True))
+
+
+def test_coded_data_parallelism():
+    assert_equal(run_ranks(coded_ranks, 3, fresh=True))
+
+
+# ---- in the source ---------------------------------------------------------------------------------------------------
+
+SOURCE = Path(nb.__file__).parent
+
+#: Rooms of programs of their own: nobody else's default device is set there.
+PROGRAMS = {"bench", "cli", "lab", "report"}
+
+#: What a default device acts on, as PyTorch has it, in names that are looked up in ``torch``.
+CONSTRUCTORS = {f.__name__ for f in _device_constructors()}
+
+
+def without_device(source):
+    """The lines on which a tensor is made of which nothing says where."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name), keywords=keywords):
+                if name in CONSTRUCTORS and not any(keyword.arg == "device" for keyword in keywords):
+                    found.append(node.lineno)
+            case ast.ImportFrom(module="torch", names=names) if CONSTRUCTORS & {alias.name for alias in names}:
+                found.append(node.lineno)  # would hide its calls from this test
+    return found
+
+
+def test_what_has_no_device_is_found():
+    source = """
+import torch
+from torch import zeros
+
+x = torch.empty(3)
+y = torch.tensor([1], dtype=torch.int32, device=x.device)
+z = torch.zeros_like(torch.full((2,), 1.0)), x.new_empty(3), torch.frombuffer(b"123")
+"""
+    assert sorted(without_device(source)) == [3, 5, 7]
+    assert {"empty", "tensor", "zeros", "arange", "randn", "asarray"} <= CONSTRUCTORS
+
+
+def test_every_tensor_says_its_device():
+    files = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in PROGRAMS]
+    assert len(files) > 100
+    found = {f"{path}:{line}" for path in files for line in without_device(path.read_text())}
+    assert not found
