@@ -22,11 +22,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
 
-from narrowband.bench.loops import BASELINES, LOOPS, Data, Loop, Maker
+from narrowband.bench.loops import BASELINES, LOOPS, OTHERS, Data, Loop, Maker
 from narrowband.bench.ranks import check_seed
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import backend_for
@@ -45,7 +46,7 @@ class Config:
         backend: fast (Numba on the CPU, Triton on a GPU), reference (plain torch), or all.
         repeats: Timed repeats of each loop.
         loops: Only these; all when none is named.
-        baselines: Also time what a user would write in plain torch.
+        baselines: Also time what a user would write in plain torch, and bitsandbytes' quantizer where it is installed.
         seed: Seed of the data and the stochastic loops.
     """
 
@@ -90,7 +91,12 @@ def loops() -> tuple[str, ...]:
 
 def count(config: Config) -> int:
     """How many rows :func:`run` yields."""
-    return len(backends(config)) * len(_chosen(config)) + (len(BASELINES) if config.baselines else 0)
+    return len(backends(config)) * len(_chosen(config)) + (len(BASELINES) + len(_others()) if config.baselines else 0)
+
+
+def _others() -> dict[str, tuple[str, Maker]]:
+    """What is timed of other packages: of those that are installed."""
+    return {name: found for name, found in OTHERS.items() if find_spec(found[0]) is not None}
 
 
 def _chosen(config: Config) -> tuple[str, ...]:
@@ -125,6 +131,8 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
     if config.baselines:
         for name, make in BASELINES.items():
             yield _row(name, "torch", data, _made(make, data, None), min(config.repeats, _BASELINE_REPEATS))
+        for name, (package, make) in _others().items():
+            yield _row(name, package, data, _made(make, data, None), config.repeats)
 
 
 def _made(make: Maker, data: Data, backend: Backend | None) -> Loop:

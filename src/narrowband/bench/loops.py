@@ -1,7 +1,7 @@
 """The hot loops that ``narrowband bench kernels`` times, each with the tensors that it needs.
 
 :data:`LOOPS` holds the loops of :mod:`narrowband.kernels`. :data:`BASELINES` holds the same jobs as a user would write
-them in plain torch.
+them in plain torch, and :data:`OTHERS` those that other packages have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.feedback import SampleStore
 
-__all__ = ["BASELINES", "LOOPS", "Data", "Loop", "Maker"]
+__all__ = ["BASELINES", "LOOPS", "OTHERS", "Data", "Loop", "Maker"]
 
 #: The group of the quantizers and the density of the sparse loops, as in the table of targets.
 GROUP = 128
@@ -517,6 +517,36 @@ def _baseline_qr(data: Data, _: Any) -> Loop:
     p = data.normal(*reversed(_TALL))
     return Loop(lambda _: torch.linalg.qr(p))
 
+
+def _bitsandbytes_quantize(data: Data, _: Any) -> Loop:
+    from bitsandbytes.functional import quantize_blockwise
+
+    state: list[Tensor] = []
+
+    def body(_: int) -> None:
+        codes, scales = quantize_blockwise(data.x, blocksize=_BLOCKWISE)
+        state[:] = codes, scales.absmax
+
+    body(0)
+    return Loop(body, nbytes=data.x.nbytes + sum(part.nbytes for part in state))
+
+
+def _bitsandbytes_dequantize(data: Data, _: Any) -> Loop:
+    from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
+
+    codes, scales = quantize_blockwise(data.x, blocksize=_BLOCKWISE)
+    nbytes = codes.nbytes + scales.absmax.nbytes + data.y.nbytes
+    return Loop(lambda _: dequantize_blockwise(codes, scales, blocksize=_BLOCKWISE), nbytes=nbytes)
+
+
+#: Elements that share a scale in bitsandbytes: the nearest to ours that it has on every device.
+_BLOCKWISE = 256
+
+#: Name → the package that has it, and the same job by that package: 8 bits, and the largest magnitude of a block.
+OTHERS: dict[str, tuple[str, Maker]] = {
+    "bitsandbytes 8-bit encode": ("bitsandbytes", _bitsandbytes_quantize),
+    "bitsandbytes 8-bit decode": ("bitsandbytes", _bitsandbytes_dequantize),
+}
 
 BASELINES: dict[str, Maker] = {
     "torch.topk": lambda data, _: Loop(lambda _: data.x.abs().topk(data.k, sorted=False)),
