@@ -222,7 +222,8 @@ def _rounds(apart: Difference) -> str:
 
 
 def _less(own: Times, other: Times, name: str) -> Difference:
-    return difference(own, other, names=(CHOSEN, name), higher_is_better=False, relative=True)
+    found = difference(own, other, names=(CHOSEN, name), higher_is_better=False, relative=True)
+    return replace(found, without="did not arrive")
 
 
 def _chosen_scheme(result: Result) -> str:

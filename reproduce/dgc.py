@@ -170,11 +170,16 @@ def _few_bytes(found: Sequence[Group], task: str, name: str, note: str = "") -> 
 
 def _found(found: Sequence[Group]) -> str:
     dense, plain, dgc, ours = (needed(found, "cifar", name) for name in (DENSE, _PLAIN, _DGC, _OURS))
+    of_text = [named(found, "lstm", name) for name in (DENSE, _DGC)]
+    text = ""
+    if of_text[0] is not None and of_text[1] is not None:
+        scores = " and ".join(group.score() for group in of_text if group is not None)
+        text = f"; the LSTM's perplexities, without and with DGC as published, are {scores}"
     return (
         f"on CIFAR-10 accuracy is {dense.score()} % without compression, and differs from that by "
         f"{compared(plain, dense).figure()} with plain sparsification, {compared(dgc, dense).figure()} with DGC as "
         f"published (payloads {dgc.payload_ratio:.0f} times smaller) and {compared(ours, dense).figure()} with this "
-        f"library's additions ({ours.payload_ratio:.0f} times smaller)."
+        f"library's additions ({ours.payload_ratio:.0f} times smaller){text}."
     )
 
 

@@ -110,6 +110,7 @@ class Difference:
         higher_is_better: whether more of the score is better.
         relative: whether the difference is a share of the second row's score.
         of: what the pairs are of, in words, where that is not seeds.
+        without: what is said of a row that has no score.
     """
 
     names: tuple[str, str]
@@ -120,6 +121,7 @@ class Difference:
     higher_is_better: bool
     relative: bool = False
     of: str = ""
+    without: str = "diverged"
 
     def no_worse(self, by: float = 0.0) -> Finding:
         """Whether the first row is worse than the second by no more than ``by``."""
@@ -140,7 +142,7 @@ class Difference:
     def figure(self) -> str:
         """The difference and its margin: ``-0.36 ± 0.50``, or in per cent."""
         if not math.isfinite(self.mean):
-            return "diverged"
+            return self.without
         unit = 100.0 if self.relative else 1.0
         sign = " %" if self.relative else ""
         margin = "" if self.margin is None else f" ± {unit * self.margin:.2f}{sign}"
@@ -149,7 +151,7 @@ class Difference:
     def said(self) -> str:
         """Both scores, the difference, and what it is of."""
         means = ", ".join(
-            f"{name} {'diverged' if score is None else format(score, '.2f')}"
+            f"{name} {self.without if score is None else format(score, '.2f')}"
             for name, score in zip(self.names, self.scores, strict=True)
         )
         seeds = f"{'seed' if len(self.seeds) == 1 else 'seeds'} {', '.join(map(str, self.seeds))}"
