@@ -181,6 +181,30 @@ def test_the_mean_of_payloads_is_the_sum_one_after_the_other(spec, form, dtype):
             assert torch.equal(out, total.to(dtype))
 
 
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if nb.codec(spec).fixed_size])
+@pytest.mark.parametrize("between", [0, 4, 1])
+def test_means_of_several_tensors_are_those_of_each(spec, between):
+    """Wherever payloads are in the rows."""
+    codec, shapes, rows, places, at = nb.codec(spec), [(70, 9), (33,), (40, 50)], [], [], 0
+    seeds = [[10 * tensor + rank for rank in range(3)] for tensor in range(len(shapes))]
+    if codec.shared_seed:
+        seeds = [[own[0]] * 3 for own in seeds]
+    for rank in range(3):
+        payloads = []
+        for tensor_, shape in enumerate(shapes):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + tensor_))
+            payloads += [torch.full((between,), 0xAA, dtype=torch.uint8), codec.encode(x, seed=seeds[tensor_][rank])]
+        rows.append(torch.cat(payloads))
+    for shape in shapes:
+        at += between
+        places.append(slice(at, at := at + codec.payload_nbytes(shape)))
+    received, outs = torch.stack(rows), [torch.full((torch.Size(shape).numel(),), torch.nan) for shape in shapes]
+    codec.decode_means(received, places, outs, shapes=shapes, seeds=seeds)
+    for out, shape, place, own in zip(outs, shapes, places, seeds, strict=True):
+        expected = codec.decode_mean(received[:, place], torch.empty(shape), seeds=own)
+        assert torch.equal(out.view(shape), expected)
+
+
 def test_a_mean_needs_payloads_and_as_many_seeds():
     codec = nb.codec("qsgd:bits=4")
     payload = codec.encode(torch.ones(9))

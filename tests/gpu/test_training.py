@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
@@ -35,12 +36,13 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def trained(rank: int, world_size: int, place: str, device: str, backend: str) -> list[float]:
-    """Losses of some steps."""
+def trained(rank: int, world_size: int, place: str, device: str, backend: str) -> Tensor:
+    """How far parameters come in some steps of plain SGD, where errors of rounding stay as small as they are."""
     if backend == "nccl":
         dist.destroy_process_group()
         dist.init_process_group("nccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, device_id=0)
     model, spec, after = net().to(device), SPECS[place], lambda: None
+    before = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
     if place.startswith("ddp"):
         model = DistributedDataParallel(model)
         nb.compress_gradients(model, spec)
@@ -50,25 +52,25 @@ def trained(rank: int, world_size: int, place: str, device: str, backend: str) -
             fully_shard(layer, mesh=mesh["shards"])
         fully_shard(model, mesh=mesh["shards"])
         nb.compress_gradients(model, spec, process_group=mesh["nodes"].get_group())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle: Any = None
     if place == "averager":
         after = nb.Averager(model, spec).average
     elif place.startswith("updates"):
         handle = nb.compress_updates(model, optimizer, spec, every=2, overlap="overlap" in place)
-    generator, losses = torch.Generator().manual_seed(rank), []
+    generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         x, y = torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-        loss.backward()
+        nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
         after()
         optimizer.step()
-        losses.append(loss.item())
     if handle is not None:
         handle.average()
         assert handle.step >= STEPS // 2
-    return losses
+    parts = [p.detach() for p in model.parameters()]
+    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    return torch.cat([part.flatten().cpu() for part in whole]) - before
 
 
 @pytest.mark.gpu
@@ -89,8 +91,8 @@ def test_ranks_that_share_a_card_train_as_on_the_cpu(place: str) -> None:
         assert_alike(on_card, on_cpu)
 
 
-def assert_alike(on_card: list[float], on_cpu: list[float]) -> None:
-    """Products of a GPU are added up in another order, which a code now and then shows."""
-    assert on_cpu[-1] != on_cpu[0]
-    own: tuple[Tensor, Tensor] = (torch.tensor(on_card), torch.tensor(on_cpu))
-    torch.testing.assert_close(*own, rtol=2e-2, atol=2e-2)
+def assert_alike(on_card: Tensor, on_cpu: Tensor) -> None:
+    """Products of a GPU are added up in another order, which a code, or a choice of elements, now and then shows."""
+    way = on_cpu.norm()
+    assert way > 0.1
+    assert (on_card - on_cpu).norm() < 0.05 * way

@@ -92,6 +92,24 @@ def test_what_the_device_decides_is_what_the_host_would(spec, bad):
         assert not any(never)
 
 
+def small_in_16_bits(rank, world_size):
+    """Whether a step goes ahead; and the averages of a bias in another dtype, which is compressed along with others."""
+    steps.AHEAD = {"cpu"}
+    parameters = {"a": torch.nn.Parameter(torch.zeros(40, 50)), "b": torch.nn.Parameter(torch.zeros(90).bfloat16())}
+    averager = nb.Averager(parameters, "qsgd:bits=8", min_numel=64, small="fused")
+    for p in parameters.values():
+        p.grad = torch.full_like(p, 1.0 + rank)
+    averager.average()
+    return averager.layers.goes_ahead, parameters["b"].grad.float()
+
+
+def test_where_a_vector_of_small_parameters_is_no_float32_the_host_waits():
+    """Loops for several tensors at once read float32."""
+    for ahead, average in run_ranks(small_in_16_bits, 2):
+        assert not ahead
+        torch.testing.assert_close(average, torch.full((90,), 1.5), rtol=0.02, atol=0)
+
+
 def damaged(rank, world_size):
     """What the gradients are after a damaged payload, and what the step after it says."""
     steps.AHEAD = {"cpu"}

@@ -147,7 +147,7 @@ class Layers:
         kinds = {self.spec_for(name) for name in self.parameters.shapes}
         if self._small_codec is not None:
             kinds.add(Compression(self._small_codec, self.default.feedback))
-        dtypes = {p.vector.dtype for p in self.parameters.by_name.values() if p.compressed}
+        dtypes = {p.vector.dtype for p in self.parameters.by_name.values() if p.compressed or p.vector.compressed}
         return dtypes <= {torch.float32} and all(self.collective_for(kind).goes_ahead(kind.codec) for kind in kinds)
 
     @property

@@ -99,8 +99,6 @@ def _use_all_at_once(x: Tensor, codec: GroupedCodec, chosen: Compression) -> Non
             codec.encode_all(
                 [total], [row], seeds=[0], residuals=residuals, decay=getattr(chosen.feedback, "decay", 1.0)
             )
-    whole = slice(0, payloads.shape[1])
-    codec.decode_means(payloads, [whole], [total], shapes=[x.shape], seeds=[[0] * len(payloads)])
     kernels.restore_all_if(findings.place(kernels.Findings.ANY), residuals, [total])
     kernels.poison_all_if(findings.of_all, [total])
 
@@ -135,4 +133,5 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     codec.decode(payload, out, weight=0.5, accumulate=True)
     codec.decode_mean(payload[None] if codec.fixed_size else [payload], out, seeds=[0])
     if x.is_cuda and codec.decodes_several:
-        codec.decode_means(payload[None], [slice(0, payload.numel())], [out.view(-1)], shapes=[x.shape], seeds=[[0]])
+        both, whole = torch.stack((payload, payload)), slice(0, payload.numel())
+        codec.decode_means(both, [whole], [out.view(-1)], shapes=[x.shape], seeds=[[0, 0]])

@@ -125,9 +125,10 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "per_node", "rounds", "steps", "bucket_mb"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("nodes", "per_node", "rounds", "steps", "bucket_cap_mb"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum={self.momentum} is not in [0, 1)")
         if self.model not in MODELS:

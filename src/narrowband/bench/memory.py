@@ -201,7 +201,8 @@ def _all_ways(config: Config) -> list[Way]:
             Way(f"bf16, checkpoint, {bits} bits", few[bits], amp=True, checkpoint=True) for bits in config.bits[:1]
         ]
     if config.compiled:
-        for name, amp in (("compiled", False), *((("bf16, compiled", True),) if config.baselines else ())):
+        kinds = {"compiled": False} | ({"bf16, compiled": True} if config.baselines else {})
+        for name, amp in kinds.items():
             ways += [Way(name, amp=amp, compiled=True)]
             ways += [Way(f"{name}, {bits} bits", policy, amp=amp, compiled=True) for bits, policy in few.items()]
     return ways

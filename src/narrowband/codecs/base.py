@@ -191,9 +191,27 @@ class Codec(ABC):
             outs: flat contiguous float32.
             shapes: of the tensors.
             seeds: of each tensor, those of the ranks.
+
+        Raises:
+            PayloadError: a payload is damaged. Nothing has been written then, where all are decoded at once.
+
+        Example:
+            >>> payloads = torch.stack([codec.encode(a, seed=1), codec.encode(b, seed=2)])
+            >>> places, outs = [slice(0, payloads.shape[1])], [out.view(-1)]
+            >>> codec.decode_means(payloads, places, outs, shapes=[out.shape], seeds=[[1, 2]])
         """
+        begins = (payloads.data_ptr(), payloads.stride(0), *(place.start for place in places))
+        if self.decodes_several and not any(begin % ALIGNMENT for begin in begins):
+            self._decode_means(payloads, places, outs, shapes)
+            return
         for place, out, shape, own in zip(places, outs, shapes, seeds, strict=True):
             self.decode_mean(payloads[:, place], out.view(dims(shape)), seeds=own)
+
+    def _decode_means(
+        self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
+    ) -> None:
+        """The same at once, of aligned payloads, for codecs that need no seed to decode."""
+        raise NotImplementedError
 
     def encode_compensated(
         self,

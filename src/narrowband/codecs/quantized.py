@@ -116,18 +116,9 @@ class GroupedCodec(Codec):
     def decodes_several(self) -> bool:
         return self.takes_several
 
-    def decode_means(
-        self,
-        payloads: Tensor,
-        places: Sequence[slice],
-        outs: Sequence[Tensor],
-        *,
-        shapes: Sequence[Shape],
-        seeds: Sequence[Sequence[int]],
+    def _decode_means(
+        self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
     ) -> None:
-        if not self.takes_several:
-            super().decode_means(payloads, places, outs, shapes=shapes, seeds=seeds)
-            return
         g = self._grouping(1)
         kernels.dequantize_means(payloads, places, outs, bits=g.bits, group=g.group, scale=g.scale)
 

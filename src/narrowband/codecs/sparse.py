@@ -295,18 +295,9 @@ class TopK(SelectingCodec):
     def decodes_several(self) -> bool:
         return self.values == "fp32" and self.indices == "elias-fano"
 
-    def decode_means(
-        self,
-        payloads: Tensor,
-        places: Sequence[slice],
-        outs: Sequence[Tensor],
-        *,
-        shapes: Sequence[Shape],
-        seeds: Sequence[Sequence[int]],
+    def _decode_means(
+        self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
     ) -> None:
-        if not self.decodes_several:
-            super().decode_means(payloads, places, outs, shapes=shapes, seeds=seeds)
-            return
         begins, ks = [place.start for place in places], [self.kept(shape) for shape in shapes]
         kernels.sparse_sum_all(outs, payloads, begins, ks, 1.0 / payloads.shape[0])
 

@@ -40,10 +40,6 @@ def _alike(operands: Sequence[Operand]) -> list[list[int]]:
     return [*kinds.values()]
 
 
-def _in_float32(operands: Sequence[Operand]) -> bool:
-    return all(operand.average.dtype == torch.float32 for operand in operands)
-
-
 class AllGather(Exchange):
     """See the module."""
 
@@ -144,7 +140,7 @@ class AllGather(Exchange):
         if self.findings is not None:
             for own in _alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
-                if codec.decodes_several and not any(each.incremental for each in some) and _in_float32(some):
+                if codec.decodes_several:  # all are in float32, or nobody would go ahead
                     spans, outs = [self._spans[0][at] for at in own], [each.average for each in some]
                     shapes = [each.shape for each in some]
                     seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]

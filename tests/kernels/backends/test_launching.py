@@ -123,6 +123,39 @@ def test_a_loop_is_looked_at_once_for_each_kind_of_arguments(monkeypatch: pytest
         assert not other()
 
 
+class _Stream:
+    """Notes what it is waited for: the tables that were put into it before an event."""
+
+    def __init__(self) -> None:
+        self.put = 0
+        self.waited: list[int] = []
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda at=self.put: self.waited.append(at))
+
+
+def test_memory_of_tables_is_written_again_once_what_read_it_is_done() -> None:
+    stage, stream = launching._Stage(torch.device("cpu")), _Stream()
+    half, last = launching._Stage._HALF, {}  # the last table that lies in each half
+    for _ in range(40):
+        numbers = np.arange(stream.put, stream.put + 1001, dtype=np.int64)
+        before = len(stream.waited)
+        table = stage.put(numbers, stream)  # type: ignore[arg-type]
+        stream.put += 1
+        assert np.array_equal(table.numpy(), numbers)
+        assert table.data_ptr() % 16 == 0
+        begin = (table.data_ptr() - stage._there.data_ptr()) // 8
+        own = begin // half
+        assert (begin + len(numbers) - 1) // half == own
+        if begin % half == 0 and own in last:  # begun again: all that was ever in it has been read
+            assert stream.waited[before:]
+            assert stream.waited[-1] > last[own]
+        last[own] = stream.put - 1
+    assert len(stream.waited) >= 3
+    longer = np.arange(half + 1, dtype=np.int64)
+    assert np.array_equal(stage.put(longer, stream).numpy(), longer)  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_loops_that_are_started_again_do_the_same() -> None:
     from narrowband.kernels import cuda, reference

@@ -44,20 +44,9 @@ BLOCK = 2048
 #: layer of a model has others, and would have loops compiled for itself.
 unspecific: Any = triton.jit(
     do_not_specialize=[
-        "k",
-        "n",
-        "number",
-        "low_bits",
-        "cut",
-        "nbytes",
-        "size",
-        "stride",
-        "seen",
-        "row",
-        "apart",
-        "count",
+        "k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "row", "apart", "count",
     ]
-)
+)  # fmt: skip
 
 #: All bits of a float but the sign, and those of infinity.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)

@@ -96,16 +96,9 @@ def _restore(bad, out, x, n, WIDTH: tl.constexpr):
 
 @kernel
 def _poison_segments(
-    table,
-    count,
-    bad,
-    notes,
-    NAN: tl.constexpr,
-    TYPE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    NOTES: tl.constexpr,
-):
+    table, count, bad, notes,
+    NAN: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NOTES: tl.constexpr,
+):  # fmt: skip
     """The bits of NaN, as whole numbers of so many bits, into all elements."""
     note = tl.arange(0, NOTES)
     if tl.max((tl.load(bad + note, mask=note < notes, other=0) != 0).to(tl.int32), 0) > 0:

@@ -169,8 +169,8 @@ class _Stage:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        pins = device.type == "cuda"
-        self._here = torch.empty(2 * self._HALF, dtype=torch.int64, device="cpu", pin_memory=pins)
+        self._pins = device.type == "cuda"
+        self._here = torch.empty(2 * self._HALF, dtype=torch.int64, device="cpu", pin_memory=self._pins)
         self._numbers = self._here.numpy()
         self._there = torch.empty(2 * self._HALF, dtype=torch.int64, device=device)
         self._at = 0
@@ -180,7 +180,8 @@ class _Stage:
         """Write numbers, and have them brought over."""
         size = len(numbers)
         if size > self._HALF:
-            return torch.from_numpy(numbers).to(self.device)
+            long = torch.from_numpy(numbers)
+            return (long.pin_memory() if self._pins else long).to(self.device, non_blocking=True)
         half = self._at // self._HALF
         if self._at + size > (half + 1) * self._HALF:
             self._done[half] = stream.record_event()
