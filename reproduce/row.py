@@ -98,6 +98,7 @@ class Row:
         min_numel: tensors with fewer elements are small, as are biases and norms.
         small: whether these travel dense, or together as one compressed vector, or as one by a codec of their own.
         depth: of the ResNet.
+        width: of the GPT of shakespeare and gpt; 0: as the task has it.
         limit: use no more samples than this; None: all.
         policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
             empty: nothing.
@@ -144,6 +145,7 @@ class Row:
     min_numel: int = 1
     small: str = "uncompressed"
     depth: int = 8
+    width: int = 0
     limit: int | None = None
     policy: str = ""
     high: str = ""
@@ -198,6 +200,10 @@ class Row:
             raise ValueError(
                 f"updates={self.updates} is steps from one average of updates to the next; leave out boundaries, "
                 "activations, policy, plan and dgc, which are of gradients"
+            )
+        if self.width < 0 or (self.width and self.task not in ("shakespeare", "gpt")):
+            raise ValueError(
+                f"width={self.width} must be 0, or, where a GPT learns from scratch, at least 1: task {self.task}"
             )
         outer_of(self.outer)
         if not self.updates and (self.fragments, self.overlap) != (1, 0):

@@ -140,7 +140,10 @@ def _count(number: int, what: str) -> str:
 #: Setting → the fields that it needs, and what it says of them; an empty string where there is nothing to say.
 _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     **{
-        what: (("task", "depth"), lambda row, what=what: in_words(row["task"], row["depth"]).get(what, ""))
+        what: (
+            ("task", "depth"),
+            lambda row, what=what: in_words(row["task"], row["depth"], row.get("width", 0)).get(what, ""),
+        )
         for what in ("model", "windows", "augmentation")
     },
     "optimizer": (("optimizer", "momentum", "nesterov"), _optimizer),

@@ -260,28 +260,41 @@ class Shakespeare(Language):
         return CharLSTM(self.text.vocabulary, hidden=_HIDDEN)
 
 
-class Plays(Language):
+class Reading(Language):
+    """Bytes of a text with a GPT.
+
+    Args:
+        width: of its blocks; as wide as the task has them when 0.
+    """
+
+    shape: ClassVar[GPTConfig]
+
+    def __init__(self, batch: int, seed: int, rank: int, world_size: int, text: Text, width: int = 0) -> None:
+        super().__init__(batch, seed, rank, world_size, text)
+        self.width = width
+
+    def model(self) -> nn.Module:
+        return GPT(_as_wide(self.shape, self.width))
+
+
+class Plays(Reading):
     """Bytes of tiny shakespeare with a GPT."""
 
     name = "shakespeare"
-    length = _SMALL_GPT.sequence
-
-    def model(self) -> nn.Module:
-        return GPT(_SMALL_GPT)
+    shape = _SMALL_GPT
+    length = shape.sequence
 
 
-class Wikitext(Language):
+class Wikitext(Reading):
     """Bytes of WikiText-2 with a GPT: trained on its validation split, judged on its test split."""
 
     name = "gpt"
-    length = _GPT.sequence
+    shape = _GPT
+    length = shape.sequence
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        return tuple(range(1, _GPT.blocks))
-
-    def model(self) -> nn.Module:
-        return GPT(_GPT)
+        return tuple(range(1, self.shape.blocks))
 
 
 class Tuned(Wikitext):
@@ -304,12 +317,13 @@ class Tuned(Wikitext):
 TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Plays, Wikitext, Tuned, Patches)
 
 
-def in_words(name: str, depth: int) -> dict[str, str]:
+def in_words(name: str, depth: int, width: int = 0) -> dict[str, str]:
     """The model of a task, and how data reach it, for the pages of results; nothing of a task that is none of these.
 
     Args:
         name: of the task.
         depth: of the ResNet.
+        width: of the GPT; as the task has it when 0.
 
     Example:
         >>> in_words("gpt", 8)["windows"]
@@ -333,10 +347,16 @@ def in_words(name: str, depth: int) -> dict[str, str]:
     gpt = {"shakespeare": _SMALL_GPT, "gpt": _GPT, "tuned": _GPT}.get(name)
     if gpt is None:
         return {}
+    gpt = _as_wide(gpt, width)
     return {
-        "model": f"GPT, {gpt.blocks} blocks of width {gpt.dim}, {gpt.heads} heads",
+        "model": f"GPT, {gpt.blocks} blocks of width {gpt.dim}, {gpt.heads} head{'' if gpt.heads == 1 else 's'}",
         "windows": _windows_in_words(gpt.sequence, "bytes"),
     }
+
+
+def _as_wide(gpt: GPTConfig, width: int) -> GPTConfig:
+    """The same with blocks of that width, and heads that are as wide as before."""
+    return replace(gpt, dim=width, heads=max(1, width * gpt.heads // gpt.dim)) if width else gpt
 
 
 def _windows_in_words(length: int, what: str) -> str:
@@ -353,6 +373,7 @@ def load(
     directory: Path | None = None,
     limit: int | None = None,
     depth: int = 8,
+    width: int = 0,
 ) -> Task:
     """The task of that name.
 
@@ -361,6 +382,7 @@ def load(
         limit: use no more than so many samples (images or characters) to train with and as many to judge by; of each
             text where there are two.
         depth: of the ResNet.
+        width: of the GPT; as the task has it when 0.
     """
     if name in ("cifar", "vit"):
         all_of_it = cifar10(directory)
@@ -377,12 +399,12 @@ def load(
     if name == "lstm":
         return Shakespeare(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory), limit))
     if name == "shakespeare":
-        return Plays(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory, as_bytes=True), limit))
+        return Plays(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory, as_bytes=True), limit), width)
     if name not in ("gpt", "tuned"):
         raise ValueError(f"there is no task {name!r}; there are: {', '.join(task.name for task in TASKS)}")
     text = _limited(wikitext2(directory), limit)
     if name == "gpt":
-        return Wikitext(batch, seed, rank, world_size, text)
+        return Wikitext(batch, seed, rank, world_size, text, width)
     before = _limited(tiny_shakespeare(directory, as_bytes=True), limit)
     return Tuned(batch, seed, rank, world_size, text, before)
 

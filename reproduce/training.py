@@ -555,6 +555,7 @@ def _work(worker: RankProcess) -> None:
             directory=None if directory is None else Path(directory),
             limit=row.limit,
             depth=row.depth,
+            width=row.width,
         )
         result = train(row, task, functools.partial(tell, row=number))
         tell(event="row", row=number, result=result | {"commit": worker.config["commit"]})

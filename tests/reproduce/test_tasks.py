@@ -5,8 +5,20 @@ import math
 import pytest
 import torch
 
+from narrowband.bench.models import GPTConfig
 from reproduce.data import Images, Text
-from reproduce.tasks import Cifar, Patches, Shakespeare, augmented, load, own_part, window_starts
+from reproduce.tasks import (
+    Cifar,
+    Patches,
+    Plays,
+    Shakespeare,
+    Wikitext,
+    augmented,
+    in_words,
+    load,
+    own_part,
+    window_starts,
+)
 
 WORLD_SIZE = 4
 
@@ -182,3 +194,14 @@ def test_perplexity_of_knowing_nothing_is_the_vocabulary():
 def test_a_loss_that_is_not_finite_is_no_perplexity():
     for nats in (math.inf, math.nan, 1e6):
         assert math.isnan(Shakespeare(4, 0, 0, 1, text()).value(nats, 1.0))
+
+
+@pytest.mark.parametrize(("kind", "length"), [(Plays, 64), (Wikitext, 128)])
+@pytest.mark.parametrize(("width", "dim", "heads"), [(0, 128, 4), (64, 64, 2), (16, 16, 1)])
+def test_a_gpt_is_as_wide_as_its_row_says_and_its_heads_stay_as_wide(kind, length, width, dim, heads):
+    shape = GPTConfig(vocab=256, dim=dim, blocks=4, heads=heads, sequence=length, batch=1)
+    own = kind(8, 0, 0, WORLD_SIZE, text(), width)
+    assert sum(p.numel() for p in own.model().parameters()) == shape.numel()
+    said = in_words(kind.name, 8, width)
+    assert said["model"] == f"GPT, 4 blocks of width {dim}, {heads} head{'s' if heads > 1 else ''}"
+    assert said["windows"].startswith(f"of {length} bytes")
