@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
@@ -24,7 +25,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")
 parser.add_argument("--every", default="30", help="steps from one round to the next, or a time: 20min")
 parser.add_argument("--rounds", type=int, default=20)
-parser.add_argument("--late", type=float, default=10.0, help="seconds after which the last peer comes")
+parser.add_argument("--late", type=int, default=10, help="rounds after which the last peer comes")
 options = parser.parse_args()
 rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
 sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -33,10 +34,10 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(32 * 64, 512), nn.ReLU(), nn.Linear(512, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 store = serve(29400) if rank == 0 else None  # on a machine that stays up; else: narrowband rendezvous
-time.sleep(options.late if rank == size - 1 else 0.0)
+if rank == size - 1:
+    dist.TCPStore(host, 29400).wait(["come"])
 peers = nb.Rendezvous(f"{host}:29400", begin_with=size - 1, name=str(rank), grace_s=30, exchange_s=60)
-every = int(options.every) if options.every.isdigit() else options.every
-began = time.monotonic()
+began, every = time.monotonic(), int(options.every) if options.every.isdigit() else options.every
 handle = nb.compress_updates(model, optimizer, options.spec, every=every, outer="auto", peers=peers)
 told = {"joined_round": handle.rounds, "joined_s": time.monotonic() - began, "rounds": []}
 torch.manual_seed(1 + rank)  # every peer reads elsewhere
@@ -50,6 +51,8 @@ while handle.rounds < options.rounds:
     if handle.rounds != before:
         told["rounds"].append({"round": handle.rounds, "peers": len(handle.peers), "s": time.monotonic() - began})
         print(told["rounds"][-1], flush=True)
+        if store is not None and handle.rounds >= options.late:
+            store.set("come", "now")
 bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
 told |= {"loss": float(loss), "parameters_bytes": len(bits), "parameters_sha256": hashlib.sha256(bits).hexdigest()}
 print(json.dumps(told), flush=True)
