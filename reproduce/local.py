@@ -11,8 +11,8 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
 * *updates* after every 15 or 30 steps: by DiLoCo (nothing compressed, an outer SGD with momentum), their mean alone,
   by Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512: 4 bits, three fragments in turn, each on its way for two
   steps), by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes
-  by what this library has: no tiles, a residual that stays, and the length that is measured; and this with as many
-  elements as may be sent at 2,000 times less traffic;
+  by what this library has: no tiles, a residual that stays, and the length that is measured; the same with residuals
+  in place, along the sum of the updates; and this with as many elements as may be sent at 2,000 times less traffic;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
 
@@ -87,13 +87,17 @@ _DILOCO, _MEAN, _STREAMING, _SPARSELOCO, _OURS = (
 )
 _SHARDED = "updates, 2 bits, FSDP2"
 
+#: What has residuals in place is called so, and goes along the sum of what four ranks sent: at such densities hardly
+#: any element is sent by two.
+_IN_PLACE, _SUM = f"{_OURS}, in place", "4"
+
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
 _UNTILED = "topk:density=0.015625,values=int2+ef"
 
 #: Steps of a round → the density that has 2,000 times less traffic among four ranks.
 _DENSITY = {15: 0.01, 30: 0.022}
-_BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits" for every, density in _DENSITY.items()}
+_BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits, in place" for every, density in _DENSITY.items()}
 
 #: What claims ask for: losses as shares of another's, and how many times less traffic.
 _KEPT, _LESS = 0.01, 25
@@ -122,6 +126,7 @@ def _gradients(name: str, spec: str, small: str = "uncompressed") -> Row:
 def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "auto") -> Row:
     return replace(
         _DENSE,
+        residuals="in-place" if name.endswith("in place") else "apart",
         name=name,
         spec=spec,
         updates=every,
@@ -136,7 +141,8 @@ def _rounds(every: int, turn: int) -> Iterator[Recipe]:
         (_DILOCO, "none", "nesterov"),
         (_SPARSELOCO, _PUBLISHED, "1"),
         (_OURS, _UNTILED, "auto"),
-        (_BUDGET[every], f"topk:density={_DENSITY[every]},values=int2+ef", "auto"),
+        (_IN_PLACE, _UNTILED, _SUM),
+        (_BUDGET[every], f"topk:density={_DENSITY[every]},values=int2+ef", _SUM),
         (_MEAN, "none", "auto"),
     ):
         long = name == _MEAN or (name == _SPARSELOCO and turn > 1)
@@ -235,7 +241,7 @@ def _far(found: Sequence[Group], task: str, every: int) -> Claim:
     )
     try:
         diloco = needed(found, task, _DILOCO.format(every))
-        names = (_OURS.format(every), _BUDGET[every], _SPARSELOCO.format(every))
+        names = (_OURS.format(every), _IN_PLACE.format(every), _BUDGET[every], _SPARSELOCO.format(every))
         best = _best(found, task, names, diloco, less=_LESS_ROUNDS)
     except LookupError as error:
         return Claim(text, None, str(error))
@@ -432,6 +438,7 @@ _LABELS = {
     _TOP: ("updates, top 1 %", True),
     _DILOCO.format(_ROUNDS[0]): (f"DiLoCo, every {_ROUNDS[0]} steps", False),
     _OURS.format(_ROUNDS[0]): (f"updates, every {_ROUNDS[0]}, 1/64, 2 bits", True),
+    _IN_PLACE.format(_ROUNDS[0]): ("the same, residuals in place", True),
 }
 
 
@@ -447,6 +454,7 @@ def _found(found: Sequence[Group]) -> str:
         (_DILOCO, "DiLoCo"),
         (_SPARSELOCO, "SparseLoCo"),
         (_OURS, "a 64th in 2 bits and this library's measured length"),
+        (_IN_PLACE, "the same with residuals in place"),
     ):
         own = named(found, _TASK, name.format(every))
         if own is not None:

@@ -49,7 +49,8 @@ METHODS: dict[str, str] = {
     "every 15, DiLoCo": "every 15, DiLoCo",
     "every 15, top 1/64, 2 bits": "every 15, top 1/64, 2 bits",
     "every 30, top 1/64, 2 bits": "every 30, top 1/64, 2 bits",
-    "every 30, top 0.022, 2 bits": "every 30, top 0.022, 2 bits",
+    "every 30, top 1/64, 2 bits, in place": "every 30, top 1/64, 2 bits, in place",
+    "every 30, top 0.022, 2 bits, in place": "every 30, top 0.022, 2 bits, in place",
     "every 15, Streaming DiLoCo": "every 15, Streaming DiLoCo",
 }
 _SIXTEEN = "gradients, 16 bits"

@@ -122,6 +122,7 @@ class Row:
             outer SGD with the settings of DiLoCo (:data:`DILOCO`).
         fragments: parts of the model whose updates are averaged in turn.
         overlap: steps that ranks take while one of them is on its way.
+        residuals: where those of updates wait: apart, or in each rank's own parameters.
         shards: ranks that train one replica together, sharded by FSDP2; 1: each is a replica.
         gathered: what FSDP2 gathers parameters with, where all ranks are one replica, however many ``shards`` says;
             ``spec`` is then what it reduces gradients with. Empty: nothing is sharded in this way.
@@ -163,6 +164,7 @@ class Row:
     outer: str = "1"
     fragments: int = 1
     overlap: int = 0
+    residuals: Literal["apart", "in-place"] = "apart"
     shards: int = 1
     gathered: str = ""
     references: bool = True
@@ -206,8 +208,8 @@ class Row:
                 f"width={self.width} must be 0, or, where a GPT learns from scratch, at least 1: task {self.task}"
             )
         outer_of(self.outer)
-        if not self.updates and (self.fragments, self.overlap) != (1, 0):
-            raise ValueError("fragments and overlap are of rows whose updates are averaged")
+        if not self.updates and (self.fragments, self.overlap, self.residuals) != (1, 0, "apart"):
+            raise ValueError("fragments, overlap and residuals are of rows whose updates are averaged")
         if bool(self.gathered) != (self.shards > 1 and not self.updates):
             raise ValueError(
                 f"gathered={self.gathered!r} is what all ranks gather that are the shards of one replica; with "

@@ -115,6 +115,8 @@ def _updates(row: Mapping[str, Any]) -> str:
         outer = f"an outer length of {float(row['outer']):g}"
     said = f"updates, {when}, with {outer}"
     fragments, overlap = row.get("fragments", 1), row.get("overlap", 0)
+    if row.get("residuals", "apart") == "in-place":
+        said += ", residuals in place"
     if fragments > 1:
         said += f", in {fragments} fragments in turn"
     return said + (f", on their way for {_count(overlap, 'step')}" if overlap else "")

@@ -40,9 +40,9 @@ BYTES = {
     "updates, top 4%, 8 bits": (52.0, 26.0),
     "updates, top 2%, 2 bits": (157.0, 78.0),
     "updates, top 6%, 2 bits": (58.0, 29.0),
-    **{f"every {n}, top 1/64, 2 bits": (200.0 * n, 100.0 * n) for n in (15, 30)},
-    "every 15, top 0.01, 2 bits": (4200.0, 2100.0),
-    "every 30, top 0.022, 2 bits": (4200.0, 2100.0),
+    **{f"every {n}, top 1/64, 2 bits{where}": (200.0 * n, 100.0 * n) for n in (15, 30) for where in ("", ", in place")},
+    "every 15, top 0.01, 2 bits, in place": (4200.0, 2100.0),
+    "every 30, top 0.022, 2 bits, in place": (4200.0, 2100.0),
     **{f"every {n}, DiLoCo": (float(n), float(n)) for n in (15, 30)},
 }
 
@@ -80,10 +80,11 @@ LOSSES = {
     **{
         f"every {n}, {name}": loss
         for n in (15, 30)
-        for name, loss in (("DiLoCo", 1.52), ("SparseLoCo", 1.56), ("top 1/64, 2 bits", 1.53), ("mean", 1.55))
+        for name, loss in (("DiLoCo", 1.52), ("SparseLoCo", 1.56), ("top 1/64, 2 bits", 1.53),
+                           ("top 1/64, 2 bits, in place", 1.525), ("mean", 1.55))
     },
-    "every 15, top 0.01, 2 bits": 1.52,
-    "every 30, top 0.022, 2 bits": 1.52,
+    "every 15, top 0.01, 2 bits, in place": 1.52,
+    "every 30, top 0.022, 2 bits, in place": 1.52,
     "every 15, Streaming DiLoCo": 1.53,
     "updates, 2 bits, FSDP2": 1.5,
     "Muon, dense": 1.450,
@@ -128,12 +129,12 @@ def test_rows_have_one_name_each_and_specs_that_exist():
 
 def test_the_most_telling_rows_come_first_and_others_on_request():
     rows = chosen(EXPERIMENT, Options())
-    assert len(rows) <= 54, "an hour and a half of rows of a minute and a half"
+    assert len(rows) <= 60, "an hour and a half of rows of a minute and a half"
     assert [own.name for own in rows[:6]] == [
         "dense", "updates", "updates, 2 bits", "updates, top 1%", "gradients, top 1%", "gradients, 4 bits",
     ]  # fmt: skip
     assert all(own.updates < 2 for own in rows[:18])
-    assert all(own.updates == 15 for own in rows[18:30])
+    assert all(own.updates == 15 for own in rows[18:33])
     assert {own.task for own in rows} == {"shakespeare"}
     names = {own.name for own in rows}
     assert all([own.seed for own in rows if own.name == name] == [0, 1, 2] for name in names)
@@ -166,6 +167,10 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
     assert (theirs.codec.tile, theirs.codec.density) == ("64x64", 64 / 64**2)
     assert theirs.feedback.decay == 0.95
     assert theirs.codec.payload_nbytes((256, 128)) == ours.codec.payload_nbytes((256, 128))
+    in_place = {name for name, row in ROWS.items() if row.residuals == "in-place" and row.updates == every}
+    assert in_place == {f"every {every}, top 1/64, 2 bits, in place", local._BUDGET[every]}
+    assert {ROWS[name].outer for name in in_place} == {"4"}
+    assert ROWS[f"every {every}, top 1/64, 2 bits, in place"].spec == own.spec
     budget = nb.compression(ROWS[local._BUDGET[every]].spec).codec
     assert budget.values == "int2"
     parameters = [tuple(p.shape) for p in model_of("shakespeare", 64).parameters()]
@@ -213,7 +218,7 @@ def test_every_claim_can_hold():
         (BETTER_TOP, {"gradients, top 1%": 1.52}),
         (BETTER_SIGN, {"gradients, sign": 1.45}),
         (FIFTEEN, {"every 15, DiLoCo": 1.50}),
-        (THIRTY, {"every 30, top 0.022, 2 bits": 1.55, "every 30, top 1/64, 2 bits": 1.55}),
+        (THIRTY, {name: 1.55 for name in LOSSES if name.startswith("every 30, top")}),
         (LENGTH, {"updates": 1.55}),
         ("learning rate of rounds, 0.004", {"every 15, DiLoCo, rate 0.002": 1.4}),
     ],
@@ -248,10 +253,10 @@ def test_claims_count_bytes_on_the_wire_and_not_payloads():
     assert "updates, top 1%: 38 times less traffic than DDP in float32 among 4 ranks, payloads 77 times" in only.figures
 
     best = of(made_up(), FIFTEEN)
-    assert best.figures.startswith("every 15, top 0.01, 2 bits 1.52, every 15, DiLoCo 1.52")
+    assert best.figures.startswith("every 15, top 0.01, 2 bits, in place 1.52, every 15, DiLoCo 1.52")
     assert "2,100 times less traffic than DDP in float32 among 4 ranks, payloads 4,200 times smaller" in best.figures
     assert "losses in nats per byte" in best.figures
-    more = {"every 15, top 0.01, 2 bits": (3999.0, 1999.5)}
+    more = {"every 15, top 0.01, 2 bits, in place": (3999.0, 1999.5)}
     none = of(made_up(ratios=more), FIFTEEN)
     assert none.verdict() == "not tested"
     assert "every 15, top 1/64, 2 bits: 1,500 times less traffic" in none.figures
@@ -335,6 +340,8 @@ def test_a_page_names_what_is_averaged_and_how():
         "updates, after every 15 steps, with an outer SGD, learning rate 0.7, Nesterov's momentum 0.9"
     )
     assert own["clipping of each rank's gradients"] == "at norm 1"
+    in_place = settings({"updates": 15, "outer": "4", "residuals": "in-place", "optimizer": "adamw"})
+    assert in_place["averaged"] == "updates, after every 15 steps, with an outer length of 4, residuals in place"
     assert "clipping of averaged gradients" not in own
     assert own["optimizer"] == "AdamW, β₁ 0.9, β₂ 0.95, ε 1e-08"
 

@@ -318,6 +318,7 @@ def test_warm_up_is_counted_in_steps():
         ({"warmup_epochs": 2}, "warmup_epochs=2 is not below epochs=2"),
         ({"lr": 0.0}, "lr=0.0 must be above 0"),
         ({"width": 64}, "width=64 must be 0, or, where a GPT learns"),
+        ({"residuals": "in-place"}, "residuals are of rows whose updates are averaged"),
         ({"task": "gpt", "width": -1}, "width=-1 must be 0"),
         ({"forward": "none"}, "forward='none' and backward='' go together"),
         ({"forward": "none", "backward": "none", "spec": "fp16"}, "one process, .*: spec='fp16'"),

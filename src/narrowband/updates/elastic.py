@@ -178,7 +178,7 @@ class ElasticUpdateCompression(UpdateCompression):
             DisagreementError: peers that are about to do different things, or differ.
         """
         self._check_between_steps("average")
-        self._before_step()
+        self._before_step(stepping=False)
         tensors = self._tensors()
         weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         brings = self._take_updates(self._fragments, tensors)
@@ -275,6 +275,7 @@ class ElasticUpdateCompression(UpdateCompression):
         elif share != 1.0:
             for update in self._whole.updates:
                 update.mul_(share)
+        self._scaled_by = share or 1.0
         began = time.monotonic()
         self._exchange(self._fragments, share=share if brings else 0.0)
         if (took := time.monotonic() - began) > 0.5 * self._rules.exchange_s and not self._warned:
@@ -392,7 +393,10 @@ class ElasticUpdateCompression(UpdateCompression):
     def state_dict(self) -> dict[str, Any]:
         """All that this peer needs to go on, but for model and optimizer."""
         state = super().state_dict()
-        return state | {"updates": state["updates"] | {"weigh": self._rounds.weigh, "counted": self._counted}}
+        return state | {
+            "updates": state["updates"]
+            | {"weigh": self._rounds.weigh, "counted": self._counted, "scaled by": self._scaled_by}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where :meth:`state_dict` was taken. Call on all peers of the last round, with the model's and the
@@ -402,7 +406,8 @@ class ElasticUpdateCompression(UpdateCompression):
             ValueError: a state that does not fit, on any peer. Nothing has changed then.
         """
         super().load_state_dict(state)
-        self._counted = self._own_updates(state)["counted"]
+        own = self._own_updates(state)
+        self._counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         super()._check_updates(state)
@@ -457,6 +462,7 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "outer": str(outer),
         "every": str(rounds.every),
         "buffers": rounds.buffers,
+        "residuals": rounds.residuals,
         "check_every": str(rounds.check_every),
         "weigh": rounds.weigh,
         "grad_scaler": "none" if rounds.grad_scaler is None else "given",

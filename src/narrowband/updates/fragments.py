@@ -16,6 +16,18 @@ optimizer has changed since then is its update, the tensor minus its anchor. The
 
   What a replica has changed in the meantime is part of its next update, as far as α keeps it.
 
+Where a round sends a part of an update, error feedback keeps the residual for the next round. There are two places
+for it (``residuals=``). *Apart*, as SparseLoCo has it (arXiv 2508.15706): after a round a replica trains on from the
+parameters that all have in common, and learns anew what it had learned and not sent. Its next update has the same news
+again, so that the residual adds up, and what was sent late is sent several times over. *In place*: before the first
+step after a round the residual goes into the replica's own parameters::
+
+    tensor ← anchor + residual
+
+and its next update, the tensor minus its anchor, holds the residual once. Right after a round replicas are equal all
+the same, since residuals are put in place as late as anchors are copied. A replica whose update is not finite loses
+with it what was in place.
+
 Anchors may lie in the memory of the CPU (``offload``) when the model is on a GPU. They are copied to the GPU for the
 round.
 """
@@ -210,6 +222,15 @@ class Fragment:
                 if (name not in self._buffers) == parameters:
                     part.copy_(x)
         self.anchored |= parameters
+
+    @staticmethod
+    def put_in_place(x: Tensor, residual: Tensor) -> None:
+        """Add a flat residual to a tensor. What rounding leaves of it stays in the residual."""
+        whole = real(x)
+        (part,) = parts_of(residual, [x])
+        before = whole.clone()
+        whole.add_(part)
+        part.sub_(whole - before)
 
     def in_common(self, tensors: Mapping[str, Tensor], *, waiting: bool) -> Iterator[Tensor]:
         """In a round, the parameters that all replicas have in common: those of the last one."""

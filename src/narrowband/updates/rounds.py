@@ -36,6 +36,7 @@ from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
+from narrowband.feedback import ErrorFeedback
 from narrowband.kernels.compiling import announced
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, split
 from narrowband.updates.length import MeasuredLength
@@ -72,6 +73,7 @@ class Rounds:
     split: Literal["strided", "layers"] = "strided"
     check_every: int | None = None
     weigh: str = "steps"
+    residuals: Literal["apart", "in-place"] = "apart"
 
 
 @dataclass(eq=False)
@@ -119,6 +121,7 @@ class UpdateCompression(Handle):
         self._steps = 0
         self._skipped = 0
         self._check_next = False
+        self._scaled_by = 1.0  # by which this replica's last update was scaled
         self._under_way: _UnderWay | None = None
         self._in_round: tuple[Sequence[Fragment], bool] = ((), True)
         # The core averages what requires gradients: these are stand-ins in the same memory.
@@ -168,6 +171,7 @@ class UpdateCompression(Handle):
             "fragments": f"{rounds.fragments}, {rounds.split}" if rounds.fragments > 1 else "1",
             "overlap": str(rounds.overlap),
             "alpha": str(rounds.alpha),
+            "residuals": rounds.residuals,
             "check_every": str(self._check_every),
             "grad_scaler": "none" if rounds.grad_scaler is None else "given",
             **self._stepped_by,
@@ -217,12 +221,30 @@ class UpdateCompression(Handle):
         return sum(lengths) / len(lengths)
 
     @torch.no_grad()
-    def _before_step(self) -> None:
+    def _before_step(self, *, stepping: bool = True) -> None:
+        """Anchors are there: what parameters are now, as long as nobody has stepped them.
+
+        Args:
+            stepping: whether they are about to be, so that residuals may be put in place.
+        """
         if not all(fragment.anchored for fragment in self._fragments):
             tensors = self._tensors()
             for fragment in self._fragments:
                 if not fragment.anchored:
                     fragment.keep(tensors, parameters=True)
+                    if stepping and self._rounds.residuals == "in-place":
+                        self._put_in_place(fragment, tensors)
+
+    def _put_in_place(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
+        """The residuals of layers go into the replica's own parameters, but for what rounding leaves of them."""
+        for state in self.layers.states.values():
+            if isinstance(state, ErrorFeedback):
+                for name in fragment.names:
+                    residual = state.residual(name)
+                    if residual is not None:
+                        residual.mul_(state.decay / self._scaled_by)
+                        fragment.put_in_place(tensors[name], residual)
+                        state.add_residual(name, residual.mul_(self._scaled_by))
 
     def _watch(self, grad_scaler: torch.amp.GradScaler) -> None:
         """Count the steps that it skips, too."""
@@ -294,7 +316,7 @@ class UpdateCompression(Handle):
         self._check_between_steps("average")
         if self._under_way is not None:
             self._land()
-        self._before_step()
+        self._before_step(stepping=False)
         self._steps = 0
         self._hold_round(self._fragments)
 
@@ -492,6 +514,7 @@ class UpdateCompression(Handle):
                 "every": self.every,
                 "fragments": len(self._fragments),
                 "split": self._rounds.split,
+                "residuals": self._rounds.residuals,
                 "steps": self._steps,
                 "anchor": anchors,
                 "under way": None
@@ -584,6 +607,8 @@ class UpdateCompression(Handle):
         for name, value in here.items():
             if own[name] != value:
                 raise ValueError(f"the state was saved with {name}={own[name]}, and here it is {value}")
+        if (where := own.get("residuals", "apart")) != self._rounds.residuals:
+            raise ValueError(f"the state was saved with residuals={where!r}, here they are {self._rounds.residuals!r}")
         if (own["outer"] is None) != (self.outer is None):
             raise ValueError("the state is of another outer step: one of the two is an optimizer")
         if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):

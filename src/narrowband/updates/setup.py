@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
+from narrowband.feedback import ErrorFeedback
 from narrowband.updates.elastic import ElasticUpdateCompression
 from narrowband.updates.rounds import Rounds, UpdateCompression, taken
 
@@ -42,6 +43,7 @@ def compress_updates(
     overlap: int = 0,
     alpha: float = 0.5,
     offload: bool = False,
+    residuals: Literal["apart", "in-place"] = "apart",
     min_numel: int = 1024,
     warmup_rounds: int = 0,
     process_group: dist.ProcessGroup | None = None,
@@ -82,6 +84,10 @@ def compress_updates(
         alpha: how much of a replica's own parameters is left when a mean arrives ``overlap`` steps late: they become
             alpha · own + (1 − alpha) · common. With 1 replicas never meet; the paper's is 0.5.
         offload: keep the copy of the parameters in the memory of the CPU when the model is on a GPU.
+        residuals: where the residuals of ``+ef`` wait for the next round: apart from the model; or in the replica's own
+            parameters, which are then where its optimizer had brought them, but for what was sent. So a replica does
+            not learn again what it has not sent yet: with few bytes and many steps from one round to the next the loss
+            is lower (:mod:`narrowband.updates.fragments`). Right after a round replicas are equal in either way.
         warmup_rounds: rounds at the beginning that are not compressed.
         process_group: the replicas; by default all ranks are one each. Where several ranks train one replica, those
             that hold the same part of each: of a mesh of replicas × shards, ``mesh["replicas"].get_group()``.
@@ -141,8 +147,9 @@ def compress_updates(
     if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
         raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
     rounds = Rounds(
-        steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler, split, check_every, weigh
-    )
+        steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler, split, check_every, weigh,
+        residuals,
+    )  # fmt: skip
     _check_streaming(rounds)
     settings = Settings.of(
         spec,
@@ -161,6 +168,7 @@ def compress_updates(
         raise UnsupportedError(
             f"{method.name} corrects the momentum of gradients, and updates have theirs already; use '+ef' here"
         )
+    _check_residuals(residuals, method, overlap, weigh)
     if fragments > 1 and settings.policy is not None:
         raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
     net = model.module if isinstance(model, DistributedDataParallel) else model
@@ -186,6 +194,30 @@ def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> Non
         raise ValueError(f"weigh={weigh!r} must be a word: 'steps', or what handle.count() is told, such as 'tokens'")
     if weigh != "steps" and not with_peers:
         raise ValueError(f"weigh={weigh!r} is for peers=...; replicas of a process group all count alike")
+
+
+def _check_residuals(residuals: object, method: object, overlap: int, weigh: str) -> None:
+    """There are residuals where they are to be in place, and they arrive while the replica waits.
+
+    Raises:
+        ValueError: a word that is not known, or what does not go together.
+    """
+    if residuals not in ("apart", "in-place"):
+        raise ValueError(f"residuals={residuals!r} is neither 'apart' nor 'in-place'")
+    if residuals == "apart":
+        return
+    if not isinstance(method, ErrorFeedback):
+        raise ValueError("residuals='in-place' are those of error feedback; give a spec with +ef")
+    if overlap:
+        raise ValueError(
+            f"overlap={overlap}: a replica that trains on has parameters of its own already; leave "
+            "residuals='in-place' out"
+        )
+    if weigh != "steps":
+        raise ValueError(
+            f"weigh={weigh!r}: an update that counts by nothing would take the residuals in it along; leave "
+            "residuals='in-place' out, or weigh by steps"
+        )
 
 
 def _check_streaming(rounds: Rounds) -> None:
