@@ -220,7 +220,7 @@ def test_every_claim_can_hold():
         (FIFTEEN, {"every 15, DiLoCo": 1.50}),
         (THIRTY, {name: 1.55 for name in LOSSES if name.startswith("every 30, top")}),
         (LENGTH, {"updates": 1.55}),
-        ("learning rate of rounds, 0.004", {"every 15, DiLoCo, rate 0.002": 1.4}),
+        ("learning rate of rounds, 0.008", {"every 15, DiLoCo, rate 0.004": 1.4}),
     ],
 )
 def test_a_claim_does_not_hold_where_losses_say_otherwise(text, losses):
