@@ -226,6 +226,9 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
     for every in _ROUNDS:
         yield _far(found, task, every)
+        own, other = _IN_PLACE.format(every), _OURS.format(every)
+        text = f"residuals in place are better than apart: {own} than {other}"
+        yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
     yield _judged(
         found, task, "the measured length helps: updates are better with it than with length 1",
         (_UPDATES, _PLAIN),

@@ -473,12 +473,18 @@ def _ran(found: Sequence[Group]) -> str:
     )
 
 
+#: What a row takes one of two cores.
+_ROW_MINUTES = 7
+
+
 def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
     """The paper's tables and figures, by the rows that are there."""
 
     def here(rows: Sequence[_Said]) -> str:
         there = [said for said in rows if named(found, "vit", said.row.name)]
-        return "here" if len(there) == len(rows) else "here in part" if there else "not here yet: rows of --long"
+        if not there:
+            return f"not reproduced: {len(rows)} rows of --long, of {_ROW_MINUTES} minutes each"
+        return "here" if len(there) == len(rows) else "here in part"
 
     operators, modules = here(_OPERATORS), here(_MODULES)
     single = "are in table 7" if operators == "here" else "would be table 7's"

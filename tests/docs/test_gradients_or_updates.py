@@ -20,7 +20,8 @@ def test_losses_are_those_of_the_record():
     page = PAGE.read_text()
     record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
     groups = {group["name"]: group for group in record["groups"] if group["task"] == "shakespeare"}
-    names = ["dense", "gradients, top 1%", "updates, top 1%", "every 15, DiLoCo", "every 15, top 1/64, 2 bits"]
+    names = ["dense", "gradients, top 1%", "updates, top 1%", "every 15, DiLoCo", "every 15, SparseLoCo",
+             "every 15, top 1/64, 2 bits", "every 15, top 1/64, 2 bits, in place"]  # fmt: skip
     found = re.findall(
         r"^\| (?:gradients|updates)[^|]* \| ([\d,]+) × \| ([\d,]+) × \| ([\d.]+) \| ([^|]+) \|$", page, re.M
     )

@@ -81,7 +81,7 @@ LOSSES = {
         f"every {n}, {name}": loss
         for n in (15, 30)
         for name, loss in (("DiLoCo", 1.52), ("SparseLoCo", 1.56), ("top 1/64, 2 bits", 1.53),
-                           ("top 1/64, 2 bits, in place", 1.525), ("mean", 1.55))
+                           ("top 1/64, 2 bits, in place", 1.51), ("mean", 1.55))
     },
     "every 15, top 0.01, 2 bits, in place": 1.52,
     "every 30, top 0.022, 2 bits, in place": 1.52,
@@ -198,7 +198,7 @@ def test_updates_and_the_momentum_of_gradients_do_not_go_together():
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
-CLAIMS = 1 + 1 + 2 + 2 + 1
+CLAIMS = 1 + 1 + 2 + 2 + 2 + 1
 CHEAP, TOP = "in every step with at least 25 times less traffic", "in every step with at least 70 times less traffic"
 BETTER_TOP, BETTER_SIGN = "updates, top 1% than gradients", "updates, sign than gradients"
 FIFTEEN, THIRTY = (f"every {n} steps with at least 2,000 times less traffic than DDP in float32" for n in (15, 30))
@@ -218,7 +218,8 @@ def test_every_claim_can_hold():
         (BETTER_TOP, {"gradients, top 1%": 1.52}),
         (BETTER_SIGN, {"gradients, sign": 1.45}),
         (FIFTEEN, {"every 15, DiLoCo": 1.50}),
-        (THIRTY, {name: 1.55 for name in LOSSES if name.startswith("every 30, top")}),
+        (THIRTY, {name: 1.55 + 0.05 * ("in place" not in name) for name in LOSSES if name.startswith("every 30, top")}),
+        ("in place are better than apart: every 15", {"every 15, top 1/64, 2 bits, in place": 1.55}),
         (LENGTH, {"updates": 1.55}),
         ("learning rate of rounds, 0.008", {"every 15, DiLoCo, rate 0.004": 1.4}),
     ],
@@ -320,7 +321,7 @@ def test_every_row_is_in_a_table_with_its_distance_from_its_own_dense_row(tmp_pa
     text = path.read_text()
     assert re.search(r"\| every 15, top 1/64, 2 bits \| 4\.62 \| \+2\.00 % ± 0\.41 % \| 3\.32 kB \| 1,500 \|", text)
     assert "### tiny shakespeare as bytes, GPT: updates are averaged after every step" in text
-    assert "**What held.** 17 of 17 claims held" in text
+    assert "**What held.** 21 of 21 claims held" in text
     assert (tmp_path / "pictures/local/opening-light.svg").exists()
 
 
