@@ -137,7 +137,7 @@ def test_what_ranks_leave_running_ends_with_the_last_of_them(token: str) -> None
 @needs_lab
 def test_a_time_out_ends_ranks_that_do_not_want_to(token: str) -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(LINGERING)
-    report = run(LabConfig(nodes=2, timeout_s=3.0, grace_s=0.2), python(code, token))
+    report = run(LabConfig(nodes=2, timeout_s=8.0, grace_s=0.2), python(code, token))
     assert report.exit_code == 124
     assert [rank.exit_code for rank in report.ranks] == [128 + signal.SIGKILL] * 2
 

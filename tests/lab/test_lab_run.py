@@ -228,7 +228,7 @@ def test_an_unshaped_lab_works() -> None:
     report = run(LabConfig(nodes=3, rate=None, timeout_s=LIMIT_S), python(STAR, "out", "1000000"))
     assert report.exit_code == 0
     # Nothing holds the sender back: on a busy machine a receiver cannot follow, and TCP sends some of it again.
-    assert 2_000_000 <= report.ranks[0].sent_bytes < 3_000_000
+    assert 2_000_000 <= report.ranks[0].sent_bytes < 4_000_000
     assert report.ranks[0].received_bytes < report.ranks[0].sent_bytes / 2  # acknowledgements
 
 
