@@ -12,7 +12,8 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   by Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512: 4 bits, three fragments in turn, each on its way for two
   steps), by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes
   by what this library has: no tiles, a residual that stays, and the length that is measured; the same with residuals
-  in place, along the sum of the updates; and this with as many elements as may be sent at 2,000 times less traffic;
+  in place, along the sum of the updates, and along the sum alone; and this with as many elements as may be sent at
+  2,000 times less traffic;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
 
@@ -23,8 +24,8 @@ is gathered is sent N − 1 times, so among four ranks its traffic has half that
 The learning rate of each kind, gradients, updates and rounds of many steps, is the best of four without compression,
 by a seed of its own; a claim on the page says so.
 
-Run ``python -m reproduce.local`` (an hour and a half on two cores), ``--long`` (with more rows, other optimizers, the
-choice of learning rates and another text: three hours more), ``--quick`` (seconds), ``--help``.
+Run ``python -m reproduce.local`` (an hour and a quarter on two cores), ``--long`` (with signs, rounds of 30 steps,
+other optimizers, the choice of learning rates and another text: five hours more), ``--quick`` (seconds), ``--help``.
 
 Differences from the papers: a GPT of 0.24 million parameters for 60 to 512 million, bytes of tiny shakespeare for C4
 and DCLM, four ranks, and rounds of 15 and 30 steps in training of 2,282, where DiLoCo has 500 of 88,000.
@@ -91,6 +92,9 @@ _SHARDED = "updates, 2 bits, FSDP2"
 #: any element is sent by two.
 _IN_PLACE, _SUM = f"{_OURS}, in place", "4"
 
+#: What is as long, and has them apart: which of the two it is that helps.
+_LONGER = f"{_OURS}, length {_SUM}"
+
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
 _UNTILED = "topk:density=0.015625,values=int2+ef"
@@ -145,7 +149,7 @@ def _rounds(every: int, turn: int) -> Iterator[Recipe]:
         (_BUDGET[every], f"topk:density={_DENSITY[every]},values=int2+ef", _SUM),
         (_MEAN, "none", "auto"),
     ):
-        long = name == _MEAN or (name == _SPARSELOCO and turn > 1)
+        long = name == _MEAN or turn > 1
         yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=long)
     streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
     yield Recipe(replace(streaming, fragments=3, overlap=2), turn=turn + 1, long=True)
@@ -175,13 +179,14 @@ _AVERAGED = (
     Recipe(_gradients(_GRADIENT_TOP, "topk:density=0.01+ef", small="fused")),
     Recipe(_gradients(_GRADIENT_4, "qsgd:bits=4")),
     *_rounds(_ROUNDS[0], turn=1),
-    Recipe(_updates(_SIGN, "sign+ef"), turn=2),
-    Recipe(_gradients(_GRADIENT_SIGN, "sign+ef", small="fused"), turn=2),
+    Recipe(_updates(_SIGN, "sign+ef"), turn=2, long=True),
+    Recipe(_gradients(_GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
     *(
-        Recipe(_updates(name, f"topk:density={density},values=int2+ef"), turn=2)
+        Recipe(_updates(name, f"topk:density={density},values=int2+ef"), turn=2, long=True)
         for name, density in ((_TOP_2, 0.02), (_TOP_6, 0.06))
     ),
-    Recipe(_updates(_PLAIN, outer="1"), turn=2),
+    Recipe(_updates(_PLAIN, outer="1"), turn=2, long=True),
+    Recipe(_updates(_LONGER.format(_ROUNDS[0]), _UNTILED, every=_ROUNDS[0], outer=_SUM), turn=2, long=True),
     *_rounds(_ROUNDS[1], turn=2),
     Recipe(_updates(_TOP_8, "topk:density=0.04,values=int8+ef"), turn=3, long=True),
     Recipe(_gradients("gradients, rank 4", "powersgd:rank=4"), turn=3, long=True),
