@@ -14,6 +14,8 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   by what this library has: no tiles, a residual that stays, and the length that is measured; the same with residuals
   in place, along the sum of the updates, and along the sum alone; and this with as many elements as may be sent at
   2,000 times less traffic;
+* *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
+  is below that of this row; claims ask it of rounds;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
 
@@ -21,8 +23,8 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
 2·(N − 1)/N · 4 bytes per element among N ranks. All claims mean that. It is not how much smaller payloads are: one that
 is gathered is sent N − 1 times, so among four ranks its traffic has half that ratio.
 
-The learning rate of each kind, gradients, updates and rounds of many steps, is the best of four without compression,
-by a seed of its own; a claim on the page says so.
+The learning rate of each kind, gradients, updates, rounds of many steps and nothing, is the best of four without
+compression, by a seed of its own; a claim on the page says so.
 
 Run ``python -m reproduce.local`` (an hour and a quarter on two cores), ``--long`` (with signs, rounds of 30 steps,
 other optimizers, the choice of learning rates and another text: five hours more), ``--quick`` (seconds), ``--help``.
@@ -66,7 +68,7 @@ __all__ = ["EXPERIMENT"]
 _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
 #: Learning rates at their peak, by what is averaged, and those that they were chosen of, with a seed of its own.
-_RATE = {"gradients": 1.6e-2, "updates": 8e-3, "rounds": 8e-3}
+_RATE = {"gradients": 1.6e-2, "updates": 8e-3, "rounds": 8e-3, "nothing": 1.6e-2}
 _RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 _CHOOSING = (1000,)
 
@@ -87,6 +89,9 @@ _DILOCO, _MEAN, _STREAMING, _SPARSELOCO, _OURS = (
     f"every {{}}, {what}" for what in ("DiLoCo", "mean", "Streaming DiLoCo", "SparseLoCo", "top 1/64, 2 bits")
 )
 _SHARDED = "updates, 2 bits, FSDP2"
+
+#: Each rank trains by itself.
+_ALONE = "nothing is sent"
 
 #: What has residuals in place is called so, and goes along the sum of what four ranks sent: at such densities hardly
 #: any element is sent by two.
@@ -171,8 +176,10 @@ def _candidate(base: str, rate: float) -> str:
     return f"{base}, rate {rate:g}"
 
 
+_ALONE_ROW = replace(_DENSE, name=_ALONE, isolated=True, lr=_RATE["nothing"])
 _AVERAGED = (
     Recipe(_DENSE),
+    Recipe(_ALONE_ROW),
     Recipe(_updates(_UPDATES)),
     Recipe(_updates(_TWO_BITS, "qsgd:bits=2+ef")),
     Recipe(_updates(_TOP, "topk:density=0.01+ef")),
@@ -193,7 +200,7 @@ _AVERAGED = (
 )
 
 #: What is averaged → the row without compression that its learning rate is chosen by.
-_BASES = {"gradients": _DENSE, "updates": _updates(_UPDATES)} | {
+_BASES = {"gradients": _DENSE, "updates": _updates(_UPDATES), "nothing": _ALONE_ROW} | {
     "rounds": _updates(_DILOCO.format(_ROUNDS[0]), every=_ROUNDS[0], outer="nesterov")
 }
 _CHOICE = tuple(
@@ -229,6 +236,10 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
     for own, other in ((_TOP, _GRADIENT_TOP), (_SIGN, _GRADIENT_SIGN)):
         text = f"at equal bytes updates are better than gradients: {own} than {other}"
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
+    rounds = (name.format(every) for every in _ROUNDS for name in (_DILOCO, _SPARSELOCO, _IN_PLACE))
+    for own in (_GRADIENT_TOP, _TOP, *rounds):
+        text = f"what is sent is worth it: {own} is better than ranks that train by themselves"
+        yield _judged(found, task, text, (own, _ALONE), lambda own, alone: _loss(own, alone).better())
     for every in _ROUNDS:
         yield _far(found, task, every)
         own, other = _IN_PLACE.format(every), _OURS.format(every)
@@ -349,7 +360,7 @@ def _chosen(found: Sequence[Group], kind: str) -> Claim:
 # ---- tables and pictures ---------------------------------------------------------------------------------------------
 
 _PARTS = {
-    "gradients": "gradients are averaged",
+    "gradients": "gradients are averaged, or nothing is",
     "updates": "updates are averaged after every step",
     "rounds": "updates are averaged after every 15 or 30 steps",
     "optimizers": "other optimizers",
@@ -394,7 +405,9 @@ def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
         rows = [group for group in found if (group.task, group.epochs) == (task, epochs)]
         for part in _PARTS:
             own = [group for group in rows if _part(group) == part]
-            beside = [group for group in rows if group.name == DENSE and part in ("updates", "rounds", "sharded")]
+            beside = [
+                group for group in rows if group.name in (DENSE, _ALONE) and part in ("updates", "rounds", "sharded")
+            ]
             if own:
                 yield f"{task}, {part}", [_line(found, group) for group in (*beside, *own)]
 
@@ -442,6 +455,7 @@ _LABELS = {
     _GRADIENT_4: ("gradients, 4 bits", False),
     _GRADIENT_SIGN: ("gradients, signs", False),
     _GRADIENT_TOP: ("gradients, top 1 %", False),
+    _ALONE: ("nothing is sent", False),
     _SIGN: ("updates, signs", True),
     _TOP: ("updates, top 1 %", True),
     _DILOCO.format(_ROUNDS[0]): (f"DiLoCo, every {_ROUNDS[0]} steps", False),

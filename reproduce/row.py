@@ -123,6 +123,8 @@ class Row:
         fragments: parts of the model whose updates are averaged in turn.
         overlap: steps that ranks take while one of them is on its way.
         residuals: where those of updates wait: apart, or in each rank's own parameters.
+        isolated: each rank trains by itself on its share of the data, and sends nothing; the score is over all of
+            them, each on its share of what was held out.
         shards: ranks that train one replica together, sharded by FSDP2; 1: each is a replica.
         gathered: what FSDP2 gathers parameters with, where all ranks are one replica, however many ``shards`` says;
             ``spec`` is then what it reduces gradients with. Empty: nothing is sharded in this way.
@@ -165,6 +167,7 @@ class Row:
     fragments: int = 1
     overlap: int = 0
     residuals: Literal["apart", "in-place"] = "apart"
+    isolated: bool = False
     shards: int = 1
     gathered: str = ""
     references: bool = True
@@ -203,6 +206,10 @@ class Row:
                 f"updates={self.updates} is steps from one average of updates to the next; leave out boundaries, "
                 "activations, policy, plan and dgc, which are of gradients"
             )
+        if self.isolated and (
+            self.alone or self.updates or self.policy or self.plan or self.shards > 1 or self.spec != "none"
+        ):
+            raise ValueError("ranks that train apart send nothing: leave out what compresses, averages or shards")
         if self.width < 0 or (self.width and self.task not in ("shakespeare", "gpt")):
             raise ValueError(
                 f"width={self.width} must be 0, or, where a GPT learns from scratch, at least 1: task {self.task}"

@@ -59,7 +59,8 @@ from reproduce.tasks import Task, load
 
 __all__ = ["recorded", "run", "train"]
 
-_Handle: TypeAlias = "nb.GradientCompression | nb.UpdateCompression | nb.ShardCompression"
+#: What has sent something; None: nothing sends.
+_Handle: TypeAlias = "nb.GradientCompression | nb.UpdateCompression | nb.ShardCompression | None"
 
 #: Steps between two words to the parent.
 _TELL_EVERY = 10
@@ -243,7 +244,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
             losses.append(_step(model, optimizers, task, x, y, row, keeping))
             if activations is not None:
                 activations.note(step + 1)
-            plan = None if isinstance(handle, nb.ShardCompression) else handle.plan
+            plan = None if handle is None or isinstance(handle, nb.ShardCompression) else handle.plan
             if plan is not None and (not plans or plans[-1][0] != plan.step):
                 plans.append((plan.step, plan.ratio, plan.specs()))
             now = time.perf_counter()
@@ -351,6 +352,8 @@ def _compressed(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["initial_lr"] = group["lr"]
     common: dict[str, Any] = {"seed": row.seed, "min_numel": row.min_numel}
+    if row.isolated:
+        return module, optimizers, None
     if row.gathered:
         handle = nb.compress_shards(module, row.spec, row.gathered, references=row.references, **common)
         return module, optimizers, handle
@@ -370,13 +373,15 @@ def _compressed(
 
 def _sent(handle: _Handle) -> StepRecord:
     """What this rank has sent so far."""
+    if handle is None:
+        return StepRecord()
     total: StepRecord = handle.stats().total
     return total
 
 
 def _rounds(handle: _Handle) -> int:
     """How often something was averaged."""
-    return 0 if isinstance(handle, nb.ShardCompression) else handle.step
+    return 0 if handle is None or isinstance(handle, nb.ShardCompression) else handle.step
 
 
 def _shard(module: nn.Module, shards: int) -> dist.ProcessGroup:
@@ -485,7 +490,7 @@ def _payload_ratios(
     it for the latter. Where something is sent in one of ``every`` steps only, it stands against the gradients of all.
     """
     sent *= every
-    if size < 2 or row.policy:
+    if size < 2 or row.policy or row.isolated:
         return {"payload_ratio": None, "matrix_ratio": None}
     parameters = [p for p in model.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in parameters)

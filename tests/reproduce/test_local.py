@@ -54,11 +54,12 @@ def model_of(task, width):
 
 
 def row(name, loss, seed=0, *, ratios=None, task="shakespeare", **more):
-    payload, ratio = ratios or BYTES.get(name, (1.0, 1.0))
+    payload, ratio = (None, None) if ROWS[name].isolated else ratios or BYTES.get(name, (1.0, 1.0))
     return {
         "task": task, "name": name, "spec": ROWS[name].spec, "seed": seed, "metric": "held-out perplexity",
         "higher_is_better": False, "epochs": ROWS[name].epochs, "nodes": 4, "parameters": NUMEL,
-        "score": None if loss is None else math.exp(loss), "sent_bytes_per_step": 6.0 * NUMEL / ratio, "ratio": ratio,
+        "score": None if loss is None else math.exp(loss), "sent_bytes_per_step": 6.0 * NUMEL / ratio if ratio else 0.0,
+        "ratio": ratio,
         "mean_ratio": ratio, "payload_ratio": payload, "matrix_ratio": payload, "step_s": 0.1,
         "commit": "0123456789abcdef", **more,
     }  # fmt: skip
@@ -67,6 +68,7 @@ def row(name, loss, seed=0, *, ratios=None, task="shakespeare", **more):
 #: Losses with which all claims hold.
 LOSSES = {
     "dense": 1.500,
+    "nothing is sent": 1.900,
     "updates": 1.490,
     "updates, length 1": 1.540,
     "updates, 2 bits": 1.495,
@@ -92,7 +94,8 @@ LOSSES = {
     "Muon, dense": 1.450,
     "Muon, updates, 2 bits": 1.4645,
     **{f"{base}, rate {rate:g}": 1.5 + abs(math.log(rate / best)) / 100
-       for kind, base in (("gradients", "dense"), ("updates", "updates"), ("rounds", "every 15, DiLoCo"))
+       for kind, base in (("gradients", "dense"), ("updates", "updates"), ("rounds", "every 15, DiLoCo"),
+                          ("nothing", "nothing is sent"))
        for best in (local._RATE[kind],)
        for rate in local._RATES},
 }  # fmt: skip
@@ -133,10 +136,10 @@ def test_the_most_telling_rows_come_first_and_others_on_request():
     rows = chosen(EXPERIMENT, Options())
     assert len(rows) <= 36, "an hour and a half of rows of two minutes and a half"
     assert [own.name for own in rows[:6]] == [
-        "dense", "updates", "updates, 2 bits", "updates, top 1%", "gradients, top 1%", "gradients, 4 bits",
+        "dense", "nothing is sent", "updates", "updates, 2 bits", "updates, top 1%", "gradients, top 1%",
     ]  # fmt: skip
-    assert all(own.updates < 2 for own in rows[:18])
-    assert all(own.updates == 15 for own in rows[18:33])
+    assert all(own.updates < 2 for own in rows[:21])
+    assert all(own.updates == 15 for own in rows[21:])
     assert {own.task for own in rows} == {"shakespeare"}
     names = {own.name for own in rows}
     assert all([own.seed for own in rows if own.name == name] == [0, 1, 2] for name in names)
@@ -153,7 +156,7 @@ def test_rows_are_adamws_but_for_those_of_other_optimizers():
             continue
         assert (own.optimizer, own.momentum, own.beta2, own.weight_decay) == ("adamw", 0.9, 0.95, 0.1)
         if ", rate " not in own.name:
-            kind = {0: "gradients", 1: "updates"}.get(own.updates, "rounds")
+            kind = {0: "nothing" if own.isolated else "gradients", 1: "updates"}.get(own.updates, "rounds")
             assert own.lr == local._RATE[kind]
     assert (ROWS["SGD, dense"].updates, ROWS["SGD, updates, 2 bits"].updates) == (0, 1)
     assert ROWS["SGD, updates, 2 bits"].outer == "1"
@@ -187,7 +190,7 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
 
 def test_learning_rates_are_chosen_without_compression_by_a_seed_of_their_own():
     sweep = [own for own in chosen(EXPERIMENT, Options(long=True)) if ", rate " in own.name]
-    assert len(sweep) == 12
+    assert len(sweep) == 16
     for own in sweep:
         assert (own.spec, own.seed) == ("none", 1000)
         base, _, rate = own.name.partition(", rate ")
@@ -201,7 +204,8 @@ def test_updates_and_the_momentum_of_gradients_do_not_go_together():
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
-CLAIMS = 1 + 1 + 2 + 2 + 2 + 1
+CLAIMS = 1 + 1 + 2 + 8 + 2 + 2 + 1
+RATES = 4
 CHEAP, TOP = "in every step with at least 25 times less traffic", "in every step with at least 70 times less traffic"
 BETTER_TOP, BETTER_SIGN = "updates, top 1% than gradients", "updates, sign than gradients"
 FIFTEEN, THIRTY = (f"every {n} steps with at least 2,000 times less traffic than DDP in float32" for n in (15, 30))
@@ -210,7 +214,7 @@ LENGTH = "the measured length helps"
 
 def test_every_claim_can_hold():
     claims = EXPERIMENT.claims(groups(made_up()))
-    assert [claim.verdict() for claim in claims] == ["held"] * (CLAIMS + 3)
+    assert [claim.verdict() for claim in claims] == ["held"] * (CLAIMS + RATES)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +227,7 @@ def test_every_claim_can_hold():
         (FIFTEEN, {"every 15, DiLoCo": 1.50}),
         (THIRTY, {name: 1.55 + 0.05 * ("in place" not in name) for name in LOSSES if name.startswith("every 30, top")}),
         ("in place are better than apart: every 15", {"every 15, top 1/64, 2 bits, in place": 1.55}),
+        ("worth it: every 30, SparseLoCo", {"every 30, SparseLoCo": 1.95}),
         (LENGTH, {"updates": 1.55}),
         ("learning rate of rounds, 0.008", {"every 15, DiLoCo, rate 0.004": 1.4}),
     ],
@@ -291,7 +296,7 @@ def test_losses_at_other_bytes_are_not_compared():
 
 def test_claims_without_their_rows_are_not_tested():
     claims = EXPERIMENT.claims(groups([row(DENSE, 1.5)]))
-    assert len(claims) == CLAIMS + 3
+    assert len(claims) == CLAIMS + RATES
     assert {claim.verdict() for claim in claims} == {"not tested"}
     assert of(made_up(without=("updates, length 1",)), LENGTH).figures.startswith("needs the row updates, length 1")
     assert of([row("updates, sign", 1.5)], CHEAP).figures == "needs the row dense of task shakespeare"
@@ -301,7 +306,7 @@ def test_another_text_has_claims_of_its_own():
     rows = made_up() + made_up(task="gpt", **{"updates, top 2%, 2 bits": 1.6})
     assert of(rows, TOP).held
     assert of(rows, TOP, "gpt").held is False
-    assert len(EXPERIMENT.claims(groups(rows))) == 2 * CLAIMS + 3
+    assert len(EXPERIMENT.claims(groups(rows))) == 2 * CLAIMS + RATES
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ def test_every_row_is_in_a_table_with_its_distance_from_its_own_dense_row(tmp_pa
     text = path.read_text()
     assert re.search(r"\| every 15, top 1/64, 2 bits \| 4\.62 \| \+2\.00 % ± 0\.41 % \| 3\.32 kB \| 1,500 \|", text)
     assert "### tiny shakespeare as bytes, GPT: updates are averaged after every step" in text
-    assert "**What held.** 21 of 21 claims held" in text
+    assert "**What held.** 38 of 38 claims held" in text
     assert (tmp_path / "pictures/local/opening-light.svg").exists()
 
 

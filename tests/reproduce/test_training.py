@@ -56,6 +56,16 @@ def test_models_learn_with_and_without_compression(finished):
     assert reads["score"] < 256 / 2
 
 
+def test_ranks_that_train_by_themselves_send_nothing_and_learn_less(finished, folder, tmp_path):
+    _, (*_, together, _), _ = finished
+    apart, *_ = run([replace(READS, name="nothing is sent", isolated=True)], tmp_path, nodes=NODES, data_dir=folder)
+    assert apart["sent_bytes_per_step"] == apart["raw_bytes_per_step"] == 0
+    assert apart["ratio"] is apart["payload_ratio"] is apart["mean_ratio"] is None
+    assert together["score"] < apart["score"] < 256
+    with pytest.raises(ValueError, match="send nothing"):
+        replace(READS, isolated=True, updates=2)
+
+
 @pytest.fixture(scope="module")
 def decided(folder, tmp_path_factory):
     """Rows with policies, through real ranks."""
