@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import narrowband as nb
 from narrowband import kernels
+from narrowband.collectives import check, choose
+from narrowband.errors import UnsupportedError
 from tests.codecs.common import backend, tensors, values
 
 densities = st.floats(1e-4, 1.0)
@@ -161,6 +163,53 @@ def test_sixty_four_times_fewer_elements_in_two_bits_cost_ten_bits_each():
     codec = nb.codec("topk:density=0.015625,values=int2,tile=64x64")
     assert codec.kept((4096, 1024)) == 64 * 1024
     assert codec.payload_nbytes((4096, 1024)) * 8 / (64 * 1024) <= 10.2
+
+
+# ---- the mean of those that kept an element --------------------------------------------------------------------------
+
+
+@every_backend
+@pytest.mark.parametrize("values_", ["fp32", "fp16", "int8", "int4", "int2"])
+@settings(max_examples=30)
+@given(x=tensors(), others=st.integers(0, 4), density=densities)
+def test_a_mean_is_over_those_that_kept_an_element(name, values_, x, others, density):
+    """In float64: Σ Q(xᵢ) over the number of i whose Q(xᵢ) is not zero there."""
+    codec = nb.codec(f"topk:density={density!r},values={values_},mean=senders")
+    x = x.float()
+    xs = [x, *(x * torch.randn(x.shape, generator=torch.Generator().manual_seed(i)) for i in range(others))]
+    with backend(name):
+        payloads = [codec.encode(each) for each in xs]
+        mean = codec.decode_mean(payloads, torch.full(x.shape, math.nan), seeds=range(len(xs)))
+        decoded = torch.stack([codec.decode(payload, torch.empty(x.shape)) for payload in payloads]).double()
+    senders = (decoded != 0).sum(0).clamp(min=1)
+    torch.testing.assert_close(
+        mean.double(),
+        decoded.sum(0) / senders,
+        rtol=1e-5,
+        atol=1e-6 * float(decoded.abs().sum(0).max() if x.numel() else 0),
+    )
+
+
+def test_a_mean_of_senders_is_the_sum_where_none_is_sent_twice_and_the_mean_where_all_are():
+    codec = nb.codec("topk:density=0.25,mean=senders")
+    first, second, third = torch.tensor([[3.0, 1, 0, 0], [0, 0, 0, -2], [5, 0, 0, 1]])
+
+    def mean(*xs):
+        return codec.decode_mean([codec.encode(x) for x in xs], torch.empty(4), seeds=range(len(xs))).tolist()
+
+    assert mean(first, second) == [3, 0, 0, -2]
+    assert mean(first, third) == [4, 0, 0, 0]
+    assert mean(first, second, third) == [4, 0, 0, -2]
+
+
+def test_who_sent_an_element_is_known_only_where_all_payloads_arrive():
+    """Among many ranks the largest sums would be sent, which do not say how many added to them."""
+    feedback = nb.compression("topk:density=0.01+ef").feedback
+    for mean, name in (("ranks", "sparse_reduce"), ("senders", "all_gather")):
+        codec = nb.codec(f"topk:density=0.01,mean={mean}")
+        assert choose(codec, 10**8, 16, feedback).name == name
+    with pytest.raises(UnsupportedError, match=r"over all ranks, and topk:density=0\.01,mean=senders does not"):
+        check(codec, "sparse_reduce", feedback)
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

@@ -67,6 +67,15 @@ def _scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate:
     kernels.sparse_accumulate(out, at, values, weight)
 
 
+def _mean_of_senders(out: Tensor, received: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Each element's sum over the number of those whose value of it is not zero."""
+    kernels.sparse_sum(out, received, 1.0)
+    senders = torch.zeros_like(out)
+    for at, values in received:
+        kernels.sparse_accumulate(senders, at, (values != 0.0).float(), 1.0)
+    out.div_(senders.clamp_(min=1.0))
+
+
 @dataclass(frozen=True)
 class TopK(SelectingCodec):
     """The elements of largest magnitude (Aji & Heafield, arXiv 1704.05021). Use with ``+ef``.
@@ -81,6 +90,9 @@ class TopK(SelectingCodec):
         indices: ``elias-fano``, plain ``int32``, or ``runs``: how many zeros lie in between, in 16 bits.
         tile: such as ``64x64``: the largest of each tile of so many rows and columns, so that no part of a matrix is
             silenced (SparseLoCo, arXiv 2508.15706); a vector is cut into pieces as long as a tile is large.
+        mean: over all ``ranks``; or, element by element, over its ``senders``: those that kept it. Where hardly any two
+            ranks keep the same elements, the mean over all is a step as short as 1/N of what was sent, and their sum is
+            N times too long where all do; over its senders each element goes as far as it is known to.
     """
 
     name: ClassVar[str] = "topk"
@@ -91,6 +103,7 @@ class TopK(SelectingCodec):
     values: Literal["fp32", "fp16", "int8", "int4", "int2"] = "fp32"
     indices: Literal["elias-fano", "int32", "runs"] = "elias-fano"
     tile: str = "none"
+    mean: Literal["ranks", "senders"] = "ranks"
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -127,7 +140,7 @@ class TopK(SelectingCodec):
 
     @property
     def keeps_elements(self) -> bool:
-        return self.kept_largest((4, 4)) is not None
+        return self.kept_largest((4, 4)) is not None and self.mean == "ranks"
 
     def variations(self) -> tuple[str, list[float]]:
         shares = [self.density if tenths == 10 else self.density * tenths / 10 for tenths in range(1, 101)]
@@ -286,14 +299,16 @@ class TopK(SelectingCodec):
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
         weight = 1.0 / len(seeds)
-        if isinstance(payloads, Tensor) and self.values == "fp32" and self.indices == "elias-fano":
+        if self.mean == "senders":
+            _mean_of_senders(out, [self._read(p, shape, out.numel()) for p in payloads])
+        elif isinstance(payloads, Tensor) and self.values == "fp32" and self.indices == "elias-fano":
             kernels.sparse_sum_rows(out, payloads, self.kept(shape), weight)
         else:
             kernels.sparse_sum(out, [self._read(p, shape, out.numel()) for p in payloads], weight)
 
     @property
     def decodes_several(self) -> bool:
-        return self.values == "fp32" and self.indices == "elias-fano"
+        return self.values == "fp32" and self.indices == "elias-fano" and self.mean == "ranks"
 
     def _decode_means(
         self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]

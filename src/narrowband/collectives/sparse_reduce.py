@@ -92,8 +92,8 @@ class SparseReduce(Exchange):
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         if not codec.keeps_elements:
             return (
-                f"collective='sparse_reduce' adds up elements of whole tensors in float32, and {codec} does not send "
-                "these; use 'all_gather' or 'auto'"
+                f"collective='sparse_reduce' adds up elements of whole tensors in float32, over all ranks, and {codec} "
+                "does not; use 'all_gather' or 'auto'"
             )
         if feedback is None or not feedback.commits_arrivals:
             return (
