@@ -12,8 +12,8 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   by Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512: 4 bits, three fragments in turn, each on its way for two
   steps), by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes
   by what this library has: no tiles, a residual that stays, and the length that is measured; the same with residuals
-  in place, along the sum of the updates, and along the sum alone; and this with as many elements as may be sent at
-  2,000 times less traffic;
+  in place, each element along the mean over those that sent it; a 16th like that, and as many elements as may be sent
+  at 2,000 times less traffic; and all elements in 2 bits with residuals in place and DiLoCo's outer step;
 * *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
   is below that of this row; claims ask it of rounds;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
@@ -39,7 +39,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from reproduce.command import Experiment, Recipe, main
 from reproduce.pairs import Difference, Finding
@@ -93,16 +93,21 @@ _SHARDED = "updates, 2 bits, FSDP2"
 #: Each rank trains by itself.
 _ALONE = "nothing is sent"
 
-#: What has residuals in place is called so, and goes along the sum of what four ranks sent: at such densities hardly
-#: any element is sent by two.
-_IN_PLACE, _SUM = f"{_OURS}, in place", "4"
+#: What has residuals in place is called so. Where elements are selected, each goes along the mean over its senders.
+_IN_PLACE, _SIGN_IN_PLACE = f"{_OURS}, in place", f"{_SIGN}, in place"
+_SIXTEENTH, _TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {}, 2 bits, in place"
 
-#: What is as long, and has them apart: which of the two it is that helps.
-_LONGER = f"{_OURS}, length {_SUM}"
+#: The same mean where residuals wait apart: which of the two it is that helps.
+_SENDERS = f"{_OURS}, mean of senders"
 
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
 _UNTILED = "topk:density=0.015625,values=int2+ef"
+
+
+def _of_senders(density: float) -> str:
+    return f"topk:density={density},values=int2,mean=senders+ef"
+
 
 #: Steps of a round → the density that has 2,000 times less traffic among four ranks.
 _DENSITY = {15: 0.01, 30: 0.022}
@@ -111,7 +116,7 @@ _BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits, in place" for ever
 #: What claims ask for: losses as shares of another's, and how many times less traffic.
 _KEPT, _LESS = 0.01, 25
 _KEPT_TOP, _LESS_TOP = 0.03, 70
-_KEPT_ROUNDS, _LESS_ROUNDS = 0.005, 2000
+_KEPT_ROUNDS, _LESS_ROUNDS = 0.005, (150, 450, 2000)
 
 #: What traffic is compared with, as claims say it.
 _THAN_DDP = "times less traffic than DDP in float32"
@@ -129,7 +134,12 @@ _DENSE = Row(
 
 
 def _gradients(name: str, spec: str, small: str = "uncompressed") -> Row:
-    return replace(_DENSE, name=name, spec=spec, small=small)
+    return replace(_DENSE, name=name, spec=spec, small=small, collective=_collective(spec))
+
+
+def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
+    """Signs and the like are added up on their way in models from about a million parameters on, and here, too."""
+    return "scatter_reduce" if spec.startswith(("sign", "uniform")) else "auto"
 
 
 def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "auto") -> Row:
@@ -142,19 +152,22 @@ def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "aut
         outer=outer,
         lr=_RATE["updates" if every == 1 else "rounds"],
         small="uncompressed" if spec == "none" else "fused",
+        collective=_collective(spec),
     )
 
 
 def _rounds(every: int, turn: int) -> Iterator[Recipe]:
     for name, spec, outer in (
         (_DILOCO, "none", "nesterov"),
+        (_TWO_BIT_ROUNDS, "uniform:bits=2+ef", "nesterov"),
+        (_SIXTEENTH, _of_senders(1 / 16), "1"),
+        (_IN_PLACE, _of_senders(1 / 64), "1"),
         (_SPARSELOCO, _PUBLISHED, "1"),
         (_OURS, _UNTILED, "auto"),
-        (_IN_PLACE, _UNTILED, _SUM),
-        (_BUDGET[every], f"topk:density={_DENSITY[every]},values=int2+ef", _SUM),
+        (_BUDGET[every], _of_senders(_DENSITY[every]), "1"),
         (_MEAN, "none", "auto"),
     ):
-        long = name == _MEAN or turn > 1
+        long = name in (_BUDGET[every], _MEAN) or turn > 1
         yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=long)
     streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
     yield Recipe(replace(streaming, fragments=3, overlap=2), turn=turn + 1, long=True)
@@ -181,19 +194,20 @@ _AVERAGED = (
     Recipe(_DENSE),
     Recipe(_ALONE_ROW),
     Recipe(_updates(_UPDATES)),
-    Recipe(_updates(_TWO_BITS, "qsgd:bits=2+ef")),
+    Recipe(_updates(_SIGN_IN_PLACE, "sign+ef")),
     Recipe(_updates(_TOP, "topk:density=0.01+ef")),
     Recipe(_gradients(_GRADIENT_TOP, "topk:density=0.01+ef", small="fused")),
     Recipe(_gradients(_GRADIENT_4, "qsgd:bits=4")),
     *_rounds(_ROUNDS[0], turn=1),
     Recipe(_updates(_SIGN, "sign+ef"), turn=2, long=True),
+    Recipe(_updates(_TWO_BITS, "qsgd:bits=2+ef"), turn=2, long=True),
     Recipe(_gradients(_GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
     *(
         Recipe(_updates(name, f"topk:density={density},values=int2+ef"), turn=2, long=True)
         for name, density in ((_TOP_2, 0.02), (_TOP_6, 0.06))
     ),
     Recipe(_updates(_PLAIN, outer="1"), turn=2, long=True),
-    Recipe(_updates(_LONGER.format(_ROUNDS[0]), _UNTILED, every=_ROUNDS[0], outer=_SUM), turn=2, long=True),
+    Recipe(_updates(_SENDERS.format(_ROUNDS[0]), _of_senders(1 / 64), every=_ROUNDS[0], outer="1"), turn=2, long=True),
     *_rounds(_ROUNDS[1], turn=2),
     Recipe(_updates(_TOP_8, "topk:density=0.04,values=int8+ef"), turn=3, long=True),
     Recipe(_gradients("gradients, rank 4", "powersgd:rank=4"), turn=3, long=True),
@@ -236,12 +250,14 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
     for own, other in ((_TOP, _GRADIENT_TOP), (_SIGN, _GRADIENT_SIGN)):
         text = f"at equal bytes updates are better than gradients: {own} than {other}"
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
-    rounds = (name.format(every) for every in _ROUNDS for name in (_DILOCO, _SPARSELOCO, _IN_PLACE))
+    kinds = (_DILOCO, _TWO_BIT_ROUNDS, _SIXTEENTH, _IN_PLACE, _SPARSELOCO)
+    rounds = (name.format(every) for every in _ROUNDS for name in kinds)
     for own in (_GRADIENT_TOP, _TOP, *rounds):
         text = f"what is sent is worth it: {own} is better than ranks that train by themselves"
         yield _judged(found, task, text, (own, _ALONE), lambda own, alone: _loss(own, alone).better())
     for every in _ROUNDS:
-        yield _far(found, task, every)
+        for less in _LESS_ROUNDS:
+            yield _far(found, task, every, less)
         own, other = _IN_PLACE.format(every), _OURS.format(every)
         text = f"residuals in place are better than apart: {own} than {other}"
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
@@ -252,16 +268,17 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def _far(found: Sequence[Group], task: str, every: int) -> Claim:
+def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:
     """Of rounds that send so little, the best, beside those that do not compress."""
     text = (
-        f"{task}: every {every} steps with at least {_LESS_ROUNDS:,} {_THAN_DDP}: the loss of the best such row is at "
+        f"{task}: every {every} steps with at least {less:,} {_THAN_DDP}: the loss of the best such row is at "
         f"most {_KEPT_ROUNDS:.1%} above that of DiLoCo, which does not compress"
     )
     try:
         diloco = needed(found, task, _DILOCO.format(every))
-        names = (_OURS.format(every), _IN_PLACE.format(every), _BUDGET[every], _SPARSELOCO.format(every))
-        best = _best(found, task, names, diloco, less=_LESS_ROUNDS)
+        kinds = (_OURS, _SPARSELOCO, _IN_PLACE, _SIXTEENTH, _TWO_BIT_ROUNDS)
+        names = (*(name.format(every) for name in kinds), _BUDGET[every])
+        best = _best(found, task, names, diloco, less=less)
     except LookupError as error:
         return Claim(text, None, str(error))
     return claimed(text, _loss(best, diloco).no_worse(_KEPT_ROUNDS), _figures([best, diloco]))
@@ -326,7 +343,7 @@ def _near(found: Sequence[Group], task: str, *, less: float, kept: float) -> Cla
     )
     try:
         dense = needed(found, task, DENSE)
-        best = _best(found, task, (_SIGN, _TWO_BITS, _TOP_8, _TOP, _TOP_6, _TOP_2), dense, less=less)
+        best = _best(found, task, (_SIGN, _SIGN_IN_PLACE, _TWO_BITS, _TOP_8, _TOP, _TOP_6, _TOP_2), dense, less=less)
         finding = _loss(best, dense).no_worse(kept)
     except LookupError as error:
         return Claim(text, None, str(error))
@@ -456,11 +473,13 @@ _LABELS = {
     _GRADIENT_SIGN: ("gradients, signs", False),
     _GRADIENT_TOP: ("gradients, top 1 %", False),
     _ALONE: ("nothing is sent", False),
-    _SIGN: ("updates, signs", True),
+    _SIGN_IN_PLACE: ("updates, signs", True),
     _TOP: ("updates, top 1 %", True),
     _DILOCO.format(_ROUNDS[0]): (f"DiLoCo, every {_ROUNDS[0]} steps", False),
-    _OURS.format(_ROUNDS[0]): (f"updates, every {_ROUNDS[0]}, 1/64, 2 bits", True),
-    _IN_PLACE.format(_ROUNDS[0]): ("the same, residuals in place", True),
+    _SPARSELOCO.format(_ROUNDS[0]): (f"SparseLoCo, every {_ROUNDS[0]} steps", False),
+    _TWO_BIT_ROUNDS.format(_ROUNDS[0]): (f"every {_ROUNDS[0]}, 2 bits, in place", True),
+    _SIXTEENTH.format(_ROUNDS[0]): (f"every {_ROUNDS[0]}, 1/16, in place", True),
+    _IN_PLACE.format(_ROUNDS[0]): (f"every {_ROUNDS[0]}, 1/64, in place", True),
 }
 
 
@@ -476,7 +495,9 @@ def _found(found: Sequence[Group]) -> str:
         (_DILOCO, "DiLoCo"),
         (_SPARSELOCO, "SparseLoCo"),
         (_OURS, "a 64th in 2 bits and this library's measured length"),
-        (_IN_PLACE, "the same with residuals in place"),
+        (_IN_PLACE, "a 64th with residuals in place and the mean over senders"),
+        (_SIXTEENTH, "a 16th like that"),
+        (_TWO_BIT_ROUNDS, "all elements in 2 bits, residuals in place and DiLoCo's outer step"),
     ):
         own = named(found, _TASK, name.format(every))
         if own is not None:

@@ -361,6 +361,7 @@ def _compressed(
     if row.updates:
         common |= {"every": row.updates, "outer": outer_of(row.outer), "process_group": replicas}
         common |= {"fragments": row.fragments, "overlap": row.overlap, "residuals": row.residuals}
+        common["collective"] = row.collective
         return module, optimizers, nb.compress_updates(module, optimizers, chosen, **common)
     model = DDP(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     if row.spec.startswith("dgc"):
