@@ -6,7 +6,20 @@ import json
 
 import pytest
 
-from narrowband.planning import Cluster, Host, Link, Network, Option, Outcome, Predicted, advise, call_of, facts, known
+from narrowband.planning import (
+    Cluster,
+    Fact,
+    Host,
+    Link,
+    Network,
+    Option,
+    Outcome,
+    Predicted,
+    advise,
+    call_of,
+    facts,
+    known,
+)
 from reproduce.facts import TARGET, table
 
 NETWORK = Network(Link.of("200mbit"), Cluster(4), Host(), cores=2)
@@ -85,6 +98,27 @@ def test_there_has_to_be_something_to_compare_with():
 )
 def test_the_line_for_a_script(option, line):
     assert call_of(option, Cluster(4)) == line
+
+
+@pytest.mark.parametrize(
+    ("outer", "residuals", "end"),
+    [
+        ("1", "apart", "every=15)"),
+        ("4", "apart", "every=15, outer=4)"),
+        ("auto", "in-place", 'every=15, residuals="in-place", outer="auto")'),
+        (
+            "nesterov",
+            "in-place",
+            "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True))",
+        ),
+    ],
+)
+def test_the_line_says_updates_as_they_were_measured(outer, residuals, end):
+    fact = Fact("adamw", "sign+ef", 15, 0.01, None, 1, "a model", "a command", outer, residuals)
+    line = call_of(Option("sign+ef", every=15), Cluster(4), fact=fact)
+    assert line.startswith('nb.compress_updates(model, optimizer, "sign+ef", every=15')
+    assert line.endswith(end)
+    assert "nesterov" in call_of(Option("none", every=30), Cluster(4)), "DiLoCo's, where nobody knows"
 
 
 def test_facts_are_those_of_the_records():

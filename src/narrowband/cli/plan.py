@@ -91,7 +91,7 @@ class Plan:
             console.print(f"written: {self.apply}", style="dim", markup=False, highlight=False)
         option, name = advice.row.option, None if self.apply is None else str(self.apply)
         if name is not None or option.spec is not None:
-            line = call_of(option, network.cluster, name)
+            line = call_of(option, network.cluster, name, advice.row.fact)
             console.print(f"In your script: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def _show_range(self, console: Console, report: plan.Report) -> None:

@@ -154,19 +154,24 @@ def _about(row: Row, optimizer: str) -> str:
     )
 
 
-def call_of(option: Option, cluster: Cluster, plan: str | None = None) -> str:
+def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fact | None = None) -> str:
     """The line of a training script that does what an option says.
 
     Args:
         option: it.
         cluster: who trains.
         plan: the file that holds the plan; None: the spec itself.
+        fact: what is known of it: updates are taken as they were measured; None: as DiLoCo does
+            without compression, and else along a length that is measured.
     """
     if option.spec is None:
         return "DistributedDataParallel(model)"
     spec = f'"{option.spec}"' if plan is None else f'nb.Plan.load("{plan}")'
     if option.every:
-        outer = ', outer="auto"' if option.every == 1 else _DILOCO
-        return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{outer})"
+        diloco = option.spec == "none" and option.every > 1
+        said = fact.outer if fact is not None else "nesterov" if diloco else "auto"
+        outer = {"auto": ', outer="auto"', "nesterov": _DILOCO, "1": ""}.get(said, f", outer={said}")
+        where = "" if fact is None or fact.residuals == "apart" else f', residuals="{fact.residuals}"'
+        return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{where}{outer})"
     levels = f", nodes={cluster.nodes}" if option.levels else ""
     return f"nb.compress_gradients(model, {spec}{levels})"

@@ -30,6 +30,8 @@ class Fact:
         seeds: how many.
         what: model, length and ranks.
         command: that made the record.
+        outer: of updates: how parameters went along their mean; ``auto``, a length, or ``nesterov`` for DiLoCo's step.
+        residuals: of updates: where they waited, ``apart`` or ``in-place``.
     """
 
     optimizer: str
@@ -40,6 +42,8 @@ class Fact:
     seeds: int
     what: str
     command: str
+    outer: str = "1"
+    residuals: str = "apart"
 
     def within(self, tolerance: float) -> bool:
         """Whether no more was lost than a share of the loss."""
