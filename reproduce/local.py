@@ -68,7 +68,7 @@ __all__ = ["EXPERIMENT"]
 _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
 #: Learning rates at their peak, by what is averaged, and those that they were chosen of, with a seed of its own.
-_RATE = {"gradients": 1.6e-2, "updates": 8e-3, "rounds": 8e-3, "nothing": 1.6e-2}
+_RATE = {"gradients": 1.6e-2, "updates": 1.6e-2, "rounds": 8e-3, "nothing": 1.6e-2}
 _RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 _CHOOSING = (1000,)
 
