@@ -102,7 +102,7 @@ LOSSES = {
        for kind, base in (("gradients", "dense"), ("updates", "updates"), ("rounds", "every 15, DiLoCo"),
                           ("nothing", "nothing is sent"))
        for best in (local._RATE[kind],)
-       for rate in local._RATES},
+       for rate in local._RATES[kind]},
 }  # fmt: skip
 
 
@@ -202,7 +202,9 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
 
 def test_learning_rates_are_chosen_without_compression_by_a_seed_of_their_own():
     sweep = [own for own in chosen(EXPERIMENT, Options(long=True)) if ", rate " in own.name]
-    assert len(sweep) == 16
+    assert len(sweep) == sum(map(len, local._RATES.values()))
+    for kind, rate in local._RATE.items():
+        assert {rate / 2, rate, 2 * rate} <= {*local._RATES[kind]}
     for own in sweep:
         assert (own.spec, own.seed) == ("none", 1000)
         base, _, rate = own.name.partition(", rate ")
@@ -270,7 +272,7 @@ def test_a_row_that_diverged_is_worse():
     assert "updates, top 2%, 2 bits diverged" in of(rows, TOP).figures
     assert "updates, top 1% diverged" in of(rows, BETTER_TOP).figures
     assert of(made_up(**{"every 15, DiLoCo": None}), FIFTEEN).held
-    least = f"{local._RATES[0]:g}"
+    least = f"{local._RATES['gradients'][0]:g}"
     assert f"{least}: diverged" in of(made_up(**{f"dense, rate {least}": None}), "learning rate of gradients").figures
 
 

@@ -21,7 +21,7 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowband.averaging.flat import local, real
+from narrowband.averaging.flat import local
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.replicas import begin_with_the_first
@@ -40,6 +40,7 @@ from narrowband.feedback import ErrorFeedback
 from narrowband.kernels.compiling import announced
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, split
 from narrowband.updates.length import MeasuredLength
+from narrowband.updates.state import Expected, check_updates
 from narrowband.updates.stepping import facts_of
 
 if TYPE_CHECKING:
@@ -595,65 +596,16 @@ class UpdateCompression(Handle):
         return found
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
-        own = state.get("updates")
-        keys = {"every", "fragments", "split", "steps", "anchor", "under way", "outer", "length", "skipped"}
-        if not isinstance(own, Mapping) or not keys <= own.keys():
-            raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
-        here: dict[str, Any] = {
-            "every": self.every,
-            "fragments": len(self._fragments),
-            "split": self._rounds.split,
-        }
-        for name, value in here.items():
-            if own[name] != value:
-                raise ValueError(f"the state was saved with {name}={own[name]}, and here it is {value}")
-        if (where := own.get("residuals", "apart")) != self._rounds.residuals:
-            raise ValueError(f"the state was saved with residuals={where!r}, here they are {self._rounds.residuals!r}")
-        if (own["outer"] is None) != (self.outer is None):
-            raise ValueError("the state is of another outer step: one of the two is an optimizer")
-        if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
-            raise ValueError("the state is of an outer optimizer with other parameter groups")
-        if not isinstance(own["length"], Sequence) or len(own["length"]) != len(self._measured()):
-            raise ValueError("the state is of another outer step: one of the two is outer='auto'")
-        if not 0 <= own["steps"] < max(2, self.every):
-            raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
-        self._check_saved("parameters of the last round", own["anchor"], self._tensors())
-        anchored = [fragment.names[0] in own["anchor"] for fragment in self._fragments]
-        if own["steps"] and not all(anchored):
-            raise ValueError("the state lacks the parameters of the last round")
-        sent = own["under way"]
-        if sent is None:
-            return
-        if not self._rounds.overlap:
-            raise ValueError("the state has a fragment that is under way, and here overlap=0")
-        if not (0 <= sent["at"] < len(anchored) and anchored[sent["at"]] and sent["steps"] < self._rounds.overlap):
-            raise ValueError("the state has a fragment that is under way, which cannot be")
-        self._check_saved("means", sent["means"], self._fragments[sent["at"]].names)
-
-    def _check_saved(self, what: str, saved: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Saved tensors fit the model; those of a fragment are all there or none."""
-        tensors, wanted = self._tensors(), set(names)
-        for fragment in self._fragments:
-            there = [name for name in fragment.names if name in wanted]
-            if not any(name in saved for name in there):
-                continue
-            for name in there:
-                x = saved.get(name)
-                if x is None or x.shape != real(tensors[name]).shape:
-                    raise ValueError(f"the state's {what} do not fit the model: {name}")
+        expected = Expected(
+            self.every, self._rounds.split, self._rounds.residuals, self._rounds.overlap, self.outer,
+            len(self._measured()),
+        )  # fmt: skip
+        check_updates(state, expected, self._fragments, self._tensors())
 
 
 def said_of(optimizer: Optimizer) -> str:
     """Its kind and settings, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
-
-
-def _sizes(state: object) -> list[int] | None:
-    """How many parameters each group of an optimizer's state has; None where it is no such state."""
-    try:
-        return [len(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
-    except (KeyError, TypeError):
-        return None
 
 
 #: Of as many bytes.
