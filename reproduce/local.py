@@ -69,12 +69,12 @@ _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
 #: Learning rates at their peak, by what is averaged, and those that they were chosen of, with a seed of its own: half
 #: of each and twice as much were tried, too.
-_RATE = {"gradients": 1.6e-2, "updates": 3.2e-2, "rounds": 8e-3, "nothing": 1.6e-2}
+_RATE = {"gradients": 1.6e-2, "updates": 3.2e-2, "rounds": 8e-3, "nothing": 3.2e-2}
 _RATES = {
     "gradients": (8e-3, 1.6e-2, 3.2e-2),
     "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     "rounds": (4e-3, 8e-3, 1.6e-2),
-    "nothing": (8e-3, 1.6e-2, 3.2e-2),
+    "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
 }
 _CHOOSING = (1000,)
 
