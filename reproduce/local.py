@@ -23,8 +23,9 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
 2·(N − 1)/N · 4 bytes per element among N ranks. All claims mean that. It is not how much smaller payloads are: one that
 is gathered is sent N − 1 times, so among four ranks its traffic has half that ratio.
 
-The learning rate of each kind, gradients, updates, rounds of many steps and nothing, is the best of those
-that were tried without compression, half and twice as much among them, by a seed of its own; a claim says so.
+The learning rate of each kind is the best of those that were tried, half and twice as much among them, by a seed of its
+own; a claim says so. Kinds are gradients, updates, rounds of many steps, and nothing, each without compression; and
+what is sparse or has signs, of gradients and of updates in every step, each by its row of the largest hundredth.
 
 Run ``python -m reproduce.local`` (an hour and a half on two cores), ``--long`` (with signs, rounds of 30 steps,
 other optimizers, the choice of learning rates and another text: four hours more), ``--quick`` (seconds), ``--help``.
@@ -69,10 +70,15 @@ _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
 #: Learning rates at their peak, by what is averaged, and those that they were chosen of, with a seed of its own: half
 #: of each and twice as much were tried, too.
-_RATE = {"gradients": 1.6e-2, "updates": 3.2e-2, "rounds": 8e-3, "nothing": 3.2e-2}
+_RATE = {
+    "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
+    "rounds": 8e-3, "nothing": 3.2e-2,
+}  # fmt: skip
 _RATES = {
     "gradients": (8e-3, 1.6e-2, 3.2e-2),
+    "compressed gradients": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
     "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+    "compressed updates": (4e-3, 8e-3, 1.6e-2),
     "rounds": (4e-3, 8e-3, 1.6e-2),
     "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
 }
@@ -140,7 +146,8 @@ _DENSE = Row(
 
 
 def _gradients(name: str, spec: str, small: str = "uncompressed") -> Row:
-    return replace(_DENSE, name=name, spec=spec, small=small, collective=_collective(spec))
+    rate = _RATE["compressed gradients" if name in (_GRADIENT_TOP, _GRADIENT_SIGN) else "gradients"]
+    return replace(_DENSE, name=name, spec=spec, small=small, lr=rate, collective=_collective(spec))
 
 
 def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
@@ -156,7 +163,7 @@ def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "aut
         spec=spec,
         updates=every,
         outer=outer,
-        lr=_RATE["updates" if every == 1 else "rounds"],
+        lr=_RATE["rounds" if every > 1 else "updates" if spec == "none" else "compressed updates"],
         small="uncompressed" if spec == "none" else "fused",
         collective=_collective(spec),
     )
@@ -219,10 +226,14 @@ _AVERAGED = (
     Recipe(_gradients("gradients, rank 4", "powersgd:rank=4"), turn=3, long=True),
 )
 
-#: What is averaged → the row without compression that its learning rate is chosen by.
-_BASES = {"gradients": _DENSE, "updates": _updates(_UPDATES), "nothing": _ALONE_ROW} | {
-    "rounds": _updates(_DILOCO.format(_ROUNDS[0]), every=_ROUNDS[0], outer="nesterov")
-}
+#: What is averaged → the row that its learning rate is chosen by: without compression, or with the largest hundredth.
+_BASES = {
+    "gradients": _DENSE,
+    "compressed gradients": _gradients(_GRADIENT_TOP, "topk:density=0.01+ef", small="fused"),
+    "updates": _updates(_UPDATES),
+    "compressed updates": _updates(_TOP, "topk:density=0.01+ef"),
+    "nothing": _ALONE_ROW,
+} | {"rounds": _updates(_DILOCO.format(_ROUNDS[0]), every=_ROUNDS[0], outer="nesterov")}
 _CHOICE = tuple(
     Recipe(replace(base, name=_candidate(base.name, rate), lr=rate), turn=4, long=True, seeds=_CHOOSING)
     for kind, base in _BASES.items()
