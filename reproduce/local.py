@@ -128,7 +128,7 @@ _BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits, in place" for ever
 #: What claims ask for: losses as shares of another's, and how many times less traffic.
 _KEPT, _LESS = 0.01, 25
 _KEPT_TOP, _LESS_TOP = 0.03, 70
-_KEPT_ROUNDS, _LESS_ROUNDS = 0.005, (150, 450, 2000)
+_KEPT_ROUNDS, _LESS_ROUNDS = 0.005, (150, 400, 2000)
 
 #: What traffic is compared with, as claims say it.
 _THAN_DDP = "times less traffic than DDP in float32"
