@@ -16,6 +16,7 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   at 2,000 times less traffic; and all elements in 2 bits with residuals in place and DiLoCo's outer step;
 * *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
   is below that of this row; claims ask it of rounds;
+* rounds for more steps than gradients have, as slow links have time for;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
 
@@ -64,7 +65,7 @@ from reproduce.report import (
 )
 from reproduce.row import Row
 
-__all__ = ["EXPERIMENT"]
+__all__ = ["EXPERIMENT", "LONGER"]
 
 _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
@@ -111,6 +112,9 @@ _SIXTEENTH, _TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {},
 
 #: The same mean where residuals wait apart: which of the two it is that helps.
 _SENDERS = f"{_OURS}, mean of senders"
+
+#: Trained for more steps: on slow links there is time for them.
+LONGER, _LONGER_EPOCHS = "{}, longer", 10
 
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
@@ -197,6 +201,13 @@ def _others() -> Iterator[Recipe]:
     yield Recipe(sharded, turn=3, ablation=True, long=True)
 
 
+def _longer() -> Iterator[Recipe]:
+    for recipe in _rounds(_ROUNDS[0], turn=2):
+        if recipe.row.name in {kind.format(_ROUNDS[0]) for kind in (_DILOCO, _TWO_BIT_ROUNDS, _SIXTEENTH)}:
+            row = replace(recipe.row, name=LONGER.format(recipe.row.name), epochs=_LONGER_EPOCHS)
+            yield replace(recipe, row=row, long=True)
+
+
 def _candidate(base: str, rate: float) -> str:
     """The name of a row that a learning rate is chosen by."""
     return f"{base}, rate {rate:g}"
@@ -246,7 +257,13 @@ def _on_other_text(recipe: Recipe) -> Recipe:
     return replace(recipe, row=row, turn=recipe.turn + 5, long=True)
 
 
-_RECIPES = (*_AVERAGED, *_others(), *_CHOICE, *(_on_other_text(each) for each in _AVERAGED if not each.long))
+_RECIPES = (
+    *_AVERAGED,
+    *_longer(),
+    *_others(),
+    *_CHOICE,
+    *(_on_other_text(each) for each in _AVERAGED if not each.long),
+)
 
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
@@ -397,6 +414,7 @@ _PARTS = {
     "gradients": "gradients are averaged, or nothing is",
     "updates": "updates are averaged after every step",
     "rounds": "updates are averaged after every 15 or 30 steps",
+    "longer": f"rounds for {_LONGER_EPOCHS} epochs, and gradients for fewer",
     "optimizers": "other optimizers",
     "sharded": "two replicas of two ranks each, by FSDP2",
     "rates": "how learning rates were chosen, by a seed of its own",
@@ -411,6 +429,8 @@ def _part(group: Group) -> str:
         return "rates"
     if name == _SHARDED:
         return "sharded"
+    if name.endswith(", longer"):
+        return "longer"
     starts = {"updates": "updates", "every": "rounds", "Muon": "optimizers", "SGD": "optimizers"}
     return next((part for start, part in starts.items() if name.startswith(start)), "gradients")
 
@@ -429,19 +449,19 @@ class _Line(Group):
 def _line(found: Sequence[Group], group: Group) -> _Line:
     part = _part(group)
     base = f"{group.name.partition(',')[0]}, {DENSE}" if part == "optimizers" else DENSE
-    dense = named(found, group.task, base, group.epochs)
+    dense = named(found, group.task, base, None if part == "longer" else group.epochs)
     comparable = part != "rates" and dense is not None and group.name != base and {*group.seeds} & {*dense.seeds}
     return _Line(**vars(group), loss=_loss(group, dense).figure() if comparable and dense is not None else NOTHING)
 
 
 def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
-    for task, epochs in dict.fromkeys((group.task, group.epochs) for group in found):
-        rows = [group for group in found if (group.task, group.epochs) == (task, epochs)]
+    usual = [group for group in found if _part(group) != "longer"] or list(found)
+    for task, epochs in dict.fromkeys((group.task, group.epochs) for group in usual):
+        rows = [group for group in found if group.task == task and (group.epochs == epochs or _part(group) == "longer")]
         for part in _PARTS:
             own = [group for group in rows if _part(group) == part]
-            beside = [
-                group for group in rows if group.name in (DENSE, _ALONE) and part in ("updates", "rounds", "sharded")
-            ]
+            with_dense = ("updates", "rounds", "longer", "sharded")
+            beside = [group for group in rows if group.name in (DENSE, _ALONE) and part in with_dense]
             if own:
                 yield f"{task}, {part}", [_line(found, group) for group in (*beside, *own)]
 

@@ -26,6 +26,7 @@ from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
+from reproduce.local import LONGER
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import DENSE, NOTHING, pictures_of, source
 from reproduce.row import Row
@@ -102,6 +103,7 @@ class Line:
         sent_bytes: of a rank, per step.
         steps: until the loss is reached; None where it is not, or the record lacks the row.
         seconds: the product; None as above.
+        trained: steps after which the loss was looked at last; 0: the record lacks the row.
     """
 
     rate: str
@@ -111,6 +113,7 @@ class Line:
     sent_bytes: float
     steps: float | None
     seconds: float | None
+    trained: int = 0
 
 
 def timed(quick: bool = False) -> list[Row]:
@@ -168,8 +171,10 @@ def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapp
     for rate, own in rows.items():
         alone = next(_mean_step(row) for row in own if row["name"] == COMPUTING)
         for row in own:
-            told = known.get((METHODS.get(row["name"], ""), 0))
-            steps = None if told is None or target is None else steps_to(target, told["scores"], told["steps"])
+            of = METHODS.get(row["name"], "")
+            tried = [known[name, 0] for name in (of, LONGER.format(of)) if (name, 0) in known]
+            reached = [] if target is None else [steps_to(target, told["scores"], told["steps"]) for told in tried]
+            steps = next((each for each in reached if each is not None), None)
             step_s = _mean_step(row)
             found.append(
                 Line(
@@ -180,6 +185,7 @@ def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapp
                     sent_bytes=row["sent_bytes_per_step"],
                     steps=steps,
                     seconds=None if steps is None else steps * step_s,
+                    trained=max((told["steps"] for told in tried), default=0),
                 )
             )
     return found
@@ -200,14 +206,14 @@ def _cells(line: Line, first: Line) -> tuple[str, ...]:
     faster = NOTHING
     if line.seconds is not None and first.seconds is not None:
         faster = f"{first.seconds / line.seconds:.1f}"
-    unreached = NOTHING if line.method == COMPUTING else "not reached"
+    unreached = f"not in {line.trained:,}" if line.trained else NOTHING
     return (
         line.method,
         format_seconds(line.step_s),
         f"{min(1.0, line.computing):.0%}",
         format_bytes(line.sent_bytes) if line.method != COMPUTING else NOTHING,
         unreached if line.steps is None else f"{line.steps:,.0f}",
-        unreached if line.seconds is None else format_seconds(line.seconds),
+        NOTHING if line.seconds is None else format_seconds(line.seconds),
         faster,
     )
 
@@ -225,7 +231,9 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
                 Bar(
                     line.method,
                     line.seconds,
-                    "not reached" if line.seconds is None else format_seconds(line.seconds),
+                    (f"not in {line.trained:,} steps" if line.trained else "not trained")
+                    if line.seconds is None
+                    else format_seconds(line.seconds),
                     line.method.startswith(("updates", "every")),
                 )
                 for line in own
@@ -263,7 +271,8 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         "",
         (
             "**What was run.** A small GPT on bytes of tiny shakespeare, four ranks on one machine, AdamW. Steps until "
-            "the loss are those of [another page](local.md), one seed, interpolated between epochs. Seconds of a step "
+            "the loss are those of [another page](local.md), one seed, interpolated between epochs; of rounds that do "
+            "not reach it in as many epochs as gradients have, those of rounds trained longer. Seconds of a step "
             f"are means over {_STEPS} steps behind emulated links, with the rounds that fall into them."
         ),
         "",
@@ -278,8 +287,9 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     out += [
         (
             "Step: the mean, with rounds. Computing: a step that sends nothing, as a share of it. Sent: per step and "
-            "rank. Steps and time: until the loss is reached. × faster: than DDP in 32 bits. 16 bits are "
-            "given the steps of 32. Ranks share two cores, so that they compute more slowly than machines of their own "
+            "rank. Steps and time: until the loss is reached; not in so many steps: it was not, when training ended; –: "
+            "that row was not trained yet. × faster: than DDP in 32 bits. 16 bits are given the steps of 32. Ranks share "
+            "two cores, so that they compute more slowly than machines of their own "
             "would; on these, sending is a larger share of a step."
         ),
         "",

@@ -97,7 +97,7 @@ def test_the_page_says_who_is_first(tmp_path):
     assert isinstance(first, Line)
     assert "at 20mbit gradients, 16 bits in" in text
     assert "5.0 times as fast as DDP in 32 bits" in text
-    assert "| updates, top 1% | 200 ms | 50% | 1 kB | not reached | not reached | – |" in text
+    assert "| updates, top 1% | 200 ms | 50% | 1 kB | not in 200 | – | – |" in text
     assert (tmp_path / "pictures/local_times/opening-dark.svg").exists()
 
 
