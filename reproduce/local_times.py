@@ -287,9 +287,9 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     out += [
         (
             "Step: the mean, with rounds. Computing: a step that sends nothing, as a share of it. Sent: per step and "
-            "rank. Steps and time: until the loss is reached; not in so many steps: it was not, when training ended; –: "
-            "that row was not trained yet. × faster: than DDP in 32 bits. 16 bits are given the steps of 32. Ranks share "
-            "two cores, so that they compute more slowly than machines of their own "
+            "rank. Steps and time: until the loss is reached; not in so many steps: it was not, when training ended; "
+            "–: that row was not trained yet. × faster: than DDP in 32 bits. 16 bits are given the steps of 32. Ranks "
+            "share two cores, so that they compute more slowly than machines of their own "
             "would; on these, sending is a larger share of a step."
         ),
         "",

@@ -21,7 +21,7 @@ def test_losses_are_those_of_the_record():
     record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
     groups = {group["name"]: group for group in record["groups"] if group["task"] == "shakespeare"}
     names = [
-        "dense", "gradients, top 1%", "updates", "updates, top 1%", "every 15, DiLoCo",
+        "dense", "gradients, 4 bits", "gradients, top 1%", "updates", "updates, top 1%", "every 15, DiLoCo",
         "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place", "every 15, top 1/64, 2 bits, in place",
         "every 15, SparseLoCo", "every 15, top 1/64, 2 bits", "nothing is sent",
     ]  # fmt: skip
