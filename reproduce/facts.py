@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from narrowband.files import write_text
 from reproduce.command import RESULTS, command_line
 from reproduce.local import EXPERIMENT
-from reproduce.pairs import student
+from reproduce.report import DENSE, compared, groups, named, needed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["TARGET", "Options", "main", "table"]
 
 TARGET = Path(__file__).parent.parent / "src" / "narrowband" / "planning" / "facts.json"
+
+_TASK = "shakespeare"
 
 #: Rows of ``reproduce.local`` that average updates, and that are worth knowing; what is not recorded is left out.
 _UPDATES = (
@@ -62,43 +63,30 @@ def _optimizers() -> list[dict[str, Any]]:
 
 
 def _local() -> list[dict[str, Any]]:
-    """Perplexities; a loss is their logarithm."""
+    """Perplexities; a loss is their logarithm. What diverged is no fact to choose by, and is left out."""
     record = json.loads((RESULTS / "local" / "summary.json").read_text())
-    groups = {group["name"]: group for group in record["groups"] if group["task"] == "shakespeare"}
-    rows = {recipe.row.name: recipe.row for recipe in EXPERIMENT.recipes if recipe.row.task == "shakespeare"}
-    dense = _losses(groups["dense"])
+    found = groups(record["rows"])
+    rows = {recipe.row.name: recipe.row for recipe in EXPERIMENT.recipes if recipe.row.task == _TASK}
+    dense = needed(found, _TASK, DENSE)
+    recorded = [(rows[name], own) for name in _UPDATES if (own := named(found, _TASK, name)) is not None]
+    gaps = [compared(own, dense, relative=True, of=math.log) for _, own in recorded]
     return [
         {
-            "optimizer": "adamw",
-            "spec": groups[name]["spec"],
-            "every": rows[name].updates,
-            **_gap(_losses(groups[name]), dense),
-            "what": f"{groups[name]['parameters']:,} parameters, {groups[name]['epochs']} epochs, "
-            f"{groups[name]['nodes']} ranks" + (", DiLoCo's outer step" if rows[name].outer == "nesterov" else ""),
+            "optimizer": row.optimizer,
+            "spec": row.spec,
+            "every": row.updates,
+            "gap": round(gap.mean, 4),
+            "margin": None if gap.margin is None else round(gap.margin, 4),
+            "seeds": len(gap.seeds),
+            "what": f"{own.parameters:,} parameters, {own.epochs} epochs, {own.nodes} ranks"
+            + (", DiLoCo's outer step" if row.outer == "nesterov" else ""),
             "command": "python -m reproduce.local",
-            "outer": rows[name].outer,
-            "residuals": rows[name].residuals,
+            "outer": row.outer,
+            "residuals": row.residuals,
         }
-        for name in _UPDATES
-        if name in groups
+        for (row, own), gap in zip(recorded, gaps, strict=True)
+        if math.isfinite(gap.mean)
     ]
-
-
-def _losses(group: Mapping[str, Any]) -> dict[int, float]:
-    """Seed → loss."""
-    return {seed: math.log(score) for seed, score in zip(group["seeds"], group["scores"], strict=True)}
-
-
-def _gap(own: Mapping[int, float], dense: Mapping[int, float]) -> dict[str, Any]:
-    """How far losses are above others, seed by seed."""
-    gaps = [own[seed] / dense[seed] - 1 for seed in own if seed in dense]
-    few = len(gaps) < 2
-    margin = None if few else student(len(gaps) - 1) * statistics.stdev(gaps) / math.sqrt(len(gaps))
-    return {
-        "gap": round(statistics.mean(gaps), 4),
-        "margin": None if margin is None else round(margin, 4),
-        "seeds": len(gaps),
-    }
 
 
 @dataclass(frozen=True)

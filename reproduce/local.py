@@ -15,7 +15,7 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   in place, each element along the mean over those that sent it; a 16th like that, and as many elements as may be sent
   at 2,000 times less traffic; and all elements in 2 bits with residuals in place and DiLoCo's outer step;
 * *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
-  is below that of this row; claims ask it of rounds;
+  is below that of this row; claims ask it of rounds and of the largest hundredth;
 * rounds for more steps than gradients have, as slow links have time for;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
@@ -24,9 +24,10 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
 2·(N − 1)/N · 4 bytes per element among N ranks. All claims mean that. It is not how much smaller payloads are: one that
 is gathered is sent N − 1 times, so among four ranks its traffic has half that ratio.
 
-The learning rate of each kind is the best of those that were tried, half and twice as much among them, by a seed of its
-own; a claim says so. Kinds are gradients, updates, rounds of many steps, and nothing, each without compression; and
-what is sparse or has signs, of gradients and of updates in every step, each by its row of the largest hundredth.
+The learning rate of each kind is to be the best of several, half and twice as much among them, by a seed of its own; a
+claim of each says whether it is. Kinds are gradients, updates, rounds of many steps, and nothing, each without
+compression; and what is sparse or has signs, of gradients and of updates in every step, each by its row of the largest
+hundredth.
 
 Run ``python -m reproduce.local`` (an hour and a half on two cores), ``--long`` (with signs, rounds of 30 steps,
 other optimizers, the choice of learning rates and another text: four hours more), ``--quick`` (seconds), ``--help``.
@@ -69,8 +70,8 @@ __all__ = ["EXPERIMENT", "LONGER"]
 
 _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
-#: Learning rates at their peak, by what is averaged, and those that they were chosen of, with a seed of its own: half
-#: of each and twice as much were tried, too.
+#: Learning rates at their peak, by what is averaged, and those that each is chosen of, with a seed of its own: half of
+#: it and twice as much are among them.
 _RATE = {
     "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
     "rounds": 8e-3, "nothing": 3.2e-2,

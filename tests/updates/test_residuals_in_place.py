@@ -86,6 +86,70 @@ def test_a_replica_trains_on_from_what_it_has_not_sent(options, decay, length):
             torch.testing.assert_close(residuals[name].double().view_as(expected), expected, rtol=1e-4, atol=2e-6)
 
 
+def pushed(rank, world_size, spec):
+    """Gradients that do not depend on the parameters: where all are, and what waits here, with what owners lost."""
+    model, optimizer, handle = begin(spec, collective="scatter_reduce")
+    begun = named(model)
+    gradients = torch.Generator().manual_seed(rank)
+    total = {name: torch.zeros_like(p) for name, p in begun.items()}
+    for _ in range(12):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=gradients)
+            total[name] += p.grad
+        optimizer.step()
+    state = handle.layers.state
+    waiting = {}
+    for name, p in begun.items():
+        state.reclaim_owner_error(name)
+        residual = state.residual(name)
+        waiting[name] = torch.zeros_like(p) if residual is None else residual.double().view_as(p).clone()
+    return begun, named(model), total, waiting
+
+
+@pytest.mark.parametrize("spec", ["uniform:bits=2+ef", "sign+ef"])
+def test_nothing_is_lost_where_owners_encode_the_mean_once_more(spec):
+    """θ + mean residual = θ₀ − lr · Σ mean g, in float64: what waits in place is sent once, and never dropped."""
+    results = run_ranks(pushed, 3, spec)
+    layers = 0
+    for name, begun in results[0][0].items():
+        assert all(torch.equal(end[name], results[0][1][name]) for _, end, _, _ in results)
+        waiting = sum(waiting[name] for *_, waiting in results) / 3
+        expected = begun - LR * sum(total[name] for _, _, total, _ in results) / 3
+        torch.testing.assert_close(results[0][1][name] + waiting, expected, rtol=1e-5, atol=1e-4)
+        if begun.dim() > 1:
+            layers += 1
+            assert float(waiting.norm()) > 0.01 * float((expected - begun).norm()), "something does wait"
+    assert layers
+
+
+def with_momentum(rank, world_size):
+    """DiLoCo's outer step behind 2 bits: parameters after every step, and again from where a run was stopped."""
+
+    def outer(parameters):
+        return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+    options = {"spec": "uniform:bits=2+ef", "collective": "scatter_reduce", "outer": outer}
+    whole, optimizer, _ = begin(**options)
+    train(whole, rank, range(9), optimizer)
+    model, optimizer, handle = begin(**options)
+    train(model, rank, range(5), optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    again, optimizer, handle = begin(**options)
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    handle.load_state_dict(saved[2])
+    train(again, rank, range(5, 9), optimizer)
+    return flat(whole), flat(again), flat(model)
+
+
+def test_rounds_in_two_bits_with_an_outer_momentum_end_equal_and_resume_to_the_bit():
+    results = run_ranks(with_momentum, 3)
+    for whole, again, _ in results:
+        assert torch.equal(whole, results[0][0])
+        assert torch.equal(whole, again)
+    assert not torch.equal(results[0][2], results[1][2]), "between rounds each has parameters of its own"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_what_rounding_leaves_stays_in_the_residual(dtype):
     torch.manual_seed(0)
