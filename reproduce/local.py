@@ -26,8 +26,8 @@ is gathered is sent N − 1 times, so among four ranks its traffic has half that
 
 The learning rate of each kind is to be the best of several, half and twice as much among them, by a seed of its own; a
 claim of each says whether it is. Kinds are gradients, updates, rounds of many steps, and nothing, each without
-compression; and what is sparse or has signs, of gradients and of updates in every step, each by its row of the largest
-hundredth.
+compression; compressed gradients and sparse updates of every step, each by the row of the largest hundredth; and
+updates of every step in 1 or 2 bits, by the row of signs.
 
 Run ``python -m reproduce.local`` (an hour and a half on two cores), ``--long`` (with signs, rounds of 30 steps,
 other optimizers, the choice of learning rates and another text: four hours more), ``--quick`` (seconds), ``--help``.
@@ -74,13 +74,14 @@ _TASK, _OTHER_TASK = "shakespeare", "gpt"
 #: it and twice as much are among them.
 _RATE = {
     "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
-    "rounds": 8e-3, "nothing": 3.2e-2,
+    "signs of updates": 8e-3, "rounds": 8e-3, "nothing": 3.2e-2,
 }  # fmt: skip
 _RATES = {
     "gradients": (8e-3, 1.6e-2, 3.2e-2),
     "compressed gradients": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
     "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     "compressed updates": (4e-3, 8e-3, 1.6e-2),
+    "signs of updates": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
     "rounds": (4e-3, 8e-3, 1.6e-2),
     "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
 }
@@ -168,10 +169,17 @@ def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "aut
         spec=spec,
         updates=every,
         outer=outer,
-        lr=_RATE["rounds" if every > 1 else "updates" if spec == "none" else "compressed updates"],
+        lr=_RATE[_kind(spec, every)],
         small="uncompressed" if spec == "none" else "fused",
         collective=_collective(spec),
     )
+
+
+def _kind(spec: str, every: int) -> str:
+    """Of updates: which learning rate they have."""
+    if every > 1:
+        return "rounds"
+    return "updates" if spec == "none" else "compressed updates" if spec.startswith("topk") else "signs of updates"
 
 
 def _rounds(every: int, turn: int) -> Iterator[Recipe]:
@@ -238,12 +246,13 @@ _AVERAGED = (
     Recipe(_gradients("gradients, rank 4", "powersgd:rank=4"), turn=3, long=True),
 )
 
-#: What is averaged → the row that its learning rate is chosen by: without compression, or with the largest hundredth.
+#: What is averaged → the row that its learning rate is chosen by.
 _BASES = {
     "gradients": _DENSE,
     "compressed gradients": _gradients(_GRADIENT_TOP, "topk:density=0.01+ef", small="fused"),
     "updates": _updates(_UPDATES),
     "compressed updates": _updates(_TOP, "topk:density=0.01+ef"),
+    "signs of updates": _updates(_SIGN_IN_PLACE, "sign+ef"),
     "nothing": _ALONE_ROW,
 } | {"rounds": _updates(_DILOCO.format(_ROUNDS[0]), every=_ROUNDS[0], outer="nesterov")}
 _CHOICE = tuple(
