@@ -70,11 +70,17 @@ __all__ = ["EXPERIMENT", "LONGER"]
 
 _TASK, _OTHER_TASK = "shakespeare", "gpt"
 
-#: Learning rates at their peak, by what is averaged, and those that each is chosen of, with a seed of its own: half of
-#: it and twice as much are among them.
+#: Learning rates at their peak, by text and by what is averaged, and those that each is chosen of, with a seed of its
+#: own: half of it and twice as much are among them.
 _RATE = {
-    "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
-    "signs of updates": 8e-3, "rounds": 8e-3, "nothing": 3.2e-2,
+    _TASK: {
+        "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
+        "signs of updates": 8e-3, "rounds": 8e-3, "nothing": 3.2e-2,
+    },
+    _OTHER_TASK: {
+        "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
+        "signs of updates": 8e-3, "rounds": 8e-3, "nothing": 3.2e-2,
+    },
 }  # fmt: skip
 _RATES = {
     "gradients": (8e-3, 1.6e-2, 3.2e-2),
@@ -143,7 +149,7 @@ _THAN_DDP = "times less traffic than DDP in float32"
 _CLOSE = 0.1
 
 _DENSE = Row(
-    _TASK, DENSE, "none", optimizer="adamw", epochs=7, lr=_RATE["gradients"], batch=48, momentum=0.9, beta2=0.95,
+    _TASK, DENSE, "none", optimizer="adamw", epochs=7, lr=_RATE[_TASK]["gradients"], batch=48, momentum=0.9, beta2=0.95,
     weight_decay=0.1, clip=1.0, min_numel=1024, width=_WIDTH,
 )  # fmt: skip
 
@@ -151,9 +157,24 @@ _DENSE = Row(
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
+def _kind(row: Row) -> str:
+    """Which learning rate a row has."""
+    if row.isolated:
+        return "nothing"
+    if row.updates > 1:
+        return "rounds"
+    sparse, few = row.spec.startswith("topk"), row.spec.startswith("sign") or "bits=2" in row.spec
+    if row.updates:
+        return "compressed updates" if sparse else "signs of updates" if few else "updates"
+    return "compressed gradients" if sparse or few else "gradients"
+
+
+def _rated(row: Row) -> Row:
+    return replace(row, lr=_RATE[row.task][_kind(row)])
+
+
 def _gradients(name: str, spec: str, small: str = "uncompressed") -> Row:
-    rate = _RATE["compressed gradients" if name in (_GRADIENT_TOP, _GRADIENT_SIGN) else "gradients"]
-    return replace(_DENSE, name=name, spec=spec, small=small, lr=rate, collective=_collective(spec))
+    return _rated(replace(_DENSE, name=name, spec=spec, small=small, collective=_collective(spec)))
 
 
 def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
@@ -162,24 +183,18 @@ def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
 
 
 def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "auto") -> Row:
-    return replace(
-        _DENSE,
-        residuals="in-place" if name.endswith("in place") else "apart",
-        name=name,
-        spec=spec,
-        updates=every,
-        outer=outer,
-        lr=_RATE[_kind(spec, every)],
-        small="uncompressed" if spec == "none" else "fused",
-        collective=_collective(spec),
+    return _rated(
+        replace(
+            _DENSE,
+            residuals="in-place" if name.endswith("in place") else "apart",
+            name=name,
+            spec=spec,
+            updates=every,
+            outer=outer,
+            small="uncompressed" if spec == "none" else "fused",
+            collective=_collective(spec),
+        )
     )
-
-
-def _kind(spec: str, every: int) -> str:
-    """Of updates: which learning rate they have."""
-    if every > 1:
-        return "rounds"
-    return "updates" if spec == "none" else "compressed updates" if spec.startswith("topk") else "signs of updates"
 
 
 def _rounds(every: int, turn: int) -> Iterator[Recipe]:
@@ -222,7 +237,7 @@ def _candidate(base: str, rate: float) -> str:
     return f"{base}, rate {rate:g}"
 
 
-_ALONE_ROW = replace(_DENSE, name=_ALONE, isolated=True, lr=_RATE["nothing"])
+_ALONE_ROW = _rated(replace(_DENSE, name=_ALONE, isolated=True))
 _AVERAGED = (
     Recipe(_DENSE),
     Recipe(_ALONE_ROW),
@@ -255,24 +270,33 @@ _BASES = {
     "signs of updates": _updates(_SIGN_IN_PLACE, "sign+ef"),
     "nothing": _ALONE_ROW,
 } | {"rounds": _updates(_DILOCO.format(_ROUNDS[0]), every=_ROUNDS[0], outer="nesterov")}
-_CHOICE = tuple(
-    Recipe(replace(base, name=_candidate(base.name, rate), lr=rate), turn=4, long=True, seeds=_CHOOSING)
-    for kind, base in _BASES.items()
-    for rate in _RATES[kind]
-)
+#: Kinds whose learning rates are chosen on the other text, too; what is compressed there has that of the first.
+_CHOSEN_AGAIN = ("gradients", "updates", "rounds", "nothing")
 
 
-def _on_other_text(recipe: Recipe) -> Recipe:
-    row = replace(recipe.row, task=_OTHER_TASK, epochs=3, batch=32)
-    return replace(recipe, row=row, turn=recipe.turn + 5, long=True)
+def _choice(task: str) -> Iterator[Recipe]:
+    for kind, base in _BASES.items():
+        for rate in _RATES[kind] if task == _TASK or kind in _CHOSEN_AGAIN else ():
+            own = base if task == _TASK else _on_other_text(base)
+            row = replace(own, name=_candidate(base.name, rate), lr=rate)
+            yield Recipe(row, turn=4 if task == _TASK else 9, long=True, seeds=_CHOOSING)
+
+
+def _on_other_text(row: Row) -> Row:
+    return _rated(replace(row, task=_OTHER_TASK, epochs=3, batch=32))
 
 
 _RECIPES = (
     *_AVERAGED,
     *_longer(),
     *_others(),
-    *_CHOICE,
-    *(_on_other_text(each) for each in _AVERAGED if not each.long),
+    *_choice(_TASK),
+    *(
+        replace(each, row=_on_other_text(each.row), turn=each.turn + 5, long=True)
+        for each in _AVERAGED
+        if not each.long
+    ),
+    *_choice(_OTHER_TASK),
 )
 
 
@@ -283,8 +307,9 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
     there = {group.task for group in found}
     return [
         *_of_task(found, _TASK),
-        *(_chosen(found, kind) for kind in _BASES),
+        *(_chosen(found, _TASK, kind) for kind in _BASES),
         *(_of_task(found, _OTHER_TASK) if _OTHER_TASK in there else ()),
+        *(_chosen(found, _OTHER_TASK, kind) for kind in _CHOSEN_AGAIN if _OTHER_TASK in there),
     ]
 
 
@@ -402,12 +427,12 @@ def _better_at_equal_bytes(own: Group, other: Group) -> Finding:
     return _loss(own, other).better()
 
 
-def _chosen(found: Sequence[Group], kind: str) -> Claim:
+def _chosen(found: Sequence[Group], task: str, kind: str) -> Claim:
     """Whether the learning rate of a kind is the best of those that were tried."""
-    base = _BASES[kind]
-    text = f"{_TASK}: the learning rate of {kind}, {base.lr:g}, is the best for {base.name} of those that were tried"
+    base, own = _BASES[kind], _RATE[task][kind]
+    text = f"{task}: the learning rate of {kind}, {own:g}, is the best for {base.name} of those that were tried"
     try:
-        tried = {rate: needed(found, _TASK, _candidate(base.name, rate)) for rate in _RATES[kind]}
+        tried = {rate: needed(found, task, _candidate(base.name, rate)) for rate in _RATES[kind]}
     except LookupError as error:
         return Claim(text, None, str(error))
     losses = {rate: math.inf if group.mean is None else math.log(group.mean) for rate, group in tried.items()}
@@ -415,7 +440,7 @@ def _chosen(found: Sequence[Group], kind: str) -> Claim:
         f"{rate:g}: {loss:.4f}" if loss < math.inf else f"{rate:g}: diverged" for rate, loss in losses.items()
     )
     best = min(losses, key=losses.__getitem__)
-    return claimed(text, math.isclose(best, base.lr), f"seed {_CHOOSING[0]}, loss in nats per byte: {said}")
+    return claimed(text, math.isclose(best, own), f"seed {_CHOOSING[0]}, loss in nats per byte: {said}")
 
 
 # ---- tables and pictures ---------------------------------------------------------------------------------------------
