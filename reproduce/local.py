@@ -75,21 +75,29 @@ _TASK, _OTHER_TASK = "shakespeare", "gpt"
 _RATE = {
     _TASK: {
         "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 8e-3, "rounds": 8e-3, "nothing": 3.2e-2,
+        "signs of updates": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
     _OTHER_TASK: {
         "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 8e-3, "rounds": 8e-3, "nothing": 3.2e-2,
+        "signs of updates": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
 }  # fmt: skip
-_RATES = {
-    "gradients": (8e-3, 1.6e-2, 3.2e-2),
-    "compressed gradients": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
-    "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
-    "compressed updates": (4e-3, 8e-3, 1.6e-2),
-    "signs of updates": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
-    "rounds": (4e-3, 8e-3, 1.6e-2),
-    "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+_RATES: dict[str, dict[str, tuple[float, ...]]] = {
+    _TASK: {
+        "gradients": (8e-3, 1.6e-2, 3.2e-2),
+        "compressed gradients": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+        "compressed updates": (4e-3, 8e-3, 1.6e-2),
+        "signs of updates": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        "rounds": (4e-3, 8e-3, 1.6e-2),
+        "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+    },
+    # What is compressed there, or sends nothing, has the first text's.
+    _OTHER_TASK: {
+        "gradients": (8e-3, 1.6e-2, 3.2e-2),
+        "updates": (1.6e-2, 3.2e-2, 6.4e-2),
+        "rounds": (4e-3, 8e-3, 1.6e-2),
+    },
 }
 _CHOOSING = (1000,)
 
@@ -270,15 +278,13 @@ _BASES = {
     "signs of updates": _updates(_SIGN_IN_PLACE, "sign+ef"),
     "nothing": _ALONE_ROW,
 } | {"rounds": _updates(_DILOCO.format(_ROUNDS[0]), every=_ROUNDS[0], outer="nesterov")}
-#: Kinds whose learning rates are chosen on the other text, too; what is compressed there has that of the first.
-_CHOSEN_AGAIN = ("gradients", "updates", "rounds", "nothing")
 
 
 def _choice(task: str) -> Iterator[Recipe]:
-    for kind, base in _BASES.items():
-        for rate in _RATES[kind] if task == _TASK or kind in _CHOSEN_AGAIN else ():
-            own = base if task == _TASK else _on_other_text(base)
-            row = replace(own, name=_candidate(base.name, rate), lr=rate)
+    for kind, rates in _RATES[task].items():
+        base = _BASES[kind] if task == _TASK else _on_other_text(_BASES[kind])
+        for rate in rates:
+            row = replace(base, name=_candidate(base.name, rate), lr=rate)
             yield Recipe(row, turn=4 if task == _TASK else 9, long=True, seeds=_CHOOSING)
 
 
@@ -307,9 +313,9 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
     there = {group.task for group in found}
     return [
         *_of_task(found, _TASK),
-        *(_chosen(found, _TASK, kind) for kind in _BASES),
+        *(_chosen(found, _TASK, kind) for kind in _RATES[_TASK]),
         *(_of_task(found, _OTHER_TASK) if _OTHER_TASK in there else ()),
-        *(_chosen(found, _OTHER_TASK, kind) for kind in _CHOSEN_AGAIN if _OTHER_TASK in there),
+        *(_chosen(found, _OTHER_TASK, kind) for kind in _RATES[_OTHER_TASK] if _OTHER_TASK in there),
     ]
 
 
@@ -432,7 +438,7 @@ def _chosen(found: Sequence[Group], task: str, kind: str) -> Claim:
     base, own = _BASES[kind], _RATE[task][kind]
     text = f"{task}: the learning rate of {kind}, {own:g}, is the best for {base.name} of those that were tried"
     try:
-        tried = {rate: needed(found, task, _candidate(base.name, rate)) for rate in _RATES[kind]}
+        tried = {rate: needed(found, task, _candidate(base.name, rate)) for rate in _RATES[task][kind]}
     except LookupError as error:
         return Claim(text, None, str(error))
     losses = {rate: math.inf if group.mean is None else math.log(group.mean) for rate, group in tried.items()}
