@@ -26,7 +26,7 @@ from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
-from reproduce.local import LONGER
+from reproduce.local_rows import LONGER
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import DENSE, NOTHING, pictures_of, source
 from reproduce.row import Row

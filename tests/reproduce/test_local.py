@@ -16,7 +16,7 @@ from narrowband.adapt.traffic import Traffic, dense_nbytes
 from narrowband.averaging.flat import local as local_part
 from narrowband.bench.models import GPT
 from narrowband.report.record import provenance
-from reproduce import local
+from reproduce import local, local_rows
 from reproduce.command import Options, chosen, main, page
 from reproduce.report import DENSE, groups, table
 from reproduce.row import Row
@@ -101,9 +101,9 @@ LOSSES = {
     "Muon, dense": 1.450,
     "Muon, updates, 2 bits": 1.4645,
     **{f"{base}, rate {rate:g}": 1.5 + abs(math.log(rate / best)) / 100
-       for kind, base in ((kind, row.name) for kind, row in local._BASES.items())
-       for best in (local._RATE["shakespeare"][kind],)
-       for rate in local._RATES["shakespeare"][kind]},
+       for kind, base in ((kind, row.name) for kind, row in local_rows.BASES.items())
+       for best in (local_rows.RATE["shakespeare"][kind],)
+       for rate in local_rows.RATES["shakespeare"][kind]},
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_rows_are_adamws_but_for_those_of_other_optimizers():
                 kind = f"compressed {kind}"
             elif own.name.startswith(("updates, sign", "updates, 2 bits")):
                 kind = "signs of updates"
-            assert own.lr == local._RATE[own.task][kind]
+            assert own.lr == local_rows.RATE[own.task][kind]
     assert (ROWS["SGD, dense"].updates, ROWS["SGD, updates, 2 bits"].updates) == (0, 1)
     assert ROWS["SGD, updates, 2 bits"].outer == "1"
     assert ROWS["Muon, updates, 2 bits"].outer == "auto"
@@ -191,7 +191,9 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
         for name, row in ROWS.items()
         if row.residuals == "in-place" and row.updates == every and not name.endswith("longer")
     }
-    sparse = {f"every {every}, top {share}, 2 bits, in place" for share in ("1/64", "1/16")} | {local._BUDGET[every]}
+    sparse = {f"every {every}, top {share}, 2 bits, in place" for share in ("1/64", "1/16")} | {
+        local_rows.BUDGET[every]
+    }
     quantized = in_place.pop(f"every {every}, 2 bits, in place")
     assert (quantized.spec, quantized.outer) == ("uniform:bits=2+ef", "nesterov")
     assert in_place.keys() == sparse
@@ -199,12 +201,12 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
     assert {nb.compression(row.spec).codec.mean for row in in_place.values()} == {"senders"}
     like = nb.compression(in_place[f"every {every}, top 1/64, 2 bits, in place"].spec).codec
     assert replace(like, mean="ranks") == ours.codec
-    budget = nb.compression(ROWS[local._BUDGET[every]].spec).codec
+    budget = nb.compression(ROWS[local_rows.BUDGET[every]].spec).codec
     assert budget.values == "int2"
     parameters = [tuple(p.shape) for p in model_of("shakespeare", 64).parameters()]
     large = [shape for shape in parameters if len(shape) > 1]
     shapes = [*large, (sum(math.prod(shape) for shape in parameters if len(shape) == 1),)]
-    sent = sum(Traffic(4).nbytes([(nb.compression(ROWS[local._BUDGET[every]].spec), shape) for shape in shapes]))
+    sent = sum(Traffic(4).nbytes([(nb.compression(ROWS[local_rows.BUDGET[every]].spec), shape) for shape in shapes]))
     assert 2000 <= every * sum(dense_nbytes(shape, 4) for shape in shapes) / sent < 2200
     streaming = ROWS[f"every {every}, Streaming DiLoCo"]
     assert (streaming.fragments, streaming.overlap, streaming.outer) == (3, 2, "nesterov")
@@ -212,15 +214,16 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
 
 def test_learning_rates_are_chosen_by_a_seed_of_their_own():
     sweep = [own for own in chosen(EXPERIMENT, Options(long=True)) if ", rate " in own.name]
-    assert len(sweep) == sum(len(rates) for kinds in local._RATES.values() for rates in kinds.values())
-    assert local._RATES["shakespeare"].keys() == local._RATE["shakespeare"].keys() == local._RATE["gpt"].keys()
-    for task, kinds in local._RATES.items():
+    assert len(sweep) == sum(len(rates) for kinds in local_rows.RATES.values() for rates in kinds.values())
+    assert (
+        local_rows.RATES["shakespeare"].keys() == local_rows.RATE["shakespeare"].keys() == local_rows.RATE["gpt"].keys()
+    )
+    for task, kinds in local_rows.RATES.items():
         for kind, tried in kinds.items():
-            rate = local._RATE[task][kind]
+            rate = local_rows.RATE[task][kind]
             assert {rate / 2, rate, 2 * rate} <= {*tried}
-            if task == "gpt":
-                continue
-            assert local._RATE["gpt"][kind] == rate or kind in local._RATES["gpt"]
+    for kind in local_rows.RATES["shakespeare"].keys() - local_rows.RATES["gpt"].keys():
+        assert local_rows.RATE["gpt"][kind] == local_rows.RATE["shakespeare"][kind]
     for own in sweep:
         assert own.seed == 1000
         base, _, rate = own.name.partition(", rate ")
@@ -289,7 +292,7 @@ def test_a_row_that_diverged_is_worse():
     assert "updates, top 2%, 2 bits diverged" in of(rows, TOP).figures
     assert "updates, top 1% diverged" in of(rows, BETTER_TOP).figures
     assert of(made_up(**{"every 15, DiLoCo": None}), FIFTEEN).held
-    least = f"{local._RATES['shakespeare']['gradients'][0]:g}"
+    least = f"{local_rows.RATES['shakespeare']['gradients'][0]:g}"
     assert f"{least}: diverged" in of(made_up(**{f"dense, rate {least}": None}), "learning rate of gradients").figures
 
 
@@ -356,7 +359,7 @@ def test_another_text_has_claims_of_its_own():
     rows = made_up() + made_up(task="gpt", **{"updates, top 2%, 2 bits": 1.6})
     assert of(rows, TOP).held
     assert of(rows, TOP, "gpt").held is False
-    assert len(EXPERIMENT.claims(groups(rows))) == 2 * CLAIMS + RATES + len(local._RATES["gpt"])
+    assert len(EXPERIMENT.claims(groups(rows))) == 2 * CLAIMS + RATES + len(local_rows.RATES["gpt"])
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,274 @@
+"""The rows of :mod:`reproduce.local`: what is sent, when, and at which learning rate.
+
+A name says what a row sends: the same words mean the same spec on both texts. Learning rates belong to a kind of row
+and to a text; the rows that they are chosen by are here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from reproduce.command import Recipe
+from reproduce.report import DENSE
+from reproduce.row import Row
+
+__all__ = [
+    "ALONE",
+    "BASES",
+    "BUDGET",
+    "CHOOSING",
+    "DILOCO",
+    "GRADIENT_4",
+    "GRADIENT_SIGN",
+    "GRADIENT_TOP",
+    "IN_PLACE",
+    "LONGER",
+    "LONGER_EPOCHS",
+    "OTHER_TASK",
+    "OURS",
+    "PLAIN",
+    "RATE",
+    "RATES",
+    "RECIPES",
+    "ROUNDS",
+    "SEEDS",
+    "SHARDED",
+    "SIGN",
+    "SIGN_IN_PLACE",
+    "SIXTEENTH",
+    "SPARSELOCO",
+    "TASK",
+    "TOP",
+    "TOP_2",
+    "TOP_6",
+    "TOP_8",
+    "TWO_BITS",
+    "TWO_BIT_ROUNDS",
+    "UPDATES",
+    "candidate",
+]
+
+TASK, OTHER_TASK = "shakespeare", "gpt"
+
+#: Learning rates at their peak, by text and by what is averaged, and those that each is chosen of, with a seed of its
+#: own: half of it and twice as much are among them.
+RATE = {
+    TASK: {
+        "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
+        "signs of updates": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+    },
+    OTHER_TASK: {
+        "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
+        "signs of updates": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+    },
+}  # fmt: skip
+RATES: dict[str, dict[str, tuple[float, ...]]] = {
+    TASK: {
+        "gradients": (8e-3, 1.6e-2, 3.2e-2),
+        "compressed gradients": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+        "compressed updates": (4e-3, 8e-3, 1.6e-2),
+        "signs of updates": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        "rounds": (4e-3, 8e-3, 1.6e-2),
+        "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+    },
+    # What is compressed there, or sends nothing, has the first text's.
+    OTHER_TASK: {
+        "gradients": (8e-3, 1.6e-2, 3.2e-2),
+        "updates": (1.6e-2, 3.2e-2, 6.4e-2),
+        "rounds": (4e-3, 8e-3, 1.6e-2),
+    },
+}
+CHOOSING = (1000,)
+
+#: Seeds of all rows but those of other optimizers and of sharded replicas, which have the first.
+SEEDS = (0, 1, 2)
+
+#: Blocks of the GPT are that wide, so that its rows with three seeds each take an hour and a half.
+_WIDTH = 64
+
+#: Steps of a round.
+ROUNDS = (15, 30)
+
+UPDATES, PLAIN, TWO_BITS = "updates", "updates, length 1", "updates, 2 bits"
+SIGN, TOP, TOP_8 = "updates, sign", "updates, top 1%", "updates, top 4%, 8 bits"
+TOP_2, TOP_6 = "updates, top 2%, 2 bits", "updates, top 6%, 2 bits"
+GRADIENT_SIGN, GRADIENT_TOP, GRADIENT_4 = "gradients, sign", "gradients, top 1%", "gradients, 4 bits"
+DILOCO, _MEAN, _STREAMING, SPARSELOCO, OURS = (
+    f"every {{}}, {what}" for what in ("DiLoCo", "mean", "Streaming DiLoCo", "SparseLoCo", "top 1/64, 2 bits")
+)
+SHARDED = "updates, 2 bits, FSDP2"
+
+#: Each rank trains by itself.
+ALONE = "nothing is sent"
+
+#: What has residuals in place is called so. Where elements are selected, each goes along the mean over its senders.
+IN_PLACE, SIGN_IN_PLACE = f"{OURS}, in place", f"{SIGN}, in place"
+SIXTEENTH, TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {}, 2 bits, in place"
+
+#: The same mean where residuals wait apart: which of the two it is that helps.
+_SENDERS = f"{OURS}, mean of senders"
+
+#: Trained for more steps: on slow links there is time for them.
+LONGER, LONGER_EPOCHS = "{}, longer", 10
+
+#: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
+_PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
+_UNTILED = "topk:density=0.015625,values=int2+ef"
+
+
+def _of_senders(density: float) -> str:
+    return f"topk:density={density},values=int2,mean=senders+ef"
+
+
+#: Steps of a round → the density that has 2,000 times less traffic among four ranks.
+_DENSITY = {15: 0.01, 30: 0.022}
+BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits, in place" for every, density in _DENSITY.items()}
+
+_DENSE = Row(
+    TASK, DENSE, "none", optimizer="adamw", epochs=7, lr=RATE[TASK]["gradients"], batch=48, momentum=0.9, beta2=0.95,
+    weight_decay=0.1, clip=1.0, min_numel=1024, width=_WIDTH,
+)  # fmt: skip
+
+
+def _kind(row: Row) -> str:
+    """Which learning rate a row has."""
+    if row.isolated:
+        return "nothing"
+    if row.updates > 1:
+        return "rounds"
+    sparse, few = row.spec.startswith("topk"), row.spec.startswith("sign") or "bits=2" in row.spec
+    if row.updates:
+        return "compressed updates" if sparse else "signs of updates" if few else "updates"
+    return "compressed gradients" if sparse or few else "gradients"
+
+
+def _rated(row: Row) -> Row:
+    return replace(row, lr=RATE[row.task][_kind(row)])
+
+
+def _gradients(name: str, spec: str, small: str = "uncompressed") -> Row:
+    return _rated(replace(_DENSE, name=name, spec=spec, small=small, collective=_collective(spec)))
+
+
+def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
+    """Signs and the like are added up on their way in models from about a million parameters on, and here, too."""
+    return "scatter_reduce" if spec.startswith(("sign", "uniform")) else "auto"
+
+
+def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "auto") -> Row:
+    return _rated(
+        replace(
+            _DENSE,
+            residuals="in-place" if name.endswith("in place") else "apart",
+            name=name,
+            spec=spec,
+            updates=every,
+            outer=outer,
+            small="uncompressed" if spec == "none" else "fused",
+            collective=_collective(spec),
+        )
+    )
+
+
+def _rounds(every: int, turn: int) -> Iterator[Recipe]:
+    for name, spec, outer in (
+        (DILOCO, "none", "nesterov"),
+        (TWO_BIT_ROUNDS, "uniform:bits=2+ef", "nesterov"),
+        (SIXTEENTH, _of_senders(1 / 16), "1"),
+        (IN_PLACE, _of_senders(1 / 64), "1"),
+        (SPARSELOCO, _PUBLISHED, "1"),
+        (OURS, _UNTILED, "auto"),
+        (BUDGET[every], _of_senders(_DENSITY[every]), "1"),
+        (_MEAN, "none", "auto"),
+    ):
+        long = name in (BUDGET[every], _MEAN) or turn > 1
+        yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=long)
+    streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
+    yield Recipe(replace(streaming, fragments=3, overlap=2), turn=turn + 1, long=True)
+
+
+def _others() -> Iterator[Recipe]:
+    muon = replace(_DENSE, name=f"Muon, {DENSE}", optimizer="muon", lr=0.02, momentum=0.95)
+    sgd = replace(_DENSE, name=f"SGD, {DENSE}", optimizer="sgd", lr=0.3, weight_decay=1e-4)
+    for dense, outer in ((muon, "auto"), (sgd, "1")):
+        name = dense.name.replace(DENSE, TWO_BITS)
+        own = replace(dense, name=name, spec="qsgd:bits=2+ef", small="fused", updates=1, outer=outer)
+        yield from (Recipe(row, turn=3, ablation=True, long=True) for row in (dense, own))
+    sharded = replace(_updates(SHARDED, "qsgd:bits=2+ef"), shards=2)
+    yield Recipe(sharded, turn=3, ablation=True, long=True)
+
+
+def _longer() -> Iterator[Recipe]:
+    for recipe in _rounds(ROUNDS[0], turn=2):
+        if recipe.row.name in {kind.format(ROUNDS[0]) for kind in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)}:
+            row = replace(recipe.row, name=LONGER.format(recipe.row.name), epochs=LONGER_EPOCHS)
+            yield replace(recipe, row=row, long=True)
+
+
+def candidate(base: str, rate: float) -> str:
+    """The name of a row that a learning rate is chosen by."""
+    return f"{base}, rate {rate:g}"
+
+
+_ALONE_ROW = _rated(replace(_DENSE, name=ALONE, isolated=True))
+_AVERAGED = (
+    Recipe(_DENSE),
+    Recipe(_ALONE_ROW),
+    Recipe(_updates(UPDATES)),
+    Recipe(_updates(SIGN_IN_PLACE, "sign+ef")),
+    Recipe(_updates(TOP, "topk:density=0.01+ef")),
+    Recipe(_gradients(GRADIENT_TOP, "topk:density=0.01+ef", small="fused")),
+    Recipe(_gradients(GRADIENT_4, "qsgd:bits=4")),
+    *_rounds(ROUNDS[0], turn=1),
+    Recipe(_updates(SIGN, "sign+ef"), turn=2, long=True),
+    Recipe(_updates(TWO_BITS, "qsgd:bits=2+ef"), turn=2, long=True),
+    Recipe(_gradients(GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
+    *(
+        Recipe(_updates(name, f"topk:density={density},values=int2+ef"), turn=2, long=True)
+        for name, density in ((TOP_2, 0.02), (TOP_6, 0.06))
+    ),
+    Recipe(_updates(PLAIN, outer="1"), turn=2, long=True),
+    Recipe(_updates(_SENDERS.format(ROUNDS[0]), _of_senders(1 / 64), every=ROUNDS[0], outer="1"), turn=2, long=True),
+    *_rounds(ROUNDS[1], turn=2),
+    Recipe(_updates(TOP_8, "topk:density=0.04,values=int8+ef"), turn=3, long=True),
+    Recipe(_gradients("gradients, rank 4", "powersgd:rank=4"), turn=3, long=True),
+)
+
+#: What is averaged → the row that its learning rate is chosen by.
+BASES = {
+    "gradients": _DENSE,
+    "compressed gradients": _gradients(GRADIENT_TOP, "topk:density=0.01+ef", small="fused"),
+    "updates": _updates(UPDATES),
+    "compressed updates": _updates(TOP, "topk:density=0.01+ef"),
+    "signs of updates": _updates(SIGN_IN_PLACE, "sign+ef"),
+    "nothing": _ALONE_ROW,
+} | {"rounds": _updates(DILOCO.format(ROUNDS[0]), every=ROUNDS[0], outer="nesterov")}
+
+
+def _choice(task: str) -> Iterator[Recipe]:
+    for kind, rates in RATES[task].items():
+        base = BASES[kind] if task == TASK else _on_other_text(BASES[kind])
+        for rate in rates:
+            row = replace(base, name=candidate(base.name, rate), lr=rate)
+            yield Recipe(row, turn=4 if task == TASK else 9, long=True, seeds=CHOOSING)
+
+
+def _on_other_text(row: Row) -> Row:
+    return _rated(replace(row, task=OTHER_TASK, epochs=3, batch=32))
+
+
+RECIPES = (
+    *_AVERAGED,
+    *_longer(),
+    *_others(),
+    *_choice(TASK),
+    *(
+        replace(each, row=_on_other_text(each.row), turn=each.turn + 5, long=True)
+        for each in _AVERAGED
+        if not each.long
+    ),
+    *_choice(OTHER_TASK),
+)
