@@ -57,11 +57,11 @@ TASK, OTHER_TASK = "shakespeare", "gpt"
 RATE = {
     TASK: {
         "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+        "signs of updates": 3.2e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
     OTHER_TASK: {
         "gradients": 1.6e-2, "compressed gradients": 1.6e-2, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+        "signs of updates": 3.2e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
 }  # fmt: skip
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
@@ -70,7 +70,7 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "compressed gradients": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
         "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
         "compressed updates": (4e-3, 8e-3, 1.6e-2),
-        "signs of updates": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        "signs of updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
         "rounds": (4e-3, 8e-3, 1.6e-2),
         "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     },

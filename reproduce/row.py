@@ -10,10 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
-
-import torch
-from torch import nn
+from typing import Any, Literal, TypeAlias, cast
 
 import narrowband as nb
 from narrowband.adapt import search_space
@@ -26,7 +23,6 @@ from reproduce.activations import read_policy
 __all__ = [
     "BETA2",
     "CURVE_POINTS",
-    "DILOCO",
     "DROPS",
     "MUON_ADAMW_LR",
     "WARM_UP",
@@ -47,9 +43,6 @@ DROPS = (0.5, 0.8)
 
 #: AdamW's second beta, where a row has none of its own.
 BETA2 = 0.999
-
-#: DiLoCo's outer optimizer: SGD with Nesterov's momentum (arXiv 2311.08105, table 5).
-DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 #: AdamW's learning rate for what Muon leaves to it.
 MUON_ADAMW_LR = 3e-3
@@ -119,7 +112,7 @@ class Row:
         amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
         updates: ranks step by themselves, and their updates are averaged after every so many steps; 0: gradients are.
         outer: what parameters do with the mean of updates: its length, such as ``1.5``, ``auto``, or ``nesterov``: an
-            outer SGD with the settings of DiLoCo (:data:`DILOCO`).
+            outer SGD with the settings of DiLoCo.
         fragments: parts of the model whose updates are averaged in turn.
         overlap: steps that ranks take while one of them is on its way.
         residuals: where those of updates wait: apart, or in each rank's own parameters.
@@ -271,16 +264,14 @@ def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
     return made[row.policy]()
 
 
-def outer_of(said: str) -> float | Literal["auto"] | Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def outer_of(said: str) -> float | Literal["auto", "nesterov"]:
     """The outer step of updates that a row says: ``nesterov``, ``auto``, or a length.
 
     Raises:
         ValueError: neither.
     """
-    if said == "auto":
-        return "auto"
-    if said == "nesterov":
-        return lambda parameters: torch.optim.SGD(parameters, **DILOCO)
+    if said in ("auto", "nesterov"):
+        return cast("Literal['auto', 'nesterov']", said)
     try:
         return float(said)
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reproduce.pretrained import PRETRAINING
-from reproduce.row import BETA2, DILOCO, DROPS, MUON_ADAMW_LR, WARM_UP
+from reproduce.row import BETA2, DROPS, MUON_ADAMW_LR, WARM_UP
 from reproduce.tasks import in_words
 
 __all__ = ["in_common", "settings"]
@@ -108,7 +108,7 @@ def _updates(row: Mapping[str, Any]) -> str:
         return ""
     when = "in every step" if row["updates"] == 1 else f"after every {row['updates']} steps"
     if row["outer"] == "nesterov":
-        outer = f"an outer SGD, learning rate {DILOCO['lr']:g}, Nesterov's momentum {DILOCO['momentum']:g}"
+        outer = "an outer SGD, learning rate 0.7, Nesterov's momentum 0.9"
     elif row["outer"] == "auto":
         outer = "an outer length that is measured"
     else:

@@ -106,11 +106,7 @@ def test_the_line_for_a_script(option, line):
         ("1", "apart", "every=15)"),
         ("4", "apart", "every=15, outer=4)"),
         ("auto", "in-place", 'every=15, residuals="in-place", outer="auto")'),
-        (
-            "nesterov",
-            "in-place",
-            "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True))",
-        ),
+        ("nesterov", "in-place", 'every=15, residuals="in-place", outer="nesterov")'),
     ],
 )
 def test_the_line_says_updates_as_they_were_measured(outer, residuals, end):

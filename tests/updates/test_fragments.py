@@ -19,7 +19,7 @@ from narrowband.updates.fragments import Fragment, OuterStep, split
 from tests.gradients.training import flat, heard, loss_of, mlp, refusal, train
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
-from tests.updates.test_rounds import Deriving, adamw, begin, nesterov
+from tests.updates.test_rounds import Deriving, adamw, begin
 
 # ---- how a model is divided ------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ def test_fragments_follow_the_paper(fragments, overlap, alpha, outer):
     ranks, every, steps = 3, 6, 20
     options = {"every": every, "fragments": fragments, "overlap": overlap, "alpha": alpha}
     options |= {"split": "layers"} if overlap else {}
-    options["outer"] = nesterov if outer == "nesterov" else outer
+    options["outer"] = outer
     results = run_ranks(streamed, ranks, steps, options)
     names = results[0][1]
     begins = [(at + 1) * every // fragments for at in range(fragments)]
@@ -292,7 +292,7 @@ def test_replicas_that_differ_in_a_fragment_are_an_error(overlap):
 
 def resumed(rank, world_size, stop, overlap, outer):
     """Parameters of a run, and of one that is stopped after ``stop`` steps and goes on elsewhere."""
-    options = {"every": 6, "fragments": 2, "overlap": overlap, "outer": nesterov if outer == "nesterov" else outer}
+    options = {"every": 6, "fragments": 2, "overlap": overlap, "outer": outer}
     whole, optimizer, _ = begin("topk:density=0.1+ef", **options)
     train(whole, rank, range(16), optimizer)
     model, optimizer, handle = begin("topk:density=0.1+ef", **options)

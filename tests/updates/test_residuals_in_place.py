@@ -124,11 +124,7 @@ def test_nothing_is_lost_where_owners_encode_the_mean_once_more(spec):
 
 def with_momentum(rank, world_size):
     """DiLoCo's outer step behind 2 bits: parameters after every step, and again from where a run was stopped."""
-
-    def outer(parameters):
-        return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-    options = {"spec": "uniform:bits=2+ef", "collective": "scatter_reduce", "outer": outer}
+    options = {"spec": "uniform:bits=2+ef", "collective": "scatter_reduce", "outer": "nesterov"}
     whole, optimizer, _ = begin(**options)
     train(whole, rank, range(9), optimizer)
     model, optimizer, handle = begin(**options)

@@ -78,7 +78,7 @@ class Deriving:
 
 def local_rounds(rank, world_size, spec, every, rounds, outer):
     """Parameters before and after each round, and of this replica right before it."""
-    model, optimizer, handle = begin(spec, every=every, outer=nesterov if outer == "nesterov" else outer)
+    model, optimizer, handle = begin(spec, every=every, outer=outer)
     seen = []
     for at in range(rounds):
         before = copy.deepcopy(dict(model.named_parameters()))

@@ -24,10 +24,6 @@ LOSS_TOLERANCE = 0.02
 WORTH_IT = 0.05
 
 
-#: What rounds of several steps were measured with.
-_DILOCO = ", outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
-
-
 @dataclass(frozen=True)
 class Row:
     """An option, what it takes, and what is known of its loss."""
@@ -170,7 +166,7 @@ def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fac
     if option.every:
         diloco = option.spec == "none" and option.every > 1
         said = fact.outer if fact is not None else "nesterov" if diloco else "auto"
-        outer = {"auto": ', outer="auto"', "nesterov": _DILOCO, "1": ""}.get(said, f", outer={said}")
+        outer = {"auto": ', outer="auto"', "nesterov": ', outer="nesterov"', "1": ""}.get(said, f", outer={said}")
         where = "" if fact is None or fact.residuals == "apart" else f', residuals="{fact.residuals}"'
         return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{where}{outer})"
     levels = f", nodes={cluster.nodes}" if option.levels else ""

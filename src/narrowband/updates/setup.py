@@ -36,7 +36,7 @@ def compress_updates(
     spec: str | Codec | Compression | Method | Plan | Policy,
     *,
     every: int | str = 1,
-    outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
+    outer: float | Literal["auto", "nesterov"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0,
     buffers: Literal["average", "keep"] = "average",
     fragments: int = 1,
     split: Literal["strided", "layers"] = "strided",
@@ -71,9 +71,9 @@ def compress_updates(
         every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
             ``min`` or ``h``), so that fast and slow peers come to it together, each with the steps it has taken.
         outer: how far the parameters go along the mean of the updates; ``"auto"``, for Adam and its kin: as far as one
-            optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); or a function that
-            makes an optimizer for them, which gets −mean as their gradients. DiLoCo's is
-            ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
+            optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); ``"nesterov"``, for
+            rounds of many steps: DiLoCo's, SGD with learning rate 0.7 and Nesterov's momentum 0.9 (arXiv 2311.08105,
+            table 5); or a function that makes an optimizer for the parameters, which gets −mean as their gradients.
         buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
             replica has them. Buffers of whole numbers stay as they are.
         fragments: parts of the model that have their rounds in turn, at equal distances, each after ``every`` steps
@@ -144,8 +144,12 @@ def compress_updates(
     if split not in ("strided", "layers"):
         raise ValueError(f"split={split!r} is neither 'strided' nor 'layers'")
     _check_words(check_every, weigh, with_peers=peers is not None)
+    if outer == "nesterov":
+        outer = _nesterov
     if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
-        raise ValueError(f"outer={outer!r} must be a number above 0, 'auto', or a function that makes an optimizer")
+        raise ValueError(
+            f"outer={outer!r} must be a number above 0, 'auto', 'nesterov', or a function that makes an optimizer"
+        )
     rounds = Rounds(
         steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler, split, check_every, weigh,
         residuals,
@@ -180,6 +184,11 @@ def compress_updates(
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
     return UpdateCompression(net, optimizers, settings, group, rounds)
+
+
+def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
+    """DiLoCo's outer optimizer."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> None:
