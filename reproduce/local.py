@@ -8,6 +8,7 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
 * *gradients*, averaged and then given to AdamW: without compression (*dense*, which all others are compared with), in 4
   bits, as signs, the largest hundredth of them, or as factors of rank 4;
 * *updates* after every step, along a length that is measured, or with length 1;
+* *updates* after every three steps, in 2 bits along that length, and uncompressed with DiLoCo's outer step;
 * *updates* after every 15 or 30 steps: by DiLoCo (nothing compressed, an outer SGD with momentum), their mean alone,
   by Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512: 4 bits, three fragments in turn, each on its way for two
   steps), by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes
@@ -65,6 +66,7 @@ from reproduce.local_rows import (
     ROUNDS,
     SEEDS,
     SHARDED,
+    SHORT,
     SIGN,
     SIGN_IN_PLACE,
     SIXTEENTH,
@@ -128,6 +130,8 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
 def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
     yield _near(found, task, less=_LESS, kept=_KEPT)
     yield _near(found, task, less=_LESS_TOP, kept=_KEPT_TOP)
+    yield _near(found, task, less=_LESS, kept=_KEPT, rounds=True)
+    yield _near(found, task, less=_LESS_TOP, kept=_KEPT_TOP, rounds=True)
     for own, other in ((TOP, GRADIENT_TOP), (SIGN, GRADIENT_SIGN)):
         text = f"at equal bytes updates are better than gradients: {own} than {other}"
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
@@ -216,15 +220,19 @@ def _traffic(group: Group) -> str:
     return NOTHING if group.ratio is None else f"{group.ratio:,.0f} times less traffic"
 
 
-def _near(found: Sequence[Group], task: str, *, less: float, kept: float) -> Claim:
-    """Of rows of every step that send so little, the best."""
+def _near(found: Sequence[Group], task: str, *, less: float, kept: float, rounds: bool = False) -> Claim:
+    """Of rows of every step that send so little, or of rounds, too, the best."""
+    names = [SIGN, SIGN_IN_PLACE, TWO_BITS, TOP_8, TOP, TOP_6, TOP_2]
+    if rounds:
+        names += [SHORT, *(kind.format(every) for every in ROUNDS for kind in (TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE))]
+    when = "in every step or in rounds" if rounds else "in every step"
     text = (
-        f"{task}: updates in every step with at least {less:g} {_THAN_DDP}: the loss of the best such row is at most "
+        f"{task}: updates {when} with at least {less:g} {_THAN_DDP}: the loss of the best such row is at most "
         f"{kept:.0%} above dense"
     )
     try:
         dense = needed(found, task, DENSE)
-        best = _best(found, task, (SIGN, SIGN_IN_PLACE, TWO_BITS, TOP_8, TOP, TOP_6, TOP_2), dense, less=less)
+        best = _best(found, task, names, dense, less=less)
         finding = _loss(best, dense).no_worse(kept)
     except LookupError as error:
         return Claim(text, None, str(error))
@@ -260,7 +268,7 @@ def _chosen(found: Sequence[Group], task: str, kind: str) -> Claim:
 _PARTS = {
     "gradients": "gradients are averaged, or nothing is",
     "updates": "updates are averaged after every step",
-    "rounds": "updates are averaged after every 15 or 30 steps",
+    "rounds": "updates are averaged after every 3, 15 or 30 steps",
     "longer": f"rounds for {LONGER_EPOCHS} epochs, and gradients for fewer",
     "optimizers": "other optimizers",
     "sharded": "two replicas of two ranks each, by FSDP2",

@@ -35,6 +35,7 @@ __all__ = [
     "ROUNDS",
     "SEEDS",
     "SHARDED",
+    "SHORT",
     "SIGN",
     "SIGN_IN_PLACE",
     "SIXTEENTH",
@@ -56,21 +57,22 @@ TASK, OTHER_TASK = "shakespeare", "gpt"
 #: own: half of it and twice as much are among them.
 RATE = {
     TASK: {
-        "gradients": 1.6e-2, "compressed gradients": 2e-3, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 3.2e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+        "gradients": 1.6e-2, "compressed gradients": 4e-3, "updates": 3.2e-2, "compressed updates": 8e-3,
+        "signs of updates": 3.2e-2, "short rounds": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
     OTHER_TASK: {
-        "gradients": 1.6e-2, "compressed gradients": 2e-3, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 3.2e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+        "gradients": 1.6e-2, "compressed gradients": 4e-3, "updates": 3.2e-2, "compressed updates": 8e-3,
+        "signs of updates": 3.2e-2, "short rounds": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
 }  # fmt: skip
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
     TASK: {
         "gradients": (8e-3, 1.6e-2, 3.2e-2),
-        "compressed gradients": (1e-3, 2e-3, 4e-3, 8e-3),
+        "compressed gradients": (2e-3, 4e-3, 8e-3),
         "updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
         "compressed updates": (4e-3, 8e-3, 1.6e-2),
         "signs of updates": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+        "short rounds": (8e-3, 1.6e-2, 3.2e-2),
         "rounds": (4e-3, 8e-3, 1.6e-2),
         "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     },
@@ -89,8 +91,8 @@ SEEDS = (0, 1, 2)
 #: Blocks of the GPT are that wide, so that its rows with three seeds each take an hour and a half.
 _WIDTH = 64
 
-#: Steps of a round.
-ROUNDS = (15, 30)
+#: Steps of a round; and of a short one, in which DiLoCo's outer step is too long.
+ROUNDS, _SHORT_ROUND = (15, 30), 3
 
 UPDATES, PLAIN, TWO_BITS = "updates", "updates, length 1", "updates, 2 bits"
 SIGN, TOP, TOP_8 = "updates, sign", "updates, top 1%", "updates, top 4%, 8 bits"
@@ -107,6 +109,9 @@ ALONE = "nothing is sent"
 #: What has residuals in place is called so. Where elements are selected, each goes along the mean over its senders.
 IN_PLACE, SIGN_IN_PLACE = f"{OURS}, in place", f"{SIGN}, in place"
 SIXTEENTH, TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {}, 2 bits, in place"
+
+#: Rounds of a few steps.
+SHORT, _SHORT_DILOCO = TWO_BIT_ROUNDS.format(_SHORT_ROUND), DILOCO.format(_SHORT_ROUND)
 
 #: The same mean where residuals wait apart: which of the two it is that helps.
 _SENDERS = f"{OURS}, mean of senders"
@@ -138,7 +143,7 @@ def _kind(row: Row) -> str:
     if row.isolated:
         return "nothing"
     if row.updates > 1:
-        return "rounds"
+        return "rounds" if row.updates in ROUNDS else "short rounds"
     sparse, few = row.spec.startswith("topk"), row.spec.startswith("sign") or "bits=2" in row.spec
     if row.updates:
         return "compressed updates" if sparse else "signs of updates" if few else "updates"
@@ -223,6 +228,8 @@ _AVERAGED = (
     Recipe(_gradients(GRADIENT_TOP, "topk:density=0.01+ef", small="fused")),
     Recipe(_gradients(GRADIENT_4, "qsgd:bits=4")),
     *_rounds(ROUNDS[0], turn=1),
+    Recipe(_updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND), turn=2, long=True),
+    Recipe(_updates(_SHORT_DILOCO, every=_SHORT_ROUND, outer="nesterov"), turn=2, long=True),
     Recipe(_updates(SIGN, "sign+ef"), turn=2, long=True),
     Recipe(_updates(TWO_BITS, "qsgd:bits=2+ef"), turn=2, long=True),
     Recipe(_gradients(GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
@@ -244,6 +251,7 @@ BASES = {
     "updates": _updates(UPDATES),
     "compressed updates": _updates(TOP, "topk:density=0.01+ef"),
     "signs of updates": _updates(SIGN_IN_PLACE, "sign+ef"),
+    "short rounds": _updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND),
     "nothing": _ALONE_ROW,
 } | {"rounds": _updates(DILOCO.format(ROUNDS[0]), every=ROUNDS[0], outer="nesterov")}
 
