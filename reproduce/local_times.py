@@ -47,6 +47,7 @@ METHODS: dict[str, str] = {
     "gradients, 4 bits": "gradients, 4 bits",
     "updates, sign, in place": "updates, sign, in place",
     "updates, top 1%": "updates, top 1%",
+    "every 3, 2 bits, in place": "every 3, 2 bits, in place",
     "every 15, DiLoCo": "every 15, DiLoCo",
     "every 15, 2 bits, in place": "every 15, 2 bits, in place",
     "every 15, top 1/16, 2 bits, in place": "every 15, top 1/16, 2 bits, in place",
