@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,8 +66,14 @@ def in_memory_order(x: Tensor) -> Tensor | None:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether it lies in memory without gaps and overlaps: empty_like keeps such strides, and no others."""
-    return torch.empty_like(x, device="meta").stride() == x.stride()
+    """Whether it lies in memory without gaps and overlaps."""
+    return _are_dense(x.shape, x.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether strides leave no gaps and overlaps: empty_like keeps such strides, and no others."""
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride() == stride
 
 
 def local(x: Tensor) -> Tensor:
