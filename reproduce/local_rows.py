@@ -143,7 +143,7 @@ def _kind(row: Row) -> str:
     if row.isolated:
         return "nothing"
     if row.updates > 1:
-        return "rounds" if row.updates in ROUNDS else "short rounds"
+        return "rounds" if row.updates in ROUNDS or row.outer == "nesterov" else "short rounds"
     sparse, few = row.spec.startswith("topk"), row.spec.startswith("sign") or "bits=2" in row.spec
     if row.updates:
         return "compressed updates" if sparse else "signs of updates" if few else "updates"

@@ -273,7 +273,8 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         (
             "**What was run.** A small GPT on bytes of tiny shakespeare, four ranks on one machine, AdamW. Steps until "
             "the loss are those of [another page](local.md), one seed, interpolated between epochs; of rounds that do "
-            "not reach it in as many epochs as gradients have, those of rounds trained longer. Seconds of a step "
+            "not reach it in as many epochs as gradients have, those of rounds trained longer. Learning rates fall "
+            "until training ends, so that each might reach it sooner in a shorter training. Seconds of a step "
             f"are means over {_STEPS} steps behind emulated links, with the rounds that fall into them."
         ),
         "",

@@ -167,9 +167,8 @@ def test_rows_are_adamws_but_for_those_of_other_optimizers():
             continue
         assert (own.optimizer, own.momentum, own.beta2, own.weight_decay) == ("adamw", 0.9, 0.95, 0.1)
         if ", rate " not in own.name:
-            kind = {0: "nothing" if own.isolated else "gradients", 1: "updates", 3: "short rounds"}.get(
-                own.updates, "rounds"
-            )
+            short = "rounds" if own.name.endswith("DiLoCo") else "short rounds"
+            kind = {0: "nothing" if own.isolated else "gradients", 1: "updates", 3: short}.get(own.updates, "rounds")
             if own.name in ("gradients, top 1%", "gradients, sign") or "updates, top" in own.name:
                 kind = f"compressed {kind}"
             elif own.name.startswith(("updates, sign", "updates, 2 bits")):
