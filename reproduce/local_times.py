@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband.files import write_text
+from narrowband.lab.config import parse_rate
 from narrowband.report.record import provenance, read_json, write_json
-from narrowband.units import format_bytes, format_seconds
+from narrowband.units import format_bytes, format_rate, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
 from reproduce.local_rows import LONGER
@@ -219,6 +220,15 @@ def _cells(line: Line, first: Line) -> tuple[str, ...]:
     )
 
 
+def _links(rate: str) -> str:
+    """Behind what ranks were."""
+    return "loopback" if rate == "none" else f"links of {format_rate(parse_rate(rate))}"
+
+
+def _sentence(said: str) -> str:
+    return said[0].upper() + said[1:]
+
+
 def _by_rate(found: Sequence[Line]) -> dict[str, list[Line]]:
     return {rate: [line for line in found if line.rate == rate] for rate in dict.fromkeys(line.rate for line in found)}
 
@@ -226,7 +236,7 @@ def _by_rate(found: Sequence[Line]) -> dict[str, list[Line]]:
 def _panels(found: Sequence[Line]) -> list[Panel]:
     return [
         Panel(
-            f"Links of {rate}",
+            _sentence(_links(rate)),
             "time to the loss; lower is better",
             [
                 Bar(
@@ -260,9 +270,10 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         reached = [line for line in own if line.seconds is not None]
         if reached:
             first, least = own[0], min(reached, key=lambda line: line.seconds or math.inf)
-            best.append(f"at {rate} {least.method} in {format_seconds(least.seconds or 0.0)}")
-            if first.seconds is not None:
-                best[-1] += f", {first.seconds / (least.seconds or 1.0):.1f} times as fast as DDP in 32 bits"
+            said = f"behind {_links(rate)} `{least.method}` was first, in {format_seconds(least.seconds or 0.0)}"
+            if first.seconds is not None and least is not first:
+                said += f" and {first.seconds / (least.seconds or 1.0):.1f} times as fast as DDP in 32 bits"
+            best.append(said)
     out = ["# Time to a loss", ""]
     out += [
         (
@@ -271,27 +282,33 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         ),
         "",
         (
-            "**What was run.** A small GPT on bytes of tiny shakespeare, four ranks on one machine, AdamW. Steps until "
-            "the loss are those of [another page](local.md), one seed, interpolated between epochs; of rounds that do "
-            "not reach it in as many epochs as gradients have, those of rounds trained longer. Learning rates fall "
-            "until training ends, so that each might reach it sooner in a shorter training. Seconds of a step "
-            f"are means over {_STEPS} steps behind emulated links, with the rounds that fall into them."
+            "**What was run.** A small GPT learned bytes of tiny shakespeare with AdamW on four ranks; steps until the "
+            f"loss are those of [another page](local.md), and seconds of a step are means over {_STEPS} steps behind "
+            "emulated links, with the rounds that fall into them."
         ),
         "",
-        f"**What held.** First was {'; '.join(best) if best else 'none: no row reached the loss'}.",
+        f"**What held.** {_sentence('; '.join(best)) if best else 'No row reached the loss'}.",
         "",
         embedded(panels, f"pictures/{path.stem}/opening"),
         "",
     ]
     for rate, own in _by_rate(found).items():
-        out += [f"## Links of {rate}", "", f"| {' | '.join(_HEADINGS)} |", "| --- |" + " ---: |" * (len(_HEADINGS) - 1)]
+        out += [
+            f"## {_sentence(_links(rate))}",
+            "",
+            f"| {' | '.join(_HEADINGS)} |",
+            "| --- |" + " ---: |" * (len(_HEADINGS) - 1),
+        ]
         out += [f"| {' | '.join(_cells(line, own[0]))} |" for line in own] + [""]
     out += [
         (
             "Step: the mean, with rounds. Computing: a step that sends nothing, as a share of it. Sent: per step and "
-            "rank. Steps and time: until the loss is reached; not in so many steps: it was not, when training ended; "
-            "–: that row was not trained yet. × faster: than DDP in 32 bits. 16 bits are given the steps of 32. Ranks "
-            "share two cores, so that they compute more slowly than machines of their own "
+            "rank. Steps: of one seed, interpolated between epochs; of rounds that do not reach the loss in as many "
+            "epochs as gradients have, those of rounds trained longer. Learning rates fall until training ends, so "
+            "that each might reach it sooner in a shorter training. Steps and time: until the loss is reached; not in "
+            "so many steps: it was not, when training ended; –: that row was not trained yet. × faster: than DDP in "
+            "32 bits. 16 bits are given the steps of 32. Ranks share two cores, so that they compute more slowly than "
+            "machines of their own "
             "would; on these, sending is a larger share of a step."
         ),
         "",
@@ -345,7 +362,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             )
     made = lines(found, losses)
     for rate, own in _by_rate(made).items():
-        drawn = Table(title=f"Links of {rate}", title_justify="left", box=SIMPLE_HEAD)
+        drawn = Table(title=_sentence(_links(rate)), title_justify="left", box=SIMPLE_HEAD)
         for at, heading in enumerate(_HEADINGS):
             drawn.add_column(heading, justify="right" if at else "left")
         for line in own:

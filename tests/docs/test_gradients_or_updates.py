@@ -11,6 +11,7 @@ import pytest
 
 import narrowband as nb
 from narrowband.adapt.traffic import Traffic
+from reproduce import report
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/explanation/gradients-or-updates.md"
@@ -21,7 +22,8 @@ def test_losses_are_those_of_the_record():
     record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
     groups = {group["name"]: group for group in record["groups"] if group["task"] == "shakespeare"}
     names = [
-        "dense", "gradients, 4 bits", "gradients, top 1%", "updates", "updates, top 1%", "every 15, DiLoCo",
+        "dense", "gradients, 4 bits", "gradients, top 1%", "updates", "updates, sign, in place", "updates, top 1%",
+        "every 3, 2 bits, in place", "every 15, DiLoCo",
         "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place", "every 15, top 1/64, 2 bits, in place",
         "every 15, SparseLoCo", "every 15, top 1/64, 2 bits", "nothing is sent",
     ]  # fmt: skip
@@ -31,13 +33,24 @@ def test_losses_are_those_of_the_record():
         re.M,
     )
     assert len(found) == len(names)
-    dense = math.log(groups["dense"]["mean"])
+    paired = report.groups(record["rows"])
+
+    def above_gradients(name):
+        """Of the seeds that both have."""
+        own, dense = (report.needed(paired, "shakespeare", each) for each in (name, "dense"))
+        return report.compared(own, dense, relative=True, of=math.log).mean
+
     for name, (traffic, payload, loss, above) in zip(names, found, strict=True):
         own = math.log(groups[name]["mean"])
         for told, ratio in ((traffic, groups[name]["ratio"]), (payload, groups[name]["payload_ratio"])):
             assert told == ("–" if ratio is None else f"{round(ratio):,} ×")
         assert float(loss) == pytest.approx(own, abs=5e-4)
-        assert above.strip() == ("–" if name == "dense" else f"{100 * (own / dense - 1):+.1f} %")
+        assert above.strip() == ("–" if name == "dense" else f"{100 * above_gradients(name):+.1f} %")
+    gradients, updates = (f"{100 * above_gradients(name):.0f} %" for name in ("gradients, top 1%", "updates, top 1%"))
+    said = f"the largest 1 % of gradients cost {gradients}, of updates {updates}"
+    assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
+    assert f"[cost {gradients}]" in (ROOT / "docs/how-to/choose-a-codec.md").read_text()
+    assert f"gradients costs {gradients}" in page.replace("\n", " ")
 
 
 def sent(spec, ranks):
@@ -72,3 +85,25 @@ def test_the_table_to_choose_by_has_optimizers_links_and_ranks():
     gaps = json.loads((ROOT / "reproduce/results/optimizers/summary.json").read_text())["lines"]
     (muon,) = [line["gap"] for line in gaps if (line["optimizer"], line["spec"]) == ("muon", "qsgd:bits=4")]
     assert f"gradients in 4 bits: [{muon:+.1f} % of loss]" in table
+
+
+def test_times_to_a_loss_are_those_of_the_record():
+    page = PAGE.read_text()
+    lines = json.loads((ROOT / "reproduce/results/local_times/summary.json").read_text())["lines"]
+    seconds = {(line["rate"], line["method"]): line["seconds"] for line in lines}
+    found = re.findall(r"^\| (?:gradients|updates)[^|]*(?: \| [\d.]+ min){3} \|$", page, re.M)
+    methods = [
+        "gradients, 32 bits", "gradients, 16 bits", "gradients, 4 bits", "every 15, DiLoCo",
+        "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place",
+    ]  # fmt: skip
+    assert [line.split(" | ")[1:] for line in (each.strip("| ") for each in found)] == [
+        [f"{seconds[rate, method] / 60:.1f} min" for rate in ("20mbit", "100mbit", "500mbit")] for method in methods
+    ]
+    record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
+    paired = report.groups(record["rows"])
+    dense = report.needed(paired, "shakespeare", "dense")
+    longer = report.needed(paired, "shakespeare", "every 15, 2 bits, in place, longer")
+    below = -100 * report.compared(longer, dense, relative=True, of=math.log).mean
+    assert f"ended {below:.1f} % below" in page
+    faster = seconds["20mbit", methods[0]] / seconds["20mbit", "every 15, 2 bits, in place"]
+    assert f"[{faster:.1f} times as fast]" in (ROOT / "README.md").read_text()

@@ -95,7 +95,7 @@ def test_the_page_says_who_is_first(tmp_path):
     text = (tmp_path / "local_times.md").read_text()
     first = next(line for line in lines(rows, losses) if line.method == "gradients, 32 bits")
     assert isinstance(first, Line)
-    assert "at 20mbit gradients, 16 bits in" in text
+    assert "Behind links of 20 Mbit/s `gradients, 16 bits` was first, in" in text
     assert "5.0 times as fast as DDP in 32 bits" in text
     assert "| updates, top 1% | 200 ms | 50% | 1 kB | not in 200 | – | – |" in text
     assert (tmp_path / "pictures/local_times/opening-dark.svg").exists()
@@ -106,7 +106,7 @@ def test_a_whole_quick_run(tmp_path, capsys):
     options = ["--rates", "none", "--quick", "--nodes", "2", "--data-dir", str(tmp_path / "data")]
     command = [*options, "--output", str(tmp_path / "out"), "--losses", str(tmp_path / "none.json")]
     assert main(command) == 0
-    assert "Links of none" in capsys.readouterr().out
+    assert "Loopback" in capsys.readouterr().out
     written = json.loads((tmp_path / "out/summary.json").read_text())
     assert [row["name"] for row in written["rows"]["none"]] == ["gradients, 32 bits", COMPUTING]
     assert all(row["step_seconds"] for row in written["rows"]["none"])
