@@ -523,6 +523,21 @@ def test_states_that_do_not_fit_change_nothing():
     assert torch.equal(mine, its)
 
 
+def short_rounds(rank, world_size):
+    found = []
+    for every, outer in ((3, "nesterov"), (10, "nesterov"), (3, "auto")):
+        with heard() as said:
+            begin("none", every=every, outer=outer)
+        found.append([text for text in said if "outer" in text])
+    return found
+
+
+def test_a_warning_says_where_rounds_are_short_for_the_outer_momentum():
+    ((warning,), *others), *_ = run_ranks(short_rounds, 2)
+    assert warning.startswith("every=3 is few for outer='nesterov'")
+    assert others == [[], []]
+
+
 def other_outer_states(rank, world_size):
     _, _, handle = begin("none", outer=nesterov)
     good = handle.state_dict()
