@@ -252,8 +252,9 @@ BASES = {
     "compressed updates": _updates(TOP, "topk:density=0.01+ef"),
     "signs of updates": _updates(SIGN_IN_PLACE, "sign+ef"),
     "short rounds": _updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND),
+    "rounds": _updates(DILOCO.format(ROUNDS[0]), every=ROUNDS[0], outer="nesterov"),
     "nothing": _ALONE_ROW,
-} | {"rounds": _updates(DILOCO.format(ROUNDS[0]), every=ROUNDS[0], outer="nesterov")}
+}
 
 
 def _choice(task: str) -> Iterator[Recipe]:

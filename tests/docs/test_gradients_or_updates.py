@@ -50,7 +50,21 @@ def test_losses_are_those_of_the_record():
     said = f"the largest 1 % of gradients cost {gradients}, of updates {updates}"
     assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
     assert f"[cost {gradients}]" in (ROOT / "docs/how-to/choose-a-codec.md").read_text()
-    assert f"gradients costs {gradients}" in page.replace("\n", " ")
+    flowing = page.replace("\n", " ")
+    assert f"of gradients costs {gradients}" in flowing
+    assert f"with DiLoCo's outer step they cost {100 * above_gradients('every 3, DiLoCo'):.0f} %" in flowing
+
+    def between(name, other):
+        own, beside = (report.needed(paired, "shakespeare", each) for each in (name, other))
+        found = report.compared(own, beside, relative=True, of=math.log)
+        return f"{abs(100 * found.mean):.1f} ± {100 * found.margin:.1f} %"
+
+    rounds, alone = "every 15, {}".format, "nothing is sent"
+    assert f"they differ from it by {between(rounds('SparseLoCo'), alone)}" in flowing
+    assert f"residuals apart end {between(rounds('top 1/64, 2 bits'), alone)} above it" in flowing
+    diloco = rounds("DiLoCo")
+    assert f"the difference is {between(rounds('2 bits, in place'), diloco)} over three seeds" in flowing
+    assert f"The largest 16th costs {between(rounds('top 1/16, 2 bits, in place'), diloco)} more" in flowing
 
 
 def sent(spec, ranks):
@@ -105,5 +119,11 @@ def test_times_to_a_loss_are_those_of_the_record():
     longer = report.needed(paired, "shakespeare", "every 15, 2 bits, in place, longer")
     below = -100 * report.compared(longer, dense, relative=True, of=math.log).mean
     assert f"ended {below:.1f} % below" in page
-    faster = seconds["20mbit", methods[0]] / seconds["20mbit", "every 15, 2 bits, in place"]
-    assert f"[{faster:.1f} times as fast]" in (ROOT / "README.md").read_text()
+    two_bits = "every 15, 2 bits, in place"
+    faster, than_half = (seconds["20mbit", methods[at]] / seconds["20mbit", two_bits] for at in (0, 1))
+    readme = (ROOT / "README.md").read_text()
+    assert f"[{faster:.1f} times as fast]" in readme
+    assert f"as DDP in 32 bits and {than_half:.1f} times as fast as in 16 (one seed)" in readme
+    computing = {line["method"]: line["computing"] for line in lines if line["rate"] == "20mbit"}
+    shares = [f"{computing[name]:.0%}".replace("%", " %") for name in (two_bits, methods[0])]
+    assert f"compute for {shares[0]} of the time, and DDP in float32 for {shares[1]}" in page.replace("\n", " ")

@@ -32,8 +32,8 @@ __all__ = ["compress_updates"]
 
 log = logging.getLogger(__name__)
 
-#: Rounds of fewer steps are short: Adam's own momentum reaches from one to the next, and that of the outer step comes
-#: on top. ``reproduce.local`` has rounds of 3 and of 15.
+#: Rounds of fewer steps are short. ``reproduce.local`` has rounds of 3, in which DiLoCo's outer step does harm, and of
+#: 15, in which it does not; where the border is has not been measured.
 _FEW_STEPS = 10
 
 
@@ -155,8 +155,8 @@ def compress_updates(
     if outer == "nesterov":
         if isinstance(every, int) and every < _FEW_STEPS:
             log.warning(
-                "every=%d is few for outer='nesterov': in rounds of 3 steps it took a small GPT's loss half as high "
-                "again, where rounds of 15 were well; outer='auto' is for short ones",
+                "every=%d is few for outer='nesterov': in rounds of 3 steps it made a small GPT's loss half as high "
+                "again, in rounds of 15 it did not; outer='auto' is for short ones",
                 every,
             )
         outer = _nesterov
