@@ -17,7 +17,7 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   at 2,000 times less traffic; and all elements in 2 bits with residuals in place and DiLoCo's outer step;
 * *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
   is below that of this row; claims ask it of rounds and of the largest hundredth;
-* rounds for more steps than gradients have, as slow links have time for;
+* rounds for more steps than gradients have, as slow links have time for; of the other text all for more steps;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
 
@@ -31,7 +31,7 @@ compression; compressed gradients and sparse updates of every step, each by the 
 updates of every step in 1 or 2 bits, by the row of signs.
 
 Run ``python -m reproduce.local`` (an hour and a half on two cores), ``--long`` (with signs, rounds of 30 steps,
-other optimizers, the choice of learning rates and another text: four hours more), ``--quick`` (seconds), ``--help``.
+other optimizers, the choice of learning rates and another text: six hours more), ``--quick`` (seconds), ``--help``.
 
 Differences from the papers: a GPT of 0.24 million parameters for 60 to 512 million, bytes of tiny shakespeare for C4
 and DCLM, four ranks, and rounds of 15 and 30 steps in training of 2,282, where DiLoCo has 500 of 88,000.
@@ -56,6 +56,7 @@ from reproduce.local_rows import (
     GRADIENT_SIGN,
     GRADIENT_TOP,
     IN_PLACE,
+    LONGER,
     LONGER_EPOCHS,
     OTHER_TASK,
     OURS,
@@ -269,12 +270,19 @@ _PARTS = {
     "gradients": "gradients are averaged, or nothing is",
     "updates": "updates are averaged after every step",
     "rounds": "updates are averaged after every 3, 15 or 30 steps",
-    "longer": f"rounds for {LONGER_EPOCHS} epochs, and gradients for fewer",
+    "longer": "trained for more epochs",
     "optimizers": "other optimizers",
     "sharded": "two replicas of two ranks each, by FSDP2",
     "rates": "how learning rates were chosen, by a seed of its own",
 }
 _TITLES = {TASK: "tiny shakespeare as bytes, GPT", OTHER_TASK: "WikiText-2 as bytes, GPT"}
+
+
+def _title(task: str, part: str) -> str:
+    said = _PARTS[part]
+    if part == "longer":
+        said = f"trained for {LONGER_EPOCHS[task]} epochs" + (", and gradients for fewer" if task == TASK else "")
+    return f"{_TITLES[task]}: {said}"
 
 
 def _part(group: Group) -> str:
@@ -304,6 +312,8 @@ class _Line(Group):
 def _line(found: Sequence[Group], group: Group) -> _Line:
     part = _part(group)
     base = f"{group.name.partition(',')[0]}, {DENSE}" if part == "optimizers" else DENSE
+    if part == "longer" and named(found, group.task, LONGER.format(DENSE)):
+        base = LONGER.format(DENSE)
     dense = named(found, group.task, base, None if part == "longer" else group.epochs)
     comparable = part != "rates" and dense is not None and group.name != base and {*group.seeds} & {*dense.seeds}
     return _Line(**vars(group), loss=_loss(group, dense).figure() if comparable and dense is not None else NOTHING)
@@ -317,6 +327,8 @@ def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
             own = [group for group in rows if _part(group) == part]
             with_dense = ("updates", "rounds", "longer", "sharded")
             beside = [group for group in rows if group.name in (DENSE, ALONE) and part in with_dense]
+            if part == "longer" and any(group.name == LONGER.format(DENSE) for group in own):
+                beside = []
             if own:
                 yield f"{task}, {part}", [_line(found, group) for group in (*beside, *own)]
 
@@ -407,7 +419,7 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
 EXPERIMENT = Experiment(
     module="local",
     paper="Douillard et al. 2023, DiLoCo (arXiv 2311.08105); Sarfi et al. 2025, SparseLoCo (arXiv 2508.15706)",
-    titles={f"{task}, {part}": f"{title}: {what}" for task, title in _TITLES.items() for part, what in _PARTS.items()},
+    titles={f"{task}, {part}": _title(task, part) for task in _TITLES for part in _PARTS},
     recipes=RECIPES,
     claims=_claims,
     opening=Opening(

@@ -116,8 +116,9 @@ SHORT, _SHORT_DILOCO = TWO_BIT_ROUNDS.format(_SHORT_ROUND), DILOCO.format(_SHORT
 #: The same mean where residuals wait apart: which of the two it is that helps.
 _SENDERS = f"{OURS}, mean of senders"
 
-#: Trained for more steps: on slow links there is time for them.
-LONGER, LONGER_EPOCHS = "{}, longer", 10
+#: Trained for more steps: on slow links there is time for them. The other text's three epochs are 819 steps, its eight
+#: are 2,184; there the row without compression is trained longer, too.
+LONGER, LONGER_EPOCHS = "{}, longer", {TASK: 10, OTHER_TASK: 8}
 
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
@@ -209,8 +210,11 @@ def _others() -> Iterator[Recipe]:
 def _longer() -> Iterator[Recipe]:
     for recipe in _rounds(ROUNDS[0], turn=2):
         if recipe.row.name in {kind.format(ROUNDS[0]) for kind in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)}:
-            row = replace(recipe.row, name=LONGER.format(recipe.row.name), epochs=LONGER_EPOCHS)
-            yield replace(recipe, row=row, long=True)
+            yield Recipe(_for_longer(recipe.row), turn=recipe.turn, long=True)
+
+
+def _for_longer(row: Row) -> Row:
+    return replace(row, name=LONGER.format(row.name), epochs=LONGER_EPOCHS[row.task])
 
 
 def candidate(base: str, rate: float) -> str:
@@ -269,6 +273,14 @@ def _on_other_text(row: Row) -> Row:
     return _rated(replace(row, task=OTHER_TASK, epochs=3, batch=32))
 
 
+def _longer_on_other_text() -> Iterator[Recipe]:
+    kinds = (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)
+    names = (DENSE, ALONE, GRADIENT_4, UPDATES, *(kind.format(ROUNDS[0]) for kind in kinds))
+    for recipe in _AVERAGED:
+        if recipe.row.name in names:
+            yield Recipe(_for_longer(_on_other_text(recipe.row)), turn=7, long=True)
+
+
 RECIPES = (
     *_AVERAGED,
     *_longer(),
@@ -279,5 +291,6 @@ RECIPES = (
         for each in _AVERAGED
         if not each.long
     ),
+    *_longer_on_other_text(),
     *_choice(OTHER_TASK),
 )
