@@ -147,7 +147,7 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
     """The rows to train, in order: turn by turn, and then task by task and seed by seed.
 
     Raises:
-        ValueError: a task or a row that the experiment does not have, or no seed.
+        ValueError: a task or a row that the experiment does not have, a row that those tasks do not have, or no seed.
     """
     for given, there in (
         (options.tasks, dict.fromkeys(r.row.task for r in experiment.recipes)),
@@ -162,6 +162,14 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
         if r.row.task in (options.tasks or (r.row.task,))
         and (r.row.name in options.rows if options.rows else options.long or options.recorded or not r.long)
     ]
+    if not recipes:
+        there = dict.fromkeys(r.row.name for r in experiment.recipes if r.row.task in options.tasks)
+        raise ValueError(
+            f"{', '.join(options.tasks)}: of {experiment.module}'s rows there are {'; '.join(there)}; "
+            f"not {'; '.join(options.rows)}"
+            if options.rows
+            else f"{', '.join(options.tasks)}: {experiment.module} has rows of --long alone: add it"
+        )
     if options.nodes is not None and options.nodes < 1:
         raise ValueError(f"nodes={options.nodes} must be at least 1")
     seeds = experiment.seeds if options.seeds is None else options.seeds

@@ -17,46 +17,85 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/explanation/gradients-or-updates.md"
 
 
+#: How the page calls what a round of so many steps sends.
+_ROUNDS = {
+    "DiLoCo": "uncompressed, with DiLoCo's outer step",
+    "2 bits, in place": "2 bits, residuals in place, with DiLoCo's outer step",
+    "top 1/16, 2 bits, in place": "largest 16th in 2 bits, residuals in place, mean of senders",
+    "top 1/64, 2 bits, in place": "largest 64th in 2 bits, residuals in place, mean of senders",
+    "top 0.022, 2 bits, in place": "largest 2.2 % in 2 bits, residuals in place, mean of senders",
+    "SparseLoCo": "largest 64th in 2 bits, as SparseLoCo has it",
+    "top 1/64, 2 bits": "largest 64th in 2 bits, residuals apart, length measured",
+}
+#: As the page says it -> the row of the record.
+_CALLED = {
+    "gradients, uncompressed": "dense",
+    "gradients, 4 bits": "gradients, 4 bits",
+    "gradients, rank 4": "gradients, rank 4",
+    "gradients, signs": "gradients, sign",
+    "gradients, largest 1 %": "gradients, top 1%",
+    "updates after every step, uncompressed": "updates",
+    "updates after every step, 2 bits": "updates, 2 bits",
+    "updates after every step, signs, residuals in place": "updates, sign, in place",
+    "updates after every step, largest 1 %": "updates, top 1%",
+    "updates after every step, largest 2 % in 2 bits": "updates, top 2%, 2 bits",
+    "updates after every 3 steps, 2 bits, residuals in place, length measured": "every 3, 2 bits, in place",
+    **{
+        f"updates after every {every} steps, {called}": f"every {every}, {name}"
+        for every in (15, 30)
+        for name, called in _ROUNDS.items()
+    },
+    "nothing: each rank trains by itself": "nothing is sent",
+}
+_ADVISED = {
+    "gradients, 4 bits", "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place", "nothing is sent",
+}  # fmt: skip
+
+
 def test_losses_are_those_of_the_record():
     page = PAGE.read_text()
     record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
-    groups = {group["name"]: group for group in record["groups"] if group["task"] == "shakespeare"}
-    names = [
-        "dense", "gradients, 4 bits", "gradients, top 1%", "updates", "updates, sign, in place", "updates, top 1%",
-        "every 3, 2 bits, in place", "every 15, DiLoCo",
-        "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place", "every 15, top 1/64, 2 bits, in place",
-        "every 15, SparseLoCo", "every 15, top 1/64, 2 bits", "nothing is sent",
-    ]  # fmt: skip
-    found = re.findall(
-        r"^\| (?:gradients|updates|nothing)[^|]* \| ([\d,]+ ×|–) \| ([\d,]+ ×|–) \| ([\d.]+) \| ([^|]+) \|$",
-        page,
-        re.M,
-    )
-    assert len(found) == len(names)
     paired = report.groups(record["rows"])
 
-    def above_gradients(name):
+    def compared(name, other="dense", task="shakespeare"):
         """Of the seeds that both have."""
-        own, dense = (report.needed(paired, "shakespeare", each) for each in (name, "dense"))
-        return report.compared(own, dense, relative=True, of=math.log).mean
+        own, beside = (report.needed(paired, task, each) for each in (name, other))
+        return report.compared(own, beside, relative=True, of=math.log)
 
-    for name, (traffic, payload, loss, above) in zip(names, found, strict=True):
-        own = math.log(groups[name]["mean"])
-        for told, ratio in ((traffic, groups[name]["ratio"]), (payload, groups[name]["payload_ratio"])):
-            assert told == ("–" if ratio is None else f"{round(ratio):,} ×")
-        assert float(loss) == pytest.approx(own, abs=5e-4)
-        assert above.strip() == ("–" if name == "dense" else f"{100 * above_gradients(name):+.1f} %")
+    def above_gradients(name):
+        return compared(name).mean
+
+    def told_above(name, task):
+        if name == "dense" or report.named(paired, task, name) is None:
+            return "–"
+        own = compared(name, task=task)
+        margin = "" if own.margin is None else f" ± {100 * own.margin:.1f}"
+        return f"{100 * own.mean:+.1f}{margin} % ({len(own.seeds)})"
+
+    found = re.findall(
+        r"^\| ((?:gradients|updates|nothing)[^|]*) \| ([\d,]+ ×|–) \| ([\d.]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M
+    )
+    names = {_CALLED[called] for called, *_ in found}
+    assert len(names) == len(found)
+    assert names > _ADVISED
+    for called, traffic, loss, *above in found:
+        own = report.needed(paired, "shakespeare", _CALLED[called])
+        assert traffic == ("–" if own.ratio is None else f"{round(own.ratio):,} ×")
+        assert float(loss) == pytest.approx(math.log(own.mean), abs=5e-4)
+        assert above == [told_above(own.name, task) for task in ("shakespeare", "gpt")], called
     gradients, updates = (f"{100 * above_gradients(name):.0f} %" for name in ("gradients, top 1%", "updates, top 1%"))
     said = f"the largest 1 % of gradients cost {gradients}, of updates {updates}"
     assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
     assert f"[cost {gradients}]" in (ROOT / "docs/how-to/choose-a-codec.md").read_text()
+    rounds_of_two_bits = f"{100 * above_gradients('every 15, 2 bits, in place'):.0f} %"
+    of_updates = f"of updates the largest 1 % lost [{updates}](docs/results/local.md) in 2,282"
+    assert f"{of_updates}, and rounds in 2 bits {rounds_of_two_bits}" in (ROOT / "README.md").read_text()
     flowing = page.replace("\n", " ")
     assert f"of gradients costs {gradients}" in flowing
     assert f"with DiLoCo's outer step they cost {100 * above_gradients('every 3, DiLoCo'):.0f} %" in flowing
 
     def between(name, other):
-        own, beside = (report.needed(paired, "shakespeare", each) for each in (name, other))
-        found = report.compared(own, beside, relative=True, of=math.log)
+        found = compared(name, other)
         return f"{abs(100 * found.mean):.1f} ± {100 * found.margin:.1f} %"
 
     rounds, alone = "every 15, {}".format, "nothing is sent"
@@ -64,6 +103,17 @@ def test_losses_are_those_of_the_record():
     assert f"residuals apart end {between(rounds('top 1/64, 2 bits'), alone)} above it" in flowing
     diloco = rounds("DiLoCo")
     assert f"the difference is {between(rounds('2 bits, in place'), diloco)} over three seeds" in flowing
+    (others,) = re.findall(r"^\*\*Other optimizers\*\*.*?\n\n", page, re.M | re.S)
+    for said, name, beside in (
+        ("with Muon", "Muon, updates, 2 bits", "Muon, dense"),
+        ("with SGD", "SGD, updates, 2 bits", "SGD, dense"),
+        ("with AdamW", "updates, 2 bits, FSDP2", "dense"),
+    ):
+        assert f"{between(name, beside)} {said}" in others.replace("\n", " ")
+    signs, half = (f"{100 * above_gradients(name):.0f} %" for name in ("updates, sign, in place", "every 30, DiLoCo"))
+    assert f"Signs cost {signs} and the largest hundredth {updates}" in flowing
+    assert f"cost {half}, uncompressed or in 2 bits" in flowing
+    assert f"costs {100 * above_gradients('every 30, top 1/16, 2 bits, in place'):.1f} %; that it is better" in flowing
     assert f"The largest 16th costs {between(rounds('top 1/16, 2 bits, in place'), diloco)} more" in flowing
 
 

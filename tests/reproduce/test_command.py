@@ -92,6 +92,16 @@ def test_what_is_not_there_is_refused(options, message):
         chosen(dgc.EXPERIMENT, options)
 
 
+def test_a_row_of_another_task_is_refused_and_so_is_a_task_of_long_rows_alone():
+    recipe = replace(dgc.EXPERIMENT.recipes[0], long=True)
+    two = tuple(replace(recipe, row=replace(recipe.row, task=task, name=task)) for task in ("cifar", "lstm"))
+    own = replace(dgc.EXPERIMENT, recipes=two)
+    with pytest.raises(ValueError, match="lstm: of dgc's rows there are lstm; not cifar"):
+        chosen(own, Options(tasks=("lstm",), rows=("cifar",), long=True))
+    with pytest.raises(ValueError, match="lstm: dgc has rows of --long alone"):
+        chosen(own, Options(tasks=("lstm",)))
+
+
 def test_a_whole_quick_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_all(tmp_path / "data", images=64)
