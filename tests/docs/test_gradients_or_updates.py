@@ -126,6 +126,13 @@ def test_losses_are_those_of_the_record():
     assert f"Signs cost {signs} and the largest hundredth {updates}" in flowing
     assert f"cost {half}, uncompressed or in 2 bits" in flowing
     assert f"costs {100 * above_gradients('every 30, top 1/16, 2 bits, in place'):.1f} %; that it is better" in flowing
+    whole = above_gradients("updates"), compared("updates, longer", "dense, longer", "gpt").mean
+    assert "updates lose about {:.0f} % (on the other text {:.0f} %)".format(*(100 * loss for loss in whole)) in flowing
+    assert "a 64th is not shown to be better than sending nothing, and SparseLoCo's settings are worse" in flowing
+    theirs = compared("every 30, SparseLoCo", alone)
+    assert compared("every 30, top 1/64, 2 bits, in place", alone).better().held is not True
+    assert theirs.mean > theirs.margin
+    assert compared("every 3, 2 bits, in place", rounds("2 bits, in place")).better().held is not True
     assert f"The largest 16th costs {between(rounds('top 1/16, 2 bits, in place'), diloco)} more" in flowing
 
 
