@@ -17,7 +17,8 @@ arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows 
   at 2,000 times less traffic; and all elements in 2 bits with residuals in place and DiLoCo's outer step;
 * *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
   is below that of this row; claims ask it of rounds and of the largest hundredth;
-* rounds for more steps than gradients have, as slow links have time for; of the other text all for more steps;
+* rounds for more steps than gradients have, as slow links have time for; and on the other text some rows for fewer
+  steps, in which rounds cost more;
 * other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
   ranks each, sharded by FSDP2.
 
@@ -56,8 +57,7 @@ from reproduce.local_rows import (
     GRADIENT_SIGN,
     GRADIENT_TOP,
     IN_PLACE,
-    LONGER,
-    LONGER_EPOCHS,
+    OTHER_LENGTH,
     OTHER_TASK,
     OURS,
     PLAIN,
@@ -80,6 +80,7 @@ from reproduce.local_rows import (
     TWO_BIT_ROUNDS,
     TWO_BITS,
     UPDATES,
+    at_other_length,
     candidate,
 )
 from reproduce.pairs import Difference, Finding
@@ -270,7 +271,7 @@ _PARTS = {
     "gradients": "gradients are averaged, or nothing is",
     "updates": "updates are averaged after every step",
     "rounds": "updates are averaged after every 3, 15 or 30 steps",
-    "longer": "trained for more epochs",
+    "length": "trained for another number of epochs",
     "optimizers": "other optimizers",
     "sharded": "two replicas of two ranks each, by FSDP2",
     "rates": "how learning rates were chosen, by a seed of its own",
@@ -280,8 +281,8 @@ _TITLES = {TASK: "tiny shakespeare as bytes, GPT", OTHER_TASK: "WikiText-2 as by
 
 def _title(task: str, part: str) -> str:
     said = _PARTS[part]
-    if part == "longer":
-        said = f"trained for {LONGER_EPOCHS[task]} epochs" + (", and gradients for fewer" if task == TASK else "")
+    if part == "length":
+        said = f"trained for {OTHER_LENGTH[task][1]} epochs" + (", and gradients for fewer" if task == TASK else "")
     return f"{_TITLES[task]}: {said}"
 
 
@@ -292,8 +293,8 @@ def _part(group: Group) -> str:
         return "rates"
     if name == SHARDED:
         return "sharded"
-    if name.endswith(", longer"):
-        return "longer"
+    if name.endswith(tuple(f", {length}" for length, _ in OTHER_LENGTH.values())):
+        return "length"
     starts = {"updates": "updates", "every": "rounds", "Muon": "optimizers", "SGD": "optimizers"}
     return next((part for start, part in starts.items() if name.startswith(start)), "gradients")
 
@@ -312,23 +313,21 @@ class _Line(Group):
 def _line(found: Sequence[Group], group: Group) -> _Line:
     part = _part(group)
     base = f"{group.name.partition(',')[0]}, {DENSE}" if part == "optimizers" else DENSE
-    if part == "longer" and named(found, group.task, LONGER.format(DENSE)):
-        base = LONGER.format(DENSE)
-    dense = named(found, group.task, base, None if part == "longer" else group.epochs)
+    if part == "length" and named(found, group.task, at_other_length(group.task, DENSE)):
+        base = at_other_length(group.task, DENSE)
+    dense = named(found, group.task, base)
     comparable = part != "rates" and dense is not None and group.name != base and {*group.seeds} & {*dense.seeds}
     return _Line(**vars(group), loss=_loss(group, dense).figure() if comparable and dense is not None else NOTHING)
 
 
 def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
-    usual = [group for group in found if _part(group) != "longer"] or list(found)
-    for task, epochs in dict.fromkeys((group.task, group.epochs) for group in usual):
-        rows = [group for group in found if group.task == task and (group.epochs == epochs or _part(group) == "longer")]
+    for task in dict.fromkeys(group.task for group in found):
+        rows = [group for group in found if group.task == task]
         for part in _PARTS:
             own = [group for group in rows if _part(group) == part]
-            with_dense = ("updates", "rounds", "longer", "sharded")
-            beside = [group for group in rows if group.name in (DENSE, ALONE) and part in with_dense]
-            if part == "longer" and any(group.name == LONGER.format(DENSE) for group in own):
-                beside = []
+            has_dense = any(group.name == at_other_length(task, DENSE) for group in own)
+            with_dense = part in ("updates", "rounds", "length", "sharded") and not has_dense
+            beside = [group for group in rows if group.name in (DENSE, ALONE) and with_dense]
             if own:
                 yield f"{task}, {part}", [_line(found, group) for group in (*beside, *own)]
 

@@ -24,8 +24,7 @@ __all__ = [
     "GRADIENT_SIGN",
     "GRADIENT_TOP",
     "IN_PLACE",
-    "LONGER",
-    "LONGER_EPOCHS",
+    "OTHER_LENGTH",
     "OTHER_TASK",
     "OURS",
     "PLAIN",
@@ -48,6 +47,7 @@ __all__ = [
     "TWO_BITS",
     "TWO_BIT_ROUNDS",
     "UPDATES",
+    "at_other_length",
     "candidate",
 ]
 
@@ -76,7 +76,7 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "rounds": (4e-3, 8e-3, 1.6e-2),
         "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     },
-    # What is compressed there, or sends nothing, has the first text's.
+    # Chosen in the shorter training. What is compressed there, or sends nothing, has the first text's.
     OTHER_TASK: {
         "gradients": (8e-3, 1.6e-2, 3.2e-2),
         "updates": (1.6e-2, 3.2e-2, 6.4e-2),
@@ -116,9 +116,10 @@ SHORT, _SHORT_DILOCO = TWO_BIT_ROUNDS.format(_SHORT_ROUND), DILOCO.format(_SHORT
 #: The same mean where residuals wait apart: which of the two it is that helps.
 _SENDERS = f"{OURS}, mean of senders"
 
-#: Trained for more steps: on slow links there is time for them. The other text's three epochs are 819 steps, its eight
-#: are 2,184; there the row without compression is trained longer, too.
-LONGER, LONGER_EPOCHS = "{}, longer", {TASK: 10, OTHER_TASK: 8}
+#: Some rows are trained for another number of epochs, too. More of them on the first text: on slow links there is time
+#: for more steps. Fewer on the other, 819 steps for 2,184: whether short training has time for rounds.
+OTHER_LENGTH = {TASK: ("longer", 10), OTHER_TASK: ("shorter", 3)}
+_OTHER_EPOCHS = 8
 
 #: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
@@ -207,14 +208,13 @@ def _others() -> Iterator[Recipe]:
     yield Recipe(sharded, turn=3, ablation=True, long=True)
 
 
-def _longer() -> Iterator[Recipe]:
-    for recipe in _rounds(ROUNDS[0], turn=2):
-        if recipe.row.name in {kind.format(ROUNDS[0]) for kind in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)}:
-            yield Recipe(_for_longer(recipe.row), turn=recipe.turn, long=True)
+def at_other_length(task: str, name: str) -> str:
+    """The name of a row that is trained for another number of epochs."""
+    return f"{name}, {OTHER_LENGTH[task][0]}"
 
 
-def _for_longer(row: Row) -> Row:
-    return replace(row, name=LONGER.format(row.name), epochs=LONGER_EPOCHS[row.task])
+def _at_other_length(row: Row) -> Row:
+    return replace(row, name=at_other_length(row.task, row.name), epochs=OTHER_LENGTH[row.task][1])
 
 
 def candidate(base: str, rate: float) -> str:
@@ -263,27 +263,28 @@ BASES = {
 
 def _choice(task: str) -> Iterator[Recipe]:
     for kind, rates in RATES[task].items():
-        base = BASES[kind] if task == TASK else _on_other_text(BASES[kind])
+        base = BASES[kind] if task == TASK else replace(_on_other_text(BASES[kind]), epochs=OTHER_LENGTH[task][1])
         for rate in rates:
             row = replace(base, name=candidate(base.name, rate), lr=rate)
             yield Recipe(row, turn=4 if task == TASK else 9, long=True, seeds=CHOOSING)
 
 
 def _on_other_text(row: Row) -> Row:
-    return _rated(replace(row, task=OTHER_TASK, epochs=3, batch=32))
+    return _rated(replace(row, task=OTHER_TASK, epochs=_OTHER_EPOCHS, batch=32))
 
 
-def _longer_on_other_text() -> Iterator[Recipe]:
-    kinds = (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)
-    names = (DENSE, ALONE, GRADIENT_4, UPDATES, *(kind.format(ROUNDS[0]) for kind in kinds))
+def _other_lengths() -> Iterator[Recipe]:
+    rounds = [kind.format(ROUNDS[0]) for kind in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)]
     for recipe in _AVERAGED:
-        if recipe.row.name in names:
-            yield Recipe(_for_longer(_on_other_text(recipe.row)), turn=7, long=True)
+        if recipe.row.name in rounds:
+            yield Recipe(_at_other_length(recipe.row), turn=2, long=True)
+    for recipe in _AVERAGED:
+        if recipe.row.name in (DENSE, ALONE, GRADIENT_4, UPDATES, *rounds):
+            yield Recipe(_at_other_length(_on_other_text(recipe.row)), turn=7, ablation=True, long=True)
 
 
 RECIPES = (
     *_AVERAGED,
-    *_longer(),
     *_others(),
     *_choice(TASK),
     *(
@@ -291,6 +292,6 @@ RECIPES = (
         for each in _AVERAGED
         if not each.long
     ),
-    *_longer_on_other_text(),
+    *_other_lengths(),
     *_choice(OTHER_TASK),
 )

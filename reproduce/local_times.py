@@ -27,7 +27,7 @@ from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_rate, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
-from reproduce.local_rows import LONGER
+from reproduce.local_rows import at_other_length
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import DENSE, NOTHING, pictures_of, source
 from reproduce.row import Row
@@ -174,7 +174,7 @@ def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapp
         alone = next(_mean_step(row) for row in own if row["name"] == COMPUTING)
         for row in own:
             of = METHODS.get(row["name"], "")
-            tried = [known[name, 0] for name in (of, LONGER.format(of)) if (name, 0) in known]
+            tried = [known[name, 0] for name in (of, at_other_length(_TASK, of)) if (name, 0) in known]
             reached = [] if target is None else [steps_to(target, told["scores"], told["steps"]) for told in tried]
             steps = next((each for each in reached if each is not None), None)
             step_s = _mean_step(row)
