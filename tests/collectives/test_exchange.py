@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.collectives import Engine, Operand, Peers, SerialExecutor, collective
@@ -102,21 +104,33 @@ def average(kind, items, rank, world_size, *, good=None, measure=False, rotating
     return work
 
 
-def average_both_ways(rank, world_size, spec):
-    averages = []
+def average_both_ways(rank, world_size, kind, spec):
+    averages, messages = [], []
     for rotating in (True, False):
         items = operands_of(gradients(rank), nb.codec(spec))
-        average("scatter_reduce", items, rank, world_size, rotating=rotating)
+        with mock.patch.object(dist, "isend", wraps=dist.isend) as sent:
+            average(kind, items, rank, world_size, rotating=rotating)
         averages.append([item.x for item in items])
-    return averages
+        messages.append(sent.call_count)
+    return averages, messages
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_rotation_is_an_all_to_all(world_size):
-    answers = run_ranks(average_both_ways, world_size, "uniform:bits=4,group=32")
-    for rotated, at_once in answers:
-        assert all(torch.equal(a, b) for a, b in zip(rotated, at_once, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(rotated, answers[0][0], strict=True))
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("scatter_reduce", "uniform:bits=4,group=32"),
+        ("all_gather", "uniform:bits=4,group=32"),
+        ("all_gather", "threshold:value=1.5"),
+    ],
+)
+def test_messages_from_rank_to_rank_bring_what_the_backends_collective_brings(kind, spec, world_size):
+    answers = run_ranks(average_both_ways, world_size, kind, spec)
+    expected = world_size - 1 if kind == "scatter_reduce" or world_size == 2 else 0  # two ranks gather so, too
+    for (in_pairs, at_once), messages in answers:
+        assert all(torch.equal(a, b) for a, b in zip(in_pairs, at_once, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(in_pairs, answers[0][0][0], strict=True))
+        assert messages == [expected, 0]
 
 
 def average_by_all_ways(rank, world_size, ways, dtype, shapes):

@@ -204,8 +204,7 @@ class Averaging:
         return [self.compression, *(self.layers.beside("a layer", spec) for spec in dict.fromkeys(specs))]
 
     def _open_pairs(self) -> None:
-        if any(kind.uses_pairs for kind in self.layers.collectives):
-            self._peers.open_pairs()
+        self.layers.open_pairs(self._peers)
 
     # ---- who averages what -------------------------------------------------------------------------------------------
 

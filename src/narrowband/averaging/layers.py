@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.agreement import Facts
     from narrowband.codecs import Shape
+    from narrowband.collectives.peers import Peers
     from narrowband.feedback import Method
 
 __all__ = ["Layer", "Layers", "for_gradients"]
@@ -204,6 +205,11 @@ class Layers:
     def collectives(self) -> set[type[Exchange]]:
         """All that layers travel by."""
         return {self.collective_for(chosen) for chosen in (self.default, *self._overrides.values())}
+
+    def open_pairs(self, peers: Peers) -> None:
+        """Let ranks send to each other, if that is how layers travel among them."""
+        if any(kind.uses_pairs(peers.size) for kind in self.collectives):
+            peers.open_pairs(self.parameters.device)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 

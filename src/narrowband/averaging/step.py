@@ -229,8 +229,8 @@ class Step:
         facts = {**self._facts, "loss scale": str(parts.loss_scale.value)}
         if self.compressing and parts.controller.is_due(self._number):
             parts.agreement.now(facts, ADVICE)
-            if parts.controller.decide(self._number) and any(kind.uses_pairs for kind in self._layers.collectives):
-                self._peers.open_pairs()
+            if parts.controller.decide(self._number):
+                self._layers.open_pairs(self._peers)
         else:  # nothing else of the step is sent before this has ended
             self._start(parts.agreement.job(facts, ADVICE))
         self._stats.sent_bytes += parts.agreement.nbytes

@@ -68,8 +68,6 @@ class Exchange(ABC):
     handicap: ClassVar[float] = 1.0
     #: Whether, once every rank's tensors are known to be finite, nothing can turn out otherwise.
     decided_by_encoding: ClassVar[bool] = False
-    #: Whether it sends from rank to rank, see :attr:`Peers.pairs`.
-    uses_pairs: ClassVar[bool] = False
     #: Whether a rank encodes means, whose error its feedback then keeps, see :meth:`State.owner_error`.
     has_owners: ClassVar[bool] = False
     #: Where loops note what is not finite, if the host is not to wait for them; given before the first :meth:`encode`.
@@ -90,6 +88,11 @@ class Exchange(ABC):
     @abstractmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         """Why this collective cannot carry a codec's payloads with this feedback, as an error's text; None: it can."""
+
+    @staticmethod
+    def uses_pairs(size: int) -> bool:  # noqa: ARG004
+        """Whether it sends from rank to rank among ``size`` ranks, see :attr:`Peers.pairs`."""
+        return False
 
     @staticmethod
     def goes_ahead(codec: Codec) -> bool:  # noqa: ARG004

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from narrowband.collectives.executor import SerialExecutor
@@ -24,8 +25,8 @@ class Peers:
         group: their process group; None: the default group.
         rank: this process's rank in the group.
         size: number of ranks.
-        pairs: sends from rank to rank, one message after the other, where the backend's own all-to-all is slow; None:
-            the backend's is used.
+        pairs: sends from rank to rank, one message after the other, where the backend's own collectives are slow; None:
+            the backend's are used.
     """
 
     group: dist.ProcessGroup | None
@@ -38,9 +39,13 @@ class Peers:
         """The ranks of a group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def open_pairs(self) -> None:
-        """Make :attr:`pairs`, where the backend's all-to-all is slow: gloo's. Does nothing the second time."""
-        if self.pairs is None and dist.get_backend(self.group) == "gloo":
+    def open_pairs(self, device: torch.device) -> None:
+        """Make :attr:`pairs`, where the backend's collectives are slow: gloo's. Does nothing the second time.
+
+        Args:
+            device: where tensors live. Gloo has messages from rank to rank for CPUs alone.
+        """
+        if self.pairs is None and device.type == "cpu" and dist.get_backend(self.group) == "gloo":
             self.pairs = SerialExecutor("narrowband-pairs")
             weakref.finalize(self, self.pairs.close)
 

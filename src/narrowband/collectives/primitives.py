@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from narrowband.collectives.executor import SerialExecutor
     from narrowband.collectives.peers import Peers
 
-__all__ = ["all_gather", "all_gather_single", "all_to_all", "concatenated", "reduce_scatter_single", "spans_of"]
+__all__ = [
+    "all_gather",
+    "all_gather_in_pairs",
+    "all_gather_single",
+    "all_to_all",
+    "concatenated",
+    "reduce_scatter_single",
+    "spans_of",
+]
 
 #: Named all_gather_into_tensor before PyTorch 2.13.
 all_gather_single: Callable[..., dist.Work | None] = (
@@ -51,6 +59,12 @@ def all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
         out.view(-1).copy_(x)
         return None
     return all_gather_single(out.view(-1), x, group=peers.group, async_op=True)
+
+
+def all_gather_in_pairs(out: Tensor, x: Tensor, peers: Peers) -> Pending:
+    """The same by messages from rank to rank; ``peers`` has to have :attr:`~Peers.pairs`."""
+    assert peers.pairs is not None
+    return _Rotation(list(out), [x] * peers.size, peers, peers.pairs)
 
 
 def all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], peers: Peers) -> Pending | None:

@@ -48,12 +48,15 @@ class ScatterReduce(Exchange):
 
     name: ClassVar[str] = "scatter_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16  # 0.5 ms at 1 Gbit/s
-    uses_pairs: ClassVar[bool] = True
     has_owners: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
         return all_reduce_nbytes(nbytes, size)
+
+    @staticmethod
+    def uses_pairs(size: int) -> bool:
+        return size > 1
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:

@@ -75,7 +75,6 @@ class SparseReduce(Exchange):
     overhead_nbytes: ClassVar[int] = 1 << 16
     #: Gathered, all that was sent is delivered.
     handicap: ClassVar[float] = 2.0
-    uses_pairs: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
@@ -87,6 +86,10 @@ class SparseReduce(Exchange):
             return cls.traffic_nbytes(nbytes, size)
         k, share = codec.kept(shape), kernels.share_numel(numel_of(shape), size)
         return (size - 1) * (_row_nbytes(_room(k, size), share) + _row_nbytes(_sums(k, share, size), share))
+
+    @staticmethod
+    def uses_pairs(size: int) -> bool:
+        return size > 1
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:

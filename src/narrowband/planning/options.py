@@ -238,7 +238,11 @@ class _Plan:
     def _message(self, held: Sequence[tuple[Bucket, Piece]], *, decides: bool) -> Message:
         pieces = [piece for _, piece in held]
         names = max((piece.calls for piece in pieces), key=len)
-        transfers = [self._transfer(name, nbytes) for name, nbytes in zip(names, self._sent(held), strict=True)]
+        in_pairs = self._kind.name == "all_gather" and self._kind.uses_pairs(self._size)
+        transfers = [
+            self._transfer(name, nbytes, in_pairs=in_pairs or name == "all_to_all")
+            for name, nbytes in zip(names, self._sent(held), strict=True)
+        ]
         return Message(
             self._seconds(total(piece.begin for piece in pieces)),
             tuple(transfers),
@@ -250,8 +254,8 @@ class _Plan:
     def _seconds(self, line: Line) -> float:
         return line.at(self._size) / self._part
 
-    def _transfer(self, name: str, nbytes: float) -> Transfer:
-        """One collective, by its name and the bytes that a rank sends."""
+    def _transfer(self, name: str, nbytes: float, *, in_pairs: bool = False) -> Transfer:
+        """One collective, by its name and the bytes that a rank sends, maybe by messages from rank to rank."""
         self.sent_nbytes += nbytes
         cluster, hop_s = self._network.cluster, self._network.host.hop_s + self._network.link.delay_s
         hops = (2 if name == "all_reduce" else 1) * (self._size - 1)
@@ -261,7 +265,7 @@ class _Plan:
             nbytes *= cluster.per_node * (cluster.ranks - cluster.per_node) / (cluster.ranks - 1)
         elif cluster.nodes == 1:
             nbytes = 0.0
-        return Transfer(nbytes, hops * hop_s, "pairs" if name == "all_to_all" else "group")
+        return Transfer(nbytes, hops * hop_s, "pairs" if in_pairs else "group")
 
     def _inside(self, bucket: Bucket) -> Inside | None:
         if not self._levels:

@@ -112,7 +112,7 @@ class GradientExchange(_Exchange):
             return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         message = self._message(layout, self._codec, input_tensor.dtype)
         peers = self._among(group)
-        peers.open_pairs()
+        peers.open_pairs(input_tensor.device)
         parts = input_tensor.view(size, numel)
         others = [rank for rank in range(size) if rank != peers.rank]
         sizes = [message.nbytes if rank != peers.rank else 0 for rank in range(size)]
