@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.bench import foretold
+from narrowband.bench.ranks import RankError
 from narrowband.cli import main
 from narrowband.lab import LabConfig, requirements
 from narrowband.planning import DDP, known
@@ -322,6 +323,42 @@ def test_predictions_stand_beside_measurements(tmp_path, narrow):
             assert row["predicted_sent_bytes"] == pytest.approx(row["measured_sent_bytes"], abs=64)
     assert written["verdicts"] == foretold.verdicts(rows)
     assert [side["codec"] for side in written["verdicts"][0]["sides"]] == ["none", "qsgd:bits=4"]
+
+
+def test_a_comparison_that_was_stopped_goes_on_with_the_links_that_are_left(tmp_path, narrow, monkeypatch):
+    measured, fails = [], {"1gbit"}
+
+    def one_link(config, rate, nodes):
+        measured.append((nodes, rate))
+        if rate in fails:
+            raise RankError("rank 1 ended")
+        return None, None
+
+    def trained(session):
+        return [{"codec": codec, "rate": session.rate, "nodes": session.nodes} for codec in ("none", "plain DDP")]
+
+    def compared(row, _, __):
+        step_s = {"predicted_step_s": 0.1, "measured_step_s": 0.125, "error": -0.2}
+        compute_s = {"predicted_compute_s": 0.1, "measured_compute_s": 0.1, "at_that_speed_error": -0.2}
+        return {**row, **step_s, **compute_s}
+
+    monkeypatch.setattr(foretold, "_measured", one_link)
+    monkeypatch.setattr(foretold.ddp, "run", trained)
+    monkeypatch.setattr(foretold, "_beside", compared)
+    told = tmp_path / "plan.json"
+    words = ("bench", "plan", "--rates", "200mbit", "1gbit", "--nodes", "2", "--codecs", "none", "--json", str(told))
+    code, _, err = narrow(*words)
+    assert code == 1
+    assert "rank 1 ended" in err
+    assert {row["rate"] for row in json.loads(told.read_text())["rows"]} == {"200mbit"}
+    fails.clear()
+    code, out, err = narrow(*words)
+    assert (code, err) == (0, "")
+    assert measured == [(2, "200mbit"), (2, "1gbit"), (2, "1gbit")]
+    assert "2 ranks, links of 200mbit" in out
+    assert [row["rate"] for row in json.loads(told.read_text())["rows"]] == ["200mbit", "1gbit"]
+    narrow(*words[:-2], "--rounds", "1", *words[-2:])
+    assert len(measured) == 5, "another configuration is measured anew"
 
 
 def beside(codec, said, was, rate="1gbit"):

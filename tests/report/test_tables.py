@@ -117,9 +117,11 @@ def test_predictions_beside_measurements_have_two_errors():
         "at_that_speed_error": -0.1,
     }  # fmt: skip
     said = drawn(tables.foretold_table([row, row | dict.fromkeys(("measured_step_s", "error", "measured_compute_s"))]))
-    assert re.search(r"150 ms +200 ms +-25.0% +-50.0% +180 ms +-10.0%", said)
+    assert re.search(r"150 ms +200 ms +-25.0% +-50.0% +-10.0%", said)
     assert re.search(r"150 ms +– +– +–", said)
     assert said.count("error") == 2
+    assert "2 ranks, links of 200mbit" in said
+    assert re.search(r"qsgd:bits=4 +150 ms .*-10.0%", drawn(tables.foretold_table([row]), width=80))
 
 
 def test_verdicts_name_what_was_predicted_wrongly():
@@ -133,5 +135,5 @@ def test_verdicts_name_what_was_predicted_wrongly():
         "is_right": False, "sides": sides,
     }  # fmt: skip
     said = drawn(tables.verdicts_table([row, row | {"slower_by": 0.04, "is_right": True, "sides": sides[:1]}]))
-    assert re.search(r"sign\+ef +fp16 +25.0%, wrong +1 of 2 rightly; wrongly sign\+ef", said)
-    assert re.search(r"sign\+ef +fp16 +4.0% +1 of 1 rightly", said)
+    assert re.search(r"sign\+ef +fp16 +1 of 2 rightly; wrongly sign\+ef +2 +1gbit +25.0%, wrong", said)
+    assert re.search(r"sign\+ef +fp16 +1 of 1 rightly +2 +1gbit +4.0%", said)

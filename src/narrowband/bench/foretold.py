@@ -126,7 +126,13 @@ def count(config: Config) -> int:
     return 2 * len(config.rates) * len(config.nodes)
 
 
-def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+def run(
+    config: Config,
+    on_event: Callable[[str], None] = lambda _: None,
+    *,
+    known: Sequence[dict[str, Any]] = (),
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
     """Predict and measure.
 
     Rows hold ``codec`` (a spec, or :data:`~narrowband.planning.DDP`), ``rate``, ``nodes``, ``predicted_step_s``,
@@ -137,20 +143,29 @@ def run(config: Config, on_event: Callable[[str], None] = lambda _: None) -> lis
 
     Args:
         on_event: called with what is done next, see :func:`count`.
+        known: rows that an earlier run finished: links that they are of are not measured again.
+        keep: called with all rows so far, after each link.
 
     Raises:
         UnsupportedError: this machine cannot emulate links.
         RankError: a rank ended early.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for nodes, rate in itertools.product(config.nodes, config.rates):
         where = f"{nodes} ranks, {rate}"
+        there = [row for row in known if (row["nodes"], row["rate"]) == (nodes, rate)]
+        if there and all(row["measured_step_s"] is not None for row in there):
+            rows += there
+            on_event(f"{where}: known")
+            on_event(f"{where}: known")
+            continue
         on_event(f"{where}: predicting")
         profile, network = _measured(config, rate, nodes)
         on_event(f"{where}: training")
         measured_rows = ddp.run(config.session(rate, nodes))
         shown = (*config.codecs, ddp.PLAIN)
         rows += [_beside(row, profile, network) for row in measured_rows if row["codec"] in shown]
+        keep(rows)
     return rows
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -116,6 +117,9 @@ class BenchDDP:
 class BenchPlan:
     """Put the steps that ``narrowband plan`` predicts beside measured ones, behind emulated links.
 
+    All codecs on all links take about 45 minutes. With --json each link is written when it is done, and the same
+    command goes on from there.
+
     Needs what ``narrowband lab`` needs (see ``narrowband doctor``).
 
     Examples:
@@ -135,8 +139,14 @@ class BenchPlan:
         _check_record(self.json)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting ranks", total=foretold.count(self.config))
-            rows = foretold.run(self.config, lambda what: progress.update(task, advance=1, description=what))
-        console.print(foretold_table(rows))
+            rows = foretold.run(
+                self.config,
+                lambda what: progress.update(task, advance=1, description=what),
+                known=_known(self.json, asdict(self.config)),
+                keep=_keeping(self.json, asdict(self.config)),
+            )
+        for nodes, rate in dict.fromkeys((row["nodes"], row["rate"]) for row in rows):
+            console.print(foretold_table([row for row in rows if (row["nodes"], row["rate"]) == (nodes, rate)]))
         for key, what in (("error", "Predictions are off"), ("at_that_speed_error", "At the speed of the measurement")):
             errors = sorted(abs(row[key]) for row in rows if row[key] is not None)
             if errors:
@@ -314,7 +324,6 @@ class BenchMemory:
     def _measure_zoo(self, console: Console, names: tuple[str, ...]) -> int:
         from rich.progress import Progress
 
-        from narrowband.report.record import commit, read_json
         from narrowband.report.tables import budgets_table, zoo_profile_table, zoo_table
 
         own, seconds = self.config, 0.05 if self.shares else 0.3
@@ -323,13 +332,9 @@ class BenchMemory:
         config = zoo.Config(
             names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares, own.device
         )  # fmt: skip
-        known: list[dict[str, Any]] = []
-        if self.json is not None and self.json.exists():
-            before = read_json(self.json, ("config", "rows", "commit"))
-            if (before["config"], before["commit"]) == (_plain(config), commit()):
-                known = before["rows"]
+        known = _known(self.json, asdict(config))
         rows: list[dict[str, Any]] = []
-        keep = _keeping(self.json, _plain(config))
+        keep = _keeping(self.json, asdict(config))
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=zoo.count(config))
             for row in zoo.run(config, known):
@@ -340,13 +345,8 @@ class BenchMemory:
         if not self.shares:
             console.print(zoo_profile_table(zoo.profile(rows)))
         console.print(zoo.foretold(rows), highlight=False)
-        _record(console, self.json, _plain(config), rows)
+        _record(console, self.json, asdict(config), rows)
         return DONE
-
-
-def _plain(config: zoo.Config) -> dict[str, Any]:
-    """As JSON has it."""
-    return asdict(config) | {"names": list(config.names), "shares": list(config.shares)}
 
 
 def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
@@ -361,6 +361,21 @@ def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
     if path is not None and path == page:
         raise ValueError(f"--json {path} would be lost when a page is made of it, which has that name; write .json")
     check_output(path, page, reads=reads)
+
+
+def _known(path: Path | None, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows that an earlier run of the same commit and configuration has written: it goes on from there.
+
+    Raises:
+        ValueError: the file is torn, or no record.
+    """
+    from narrowband.report.record import commit, read_json
+
+    if path is None or not path.exists():
+        return []
+    before = read_json(path, ("config", "rows", "commit"))
+    same = (before["config"], before["commit"]) == (json.loads(json.dumps(config)), commit())
+    return list(before["rows"]) if same else []
 
 
 def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:

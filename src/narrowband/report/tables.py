@@ -72,15 +72,15 @@ RANGE = (
 )
 
 
-def _table(title: str, *columns: str) -> Table:
-    """The first column holds names, which are folded where there is no room, the others numbers."""
+def _table(title: str, *columns: str, names: int = 1) -> Table:
+    """The first columns hold ``names``, which are folded where there is no room, the others numbers."""
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
         table.add_column(
             column,
-            justify="right" if position else "left",
-            no_wrap=position > 0,
-            overflow="ellipsis" if position else "fold",
+            justify="right" if position >= names else "left",
+            no_wrap=position >= names,
+            overflow="ellipsis" if position >= names else "fold",
         )
     return table
 
@@ -227,36 +227,36 @@ def advice_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of ``bench plan``."""
-    columns = ("codec", "ranks", "link", "predicted", "measured", "error", "compute", "at that\nspeed", "error")
-    table = _table("Predicted and measured steps; compute: how far that alone was off", *columns)
+    """The rows of ``bench plan`` behind one link."""
+    columns = ("codec", "predicted", "measured", "error", "compute", "error at\nthat speed")
+    table = _table(f"{rows[0]['nodes']} ranks, links of {rows[0]['rate']}", *columns)
     for row in rows:
         table.add_row(
             escape(row["codec"]),
-            str(row["nodes"]),
-            row["rate"],
             format_seconds(row["predicted_step_s"]),
             format_or_dash(format_seconds, row["measured_step_s"]),
             format_or_dash("{:+.1%}".format, row["error"]),
             format_or_dash("{:+.1%}".format, _off(row["predicted_compute_s"], row["measured_compute_s"])),
-            format_or_dash(format_seconds, row["at_that_speed_step_s"]),
             format_or_dash("{:+.1%}".format, row["at_that_speed_error"]),
         )
+    table.caption = (
+        "compute: how far the step with nothing sent was off; at that speed: with compute as it was measured"
+    )
     return table
 
 
 def verdicts_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The verdicts of ``bench plan``."""
-    columns = ("ranks", "link", "predicted best", "measured best", "slower\nby", "said to be faster or slower than DDP")
-    table = _table("What would be chosen, and what was best", *columns)
+    columns = ("predicted best", "measured best", "faster or slower\nthan DDP", "ranks", "link", "slower\nby")
+    table = _table("What would be chosen, and what was best", *columns, names=3)
     for row in rows:
         table.add_row(
-            str(row["nodes"]),
-            row["rate"],
             escape(row["predicted_best"]),
             escape(row["measured_best"]),
-            f"{row['slower_by']:.1%}" + ("" if row["is_right"] else ", wrong"),
             escape(_sides(row["sides"])),
+            str(row["nodes"]),
+            row["rate"],
+            f"{row['slower_by']:.1%}" + ("" if row["is_right"] else ", wrong"),
         )
     return table
 
