@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from narrowband.codecs.base import squared_norm
-from narrowband.collectives import Peers, all_gather_nbytes
-from narrowband.collectives.primitives import all_gather, all_to_all, reduce_scatter_single
+from narrowband.collectives import Peers, all_gather_nbytes, collective
+from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, all_to_all, reduce_scatter_single
 from narrowband.errors import UnsupportedError
 from narrowband.sharding.layout import Message
 
@@ -58,16 +58,24 @@ class _Exchange:
         codec: of matrices; None: nothing is compressed.
         seed: of stochastic rounding, another one for each module.
         count: is told how many bytes this rank would have sent, and how many it did.
+        met: the ranks of each group, by its id; all exchanges of a model have one, and a thread for all their messages.
     """
 
-    def __init__(self, layout: Layout, codec: Codec | None, seed: int, count: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        codec: Codec | None,
+        seed: int,
+        count: Callable[[int, int], None],
+        met: dict[int, Peers],
+    ) -> None:
         self.layout = layout
         self.calls = 0
         self._codec = codec
         self._seed = seed
         self._count = count
         self._messages: dict[tuple[Any, ...], Message] = {}
-        self._peers: dict[int, Peers] = {}
+        self._peers = met
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a flat tensor, as FSDP2 asks for it."""
@@ -152,11 +160,12 @@ class ParameterExchange(_Exchange):
         codec: Codec | None,
         seed: int,
         count: Callable[[int, int], None],
+        met: dict[int, Peers],
         agree: Callable[[ParameterExchange], None],
         *,
         referenced: bool,
     ) -> None:
-        super().__init__(layout, codec, seed, count)
+        super().__init__(layout, codec, seed, count, met)
         self.reference: Tensor | None = None
         self.due = WHOLE
         self.mark: int | None = None
@@ -286,7 +295,12 @@ def _sum_of_bits(x: Tensor) -> int:
 
 
 def _gather(out: Tensor, x: Tensor, peers: Peers) -> None:
-    work = all_gather(out, x.contiguous(), peers)
+    """All-gather, and wait for it."""
+    in_pairs = collective("all_gather").uses_pairs(peers.size)
+    if in_pairs:
+        peers.open_pairs(x.device)
+    gather = all_gather_in_pairs if in_pairs and peers.pairs is not None else all_gather
+    work = gather(out, x.contiguous(), peers)
     if work is not None:
         work.wait()
 

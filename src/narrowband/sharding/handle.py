@@ -85,11 +85,18 @@ class ShardCompression:
         self._forward = False  # whether a forward pass of the model is on its way, in which all has been looked at
         self._looks = 0
         own = weakref.WeakMethod(self._count)
+        met: dict[int, Peers] = {}
         for at, (module, layout) in enumerate(modules):
             each = seed * 0x9E3779B97F4A7C15 + at * 0xD6E8FEB86659FD93
-            sender = GradientExchange(layout, gradients, each, _counter(own, of_gradients=True))
+            sender = GradientExchange(layout, gradients, each, _counter(own, of_gradients=True), met)
             gatherer = ParameterExchange(
-                layout, parameters, each + 1, _counter(own, of_gradients=False), _agreer(self), referenced=referenced
+                layout,
+                parameters,
+                each + 1,
+                _counter(own, of_gradients=False),
+                met,
+                _agreer(self),
+                referenced=referenced,
             )
             module.set_custom_reduce_scatter(sender)  # type: ignore[arg-type]
             module.set_custom_all_gather(gatherer)  # type: ignore[arg-type]
