@@ -130,29 +130,31 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
 
 
 def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
+    """Claims about rows that the text has."""
+    rows = {recipe.row.name for recipe in RECIPES if recipe.row.task == task}
+    all_rounds = [every for every in ROUNDS if DILOCO.format(every) in rows]
     yield _near(found, task, less=_LESS, kept=_KEPT)
     yield _near(found, task, less=_LESS_TOP, kept=_KEPT_TOP)
     yield _near(found, task, less=_LESS, kept=_KEPT, rounds=True)
     yield _near(found, task, less=_LESS_TOP, kept=_KEPT_TOP, rounds=True)
     for own, other in ((TOP, GRADIENT_TOP), (SIGN, GRADIENT_SIGN)):
-        text = f"at equal bytes updates are better than gradients: {own} than {other}"
-        yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
+        if {own, other} <= rows:
+            text = f"at equal bytes updates are better than gradients: {own} than {other}"
+            yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
     kinds = (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE, SPARSELOCO)
-    rounds = (name.format(every) for every in ROUNDS for name in kinds)
+    rounds = (name.format(every) for every in all_rounds for name in kinds)
     for own in (GRADIENT_TOP, TOP, *rounds):
         text = f"what is sent is worth it: {own} is better than ranks that train by themselves"
         yield _judged(found, task, text, (own, ALONE), lambda own, alone: _loss(own, alone).better())
-    for every in ROUNDS:
+    for every in all_rounds:
         for less in _LESS_ROUNDS:
             yield _far(found, task, every, less)
         own, other = IN_PLACE.format(every), OURS.format(every)
         text = f"residuals in place are better than apart: {own} than {other}"
         yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
-    yield _judged(
-        found, task, "the measured length helps: updates are better with it than with length 1",
-        (UPDATES, PLAIN),
-        lambda own, plain: _loss(own, plain).better(),
-    )  # fmt: skip
+    if PLAIN in rows:
+        text = "the measured length helps: updates are better with it than with length 1"
+        yield _judged(found, task, text, (UPDATES, PLAIN), lambda own, plain: _loss(own, plain).better())
 
 
 def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:

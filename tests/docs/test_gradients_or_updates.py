@@ -65,10 +65,10 @@ def test_losses_are_those_of_the_record():
     def above_gradients(name):
         return compared(name).mean
 
-    def told_above(name, task, length=""):
-        if name == "dense" or report.named(paired, task, name + length) is None:
+    def told_above(name, task):
+        if name == "dense" or report.named(paired, task, name) is None:
             return "–"
-        own = compared(name + length, "dense" + length, task)
+        own = compared(name, task=task)
         margin = "" if own.margin is None else f" ± {100 * own.margin:.1f}"
         return f"{100 * own.mean:+.1f}{margin} % ({len(own.seeds)})"
 
@@ -82,7 +82,7 @@ def test_losses_are_those_of_the_record():
         own = report.needed(paired, "shakespeare", _CALLED[called])
         assert traffic == ("–" if own.ratio is None else f"{round(own.ratio):,} ×")
         assert float(loss) == pytest.approx(math.log(own.mean), abs=5e-4)
-        assert above == [told_above(own.name, "shakespeare"), told_above(own.name, "gpt", ", longer")], called
+        assert above == [told_above(own.name, "shakespeare"), told_above(own.name, "gpt")], called
     gradients, updates = (f"{100 * above_gradients(name):.0f} %" for name in ("gradients, top 1%", "updates, top 1%"))
     said = f"the largest 1 % of gradients cost {gradients}, of updates {updates}"
     assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
@@ -110,23 +110,26 @@ def test_losses_are_those_of_the_record():
         ("with AdamW", "updates, 2 bits, FSDP2", "dense"),
     ):
         assert f"{between(name, beside)} {said}" in others.replace("\n", " ")
-    (short,) = re.findall(r"^\*\*Short training\*\*.*?\n\n", page, re.M | re.S)
-    assert re.findall(r"([\d.]+) %", short) == [
-        f"{100 * compared(name + length, 'dense' + length, 'gpt').mean:.{digits}f}"
-        for length, digits in (("", 0), (", longer", 1))
-        for name in ("every 15, 2 bits, in place", "updates")
-    ]
+    for title, length, digits in (("Another text", "", 1), ("Short training", ", shorter", 0)):
+        (told,) = re.findall(rf"^\*\*{title}\*\*.*?\n\n", page, re.M | re.S)
+        assert re.findall(r"([\d.]+) %", told)[:2] == [
+            f"{100 * compared(name + length, 'dense' + length, 'gpt').mean:.{digits}f}"
+            for name in ("every 15, 2 bits, in place", "updates")
+        ]
+    sixteenth, two_bits = (compared(f"every 15, {name}2 bits, in place", task="gpt") for name in ("top 1/16, ", ""))
+    assert sixteenth.mean / two_bits.mean == pytest.approx(2, abs=0.3)
+    assert f"Sending nothing costs {100 * compared(alone, task='gpt').mean:.0f} %" in flowing
     for name, said in (
-        ("every 15, 2 bits, in place", "{} % of loss on two texts"),
+        ("every 15, 2 bits, in place", "{} % of loss on one text, {} % on the other"),
         ("every 15, top 1/16, 2 bits, in place", "{} % of loss on one text, {} % on the other"),
     ):
-        losses = compared(name), compared(f"{name}, longer", "dense, longer", "gpt")
+        losses = compared(name), compared(name, task="gpt")
         assert said.format(*(f"{100 * loss.mean:+.1f}" for loss in losses)) in page
     signs, half = (f"{100 * above_gradients(name):.0f} %" for name in ("updates, sign, in place", "every 30, DiLoCo"))
     assert f"Signs cost {signs} and the largest hundredth {updates}" in flowing
     assert f"cost {half}, uncompressed or in 2 bits" in flowing
     assert f"costs {100 * above_gradients('every 30, top 1/16, 2 bits, in place'):.1f} %; that it is better" in flowing
-    whole = above_gradients("updates"), compared("updates, longer", "dense, longer", "gpt").mean
+    whole = above_gradients("updates"), compared("updates", task="gpt").mean
     assert "updates lose about {:.0f} % (on the other text {:.0f} %)".format(*(100 * loss for loss in whole)) in flowing
     assert "a 64th is not shown to be better than sending nothing, and SparseLoCo's settings are worse" in flowing
     theirs = compared("every 30, SparseLoCo", alone)
