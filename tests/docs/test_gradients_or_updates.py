@@ -120,7 +120,8 @@ def test_losses_are_those_of_the_record():
         ]
     most, less = (compared(f"every 15, {name}2 bits, in place", task="gpt") for name in ("top 1/16, ", ""))
     assert most.mean / less.mean == pytest.approx(2, abs=0.3)
-    assert f"Sending nothing costs {100 * compared(alone, task='gpt').mean:.0f} %" in flowing
+    nothing, signs = (f"{100 * compared(x, task='gpt').mean:.0f} %" for x in (alone, "updates, sign, in place"))
+    assert f"Sending nothing costs {nothing}, and signs in every step {signs} (one seed" in flowing
     for name, said in (
         ("every 15, 2 bits, in place", "{} % of loss on one text, {} % on the other"),
         ("every 15, top 1/16, 2 bits, in place", "{} % of loss on one text, {} % on the other"),
@@ -141,7 +142,10 @@ def test_losses_are_those_of_the_record():
     assert (
         "updates lose about {:.0f} % (on the other text {:.0f} %)".format(*(100 * loss for loss in losses)) in flowing
     )
-    assert "a 64th is not shown to be better than sending nothing, and SparseLoCo's settings (one seed) are worse" in flowing
+    assert (
+        "a 64th is not shown to be better than sending nothing, and SparseLoCo's settings (one seed) are worse"
+        in flowing
+    )
     theirs = compared("every 30, SparseLoCo", alone)
     assert compared("every 30, top 1/64, 2 bits, in place", alone).better().held is not True
     assert theirs.mean > theirs.margin
