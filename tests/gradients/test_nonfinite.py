@@ -250,7 +250,7 @@ def hold_the_last_payload(rank, world_size, breaks):
     model = wrap(mlp(), cap=TINY)
     handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     train(model, rank, range(2))  # DDP has its buckets now
-    gather, deliver, held, events = module.all_gather, Exchange.deliver, [], []
+    gather, deliver, held, events = module.all_gather_in_pairs, Exchange.deliver, [], []  # as two ranks do it
     payloads = sum(p.dim() > 1 for p in model.parameters())
 
     def holding(out, x, peers):
@@ -267,7 +267,7 @@ def hold_the_last_payload(rank, world_size, breaks):
             events.append("released")
             held[-1].release(RuntimeError("the wire broke") if breaks else None)
 
-    module.all_gather, Exchange.deliver = holding, recording
+    module.all_gather_in_pairs, Exchange.deliver = holding, recording
     spare = threading.Timer(10, lambda: held[-1].future.done() or held[-1].release())
     spare.start()
     try:
@@ -276,7 +276,7 @@ def hold_the_last_payload(rank, world_size, breaks):
     except RuntimeError as error:
         failure = str(error)
     finally:
-        module.all_gather, Exchange.deliver = gather, deliver
+        module.all_gather_in_pairs, Exchange.deliver = gather, deliver
         spare.cancel()
     try:
         handle.state_dict()
