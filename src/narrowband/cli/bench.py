@@ -117,7 +117,7 @@ class BenchDDP:
 class BenchPlan:
     """Put the steps that ``narrowband plan`` predicts beside measured ones, behind emulated links.
 
-    All codecs on all links take about 45 minutes. With --json each link is written when it is done, and the same
+    All codecs on all links may take an hour. With --json each link is written when it is done, and the same
     command goes on from there.
 
     Needs what ``narrowband lab`` needs (see ``narrowband doctor``).
