@@ -3,8 +3,8 @@
 A rank sends (N−1) · P bytes among N ranks, for payloads of P bytes. It carries every codec. Where the sizes of payloads
 depend on the data, ranks first tell each other these sizes.
 
-Two ranks under gloo send their payloads to each other without its all-gather, which leaves a part of a link unused
-there: one rank's next message waits behind what the other still sends. Among more ranks its ring fills the link.
+Two ranks under gloo send their payloads to each other without its all-gather, which leaves a part of a slow
+link unused there, where ranks do not begin at the same moment. Among more ranks its ring fills the link.
 """
 
 from __future__ import annotations
