@@ -35,7 +35,6 @@ __all__ = [
     "SEEDS",
     "SHARDED",
     "SHORT",
-    "SIGN",
     "SIGN_IN_PLACE",
     "SIXTEENTH",
     "SPARSELOCO",
@@ -43,7 +42,6 @@ __all__ = [
     "TOP",
     "TOP_2",
     "TOP_6",
-    "TOP_8",
     "TWO_BITS",
     "TWO_BIT_ROUNDS",
     "UPDATES",
@@ -76,10 +74,13 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "rounds": (4e-3, 8e-3, 1.6e-2),
         "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     },
-    # Chosen in the shorter training. What is compressed there, or sends nothing, has the first text's.
+    # Chosen in the shorter training. What sends nothing there has the first text's.
     OTHER_TASK: {
         "gradients": (8e-3, 1.6e-2, 3.2e-2),
+        "compressed gradients": (2e-3, 4e-3, 8e-3),
         "updates": (1.6e-2, 3.2e-2, 6.4e-2),
+        "compressed updates": (4e-3, 8e-3, 1.6e-2),
+        "signs of updates": (1.6e-2, 3.2e-2, 6.4e-2),
         "rounds": (4e-3, 8e-3, 1.6e-2),
     },
 }
@@ -95,11 +96,10 @@ _WIDTH = 64
 ROUNDS, _SHORT_ROUND = (15, 30), 3
 
 UPDATES, PLAIN, TWO_BITS = "updates", "updates, length 1", "updates, 2 bits"
-SIGN, TOP, TOP_8 = "updates, sign", "updates, top 1%", "updates, top 4%, 8 bits"
-TOP_2, TOP_6 = "updates, top 2%, 2 bits", "updates, top 6%, 2 bits"
+TOP, TOP_2, TOP_6 = "updates, top 1%", "updates, top 2%, 2 bits, in place", "updates, top 6%, 2 bits, in place"
 GRADIENT_SIGN, GRADIENT_TOP, GRADIENT_4 = "gradients, sign", "gradients, top 1%", "gradients, 4 bits"
-DILOCO, _MEAN, _STREAMING, SPARSELOCO, OURS = (
-    f"every {{}}, {what}" for what in ("DiLoCo", "mean", "Streaming DiLoCo", "SparseLoCo", "top 1/64, 2 bits")
+DILOCO, _STREAMING, SPARSELOCO, OURS = (
+    f"every {{}}, {what}" for what in ("DiLoCo", "Streaming DiLoCo", "SparseLoCo", "top 1/64, 2 bits")
 )
 SHARDED = "updates, 2 bits, FSDP2"
 
@@ -107,14 +107,11 @@ SHARDED = "updates, 2 bits, FSDP2"
 ALONE = "nothing is sent"
 
 #: What has residuals in place is called so. Where elements are selected, each goes along the mean over its senders.
-IN_PLACE, SIGN_IN_PLACE = f"{OURS}, in place", f"{SIGN}, in place"
+IN_PLACE, SIGN_IN_PLACE = f"{OURS}, in place", "updates, sign, in place"
 SIXTEENTH, TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {}, 2 bits, in place"
 
 #: Rounds of a few steps.
 SHORT, _SHORT_DILOCO = TWO_BIT_ROUNDS.format(_SHORT_ROUND), DILOCO.format(_SHORT_ROUND)
-
-#: The same mean where residuals wait apart: which of the two it is that helps.
-_SENDERS = f"{OURS}, mean of senders"
 
 #: Some rows are trained for another number of epochs, too. More of them on the first text: on slow links there is time
 #: for more steps. Fewer on the other, 819 steps for 2,184: whether short training has time for rounds.
@@ -131,7 +128,7 @@ def _of_senders(density: float) -> str:
 
 
 #: Steps of a round → the density that has 2,000 times less traffic among four ranks.
-_DENSITY = {15: 0.01, 30: 0.022}
+_DENSITY = {15: 0.0095, 30: 0.02}
 BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits, in place" for every, density in _DENSITY.items()}
 
 _DENSE = Row(
@@ -187,14 +184,18 @@ def _rounds(every: int, turn: int) -> Iterator[Recipe]:
         (SIXTEENTH, _of_senders(1 / 16), "1"),
         (IN_PLACE, _of_senders(1 / 64), "1"),
         (SPARSELOCO, _PUBLISHED, "1"),
-        (OURS, _UNTILED, "auto"),
         (BUDGET[every], _of_senders(_DENSITY[every]), "1"),
-        (_MEAN, "none", "auto"),
     ):
-        long = name in (BUDGET[every], _MEAN) or turn > 1
+        long = name == BUDGET[every] or turn > 1
         yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=long)
+
+
+def _one_round() -> Iterator[Recipe]:
+    """What the shorter rounds alone have."""
+    every = ROUNDS[0]
+    yield Recipe(_updates(OURS.format(every), _UNTILED, every=every), turn=1)
     streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
-    yield Recipe(replace(streaming, fragments=3, overlap=2), turn=turn + 1, long=True)
+    yield Recipe(replace(streaming, fragments=3, overlap=2), turn=2, ablation=True, long=True)
 
 
 def _others() -> Iterator[Recipe]:
@@ -232,20 +233,23 @@ _AVERAGED = (
     Recipe(_gradients(GRADIENT_TOP, "topk:density=0.01+ef", small="fused")),
     Recipe(_gradients(GRADIENT_4, "qsgd:bits=4")),
     *_rounds(ROUNDS[0], turn=1),
+    *_one_round(),
     Recipe(_updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND), turn=2, long=True),
-    Recipe(_updates(_SHORT_DILOCO, every=_SHORT_ROUND, outer="nesterov"), turn=2, long=True),
-    Recipe(_updates(SIGN, "sign+ef"), turn=2, long=True),
-    Recipe(_updates(TWO_BITS, "qsgd:bits=2+ef"), turn=2, long=True),
+    *_rounds(ROUNDS[1], turn=2),
     Recipe(_gradients(GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
     *(
-        Recipe(_updates(name, f"topk:density={density},values=int2+ef"), turn=2, long=True)
+        Recipe(_updates(name, _of_senders(density), outer="1"), turn=2, long=True)
         for name, density in ((TOP_2, 0.02), (TOP_6, 0.06))
     ),
-    Recipe(_updates(PLAIN, outer="1"), turn=2, long=True),
-    Recipe(_updates(_SENDERS.format(ROUNDS[0]), _of_senders(1 / 64), every=ROUNDS[0], outer="1"), turn=2, long=True),
-    *_rounds(ROUNDS[1], turn=2),
-    Recipe(_updates(TOP_8, "topk:density=0.04,values=int8+ef"), turn=3, long=True),
-    Recipe(_gradients("gradients, rank 4", "powersgd:rank=4"), turn=3, long=True),
+    *(
+        Recipe(row, turn=3, ablation=True, long=True)
+        for row in (
+            _updates(_SHORT_DILOCO, every=_SHORT_ROUND, outer="nesterov"),
+            _updates(TWO_BITS, "qsgd:bits=2+ef"),
+            _updates(PLAIN, outer="1"),
+            _gradients("gradients, rank 4", "powersgd:rank=4"),
+        )
+    ),
 )
 
 #: What is averaged → the row that its learning rate is chosen by.
@@ -277,21 +281,26 @@ def _other_lengths() -> Iterator[Recipe]:
     rounds = [kind.format(ROUNDS[0]) for kind in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)]
     for recipe in _AVERAGED:
         if recipe.row.name in rounds:
-            yield Recipe(_at_other_length(recipe.row), turn=2, long=True)
+            yield Recipe(_at_other_length(recipe.row), turn=3, ablation=True, long=True)
     for recipe in _AVERAGED:
         if recipe.row.name in (DENSE, ALONE, GRADIENT_4, UPDATES, *rounds):
             yield Recipe(_at_other_length(_on_other_text(recipe.row)), turn=7, ablation=True, long=True)
+
+
+def _other_text() -> Iterator[Recipe]:
+    """What the first text has without being asked for more, but for residuals apart, and rounds of 30 steps."""
+    rounds = [row.row.name for row in _rounds(ROUNDS[1], turn=2)]
+    for recipe in _AVERAGED:
+        name = recipe.row.name
+        if name not in (OURS.format(ROUNDS[0]), *BUDGET.values()) and (not recipe.long or name in rounds):
+            yield replace(recipe, row=_on_other_text(recipe.row), turn=recipe.turn + 5, long=True)
 
 
 RECIPES = (
     *_AVERAGED,
     *_others(),
     *_choice(TASK),
-    *(
-        replace(each, row=_on_other_text(each.row), turn=each.turn + 5, long=True)
-        for each in _AVERAGED
-        if not each.long
-    ),
+    *_other_text(),
     *_other_lengths(),
     *_choice(OTHER_TASK),
 )
