@@ -1,4 +1,4 @@
-"""Write the pages of results, and the picture of the front page, from the records in the repository.
+"""Write the pages of results, tables of a guide, and the picture of the front page, from the repository's records.
 
 Nothing is measured or trained: every figure on a page and in a picture is in a record, and a test compares them. Run
 ``python -m reproduce.pages`` from the repository's root, after a record or the look of a page has changed.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowband.files import write_text
 from reproduce import (
     benchmarks,
     candidates_page,
@@ -21,6 +22,7 @@ from reproduce import (
     cssgd_page,
     dgc,
     fidelity,
+    guide,
     lgreco,
     lgreco_times_page,
     local,
@@ -40,9 +42,12 @@ from reproduce.pictures import write
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["FRONT", "PAGES", "Options", "main", "record_of"]
+__all__ = ["FRONT", "GUIDE", "PAGES", "Options", "main", "record_of"]
 
 _ROOT = Path(__file__).parent.parent
+
+#: The guide with tables, in the documentation.
+GUIDE = "explanation/gradients-or-updates.md"
 
 #: The picture of the front page, without theme and ending.
 FRONT = "pictures/front"
@@ -93,6 +98,9 @@ def _run(options: Options, _: list[str], console: Console) -> None:
         path = options.docs / "results" / f"{module}.md"
         page(record_of(module), path)
         console.print(f"written: {path}", style="dim", markup=False, highlight=False)
+    path = options.docs / GUIDE
+    write_text(path, guide.rewritten(path.read_text(), record_of("local"), record_of("local_times")))
+    console.print(f"written: {path}", style="dim", markup=False, highlight=False)
     found = benchmarks.records()
     benchmarks.page(found, options.docs / "results" / "benchmarks.md")
     write(benchmarks.front(found), options.docs / FRONT)

@@ -11,42 +11,13 @@ import pytest
 
 import narrowband as nb
 from narrowband.adapt.traffic import Traffic
-from reproduce import report
+from reproduce import guide, report
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/explanation/gradients-or-updates.md"
 
-
-#: How the page calls what a round of so many steps sends.
-_ROUNDS = {
-    "DiLoCo": "uncompressed, with DiLoCo's outer step",
-    "2 bits, in place": "2 bits, residuals in place, with DiLoCo's outer step",
-    "top 1/16, 2 bits, in place": "largest 16th in 2 bits, residuals in place, mean of senders",
-    "top 1/64, 2 bits, in place": "largest 64th in 2 bits, residuals in place, mean of senders",
-    "top 0.022, 2 bits, in place": "largest 2.2 % in 2 bits, residuals in place, mean of senders",
-    "SparseLoCo": "largest 64th in 2 bits, as SparseLoCo has it",
-    "top 1/64, 2 bits": "largest 64th in 2 bits, residuals apart, length measured",
-}
-#: As the page says it -> the row of the record.
-_CALLED = {
-    "gradients, uncompressed": "dense",
-    "gradients, 4 bits": "gradients, 4 bits",
-    "gradients, rank 4": "gradients, rank 4",
-    "gradients, signs": "gradients, sign",
-    "gradients, largest 1 %": "gradients, top 1%",
-    "updates after every step, uncompressed": "updates",
-    "updates after every step, 2 bits": "updates, 2 bits",
-    "updates after every step, signs, residuals in place": "updates, sign, in place",
-    "updates after every step, largest 1 %": "updates, top 1%",
-    "updates after every step, largest 2 % in 2 bits": "updates, top 2%, 2 bits",
-    "updates after every 3 steps, 2 bits, residuals in place, length measured": "every 3, 2 bits, in place",
-    **{
-        f"updates after every {every} steps, {called}": f"every {every}, {name}"
-        for every in (15, 30)
-        for name, called in _ROUNDS.items()
-    },
-    "nothing: each rank trains by itself": "nothing is sent",
-}
+#: As the page says it → the row of the record.
+_CALLED = {called: name for name, called in guide.LOSSES.items()}
 _ADVISED = {
     "gradients, 4 bits", "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place", "nothing is sent",
 }  # fmt: skip
@@ -192,10 +163,7 @@ def test_times_to_a_loss_are_those_of_the_record():
     lines = json.loads((ROOT / "reproduce/results/local_times/summary.json").read_text())["lines"]
     seconds = {(line["rate"], line["method"]): line["seconds"] for line in lines}
     found = re.findall(r"^\| (?:gradients|updates)[^|]*(?: \| [\d.]+ min){3} \|$", page, re.M)
-    methods = [
-        "gradients, 32 bits", "gradients, 16 bits", "gradients, 4 bits", "every 15, DiLoCo",
-        "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place",
-    ]  # fmt: skip
+    methods = list(guide.TIMES)
     assert [line.split(" | ")[1:] for line in (each.strip("| ") for each in found)] == [
         [f"{seconds[rate, method] / 60:.1f} min" for rate in ("20mbit", "100mbit", "500mbit")] for method in methods
     ]

@@ -10,8 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from reproduce import benchmarks
-from reproduce.pages import FRONT, PAGES, main, record_of
+from reproduce import benchmarks, guide
+from reproduce.pages import FRONT, GUIDE, PAGES, main, record_of
 from reproduce.pictures import THEMES, Bar, Panel, drawn, write
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,6 +52,17 @@ def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
     for theme in THEMES:
         place = f"pictures/benchmarks/opening-{theme}.svg"
         assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
+
+
+def test_tables_of_the_guide_say_what_their_records_say():
+    page = (DOCS / GUIDE).read_text()
+    assert guide.rewritten(page, record_of("local"), record_of("local_times")) == page
+    old = page.replace("uncompressed | 1 × | 1", "uncompressed | 2 × | 2").replace(" min |", " hours |")
+    assert guide.rewritten(old, record_of("local"), record_of("local_times")) == page
+    with pytest.raises(ValueError, match=r"has 2 tables that begin with '\| sent \| less traffic"):
+        guide.rewritten(page + page, record_of("local"), record_of("local_times"))
+    with pytest.raises(ValueError, match=r"has 0 tables that begin with '\| sent \| 20 Mbit/s"):
+        guide.rewritten(page.replace("| 20 Mbit/s |", "| 30 Mbit/s |"), record_of("local"), record_of("local_times"))
 
 
 @pytest.mark.parametrize("module", ["benchmarks", *PAGES])
@@ -113,6 +124,9 @@ def test_who_cannot_see_the_front_picture_is_told_its_figures(page):
 
 
 def test_the_command_writes_every_page_and_the_front_picture(tmp_path, capsys):
+    guided = tmp_path / GUIDE
+    guided.parent.mkdir(parents=True)
+    guided.write_text((DOCS / GUIDE).read_text())
     assert main(["--docs", str(tmp_path)]) == 0
     assert {path.stem for path in (tmp_path / "results").glob("*.md")} == {*PAGES, "benchmarks"}
     assert (tmp_path / f"{FRONT}-dark.svg").exists()

@@ -1,0 +1,131 @@
+"""The two tables of the page "Which do I send, gradients or updates?", from the records of local and local_times.
+
+The page's sentences are written by hand, and a test compares their figures with the records; the tables are written
+here. ``python -m reproduce.pages`` does both this and the pages of results.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from reproduce.local_rows import (
+    ALONE,
+    BUDGET,
+    DILOCO,
+    GRADIENT_4,
+    GRADIENT_SIGN,
+    GRADIENT_TOP,
+    IN_PLACE,
+    OTHER_TASK,
+    OURS,
+    ROUNDS,
+    SHORT,
+    SIGN_IN_PLACE,
+    SIXTEENTH,
+    SPARSELOCO,
+    TASK,
+    TOP,
+    TOP_2,
+    TOP_6,
+    TWO_BIT_ROUNDS,
+    TWO_BITS,
+    UPDATES,
+)
+from reproduce.report import DENSE, NOTHING, Group, compared, groups, named
+
+__all__ = ["LOSSES", "TIMES", "rewritten"]
+
+
+def _rounds(every: int) -> Iterator[tuple[str, str]]:
+    share = float(BUDGET[every].split("top ")[1].split(",")[0])
+    for name, what in (
+        (DILOCO, "uncompressed, with DiLoCo's outer step"),
+        (TWO_BIT_ROUNDS, "2 bits, residuals in place, with DiLoCo's outer step"),
+        (SIXTEENTH, "largest 16th in 2 bits, residuals in place, mean of senders"),
+        (IN_PLACE, "largest 64th in 2 bits, residuals in place, mean of senders"),
+        (BUDGET[every], f"largest {100 * share:g} % in 2 bits, residuals in place, mean of senders"),
+        (SPARSELOCO, "largest 64th in 2 bits, as SparseLoCo has it"),
+        (OURS, "largest 64th in 2 bits, residuals apart, length measured"),
+    ):
+        yield name.format(every), f"updates after every {every} steps, {what}"
+
+
+#: Row of ``reproduce.local`` → what the page calls it, in its order. Rows without a record are left out.
+LOSSES = {
+    DENSE: "gradients, uncompressed",
+    GRADIENT_4: "gradients, 4 bits",
+    "gradients, rank 4": "gradients, rank 4",
+    GRADIENT_SIGN: "gradients, signs",
+    GRADIENT_TOP: "gradients, largest 1 %",
+    UPDATES: "updates after every step, uncompressed",
+    TWO_BITS: "updates after every step, 2 bits",
+    SIGN_IN_PLACE: "updates after every step, signs, residuals in place",
+    TOP: "updates after every step, largest 1 %",
+    TOP_6: "updates after every step, largest 6 % in 2 bits, residuals in place, mean of senders",
+    TOP_2: "updates after every step, largest 2 % in 2 bits, residuals in place, mean of senders",
+    SHORT: "updates after every 3 steps, 2 bits, residuals in place, length measured",
+    **{name: called for every in ROUNDS for name, called in _rounds(every)},
+    ALONE: "nothing: each rank trains by itself",
+}
+
+#: Method of ``reproduce.local_times`` → what the page calls it.
+TIMES = {
+    "gradients, 32 bits": "gradients, 32 bits (DDP)",
+    "gradients, 16 bits": "gradients, 16 bits",
+    GRADIENT_4: LOSSES[GRADIENT_4],
+    **{name: LOSSES[name] for name in (each.format(ROUNDS[0]) for each in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH))},
+}
+
+
+def rewritten(page: str, losses: Mapping[str, Any], times: Mapping[str, Any]) -> str:
+    """The page with its tables as the records have them.
+
+    Args:
+        page: in Markdown, with both tables.
+        losses: the record of ``reproduce.local``.
+        times: the record of ``reproduce.local_times``.
+
+    Raises:
+        ValueError: a table is not on the page once.
+    """
+    page = _with_table(page, "| sent | less traffic |", [*_losses(groups(losses["rows"]))])
+    rates = list(dict.fromkeys(line["rate"] for line in times["lines"]))
+    head = " | ".join(("sent", *(f"{rate.removesuffix('mbit')} Mbit/s" for rate in rates)))
+    return _with_table(page, f"| {head} |", [*_times(times["lines"], rates)])
+
+
+def _with_table(page: str, head: str, lines: Sequence[str]) -> str:
+    """Of the table that begins so, the lines below its head are replaced."""
+    table = re.compile(rf"^({re.escape(head)}.*\n\|[ :|-]+\n)(?:\|.*\n)+", re.M)
+    found = len(table.findall(page))
+    if found != 1:
+        raise ValueError(f"the page has {found} tables that begin with {head!r}, where one is written anew")
+    return table.sub(lambda match: match[1] + "".join(f"{line}\n" for line in lines), page)
+
+
+def _losses(found: Sequence[Group]) -> Iterator[str]:
+    for name, called in LOSSES.items():
+        own = named(found, TASK, name)
+        if own is not None and own.mean is not None:
+            traffic = NOTHING if own.ratio is None else f"{round(own.ratio):,} ×"
+            above = " | ".join(_above(found, task, name) for task in (TASK, OTHER_TASK))
+            yield f"| {called} | {traffic} | {math.log(own.mean):.3f} | {above} |"
+
+
+def _above(found: Sequence[Group], task: str, name: str) -> str:
+    """How far a row's loss is above that of uncompressed gradients, over the seeds that both have."""
+    own, dense = named(found, task, name), named(found, task, DENSE)
+    if name == DENSE or own is None or dense is None or not {*own.seeds} & {*dense.seeds}:
+        return NOTHING
+    apart = compared(own, dense, relative=True, of=math.log)
+    margin = "" if apart.margin is None else f" ± {100 * apart.margin:.1f}"
+    return f"{100 * apart.mean:+.1f}{margin} % ({len(apart.seeds)})"
+
+
+def _times(lines: Sequence[Mapping[str, Any]], rates: Sequence[str]) -> Iterator[str]:
+    seconds = {(line["method"], line["rate"]): line["seconds"] for line in lines}
+    for method, called in TIMES.items():
+        yield " | ".join((f"| {called}", *(f"{seconds[method, rate] / 60:.1f} min" for rate in rates))) + " |"
