@@ -13,7 +13,6 @@ from typing import Any
 
 from reproduce.local_rows import (
     ALONE,
-    BUDGET,
     DILOCO,
     GRADIENT_4,
     GRADIENT_SIGN,
@@ -40,13 +39,11 @@ __all__ = ["LOSSES", "TIMES", "rewritten"]
 
 
 def _rounds(every: int) -> Iterator[tuple[str, str]]:
-    share = float(BUDGET[every].split("top ")[1].split(",")[0])
     for name, what in (
         (DILOCO, "uncompressed, with DiLoCo's outer step"),
         (TWO_BIT_ROUNDS, "2 bits, residuals in place, with DiLoCo's outer step"),
         (SIXTEENTH, "largest 16th in 2 bits, residuals in place, mean of senders"),
         (IN_PLACE, "largest 64th in 2 bits, residuals in place, mean of senders"),
-        (BUDGET[every], f"largest {100 * share:g} % in 2 bits, residuals in place, mean of senders"),
         (SPARSELOCO, "largest 64th in 2 bits, as SparseLoCo has it"),
         (OURS, "largest 64th in 2 bits, residuals apart, length measured"),
     ):

@@ -17,7 +17,6 @@ from reproduce.row import Row
 __all__ = [
     "ALONE",
     "BASES",
-    "BUDGET",
     "CHOOSING",
     "DILOCO",
     "GRADIENT_4",
@@ -127,10 +126,6 @@ def _of_senders(density: float) -> str:
     return f"topk:density={density},values=int2,mean=senders+ef"
 
 
-#: Steps of a round → the density that has 2,000 times less traffic among four ranks.
-_DENSITY = {15: 0.0095, 30: 0.02}
-BUDGET = {every: f"every {every}, top {density:.2g}, 2 bits, in place" for every, density in _DENSITY.items()}
-
 _DENSE = Row(
     TASK, DENSE, "none", optimizer="adamw", epochs=7, lr=RATE[TASK]["gradients"], batch=48, momentum=0.9, beta2=0.95,
     weight_decay=0.1, clip=1.0, min_numel=1024, width=_WIDTH,
@@ -184,10 +179,8 @@ def _rounds(every: int, turn: int) -> Iterator[Recipe]:
         (SIXTEENTH, _of_senders(1 / 16), "1"),
         (IN_PLACE, _of_senders(1 / 64), "1"),
         (SPARSELOCO, _PUBLISHED, "1"),
-        (BUDGET[every], _of_senders(_DENSITY[every]), "1"),
     ):
-        long = name == BUDGET[every] or turn > 1
-        yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=long)
+        yield Recipe(_updates(name.format(every), spec, every=every, outer=outer), turn=turn, long=turn > 1)
 
 
 def _one_round() -> Iterator[Recipe]:
@@ -292,7 +285,7 @@ def _other_text() -> Iterator[Recipe]:
     rounds = [row.row.name for row in _rounds(ROUNDS[1], turn=2)]
     for recipe in _AVERAGED:
         name = recipe.row.name
-        if name not in (OURS.format(ROUNDS[0]), *BUDGET.values()) and (not recipe.long or name in rounds):
+        if name != OURS.format(ROUNDS[0]) and (not recipe.long or name in rounds):
             yield replace(recipe, row=_on_other_text(recipe.row), turn=recipe.turn + 5, long=True)
 
 
