@@ -5,17 +5,30 @@ Nothing is trained: each line is of a record in ``reproduce/results``, and names
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband.files import write_text
 from reproduce.command import RESULTS, command_line
-from reproduce.local import EXPERIMENT
+from reproduce.local_rows import (
+    DILOCO,
+    IN_PLACE,
+    OTHER_TASK,
+    OURS,
+    RECIPES,
+    ROUNDS,
+    SIGN_IN_PLACE,
+    SIXTEENTH,
+    TASK,
+    TOP,
+    TWO_BIT_ROUNDS,
+)
 from reproduce.report import DENSE, compared, groups, named, needed
 
 if TYPE_CHECKING:
@@ -25,18 +38,16 @@ __all__ = ["TARGET", "Options", "main", "table"]
 
 TARGET = Path(__file__).parent.parent / "src" / "narrowband" / "planning" / "facts.json"
 
-_TASK = "shakespeare"
-
 #: Rows of ``reproduce.local`` that average updates, and that are worth knowing; what is not recorded is left out.
 _UPDATES = (
-    "updates, sign, in place",
-    "updates, top 1%",
-    "every 15, DiLoCo",
-    "every 15, 2 bits, in place",
-    "every 15, top 1/16, 2 bits, in place",
-    "every 15, top 1/64, 2 bits, in place",
-    "every 15, top 1/64, 2 bits",
+    SIGN_IN_PLACE,
+    TOP,
+    *(name.format(every) for every in ROUNDS for name in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE)),
+    OURS.format(ROUNDS[0]),
 )
+
+#: Texts, as sentences call them.
+_TEXTS = {TASK: "tiny shakespeare", OTHER_TASK: "WikiText-2"}
 
 
 def table() -> list[dict[str, Any]]:
@@ -62,31 +73,32 @@ def _optimizers() -> list[dict[str, Any]]:
     ]
 
 
-def _local() -> list[dict[str, Any]]:
+def _local() -> Iterator[dict[str, Any]]:
     """Perplexities; a loss is their logarithm. What diverged is no fact to choose by, and is left out."""
     record = json.loads((RESULTS / "local" / "summary.json").read_text())
     found = groups(record["rows"])
-    rows = {recipe.row.name: recipe.row for recipe in EXPERIMENT.recipes if recipe.row.task == _TASK}
-    dense = needed(found, _TASK, DENSE)
-    recorded = [(rows[name], own) for name in _UPDATES if (own := named(found, _TASK, name)) is not None]
-    gaps = [compared(own, dense, relative=True, of=math.log) for _, own in recorded]
-    return [
-        {
+    rows = {(recipe.row.task, recipe.row.name): recipe.row for recipe in RECIPES}
+    for task, name in itertools.product(_TEXTS, _UPDATES):
+        own = named(found, task, name)
+        if own is None:
+            continue
+        row = rows[task, name]
+        gap = compared(own, needed(found, task, DENSE), relative=True, of=math.log)
+        if not math.isfinite(gap.mean):
+            continue
+        yield {
             "optimizer": row.optimizer,
             "spec": row.spec,
             "every": row.updates,
             "gap": round(gap.mean, 4),
             "margin": None if gap.margin is None else round(gap.margin, 4),
             "seeds": len(gap.seeds),
-            "what": f"{own.parameters:,} parameters, {own.epochs} epochs, {own.nodes} ranks"
+            "what": f"{own.parameters:,} parameters, {own.epochs} epochs of {_TEXTS[task]}, {own.nodes} ranks"
             + (", DiLoCo's outer step" if row.outer == "nesterov" else ""),
             "command": "python -m reproduce.local",
             "outer": row.outer,
             "residuals": row.residuals,
         }
-        for (row, own), gap in zip(recorded, gaps, strict=True)
-        if math.isfinite(gap.mean)
-    ]
 
 
 @dataclass(frozen=True)

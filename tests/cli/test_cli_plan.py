@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.bench import foretold
+from narrowband.bench import foretold, plan
 from narrowband.bench.ranks import RankError
 from narrowband.cli import main
 from narrowband.lab import LabConfig, requirements
-from narrowband.planning import DDP, known
+from narrowband.planning import DDP, Host, Link, known
 from tests.ranks import run_ranks
 
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
@@ -129,6 +129,14 @@ def test_what_is_known_of_muon_is_told(narrow, model):
     assert f"{known('muon', 'fp16', 0)}" in out
 
 
+def test_feedback_of_what_loses_nothing_is_an_option_like_others(narrow, model, tmp_path):
+    told = tmp_path / "rows.json"
+    words = ("--steps", "1", "--codecs", "none+ef", "--optimizer", "sgd", "--json", str(told))
+    code, _, err = narrow("plan", model, *words)
+    assert (code, err) == (0, "")
+    assert {row["spec"] for row in json.loads(told.read_text())["rows"]} == {None, "fp16", "none+ef"}
+
+
 def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
     told, picture = tmp_path / "rows.json", tmp_path / "range.png"
     words = ("--steps", "2", "--codecs", "fp16", "sign+ef", "--nodes", "1..10000")
@@ -139,6 +147,17 @@ def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
     numbers = [2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]
     assert list(dict.fromkeys(row["nodes"] for row in rows)) == numbers
     assert len({row["rate_bits_per_s"] for row in rows}) == 9
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_range_of_machines_is_behind_the_link_that_is_said(narrow, model, tmp_path):
+    told, picture = tmp_path / "rows.json", tmp_path / "range.png"
+    words = ("--steps", "1", "--codecs", "none", "--optimizer", "sgd", "--nodes", "2..4", "--link", "20mbit/100mbit")
+    code, out, err = narrow("plan", model, *words, "--json", str(told), "--plot", str(picture))
+    assert (code, err) == (0, "")
+    assert "Mbit/s" in out
+    rows = json.loads(told.read_text())["rows"]
+    assert [(row["nodes"], row["rate_bits_per_s"]) for row in rows] == [(2, 20e6), (4, 20e6)]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -237,7 +256,9 @@ def test_a_script_that_cannot_be_measured_is_one_line(narrow, model, tmp_path, f
 
 
 def planned_together(rank, world_size, model, port):
-    """What each of two ranks says that measure together, each a machine of its own."""
+    """What each of two ranks says that measure together, each a machine of its own, behind a link that takes 20 ms."""
+    plan.measure_host = lambda: Host(hop_s=0.001)
+    plan.link_of = lambda *_: (Link.of("30mbit"), 0.021)
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1", "COLUMNS": "160"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -257,7 +278,7 @@ def test_ranks_measure_their_links_together_and_one_speaks(model):
     assert not other_left
     assert re.search(r"0 +1 +[\d.]+ [MG]bit/s", out)
     assert re.search(r"1 +0 +[\d.]+ [MG]bit/s", out)
-    assert "2 ranks behind" in out
+    assert "2 ranks behind 30 Mbit/s, 20 ms one way" in " ".join(out.split()), "what the host takes is no part of it"
     assert "qsgd:bits=4" in out
 
 

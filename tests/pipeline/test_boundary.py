@@ -157,6 +157,20 @@ def test_a_gradient_that_is_not_asked_for_is_not_made():
     assert torch.equal(x.grad, (y != 0).float())
 
 
+def test_evaluation_goes_backward_at_the_places_of_each_pass_and_changes_nothing_in_training():
+    boundary = nb.Boundary("topk:density=0.5", "topk:density=0.5,reuse=forward")
+    first = torch.randn(4, 4, requires_grad=True)
+    trained = boundary(first)
+    boundary.eval()
+    inputs = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    outputs = [boundary(x) for x in inputs]
+    for x, y in zip(inputs, outputs, strict=True):
+        y.sum().backward()
+        assert torch.equal(x.grad, (y != 0).float())
+    trained.sum().backward()
+    assert torch.equal(first.grad, (trained != 0).float())
+
+
 def test_double_backward_is_refused():
     boundary = nb.Boundary("qsgd:bits=4", "qsgd:bits=4")
     x = torch.randn(4, 4, requires_grad=True)

@@ -149,6 +149,21 @@ def test_options_are_what_the_cluster_allows():
         options(["none"], "adamw", Cluster(2, 4), rounds=[30])
 
 
+def test_sixteen_bits_are_an_option_whatever_the_codecs_are():
+    assert Option("fp16") in options(["qsgd:bits=4"], "adamw", Cluster(4), rounds=[])
+    levels = options(["qsgd:bits=4"], "adamw", Cluster(2, 4), rounds=[])
+    assert {Option("fp16"), Option("fp16", levels=True)} <= set(levels)
+    assert [option.spec for option in options(["none", "fp16"], "sgd", Cluster(4), rounds=[])] == [None, "none", "fp16"]
+
+
+def test_a_spec_is_one_option_however_it_is_written():
+    found = options(["qsgd", "dgc:density=0.01,clip=1", "qsgd:bits=4"], "sgd", Cluster(4), rounds=[7])
+    assert [option.spec for option in found if not option.every] == [
+        None, "fp16", "qsgd:bits=4", "dgc:density=0.01,clip=1.0",
+    ]  # fmt: skip
+    assert [option.spec for option in found if option.every] == ["none", "qsgd:bits=4"]
+
+
 @pytest.mark.parametrize("option", [Option(None), Option("topk:density=0.01+ef"), Option("powersgd:rank=4")])
 def test_a_plan_has_the_spec_for_every_layer(option):
     plan = plan_of(PROFILE, option, Cluster(4))

@@ -12,6 +12,7 @@ import pytest
 
 from narrowband.cli import main
 from narrowband.errors import UnsupportedError
+from narrowband.report import page as pages
 from narrowband.report.page import record_page, run_page
 from narrowband.report.recorder import LayerRecord, Run, read_run
 
@@ -161,6 +162,14 @@ def test_names_from_the_run_cannot_become_code():
     assert "<b>x</b>" not in page
     charts = page[page.index("const charts") : page.index("const darkness")]
     assert "</script" not in charts
+
+
+def test_times_are_added_up_once_for_each_run_and_not_for_every_point(monkeypatch):
+    made, clock = [], pages._clock
+    monkeypatch.setattr(pages, "_clock", lambda run: made.append(run) or clock(run))
+    run, beside = a_run(), a_run(seconds=0.1)
+    run_page(run, "x", beside=beside)
+    assert made == [run, beside]
 
 
 def test_a_long_run_makes_no_long_page():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,6 +232,83 @@ def test_numbers_that_make_no_sense_are_refused():
     for options in ({"every": 0}, {"layers_every": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             nb.Recorder(Still(), **options)
+
+
+def test_what_can_be_a_number_is_recorded_as_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with nb.Recorder(Still(), path) as recorder:
+        recorder.step(loss=np.float32(0.5), rate=np.float64(0.25), norm=torch.tensor([2.0], requires_grad=True), hits=3)
+    values = read_run(path).steps[1]
+    assert [values[name] for name in ("loss", "rate", "norm", "hits")] == [0.5, 0.25, 2.0, 3.0]
+
+
+def test_steps_of_a_handle_that_does_not_count_them_go_on_behind_those_of_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for first, last in ((1, 5), (6, 8)):
+        with nb.Recorder(Still(), path, every=2) as recorder:
+            for step in range(first, last + 1):
+                recorder.step(loss=float(step))
+    assert {step: values["loss"] for step, values in read_run(path).steps.items()} == {2: 2.0, 4: 4.0, 7: 7.0}
+    assert read_run(path).last == 8
+
+
+class ByTime(Still):
+    """A handle with rounds every ten seconds, of which this peer has heard of five."""
+
+    step, steps, every = 5, 3, 1 << 40
+
+
+def test_steps_of_rounds_by_time_are_counted_from_one_and_go_on_behind_those_of_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for _ in range(2):
+        with nb.Recorder(ByTime(), path) as recorder:
+            recorder.step()
+            recorder.step()
+    assert list(read_run(path).steps) == [1, 2, 3, 4]
+
+
+def resumed(rank, world_size, path, fragments, overlap, saved_at, last, average):
+    """What the file has in the end, of a run that a checkpoint interrupted; losses are the true numbers."""
+
+    def part(first, last, state):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = nb.compress_updates(model, optimizer, "sign+ef", every=4, fragments=fragments, overlap=overlap)
+        if state is not None:
+            model.load_state_dict(state[0])
+            handle.load_state_dict(state[1])
+        saved = None
+        with nb.Recorder(handle, path) as recorder:
+            for step in range(first, last + 1):
+                optimizer.zero_grad()
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+                recorder.step(loss=float(step))
+                if step == saved_at:
+                    if average:
+                        handle.average()
+                    saved = copy.deepcopy((model.state_dict(), handle.state_dict()))
+        handle.remove()
+        return saved
+
+    part(saved_at + 1, saved_at + 4, part(1, last, None))
+    return {step: values["loss"] for step, values in read_run(path).steps.items()}
+
+
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "saved_at", "last", "average"),
+    [
+        (1, 0, 10, 10, False),
+        (1, 0, 8, 10, False),  # two steps are taken again
+        (1, 1, 7, 7, False),
+        (1, 0, 10, 10, True),
+        (2, 0, 8, 8, False),
+    ],
+)
+def test_steps_of_a_resumed_run_are_those_of_the_optimizer(tmp_path, fragments, overlap, saved_at, last, average):
+    (found,) = run_ranks(resumed, 1, str(tmp_path / "run.jsonl"), fragments, overlap, saved_at, last, average)
+    assert found == {step: float(step) for step in range(1, saved_at + 5)}
 
 
 def several(rank, world_size, path):

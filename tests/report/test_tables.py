@@ -137,3 +137,23 @@ def test_verdicts_name_what_was_predicted_wrongly():
     said = drawn(tables.verdicts_table([row, row | {"slower_by": 0.04, "is_right": True, "sides": sides[:1]}]))
     assert re.search(r"sign\+ef +fp16 +1 of 2 rightly; wrongly sign\+ef +2 +1gbit +25.0%, wrong", said)
     assert re.search(r"sign\+ef +fp16 +1 of 1 rightly +2 +1gbit +4.0%", said)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_options_are_named_whole_however_narrow_the_terminal(width):
+    name = "updates every 15, topk:density=0.0625,values=int2,mean=senders+ef"
+    row = {
+        "name": name, "collective": "all_gather", "step_s": 0.0424, "compute_s": 0.014, "codec_s": 0.002,
+        "wire_s": 0.025, "latency_s": 0.0004, "sent_bytes_per_step": 1e6, "residual_bytes": 4e6,
+        "loss": "+10.8% ± 5.8%",
+    }  # fmt: skip
+    said = drawn(tables.advice_table([row, row | {"name": "fp16"}], "predicted steps", width), width)
+    assert "…" not in said
+    head = next(line for line in said.splitlines() if " option " in line)
+    names = "".join(line[: head.index("step") - 4] for line in said.splitlines())
+    assert name.replace(" ", "") in names.replace(" ", "")
+    assert all(figure in said for figure in ("42.4 ms", "1 MB", "+10.8% ± 5.8%"))
+    wide = width >= 120
+    assert ("25 ms" in said, "all_gather" in said) == (wide, wide)
+    legend = tables.advice_legend(width)
+    assert ("wire:" in legend, "--json" in legend) == (wide, not wide)

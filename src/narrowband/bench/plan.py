@@ -46,7 +46,7 @@ from narrowband.planning.network import Pair, link_of, measure_pairs
 
 __all__ = ["LINKS", "Config", "Found", "Report", "run", "usable_cores"]
 
-#: For a range of machines, the links that they may be behind, in bits per second.
+#: For a range of machines, the links that they may be behind where nobody says which, in bits per second.
 LINKS = (10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9, 30e9, 100e9)
 
 #: Seconds in which all ranks have to come, once torchrun has started them.
@@ -65,7 +65,7 @@ class Config:
     Attributes:
         batch: Samples of one rank.
         link: Rate of each machine's link: 200mbit, or 20mbit/100mbit where it sends slower than it receives; left out:
-            1gbit.
+            1gbit, and for a range of nodes 10mbit to 100gbit.
         delay: One-way delay between machines: 20ms, …
         measure: Measure the links, and the step on every rank, among ranks that torchrun has started: torchrun … -m
             narrowband.cli plan model.py:build --measure. Then link, delay, nodes and per_node are not given.
@@ -240,7 +240,7 @@ def run(model: str, config: Config, on_event: Callable[[str], None] = lambda _: 
     on_event("measuring messages")
     host = measure_host()
     links = [config.told_link()]
-    if config.is_range:
+    if config.is_range and config.link is None:
         links = [replace(links[0], up=rate, down=rate) for rate in LINKS]
     networks = [Network(link, cluster, host, usable_cores()) for cluster, link in itertools.product(clusters, links)]
     return Report(profile, host, [_found(config, profile, network) for network in networks])
@@ -307,7 +307,9 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
             profiles: list[Profile] = [profile] * ranks
             dist.all_gather_object(profiles, profile)
             slowest = max(profiles, key=lambda each: each.compute_s)
-            host = replace(measure_host(), hop_s=latency_s)
+            host = measure_host()
+            # The rest is the link's: ranks of one machine do not wait for it.
+            link = replace(link, delay_s=max(0.0, latency_s - host.hop_s))
     finally:
         dist.destroy_process_group()
     network = Network(link, cluster, host, usable_cores())

@@ -75,15 +75,15 @@ class Plan:
 
     def _show_one(self, console: Console, report: plan.Report) -> None:
         from narrowband.planning import call_of
-        from narrowband.report.tables import PARTS, advice_table, pairs_table
+        from narrowband.report.tables import advice_legend, advice_table, pairs_table
 
         if report.pairs:
             console.print(pairs_table([asdict(pair) for pair in report.pairs]))
         found = report.found[0]
         network, advice = found.network, found.advice
         title = f"{self.model}, {network.cluster} behind {network.link}: predicted steps"
-        console.print(advice_table(found.rows(), title))
-        console.print(PARTS, style="dim", markup=False, highlight=False)
+        console.print(advice_table(found.rows(), title, console.width))
+        console.print(advice_legend(console.width), style="dim", markup=False, highlight=False)
         self._note(console, report)
         console.print(advice.sentence, style="bold", markup=False, highlight=False)
         if self.apply is not None:

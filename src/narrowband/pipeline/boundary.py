@@ -148,12 +148,14 @@ class _Cross(torch.autograd.Function):
         ctx.config = {"samples": samples, "training": training}
         ctx.at = at
         arrived = torch.empty_like(x)
-        there.pack(x, at, arrived=arrived, **ctx.config)
+        payload = there.pack(x, at, arrived=arrived, **ctx.config)
+        # All passes of evaluation have one number, so each has to remember by itself what it chose.
+        ctx.places = there.places(payload, tuple(x.shape)) if ctx.needs_input_grad[0] and not training else None
         return arrived
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         arrived = torch.empty_like(gradient)
-        ctx.back.pack(gradient, ctx.at, arrived=arrived, **ctx.config)
+        ctx.back.pack(gradient, ctx.at, arrived=arrived, places=ctx.places, **ctx.config)
         return arrived, None, None, None, None

@@ -51,12 +51,14 @@ class Message:
         seed: of its random numbers.
         training: whether feedback takes part, and learns.
         samples: (B,), the ids of the samples; None where nobody named them.
+        places: the elements that the other direction chose; None where these are kept by the message's number.
     """
 
     at: At
     seed: int
     training: bool
     samples: Tensor | None = None
+    places: Tensor | None = None
 
 
 class Carrier:
@@ -207,7 +209,8 @@ class AtPlaces(Carrier):
     Args:
         codec: encodes their values.
         chooser: the codec of the other direction, which says how many they are.
-        places: message and shape → the indices that the other direction chose; asked for once per message.
+        places: message and shape → the indices that the other direction chose; asked for once per message that does
+            not bring them.
     """
 
     def __init__(
@@ -220,14 +223,17 @@ class AtPlaces(Carrier):
         return self._selecting.values_nbytes(self._chooser.kept(shape))
 
     def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
-        places = self._places(message.at, tuple(x.shape))
+        places = self._places_of(message, x)
         payload = self._selecting.encode_at(_finite_or_nan(x), places)
         if arrived is not None:
             self._selecting.decode_at(payload, places, arrived)
         return payload
 
     def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
-        self._selecting.decode_at(payload, self._places(message.at, tuple(out.shape)), out)
+        self._selecting.decode_at(payload, self._places_of(message, out), out)
+
+    def _places_of(self, message: Message, x: Tensor) -> Tensor:
+        return self._places(message.at, tuple(x.shape)) if message.places is None else message.places
 
 
 def _finite_or_nan(x: Tensor) -> Tensor:

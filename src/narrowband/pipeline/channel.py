@@ -234,6 +234,7 @@ class Channel:
         samples: Tensor | None = None,
         training: bool = True,
         arrived: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """The payload of ``x``: flat uint8.
 
@@ -243,6 +244,7 @@ class Channel:
             samples: (B,), int64, the ids of the samples, for ``aq-sgd``.
             training: otherwise nothing is remembered, and buffers are used as they are.
             arrived: write here what the other end will get, for a process that is both; x's shape and dtype.
+            places: with ``reuse=forward`` in evaluation: the elements that went forward, see :meth:`places`.
 
         Raises:
             TypeError: a dtype that no codec takes.
@@ -258,7 +260,7 @@ class Channel:
         flat = torch.empty_like(x) if (arrived is None and measure) else arrived
         if flat is not None and not flat.is_contiguous():
             flat = torch.empty_like(x)
-        payload = self._pack(x, at, samples, training, flat)
+        payload = self._pack(x, self._message(at, samples, training, places), flat)
         if measure and flat is not None:
             self._measure(x, flat)
         if arrived is not None and flat is not None and flat is not arrived:
@@ -274,15 +276,14 @@ class Channel:
         if norm > 0.0 and math.isfinite(error / norm):
             self.stats.relative_error = (error / norm) ** 2
 
-    def _pack(self, x: Tensor, at: At, samples: Tensor | None, training: bool, arrived: Tensor | None) -> Tensor:
-        message = self._message(at, samples, training)
-        if training and self.warming_up(at):
+    def _pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
+        if message.training and self.warming_up(message.at):
             self._carrier.whole(x, message)
             if arrived is not None:
                 arrived.copy_(x)
             return _PLAIN.encode(x)
         payload = self._carrier.pack(x, message, arrived)
-        self._keep_places(payload, x, at, training)
+        self._keep_places(payload, x, message.at, message.training)
         return payload
 
     # ---- the receiving end -------------------------------------------------------------------------------------------
@@ -325,11 +326,20 @@ class Channel:
     # ---- indices for the other direction -----------------------------------------------------------------------------
 
     def _keep_places(self, payload: Tensor, x: Tensor, at: At, training: bool) -> None:
-        if self.keeps_places and training:
-            assert isinstance(self.codec, SelectingCodec)
+        places = self.places(payload, tuple(x.shape)) if training else None
+        if places is not None:
             for key in [key for key in self._places if key[0].step != at.step]:
                 del self._places[key]  # a pass without backward
-            self._places[at, tuple(x.shape)] = self.codec.places(payload, tuple(x.shape))
+            self._places[at, tuple(x.shape)] = places
+
+    def places(self, payload: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """The indices that a payload of :meth:`pack` has, for a gradient in evaluation, whose messages have no number
+        to keep them by; None where the other direction takes none.
+        """
+        if not self.keeps_places:
+            return None
+        assert isinstance(self.codec, SelectingCodec)
+        return self.codec.places(payload, shape)
 
     def take_places(self, at: At, shape: tuple[int, ...]) -> Tensor:
         """The indices that this channel chose for a tensor of this shape, which then forgets them."""
@@ -360,9 +370,9 @@ class Channel:
             )
         self._last = at
 
-    def _message(self, at: At, samples: Tensor | None, training: bool) -> Message:
+    def _message(self, at: At, samples: Tensor | None, training: bool, places: Tensor | None = None) -> Message:
         seed = (self._seed + at.step * 0xA0761D6478BD642F + at.microbatch * 0xE7037ED1A0B428DB) & _MASK
-        return Message(at, seed, training, samples)
+        return Message(at, seed, training, samples, places)
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept between two steps, and the spec it was kept for."""

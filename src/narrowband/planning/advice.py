@@ -1,15 +1,18 @@
 """Which option to take, in a plain sentence: it may be "do not compress".
 
 An option is advised if it saves a twentieth of the step against the best that everybody can have, DDP in 32 or 16 bits,
-and if its loss is known to stay within a tolerance with that optimizer. What is faster, and loses more or was never
-measured, is named beside it, so that nobody has to guess what was left out.
+and if its loss is known to stay within a tolerance with that optimizer. 16 bits have to be beaten whatever may be lost,
+and also where they save too little to be advised. Of what is faster, and loses more or was never measured, two are
+named beside it, so that nobody has to guess what was left out: what loses least, and the fastest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from narrowband.feedback import compression
 from narrowband.planning.facts import Fact, known
 from narrowband.planning.links import Cluster
 from narrowband.planning.options import DDP, Network, Option, Predicted
@@ -51,8 +54,8 @@ class Row:
         return f"{name}, two levels" if option.levels else name
 
     def within(self, tolerance: float) -> bool:
-        """Whether its loss is known to stay within a tolerance; what loses nothing needs no measurement."""
-        if self.option.spec in (None, "none") and not self.option.every:
+        """Whether its loss is known to stay within a tolerance; what everybody can have needs no measurement."""
+        if self.option.spec in (None, "none", "fp16") and not self.option.every:
             return True
         return self.fact is not None and self.fact.within(tolerance)
 
@@ -94,20 +97,24 @@ def advise(
         raise ValueError("there is nothing to compare with: predict Option(None), too")
     rows.sort(key=lambda row: row.step_s)
     eligible = [row for row in rows if row.within(tolerance)]
-    # Of two that take about as long, the one that needs less of a script: DDP, then no compression.
-    baseline = _first([row for row in eligible if not row.option.compresses], plain)
-    best = _first([row for row in eligible if row.option.compresses], baseline)
+    without = [row for row in eligible if not row.option.compresses]
+    # What compression has to beat is the fastest of them. Of two that take about as long, the one to take instead is
+    # that which needs less of a script: DDP, then no compression.
+    baseline, instead = min((plain, *without), key=lambda row: row.step_s), _worth_it(without, plain) or plain
+    best = _worth_it([row for row in eligible if row.option.compresses], baseline) or instead
     sentence = _sentence(best, baseline, plain, optimizer, f"{network.cluster} behind {network.link}", tolerance)
     faster = [row for row in rows if not row.within(tolerance) and row.step_s < best.step_s * (1 - WORTH_IT)]
     if faster:
-        sentence += f" {_about(faster[0], optimizer)}"
-    return rows, Advice(best, best.option.compresses, baseline.step_s / best.step_s, sentence)
+        least = min(faster, key=lambda row: math.inf if row.fact is None else row.fact.gap)
+        sentence = " ".join([sentence, *(_about(row, optimizer) for row in dict.fromkeys((least, faster[0])))])
+    times = baseline.step_s / best.step_s if best.option.compresses else 1.0
+    return rows, Advice(best, best.option.compresses, times, sentence)
 
 
-def _first(rows: Sequence[Row], otherwise: Row) -> Row:
+def _worth_it(rows: Sequence[Row], against: Row) -> Row | None:
     """The fastest, where it saves enough against another."""
-    best = min(rows, key=lambda row: row.step_s, default=otherwise)
-    return best if best.step_s <= otherwise.step_s * (1 - WORTH_IT) else otherwise
+    best = min(rows, key=lambda row: row.step_s, default=against)
+    return best if best.step_s <= against.step_s * (1 - WORTH_IT) else None
 
 
 def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, tolerance: float) -> str:
@@ -119,13 +126,14 @@ def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, 
             f"fast; with {optimizer} the loss of a small model changed by {best.fact} ({best.fact.what})."
         )
     alone = plain.predicted.outcome.compute_s
+    of = "it" if best is baseline else f"the {format_seconds(baseline.step_s)} that {baseline.name} would take"
     nothing = (
-        f"nothing whose loss with {optimizer} is known to stay within {tolerance:.0%} would save {WORTH_IT:.0%} of it"
+        f"nothing whose loss with {optimizer} is known to stay within {tolerance:.0%} would save {WORTH_IT:.0%} of {of}"
     )
-    if baseline is not plain:
+    if best is not plain:
         return (
-            f"Do not compress, but {_instead(baseline.option)}: among {where}, {baseline.name} would take "
-            f"{format_seconds(baseline.step_s)} per step and {plain.name} {format_seconds(plain.step_s)}; {nothing}."
+            f"Do not compress, but {_instead(best.option)}: among {where}, {best.name} would take "
+            f"{format_seconds(best.step_s)} per step and {plain.name} {format_seconds(plain.step_s)}; {nothing}."
         )
     return (
         f"Do not compress: among {where}, {plain.name} would take {format_seconds(plain.step_s)} per step, of which "
@@ -170,4 +178,7 @@ def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fac
         where = "" if fact is None or fact.residuals == "apart" else f', residuals="{fact.residuals}"'
         return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{where}{outer})"
     levels = f", nodes={cluster.nodes}" if option.levels else ""
-    return f"nb.compress_gradients(model, {spec}{levels})"
+    feedback = compression(option.spec).feedback
+    # Momentum before the wire: the optimizer must not have its own, and may have to tell its learning rates.
+    optimizer = ", optimizer=optimizer" if feedback is not None and feedback.observes_uncompressed else ""
+    return f"nb.compress_gradients(model, {spec}{levels}{optimizer})"

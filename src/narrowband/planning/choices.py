@@ -11,7 +11,7 @@ from narrowband.feedback import compression
 from narrowband.planning.facts import facts
 from narrowband.planning.links import Cluster
 from narrowband.planning.measure import Measured, measure_codec
-from narrowband.planning.options import Option, way_of
+from narrowband.planning.options import Option, sent_whole, way_of
 from narrowband.planning.profile import Codec, Profile
 
 __all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of"]
@@ -40,10 +40,11 @@ def check_specs(specs: Sequence[str], rounds: Sequence[int]) -> None:
 
 
 def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequence[int]) -> list[Option]:
-    """DDP as it is, each spec for gradients, on two levels where there are two, and rounds of updates.
+    """DDP as it is, 16 bits and each spec for gradients, on two levels where there are two, and rounds of updates.
 
     Args:
-        specs: of gradients. In rounds go those of them that can, and ``none``.
+        specs: of gradients. In rounds go those of them that can, and ``none``. What else has to beat, ``fp16``, is
+            there also where it is none of them.
         optimizer: rounds that were measured with it are there, too.
         cluster: who trains.
         rounds: optimizer steps from one to the next.
@@ -56,9 +57,12 @@ def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequ
             "rounds of updates (every) are predicted for machines of one rank: leave every out, or per_node; "
             "nb.compress_updates itself takes replicas of several ranks"
         )
-    found = [Option(None), *map(Option, specs)]
+    # As facts have them: "qsgd" is "qsgd:bits=4", whose loss is known.
+    specs = list(dict.fromkeys(str(compression(spec)) for spec in specs))
+    gradients = specs if "fp16" in specs else ["fp16", *specs]
+    found = [Option(None), *map(Option, gradients)]
     if cluster.per_node > 1 and cluster.nodes > 1:
-        found += [Option(spec, levels=True) for spec in specs]
+        found += [Option(spec, levels=True) for spec in gradients]
     measured_before = [(fact.spec, fact.every) for fact in facts() if fact.optimizer == optimizer and fact.every]
     asked = [(spec, every) for every in rounds for spec in ("none", *specs) if _takes_updates(spec)]
     if cluster.per_node == 1:  # what the ranks of a replica do among each other is not simulated
@@ -95,7 +99,7 @@ def _needed(profile: Profile, chosen: Sequence[Option], cluster: Cluster) -> Ite
         size = cluster.nodes if option.levels else cluster.ranks
         if option.spec is None or size == 1 or not profile.layers:
             continue
-        if not compression(option.spec).codec.exact:
+        if not sent_whole(compression(option.spec)):
             yield option.spec, way_of(profile, option.spec, size).name
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from narrowband.feedback import compression
 
 __all__ = ["Fact", "facts", "known"]
 
@@ -23,7 +25,7 @@ class Fact:
 
     Attributes:
         optimizer: adamw, sgd, muon or lora (AdamW on adapters).
-        spec: what was sent.
+        spec: what was sent, as :func:`~narrowband.feedback.compression` writes it.
         every: steps from one round of updates to the next; 0: gradients.
         gap: how far the held-out loss was above that without compression, as a share of it.
         margin: what of that may be chance; None: of one seed, so nobody knows.
@@ -58,7 +60,8 @@ class Fact:
 @functools.lru_cache(maxsize=1)
 def facts() -> tuple[Fact, ...]:
     """All."""
-    return tuple(Fact(**fields) for fields in json.loads(_PATH.read_text(encoding="utf-8")))
+    found = (Fact(**fields) for fields in json.loads(_PATH.read_text(encoding="utf-8")))
+    return tuple(replace(fact, spec=str(compression(fact.spec))) for fact in found)
 
 
 def known(optimizer: str, spec: str | None, every: int) -> Fact | None:

@@ -17,7 +17,7 @@ from narrowband.planning.links import PAYLOAD_SHARE, Cluster, Host, Link
 from narrowband.planning.profile import Bucket, Line, Piece, Profile, side_by_side, total
 from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Outcome, Step, Transfer, simulate
 
-__all__ = ["DDP", "Network", "Option", "Predicted", "predict", "way_of"]
+__all__ = ["DDP", "Network", "Option", "Predicted", "predict", "sent_whole", "way_of"]
 
 #: The name of DistributedDataParallel without a hook: what everybody has.
 DDP = "DDP, float32"
@@ -108,6 +108,11 @@ def way_of(profile: Profile, spec: str, ranks: int) -> type[Exchange]:
     return LayerCollectives([(chosen, shape) for _, shape in profile.layers], ranks).of(chosen)
 
 
+def sent_whole(chosen: Compression) -> bool:
+    """Whether gradients travel as they are, so that there is nothing to measure; feedback works also without a loss."""
+    return chosen.codec.exact and chosen.feedback is None
+
+
 def predict(profile: Profile, option: Option, network: Network) -> Predicted:
     """Simulate a step.
 
@@ -140,7 +145,7 @@ class _Plan:
         self._part = cluster.per_node if self._levels else 1
         self._chosen = None if option.spec is None else compression(option.spec)
         self.stateful = self._chosen is not None and self._chosen.feedback is not None
-        self._whole = self._chosen is None or (self._chosen.codec.exact and not self.stateful)
+        self._whole = self._chosen is None or sent_whole(self._chosen)
         self.sent_nbytes = 0.0
         self.residual_nbytes = 0
         self._kind = collective("all_reduce")

@@ -461,8 +461,9 @@ def _loss(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
     if rows:
         yield _Chart("loss", "Loss", "As the training loop gave it.", _lines(alt, rows, "loss"))
     if rows and beside is not None:
+        clocks = {"this run": _clock(run), _PLAIN: _clock(beside)}
         for row in rows:
-            row["step"] = _clock(run if row["what"] == "this run" else beside)[row["step"]]
+            row["step"] = clocks[row["what"]][row["step"]]
         says = "The same over the time of training: what counts where steps are faster and learn less each."
         yield _Chart("clock", "Loss over time", says, _lines(alt, rows, "loss", over="seconds"))
 

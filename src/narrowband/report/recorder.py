@@ -14,16 +14,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import torch.distributed as dist
+from torch import Tensor
 
 from narrowband.report.record import provenance
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torch import Tensor
     from typing_extensions import Self
 
 __all__ = ["LayerRecord", "Recorder", "Run", "read_run"]
@@ -33,6 +33,10 @@ _VERSION = 1
 
 #: Sums that are recorded per step, where a place has them: seconds and bytes.
 _SUMS = ("raw_bytes", "sent_bytes", "encode_s", "wire_s", "decode_s", "waiting_s", "exchange_s", "decide_s")
+
+
+#: Rounds by time come after more steps than anybody takes.
+_BY_TIME = 1 << 40
 
 
 class _Handle(Protocol):
@@ -50,8 +54,8 @@ class Recorder:
 
     Args:
         handle: of ``nb.compress_gradients``, ``nb.compress_updates``, ``nb.compress_shards``, or an ``nb.Averager``.
-        path: of the file, say ``run.jsonl``. An earlier part of the same run that is there is kept, and appended to.
-            None: nothing but the writer.
+        path: of the file, say ``run.jsonl``. An earlier part of the same run that is there is kept, and appended to:
+            where the handle does not say how many steps there were, behind its last one. None: nothing but the writer.
         every: steps from one record to the next, which then has means over these.
         layers_every: steps from one record of all layers to the next; it reads all residuals once.
         writer: of TensorBoard (``add_scalar``), or a run of Weights & Biases (``log``): gets the same numbers.
@@ -93,24 +97,35 @@ class Recorder:
         self._every, self._layers_every = every, layers_every
         self._writes = rank is None or not dist.is_initialized() or dist.get_rank() == rank
         self._path = None if path is None or not self._writes else Path(path)
+        self._last, self._most = 0, math.inf  # steps that an earlier part of the file has, and may have had
         if self._path is not None and self._path.exists():
-            read_run(self._path)  # it would be a pity to spoil another file
+            earlier = read_run(self._path)  # it would be a pity to spoil another file
+            self._last = earlier.last
+            self._most = earlier.last + (0 if earlier.ended else every - 1)
+        self._taken_before = _taken(handle) or 0
         self._file: Any = None
         self._number: int | None = None
         self._before = self._sums()
         self._since = self._count = 0
         self._began: float | None = None
 
-    def step(self, *, loss: float | Tensor | None = None, step: int | None = None, **scalars: float | Tensor) -> None:
+    def step(
+        self,
+        *,
+        loss: SupportsFloat | Tensor | None = None,
+        step: int | None = None,
+        **scalars: SupportsFloat | Tensor,
+    ) -> None:
         """An optimizer step was taken. Call on all ranks.
 
         Args:
             loss: of it; a tensor is read, which waits for a GPU, only where a record is due.
-            step: its number; by default they are counted, from the handle's own on.
+            step: its number; by default they are counted: from the handle's own on, or, where it has none or has
+                rounds by time, behind the last of the file.
             scalars: what else is to be recorded: numbers.
         """
         if self._number is None:
-            self._number = max(0, int(getattr(self._handle, "step", 1)) * int(getattr(self._handle, "every", 1)) - 1)
+            self._number = self._earlier_steps()
         self._number = self._number + 1 if step is None else step
         self._since += 1
         self._count += 1
@@ -151,6 +166,17 @@ class Recorder:
             self.close()
         elif self._file is not None:
             self._file.close()
+
+    def _earlier_steps(self) -> int:
+        """How many steps were taken before the one that just was, by this process or earlier ones."""
+        taken = _taken(self._handle)
+        if taken is None:
+            return self._last
+        if not hasattr(self._handle, "every"):
+            return max(0, taken - 1)
+        # A round of this step may be under way, and not be counted yet. A round that somebody called for, and those of
+        # fragments, are counted as if there had been more steps: than the file has, there were none.
+        return int(min(max(self._taken_before, taken - 1), self._most))
 
     def _sums(self) -> dict[str, float]:
         total = self._handle.stats().total
@@ -199,8 +225,14 @@ class Recorder:
         }
 
 
-def _float(x: float | Tensor) -> float:
-    return float(x if isinstance(x, (int, float)) else x.detach())
+def _taken(handle: _Handle) -> int | None:
+    """Optimizer steps, of a handle that counts rounds maybe more than there were; None: it does not say."""
+    step, every = getattr(handle, "step", None), getattr(handle, "every", 1)
+    return None if step is None or every >= _BY_TIME else int(step) * int(every) + int(getattr(handle, "steps", 0))
+
+
+def _float(x: SupportsFloat | Tensor) -> float:
+    return float(x.detach() if isinstance(x, Tensor) else x)
 
 
 def _finite(x: Any) -> Any:
@@ -237,6 +269,7 @@ class Run:
         layers: step → name → what became of it.
         ended: whether it was closed.
         torn: whether the last line was cut off.
+        last: the number of the last step, which may be behind the last record.
     """
 
     start: dict[str, Any]
@@ -244,6 +277,7 @@ class Run:
     layers: dict[int, dict[str, LayerRecord]] = field(default_factory=dict)
     ended: bool = False
     torn: bool = False
+    last: int = 0
 
     def mean(self, name: str) -> float | None:
         """Of a value over all records but the first, whose step has what happens once; None where it is nowhere."""
@@ -320,18 +354,19 @@ def _with_record(run: Run | None, record: dict[str, Any]) -> Run:
         for name in ("machine", "versions"):
             if not isinstance(record.get(name, {}), dict):
                 raise ValueError(f"{name} is no object")
-        return Run(record) if run is None else Run(record, run.steps, run.layers)
+        return Run(record) if run is None else Run(record, run.steps, run.layers, last=run.last)
     if run is None:
         raise _NoRunError
     if kind == "step":
         run.ended = False
         _take_back(run.steps, record["step"])
-        run.steps[_whole(record["step"])] = {name: float(value) for name, value in record["values"].items()}
+        run.last = _whole(record["step"])
+        run.steps[run.last] = {name: float(value) for name, value in record["values"].items()}
     elif kind == "layers":
         _take_back(run.layers, record["step"])
         run.layers[_whole(record["step"])] = {name: _layer(*own) for name, own in record["layers"].items()}
     elif kind == "end":
-        run.ended = True
+        run.ended, run.last = True, max(run.last, _whole(record.get("step", run.last)))
     return run
 
 

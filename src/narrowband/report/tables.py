@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from narrowband.lab import LabReport
 
 __all__ = [
-    "PARTS",
     "RANGE",
     "RELATIVE_ERROR",
     "adapt_table",
+    "advice_legend",
     "advice_table",
     "budgets_table",
     "ddp_table",
@@ -57,11 +57,14 @@ RELATIVE_ERROR = (
 
 
 #: What the columns of predicted steps say; printed below the table.
-PARTS = (
-    "step = compute + codec + wire + wait. codec: encoding and decoding that nothing hides, and compute that waits for "
-    "the core they take; wire: bytes that nothing hides; wait: messages, however short. sent: by a rank, per step. "
-    "memory: residuals, and copies of parameters. loss: of a small model with this optimizer, against no compression; "
+_ADVICE = (
+    "sent: by a rank, per step. loss: of a small model with this optimizer, against no compression; "
     f"{NOTHING}: not measured."
+)
+_PARTS = (
+    "step = compute + codec + wire + wait. codec: encoding and decoding that backward does not cover, and compute that "
+    "waits for the core they take; wire: bytes on their way that backward does not cover; wait: latency of messages. "
+    "memory: residuals, and copies of parameters. by: the collective. "
 )
 
 
@@ -211,18 +214,34 @@ def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
     return table
 
 
-def advice_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The rows of ``plan``, the fastest first."""
-    table = _table(title, "option", "by", "step", "compute", "codec", "wire", "wait", "sent", "memory", "loss")
+#: A table of advice has all its columns from this width on.
+_WIDE = 120
+
+
+def advice_legend(width: int) -> str:
+    """What the columns of :func:`advice_table` mean in a terminal so wide."""
+    if width >= _WIDE:
+        return _PARTS + _ADVICE
+    return f"{_ADVICE} What a step is made of: in {_WIDE} columns, or with --json."
+
+
+def advice_table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
+    """The rows of ``plan``, the fastest first; in less than 120 columns without the parts of a step."""
+    parts = {"compute": "compute_s", "codec": "codec_s", "wire": "wire_s", "wait": "latency_s"}
+    wide = width >= _WIDE
+    shown = ("option", "step", *parts, "sent", "memory", "loss", "by") if wide else ("option", "step", "sent", "loss")
+    table = _table(title, *shown)
     for row in rows:
-        table.add_row(
-            escape(row["name"]),
-            row["collective"],
-            *(format_seconds(row[part]) for part in ("step_s", "compute_s", "codec_s", "wire_s", "latency_s")),
-            format_bytes(row["sent_bytes_per_step"]),
-            format_bytes(row["residual_bytes"]) if row["residual_bytes"] else "",
-            row["loss"],
-        )
+        cells = {
+            "option": escape(row["name"]),
+            "step": format_seconds(row["step_s"]),
+            **{name: format_seconds(row[part]) for name, part in parts.items()},
+            "sent": format_bytes(row["sent_bytes_per_step"]),
+            "memory": format_bytes(row["residual_bytes"]) if row["residual_bytes"] else "",
+            "loss": row["loss"],
+            "by": row["collective"],
+        }
+        table.add_row(*(cells[name] for name in shown))
     return table
 
 
