@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
@@ -162,22 +164,120 @@ def test_averaging_a_sparse_gradient_leaves_the_memory_of_others_alone():
         assert average[:, 0].tolist() == [1.5, 0.0, 1.5, 0.0, 0.5, 1.0, 0.0, 0.0, 0.0]
 
 
+def lacked(rank, world_size, by_module):
+    """Only rank 0 has gradients of the tables, which are sparse."""
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(9, 4, sparse=True), "bag": nn.EmbeddingBag(5, 2, sparse=True), "out": nn.Linear(4, 3)}
+    )
+    averager = nb.Averager(model if by_module else model.named_parameters(), "topk:density=0.5+ef", min_numel=1)
+    loss = model["out"](torch.ones(4)).sum()
+    if rank == 0:
+        loss = loss + model["table"](torch.tensor([2, 5])).sum() + model["bag"](torch.tensor([[1, 1]])).sum()
+    loss.backward()
+    if not by_module:
+        return refusal(averager.average)
+    averager.average()
+    averages = [model[name].weight.grad for name in ("table", "bag")]
+    return [x.is_sparse for x in averages], [x.to_dense()[:, 0].tolist() for x in averages]
+
+
+def test_a_sparse_gradient_that_a_rank_lacks_counts_as_zeros():
+    averages = [[0, 0, 0.5, 0, 0, 0.5, 0, 0, 0], [0, 0.5, 0, 0, 0]]
+    assert run_ranks(lacked, 2, True) == [([True, True], averages)] * 2
+
+
+def test_without_its_module_a_sparse_gradient_that_a_rank_lacks_is_an_error():
+    for kind, text in run_ranks(lacked, 2, False):
+        assert kind == "DisagreementError"
+        assert "gradient of 'table.weight' (sparse" in text
+        assert "nothing on rank 1" in text
+
+
+def frozen_later(rank, world_size):
+    """Freeze a layer of a model and a table; thaw what was frozen when it was set up."""
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "table": nn.Embedding(9, 8, sparse=True), "last": nn.Linear(8, 8)})
+    averager = nb.Averager(model, "topk:density=0.5+ef", min_numel=1)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        model["last"](model["first"](torch.ones(8) + model["table"](torch.tensor(rank)))).sum().backward()
+        averager.average()
+        found.append({name for name, p in model.named_parameters() if p.grad is not None})
+        model["first"].requires_grad_(False)
+        model["table"].requires_grad_(False)
+    averager.remove()
+    averager = nb.Averager(model, "qsgd:bits=4", min_numel=1)
+    model["first"].bias.requires_grad_(True)
+    return found, refusal(averager.average)
+
+
+def test_parameters_frozen_later_get_no_gradient_and_those_thawed_are_an_error():
+    for (before, after), thawed in run_ranks(frozen_later, 2):
+        assert len(before) == 5
+        assert after == {"last.weight", "last.bias"}
+        assert thawed[0] == "UnsupportedError"
+        assert thawed[1].startswith("first.bias did not require a gradient")
+        assert "remove()" in thawed[1]
+
+
+def layers_that_exclude_each_other(rank, world_size):
+    said = []
+    for at_once in (True, False):
+        averager = nb.Averager(mlp(), "topk:density=0.1+ef", min_numel=100)
+        specs = {"0.weight": "powersgd:rank=2,iterations=2", "3.weight": "powersgd:rank=3"}
+        parts = [specs] if at_once else [{name: spec} for name, spec in specs.items()]
+        said += [refusal(lambda a=averager, s=part: a.set_layers(s)) for part in parts]
+        said.append(averager.state_dict()["layers"])
+    averager.set_layers({"3.weight": "powersgd:rank=3,iterations=2"})  # ranks may differ
+    return said
+
+
+def test_settings_that_exclude_each_other_are_refused_at_once_as_one_by_one():
+    for at_once, nothing, first, second, one in run_ranks(layers_that_exclude_each_other, 2):
+        assert at_once == second
+        assert at_once[0] == "ValueError"
+        assert "which these settings cannot share" in at_once[1]
+        assert (nothing, first, list(one)) == ({}, None, ["0.weight"])
+
+
+def shards_apart(rank, world_size):
+    """Averages over the ranks that hold different shards of one replica, and over those that hold the same."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("nodes", "shards"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh["shards"])
+    mixed = [refusal(lambda what=what: nb.Averager(what, "none")) for what in (model, dict(model.named_parameters()))]
+    model(torch.ones(1, 8)).sum().backward()
+    before = model.weight.grad.full_tensor()
+    nb.Averager(model, "none", process_group=mesh["nodes"].get_group()).average()
+    return mixed, torch.equal(before, model.weight.grad.full_tensor())
+
+
+def test_different_shards_are_never_averaged():
+    for mixed, same in run_ranks(shards_apart, 2):
+        assert same
+        for kind, text in mixed:
+            assert kind == "UnsupportedError"
+            assert "train the same replica" in text
+
+
 def refusals(rank, world_size):
     model = mlp()
     frozen = mlp().requires_grad_(False)
+    first, second = nn.Linear(4, 3), nn.Linear(5, 2, bias=False)
     return [
         refusal(lambda: nb.Averager(3, "qsgd:bits=4")),
         refusal(lambda: nb.Averager([torch.ones(3)], "qsgd:bits=4")),
         refusal(lambda: nb.Averager(frozen, "qsgd:bits=4")),
         refusal(lambda: nb.Averager(model, "qsgd:bits=4" if rank else "qsgd:bits=2")),
         refusal(lambda: nb.Averager(model, "qsgd:bits=4+aq-sgd")),
+        refusal(lambda: nb.Averager([*first.named_parameters(), *second.named_parameters()], "none")),
     ]
 
 
 def test_what_cannot_be_averaged_is_refused_with_what_to_do():
     for found in run_ranks(refusals, 2):
         kinds = [kind for kind, _ in found]
-        assert kinds == ["TypeError", "TypeError", "ValueError", "DisagreementError", "UnsupportedError"]
+        assert kinds == ["TypeError", "TypeError", "ValueError", "DisagreementError", "UnsupportedError", "ValueError"]
         assert "pass the model" in found[0][1]
         assert "no parameter requires a gradient" in found[2][1]
         assert "'qsgd:bits=2'" in found[3][1] or "qsgd:bits=2" in found[3][1]
+        assert "the same name: weight; " in found[5][1]

@@ -156,6 +156,56 @@ def test_gradients_add_up_without_sync_and_are_averaged_once():
             torch.testing.assert_close(summed, at_once, rtol=1e-5, atol=1e-7)
 
 
+class Tables(nn.Module):
+    """Two tables with sparse gradients, of which a rank may use none, a layer, and a factor that is an output, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.bag = nn.Embedding(9, 24, sparse=True), nn.EmbeddingBag(5, 24, sparse=True)
+        self.first, self.out, self.scale = nn.Linear(24, 24), nn.Linear(24, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, row):
+        x = self.first(torch.ones(1, 24))
+        if row is not None:
+            x = x + self.table(row) + self.bag(row[None])
+        return self.out(x), self.scale
+
+
+def tables(rank, world_size):
+    model = Tables()
+    handle = compress(model, "topk:density=0.5+ef")
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        outputs, scale = model(torch.tensor([2]) if rank == 0 else None)
+        (outputs.sum() * scale).backward()
+        found.append({name for name, p in model.named_parameters() if p.grad is not None})
+        found.append([model.table.weight.grad, model.bag.weight.grad])
+        model.first.requires_grad_(False)
+        model.bag.requires_grad_(False)
+    hooks = len(model.scale._backward_hooks or ())
+    handle.remove()
+    compress(model, "none")
+    model.first.weight.requires_grad_(True)
+    return found, hooks, refusal(lambda: model(None)[0].sum().backward())
+
+
+def test_tables_that_a_rank_does_not_use_and_parameters_that_are_frozen_or_thawed():
+    (mine, _, _), (its, _, _) = answers = run_ranks(tables, 2)
+    for (before, (table, bag), after, (later, none)), hooks, thawed in answers:
+        assert len(before) == 7
+        assert after == {"table.weight", "out.weight", "out.bias", "scale"}
+        assert all(x.is_sparse for x in (table, bag, later))
+        assert none is None
+        assert hooks == 0  # of an output that is a parameter they would pile up
+        assert thawed[0] == "UnsupportedError"
+        assert thawed[1].startswith("first.weight did not require a gradient")
+    for at in (0, 1):
+        assert torch.equal(mine[1][at].to_dense(), its[1][at].to_dense())
+        assert mine[1][at].to_dense().any(1).nonzero().tolist() == [[2]]
+
+
 def average_at_the_wrong_time(rank, world_size):
     model = mlp()
     handle = compress(model, "none")
@@ -402,6 +452,30 @@ def test_without_compression_it_is_what_fsdp2_does_between_nodes(ranks, options,
         assert torch.equal(ours, native)
         assert moved > 0.01
         assert steps == 12
+
+
+def all_inside_of_no_sync(rank, world_size):
+    """FSDP2 has reduced nothing; then a pass outside, and its average."""
+    mesh = mesh_of(world_size, 1)
+    model = shard(mlp(), mesh["shards"])
+    handle = compress(model, "none", process_group=mesh["nodes"].get_group())
+    said = []
+    for step in range(2):  # the second has gradients of the first
+        with handle.no_sync():
+            loss_of(model, step, rank).backward()
+        said.append(refusal(handle.average))
+        loss_of(model, step, rank).backward()
+    said.append(refusal(handle.average))
+    return said, handle.step
+
+
+def test_where_fsdp2_has_reduced_nothing_there_is_nothing_to_average():
+    for (*inside, outside), steps in run_ranks(all_inside_of_no_sync, 2):
+        assert outside is None
+        assert steps == 3
+        for kind, text in inside:
+            assert kind == "UnsupportedError"
+            assert "run the last backward pass of a step outside of no_sync" in text
 
 
 def two_passes(rank, world_size):

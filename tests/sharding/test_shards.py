@@ -85,6 +85,32 @@ def computed_with(model):
     return seen
 
 
+def with_messages_of_users(rank, world_size):
+    """A user's own message, which is waited for while the library's travel in the same group; and leaves as outputs."""
+
+    class Returns(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x), self[0].kept
+
+    model = Returns(nn.Linear(24, 16), nn.Linear(16, 8))
+    kept = model[0].kept = torch.ones(1, requires_grad=True)  # no parameter, so that FSDP2 leaves it as it is
+    handle = compress(shard(model, mesh_of(world_size)), **FINE)
+    message = torch.zeros(3)
+    work = dist.irecv(message, src=0) if rank else None
+    for _ in range(2):
+        model(torch.ones(1, 24))[0].sum().backward()
+    if work is None:
+        dist.send(torch.arange(3.0), dst=1)
+    else:
+        work.wait()
+    return message.tolist(), handle.stats().total.steps, len(kept._backward_hooks or ())
+
+
+def test_messages_of_users_and_leaves_as_outputs_are_left_alone():
+    hooks = 2  # of FSDP2 itself, one per pass
+    assert run_ranks(with_messages_of_users, 2) == [([0.0] * 3, 2, hooks), ([0.0, 1.0, 2.0], 2, hooks)]
+
+
 # ---- the same as FSDP2 where nothing is lost -------------------------------------------------------------------------
 
 OPTIONS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real
 from narrowband.averaging.handle import Handle
-from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.parameters import norms_of, sparse_of
+from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
+    from narrowband.averaging.agreement import Facts
     from narrowband.codecs import Codec
     from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
@@ -35,16 +38,18 @@ class Averager(Handle):
         tensors: a module, or (name, parameter) pairs, or a mapping of them, to be averaged. Only parameters that
             require gradients take part.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``; or a plan, or a policy.
-        process_group: the ranks to average over; by default all.
+        process_group: the ranks to average over; by default all. Of a sharded model (FSDP2), those that hold the same
+            shard of each replica.
         optimizer: the one that will step, to check that momentum is not applied twice.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
     Raises:
         TypeError: something without named parameters.
-        ValueError: a spec, a number or a collective that does not exist, nothing to average, momentum in both places,
-            or ranks that disagree.
-        UnsupportedError: no process group, or a combination that cannot work.
+        ValueError: a spec, a number or a collective that does not exist, nothing to average, two parameters of one
+            name, momentum in both places, or ranks that disagree.
+        UnsupportedError: no process group, one with ranks that hold parts of the same sharded parameters, or a
+            combination that cannot work.
 
     Example:
         >>> averager = nb.Averager(model, "qsgd:bits=4")
@@ -84,8 +89,10 @@ class Averager(Handle):
             grad_scaler=grad_scaler,
         )
         group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+        check_replica((p for _, p in pairs), group)
         settings = settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
         norms = norms_of(tensors) if isinstance(tensors, nn.Module) else []
+        self._sparse = sparse_of(tensors) if isinstance(tensors, nn.Module) else set()
         super().__init__(pairs, norms, settings, group, set_up="Averager", step="average")
 
     @torch.no_grad()
@@ -93,23 +100,35 @@ class Averager(Handle):
         """Replace every gradient by its mean over ranks, and wait for that. Call on all ranks, after backward.
 
         A parameter without a gradient counts as a gradient of zeros, and then has the average, too: no rank knows
-        whether another one has a gradient there.
+        whether another one has a gradient there. One that was frozen since has none afterwards, either.
 
         Raises:
-            DisagreementError: ranks that are about to do different things.
-            UnsupportedError: a sparse gradient where feedback needs one for every element.
+            DisagreementError: ranks that are about to do different things; or a sparse gradient that some ranks lack,
+                of a parameter that was given without its module, whose layers tell of such gradients.
+            UnsupportedError: a sparse gradient where feedback needs one for every element, or a parameter that requires
+                a gradient and did not when the averager was made.
             RuntimeError: the exchange broke off, or had done so at an earlier step. Gradients are then undefined.
         """
         self._check_between_steps("average")
         if self._engine.error is not None:
             raise RuntimeError(f"average: the exchange stopped at an earlier step: {self._engine.error}")
-        groups = list(groups_of(self.layers.parameters.by_tensor, alone=_has_sparse_gradient))
+        self.layers.parameters.check_frozen()
+        groups = list(groups_of(self.layers.parameters.by_tensor, alone=self._is_sparse))
         futures = []
         for at, parameters in enumerate(groups):
             names = [self.layers.parameters.by_tensor[p].name for p in parameters]
-            futures.append(self.feed(end_to_end(parameters), names, last=at == len(groups) - 1))
+            futures.append(self.feed(end_to_end(parameters, self._sparse), names, last=at == len(groups) - 1))
         for parameters, future in zip(groups, futures, strict=True):
             deliver(future.wait(), parameters)
+
+    def _step_facts(self) -> Facts:
+        """Messages of sparse and of dense gradients must not meet."""
+        sparse = "sparse, which Averager knows beforehand if it is given the module,"
+        by_tensor = self.layers.parameters.by_tensor
+        return {"gradient": {own.name: sparse for p, own in by_tensor.items() if self._is_sparse(p)}}
+
+    def _is_sparse(self, p: Tensor) -> bool:
+        return p in self._sparse or _has_sparse_gradient(p)
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:
@@ -117,7 +136,7 @@ def _named(tensors: object) -> list[tuple[str, Tensor]]:
 
     Raises:
         TypeError: there are none to be had.
-        ValueError: nothing requires a gradient.
+        ValueError: nothing requires a gradient, or two parameters that do have the same name.
     """
     if isinstance(tensors, nn.Module):
         pairs: list[object] = list(tensors.named_parameters())
@@ -137,8 +156,14 @@ def _named(tensors: object) -> list[tuple[str, Tensor]]:
                 "model.named_parameters()"
             )
         found.append((pair[0], pair[1]))
-    if not any(p.requires_grad for _, p in found):
+    times = Counter(name for name, p in found if p.requires_grad)
+    if not times:
         raise ValueError("nothing to average: no parameter requires a gradient")
+    if twice := sorted(name for name, count in times.items() if count > 1):
+        raise ValueError(
+            f"several parameters have the same name: {', '.join(twice)}; put the name of each model before it, as in "
+            "[('first.' + name, p) for name, p in first.named_parameters()]"
+        )
     return found
 
 
@@ -146,28 +171,52 @@ def _has_sparse_gradient(p: Tensor) -> bool:
     return p.grad is not None and p.grad.is_sparse
 
 
-def end_to_end(parameters: Sequence[Tensor]) -> Tensor:
-    """A copy of these parameters' gradients in one flat tensor; or the sparse one that there is."""
-    gradients = [_gradient(p) for p in parameters]
-    if gradients[0].is_sparse:
-        return gradients[0]
+def end_to_end(parameters: Sequence[Tensor], sparse: Collection[Tensor] = ()) -> Tensor:
+    """A copy of these parameters' gradients in one flat tensor; or the sparse one that there is.
+
+    Args:
+        parameters: whose gradients these are. Those that have none get zeros, unless they are frozen.
+        sparse: those whose gradients are always sparse; each of them comes alone.
+    """
+    alone = len(parameters) == 1
+    if alone and (parameters[0] in sparse or _has_sparse_gradient(parameters[0])):
+        return _gradient(parameters[0], sparse=True)
     parts = [local(p) for p in parameters]
     flat = empty_like(parts)
-    for gradient, part in zip(gradients, parts_of(flat, parts), strict=True):
-        part.copy_(real(local(gradient)))
+    for p, part in zip(parameters, parts_of(flat, parts), strict=True):
+        part.copy_(real(local(_gradient(p))))
     return flat
 
 
 def deliver(averages: Tensor, parameters: Sequence[Tensor]) -> None:
-    """What was :func:`end_to_end` becomes the gradients."""
+    """What was :func:`end_to_end` becomes the gradients. A frozen parameter that had none still has none."""
     if averages.is_sparse:
-        parameters[0].grad = averages
+        if not _lacks_for_good(parameters[0]):
+            parameters[0].grad = averages
         return
     for p, part in zip(parameters, parts_of(averages, [local(p) for p in parameters]), strict=True):
-        real(local(_gradient(p))).copy_(part)
+        if not _lacks_for_good(p):
+            real(local(_gradient(p))).copy_(part)
 
 
-def _gradient(p: Tensor) -> Tensor:
-    if p.grad is None:
-        p.grad = torch.zeros_like(p)
-    return p.grad
+def _lacks_for_good(p: Tensor) -> bool:
+    """Whether a parameter was frozen after set-up: optimizers leave alone what has no gradient."""
+    return p.grad is None and not p.requires_grad
+
+
+def _gradient(p: Tensor, *, sparse: bool = False) -> Tensor:
+    """The gradient in this layout; zeros where there is none."""
+    gradient = p.grad
+    if gradient is None:
+        gradient = _no_rows(p) if sparse else torch.zeros_like(p)
+    elif gradient.is_sparse != sparse:
+        gradient = gradient.to_sparse(1) if sparse else gradient.to_dense()
+    if gradient is not p.grad and not _lacks_for_good(p):
+        p.grad = gradient
+    return gradient
+
+
+def _no_rows(p: Tensor) -> Tensor:
+    """Zeros, as a sparse gradient of an embedding."""
+    none = torch.empty((1, 0), dtype=torch.int64, device=p.device)
+    return torch.sparse_coo_tensor(none, p.new_empty((0, *p.shape[1:])), p.shape)

@@ -201,7 +201,7 @@ class Averaging:
         """
         specs = [] if self._controller.policy is None else self._controller.policy.specs()
         specs += [] if self._controller.plan is None else list(self._controller.plan.specs().values())
-        return [self.compression, *(self.layers.beside("a layer", spec) for spec in dict.fromkeys(specs))]
+        return [self.compression, *self.layers.all_beside(("a layer", spec) for spec in dict.fromkeys(specs))]
 
     def _open_pairs(self) -> None:
         self.layers.open_pairs(self._peers)

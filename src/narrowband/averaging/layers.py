@@ -220,7 +220,7 @@ class Layers:
             ValueError: a name that is no layer, or a spec that this model cannot mix with its own.
         """
         self._check_names(specs)
-        chosen = {name: self.beside(name, spec) for name, spec in specs.items()}
+        chosen = dict(zip(specs, self.all_beside(specs.items()), strict=True))
         before = {name: self._state_of(self.spec_for(name)) for name in chosen}
         overrides = self._overrides | chosen
         self._overrides = {name: override for name, override in overrides.items() if override != self.default}
@@ -241,9 +241,23 @@ class Layers:
                 f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(shapes)}"
             )
 
-    def beside(self, name: str, spec: str | Codec | Compression | Method) -> Compression:
-        """What a layer can have beside the default: see :func:`~narrowband.averaging.mixing.spec_beside`."""
-        return spec_beside(self.default, name, spec, collective=self._collective, states=self.states)
+    def all_beside(self, specs: Iterable[tuple[str, str | Codec | Compression | Method]]) -> list[Compression]:
+        """What layers can have beside the default, what others have, and each other."""
+        return self._all_beside(specs, self.states)[0]
+
+    def _all_beside(
+        self, specs: Iterable[tuple[str, str | Codec | Compression | Method]], states: Mapping[str, State]
+    ) -> tuple[list[Compression], dict[str, State]]:
+        """What layers can have, see :func:`~narrowband.averaging.mixing.spec_beside`, where these states are there; and
+        the states that then are there.
+        """
+        chosen, there = [], dict(states)
+        for name, spec in specs:
+            one = spec_beside(self.default, name, spec, collective=self._collective, states=there)
+            if one.feedback is not None and type(one.feedback) is not type(self.state):
+                there.setdefault(one.feedback.name, one.feedback)
+            chosen.append(one)
+        return chosen, there
 
     def _prepare(self) -> None:
         """Choose the layers' collectives, make room for feedback, and log notes about both."""
@@ -336,11 +350,7 @@ class Layers:
                 "has no feedback that could send it. Use a spec with a feedback, or clear state['feedback'] to drop it"
             )
         self._check_names(specs)
-        states = {} if self.state is None else {"": self.state}
-        for name, spec in specs.items():
-            chosen = spec_beside(self.default, name, spec, collective=self._collective, states=states)
-            if chosen.feedback is not None and type(chosen.feedback) is not type(self.state):
-                states[chosen.feedback.name] = chosen.feedback
+        _, states = self._all_beside(specs.items(), {} if self.state is None else {"": self.state})
         for name, values in saved.items():
             if name in states:
                 states[name].check_state(values)

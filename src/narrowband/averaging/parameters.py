@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from narrowband.averaging.flat import local
+from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-__all__ = ["COMPRESSIBLE", "Parameter", "Parameters", "Vector", "norms_of"]
+__all__ = ["COMPRESSIBLE", "Parameter", "Parameters", "Vector", "norms_of", "sparse_of"]
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class Parameters:
         fuse_small: bool,
         early_nbytes: int,
     ) -> None:
+        named = list(named)
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         trained = [(index, name, p) for index, (name, p) in enumerate(named) if p.requires_grad]
         shapes = {p: local(p).shape for _, _, p in trained}
         ids = {id(p) for p in norms}
@@ -136,6 +139,18 @@ class Parameters:
     def device(self) -> torch.device:
         """Where they are."""
         return next((p.device for p in self.by_tensor), torch.device("cpu"))
+
+    def check_frozen(self) -> None:
+        """What did not require a gradient at set-up still does not: nobody would average it.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        if thawed := [name for name, p in self._frozen if p.requires_grad]:
+            raise UnsupportedError(
+                f"{', '.join(thawed)} did not require a gradient when compression was set up, and does now, so that no "
+                "rank would have its average; call remove() on all ranks, and set compression up again"
+            )
 
     def warnings(self) -> list[str]:
         """What users should know about them."""
@@ -192,3 +207,13 @@ def _vectors(
 def norms_of(model: nn.Module) -> list[Tensor]:
     """The parameters of a model's normalization layers."""
     return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
+
+
+def sparse_of(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients are always sparse: of embeddings that say so, and of nothing else."""
+    sparse: set[Tensor] = set()
+    others: set[Tensor] = set()
+    for module in model.modules():
+        says_so = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+        (sparse if says_so else others).update(module.parameters(recurse=False))
+    return sparse - others

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 __all__ = ["begin_with_the_first", "check_replica"]
 
@@ -27,8 +28,12 @@ __all__ = ["begin_with_the_first", "check_replica"]
 _PIECE_NBYTES = 1 << 20
 
 
-def check_replica(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """A process group has no two ranks of one replica.
+
+    Args:
+        model: it, or its parameters.
+        group: the ranks that average.
 
     Raises:
         UnsupportedError: it has.
@@ -39,7 +44,7 @@ def check_replica(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     together: set[int] = set()
     if isinstance(model, DistributedDataParallel):
         together |= set(dist.get_process_group_ranks(model.process_group))
-    for p in model.parameters():
+    for p in model.parameters() if isinstance(model, nn.Module) else model:
         if hasattr(p, "device_mesh"):
             together |= set(p.device_mesh.mesh.flatten().tolist())
     if both := sorted(others & together):

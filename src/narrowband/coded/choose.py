@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
+from narrowband.collectives import new_group
 from narrowband.errors import UnsupportedError
 from narrowband.transport import Broadcast, Transport, connect
 
@@ -193,7 +194,7 @@ def choose_redundancy(
         raise ValueError(f"steps={steps} must be at least 1")
     users = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
     ranks = dist.get_process_group_ranks(users)
-    own = dist.new_group(ranks, backend=dist.get_backend(users), use_local_synchronization=True)
+    own = new_group(ranks, users, None)
     transports = [connect(transport, own) if isinstance(transport, str) else transport]
     if transport == "auto" and transports[0].multicast:
         transports.append(Broadcast(own))

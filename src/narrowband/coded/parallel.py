@@ -34,6 +34,7 @@ from narrowband.coded.blocks import Run
 from narrowband.coded.checks import NORMS, check_agreement, check_failures, check_model, no_batch_norm
 from narrowband.coded.fixed_point import DTYPES
 from narrowband.coded.stats import CodedStepStats
+from narrowband.collectives import new_group
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.stats import Stats
@@ -149,7 +150,7 @@ class CodedDataParallel(nn.Module):
 
         # A group of our own: nothing of the user's may slip between our messages.
         timeout = _timeout_of(users, device)
-        own = dist.new_group(ranks, backend=dist.get_backend(users), timeout=timeout, use_local_synchronization=True)
+        own = new_group(ranks, cast("dist.ProcessGroup", users), timeout)
         self._rank = dist.get_rank(own)
         limits: dict[str, Any] = {}
         if max_failures:

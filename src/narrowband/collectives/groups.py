@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Loan", "borrow", "can_send_from", "group_of"]
+__all__ = ["Loan", "borrow", "can_send_from", "group_of", "new_group"]
 
 
 @dataclass(eq=False)
@@ -68,8 +68,7 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
         return Loan(shelf.free.pop(number), number, shelf)
     number = max(following for _, following in of_all)
     shelf.next_number = number + 1
-    group = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
-    return Loan(group, number, shelf)
+    return Loan(new_group(ranks, like, timeout), number, shelf)
 
 
 #: Groups that were made of some ranks, by these and the backend.
@@ -77,15 +76,49 @@ _made: dict[tuple[object, ...], dist.ProcessGroup] = {}
 
 
 def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of these ranks, with the backend and time-out of another. Call on all of its ranks.
+    """A group of some ranks of another one, with its backend and time-out. Call on all ranks of the other one, each of
+    which names those that it will be together with.
 
     It is made once in a process: ranks borrow theirs from it.
     """
-    backend, timeout = dist.get_backend(like), _timeout_of(like, device)
-    key = (*ranks, backend, timeout)
-    if key not in _made or not _alive(_made[key]):
-        _made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+    timeout = _timeout_of(like, device)
+    key = (*ranks, dist.get_backend(like), timeout)
+    known = key in _made and _alive(_made[key])
+    _even_out(like, needed=not known)
+    if not known:
+        _made[key] = _new_group(ranks, like, timeout)
     return _made[key]
+
+
+def new_group(ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A new group of some ranks of another one, with its backend. Call on all ranks of the other one, each of which
+    names those that it will be together with.
+    """
+    _even_out(like)
+    return _new_group(ranks, like, timeout)
+
+
+def _new_group(ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    backend = dist.get_backend(like)
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+    )
+    return made
+
+
+def _even_out(like: dist.ProcessGroup, *, needed: bool = True) -> None:
+    """Let all ranks of a group hold as many groups, where any of them is about to make one.
+
+    PyTorch names a group by its ranks and by how many groups a process holds already. Ranks that hold different numbers
+    of them, such as after ``new_group([0])``, would look for each other under different names until time is up. So
+    those with fewer make groups of themselves alone.
+    """
+    held = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no other way to know
+    of_all: list[Any] = [None] * dist.get_world_size(like)
+    dist.all_gather_object(of_all, (held, needed), group=like)
+    if any(wanted for _, wanted in of_all):
+        for _ in range(max(count for count, _ in of_all) - held):
+            _new_group([dist.get_rank()], like, None)
 
 
 def can_send_from(group: dist.ProcessGroup | None, device: torch.device) -> bool:

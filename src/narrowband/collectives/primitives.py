@@ -29,6 +29,9 @@ __all__ = [
     "spans_of",
 ]
 
+#: Of messages from rank to rank: they may travel in a group in which users send messages, too, by default with tag 0.
+_TAG = 0x6E62
+
 #: Named all_gather_into_tensor before PyTorch 2.13.
 all_gather_single: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,8 +98,8 @@ class _Rotation:
         try:
             for step in range(1, peers.size):
                 target, source = (peers.rank + step) % peers.size, (peers.rank - step) % peers.size
-                receiving = dist.irecv(into[source], group=peers.group, group_src=source)
-                sending = dist.isend(parts[target], group=peers.group, group_dst=target)
+                receiving = dist.irecv(into[source], group=peers.group, tag=_TAG, group_src=source)
+                sending = dist.isend(parts[target], group=peers.group, tag=_TAG, group_dst=target)
                 for work in (receiving, sending):
                     if work is not None:
                         work.wait()

@@ -8,7 +8,8 @@ rank knows whether another one has a gradient there. Then the averages are waite
 
 Where a step has several backward passes, all but the last one are inside of :meth:`ModuleCompression.no_sync`; or all
 of them are, and :meth:`ModuleCompression.average` follows. A pipeline's stage does the latter, since zero bubble
-schedules set ``grad`` themselves, and no hook hears of it.
+schedules set ``grad`` themselves, and no hook hears of it. Of a sharded model the last pass is outside, or somebody
+lets FSDP2 reduce what has added up, as a stage does: there is nothing to average before.
 
 The end of backward is that of the outermost one, which the model's outputs tell of. A checkpoint with
 ``use_reentrant=True`` runs backward inside of backward. A parameter that it uses may get its gradient in several parts;
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from narrowband.averaging.averager import deliver, end_to_end
 from narrowband.averaging.flat import groups_of
-from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.parameters import norms_of, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.several import averaging_of, forget, remember
 from narrowband.compiler import refuse_compiled_autograd, unseen
@@ -73,8 +74,9 @@ class ModuleCompression(GradientCompression):
         )
         begin_with_the_first(module, self.process_group)
         by_tensor = self.layers.parameters.by_tensor
-        sparse = {id(p) for each in module.modules() if getattr(each, "sparse", False) for p in each.parameters(False)}
-        self._groups = list(groups_of(by_tensor, alone=lambda p: id(p) in sparse))
+        self._sparse = sparse_of(module)
+        alone = {p for each in module.modules() if getattr(each, "sparse", False) for p in each.parameters(False)}
+        self._groups = list(groups_of(by_tensor, alone=alone.__contains__))
         self._group_of = {p: at for at, group in enumerate(self._groups) for p in group}
         self._buckets = [
             names for group in self._groups if (names := [by_tensor[p].name for p in group if by_tensor[p].compressed])
@@ -82,6 +84,8 @@ class ModuleCompression(GradientCompression):
         self._module = weakref.ref(module)
         self._syncing = True
         self._torn = False  # whether a step was left in its middle
+        self._sharded = any(hasattr(p, "device_mesh") for p in by_tensor)
+        self._unreduced = False  # whether FSDP2 keeps whole gradients of passes in no_sync
         self._reset()
         own = weakref.ref(self)
         register: Any = Tensor.register_post_accumulate_grad_hook
@@ -100,7 +104,10 @@ class ModuleCompression(GradientCompression):
 
     def begin(self) -> None:
         """A backward pass that will reach the model's parameters; to be called in it, before it does."""
-        if self._removed or not self._syncing:
+        if self._removed:
+            return
+        if not self._syncing:
+            self._unreduced = self._sharded
             return
         refuse_compiled_autograd()
         running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
@@ -114,6 +121,7 @@ class ModuleCompression(GradientCompression):
                 "a backward pass broke off while gradients were on their way, so ranks may have averaged different "
                 "things; go on from a checkpoint on all ranks"
             )
+        self.layers.parameters.check_frozen()
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
@@ -122,6 +130,8 @@ class ModuleCompression(GradientCompression):
 
     def arrived(self, p: Tensor) -> None:
         """A parameter has its gradient."""
+        if self._unreduced and hasattr(p, "device_mesh"):
+            self._unreduced = False
         if self._removed or not self._syncing:
             return
         if self._backward is None:  # the model's outputs did not tell
@@ -142,7 +152,7 @@ class ModuleCompression(GradientCompression):
         at = len(self._futures)
         group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
         with torch.no_grad():
-            buffer = end_to_end(group)
+            buffer = end_to_end(group, self._sparse)
         names = [by_tensor[p].name for p in group]
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
 
@@ -163,7 +173,9 @@ class ModuleCompression(GradientCompression):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See :meth:`GradientCompression.no_sync`. Inside, FSDP2 does not reduce gradients, either."""
+        """See :meth:`GradientCompression.no_sync`. Inside, FSDP2 does not reduce gradients, either: it does so in a
+        pass outside, which a step of a sharded model has to end with.
+        """
         module = self._module()
         before, self._syncing = self._syncing, False
         shards = [] if module is None else [x for x in module.modules() if hasattr(x, "set_requires_gradient_sync")]
@@ -182,8 +194,13 @@ class ModuleCompression(GradientCompression):
         For steps whose last backward pass is not known to be the last. A parameter without a gradient counts as zeros.
         Within :meth:`no_sync` nothing happens: then more passes are to come.
 
+        Not for models of which FSDP2 has reduced no gradients yet: let their last pass be outside of :meth:`no_sync`,
+        which averages what all have added up, and needs no call of this.
+
         Raises:
             RuntimeError: called inside backward, or after :meth:`remove`; or the exchange stopped earlier.
+            UnsupportedError: FSDP2 keeps gradients that it has not reduced; or a parameter requires a gradient and did
+                not at set-up.
 
         Example:
             >>> with handle.no_sync():  # doctest: +SKIP
@@ -194,9 +211,16 @@ class ModuleCompression(GradientCompression):
         self._check_between_steps("average")
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - as torch.autograd.graph does
             raise RuntimeError("average was called inside backward; call it when backward has returned")
-        if self._syncing:
-            self._any = True
-            self._end()
+        if not self._syncing:
+            return
+        if self._unreduced:
+            raise UnsupportedError(
+                "average: FSDP2 reduces no gradients inside of no_sync, so this model's parameters have none of those "
+                "that have added up; run the last backward pass of a step outside of no_sync, and leave average out"
+            )
+        self.layers.parameters.check_frozen()
+        self._any = True
+        self._end()
 
     def remove(self) -> None:
         """Take compression off: every rank goes on alone. Call on all ranks, between steps.
@@ -234,7 +258,7 @@ def _output(handle: weakref.ref[ModuleCompression]) -> Any:
     def called(_: nn.Module, __: Any, outputs: Any) -> None:
         if torch.is_grad_enabled() and handle() is not None:
             for x in torch.utils._pytree.tree_leaves(outputs):
-                if isinstance(x, Tensor) and x.requires_grad:
+                if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
                     cast("Any", x).register_hook(hidden)
 
     hidden = unseen(began)

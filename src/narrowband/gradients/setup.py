@@ -53,8 +53,8 @@ def compress_gradients(
         model: a model in DistributedDataParallel, whose averages then are compressed; or one whose gradients nobody
             averages: a plain module, or one that the ranks of a node shard by ``fully_shard`` (FSDP2), with
             ``process_group`` for the ranks that hold the same shard on every node. Nothing else of the training loop
-            changes. Without DistributedDataParallel all ranks begin with the parameters of the first, buffers stay each
-            rank's own, and a parameter that got no gradient counts as a gradient of zeros.
+            changes. Without DistributedDataParallel all ranks begin with the parameters and buffers of the first, later
+            changes of buffers stay each rank's own, and a parameter that got no gradient counts as a gradient of zeros.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
             has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.

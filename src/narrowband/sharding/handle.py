@@ -235,7 +235,7 @@ class ShardCompression:
         self._forward = False
         if not in_backward():
             for x in torch.utils._pytree.tree_leaves(outputs):
-                if isinstance(x, Tensor) and x.requires_grad:
+                if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
                     cast("Any", x).register_hook(_BACKWARD_BEGINS)
 
     @torch.no_grad()

@@ -1,0 +1,42 @@
+"""Process groups of the library's own, where ranks have made different numbers of groups before."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from narrowband.collectives import borrow, group_of, new_group
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def total(group):
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    return int(x)
+
+
+def after_others(rank, world_size):
+    """Sums in groups that are made after groups of some of the ranks."""
+    everyone = dist.group.WORLD
+    dist.new_group([0])  # on all ranks, and only the first is in it
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+    found = []
+    if rank < 2:  # and one of the library's own
+        found.append(total(borrow(first, CPU).group))
+    found.append(total(borrow(everyone, CPU).group))
+    if rank:
+        found.append(total(new_group([1, 2], second, None)))
+    # Among some, each rank names its own; one that has its group already helps the others.
+    found.append(total(group_of([0, 1] if rank < 2 else [2], everyone, CPU)))
+    found.append(total(group_of([0, 1] if rank < 2 else [2], everyone, CPU)))
+    found.append(total(new_group([0, 1, 2], everyone, None)))
+    return found
+
+
+def test_ranks_that_hold_different_numbers_of_groups_make_one_together():
+    one, two, three = run_ranks(after_others, 3)
+    assert one == [2, 3, 2, 2, 3]
+    assert two == [2, 3, 2, 2, 2, 3]
+    assert three == [3, 2, 1, 1, 3]
