@@ -21,7 +21,7 @@ from narrowband.averaging import replicas
 from narrowband.updates import elastic
 from narrowband.updates import rounds as rounds_of
 from narrowband.updates.rendezvous import serve
-from tests.gradients.training import flat, heard, mlp, refusal, sgd, train
+from tests.gradients.training import flat, heard, loss_of, mlp, refusal, sgd, train
 from tests.ranks import RankError, run_ranks
 
 SPECS = ["none", "topk:density=0.1+ef", "qsgd:bits=2+ef", "powersgd:rank=2,min_ratio=1"]
@@ -630,14 +630,102 @@ def resumed(rank, world_size, address, at):
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     handle.load_state_dict(saved[2])
+    begun = handle.rounds
     train(model, rank, range(at, 8), optimizer)
     handle.remove()
-    return torch.equal(flat(whole), flat(model))
+    return torch.equal(flat(whole), flat(model)), begun, handle.rounds
 
 
 @pytest.mark.parametrize("at", [4, 5])
 def test_a_run_that_was_stopped_goes_on_to_the_bit(store, at):
-    assert run_ranks(resumed, 2, store, at, group=False) == [True, True]
+    """And counts its rounds on: the beginning, and one after every second step."""
+    assert run_ranks(resumed, 2, store, at, group=False) == [(True, 3, 5)] * 2
+
+
+def resumed_and_joined(rank, world_size, address):
+    """Peer 0 goes on from a checkpoint; peer 1 comes later, without one."""
+    side = nb.Rendezvous(address).connect()
+    options = {"spec": "none", "every": 1, "begin_with": 1}
+    if rank == 0:
+        model, optimizer, handle = join(address, rank, **options, run="begun")
+        train(model, rank, range(10), optimizer)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+        wrong = copy.deepcopy(saved[2])
+        wrong["updates"]["rounds"] = -1
+        handle.remove()
+        model, optimizer, handle = join(address, rank, **options, run="resumed")
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        refused = refusal(lambda: handle.load_state_dict(wrong))
+        assert refused == ("ValueError", "the state was saved after -1 rounds, which cannot be")
+        handle.load_state_dict(saved[2])
+    else:
+        side.wait(["going"])
+        model, optimizer, handle = join(address, rank, **options, run="resumed")
+    seen = train_until_the_newcomer_has_seen_enough(model, 2 * rank, optimizer, handle, side)
+    handle.remove()
+    return seen
+
+
+def test_who_comes_to_a_run_that_goes_on_counts_its_rounds_as_the_others(store):
+    first, second = run_ranks(resumed_and_joined, 2, store, group=False)
+    assert min(first) == 12  # the beginning, ten rounds, and the first of those that follow
+    assert len(first.keys() & second.keys()) >= 3
+    assert all(torch.equal(first[rounds], second[rounds]) for rounds in first.keys() & second.keys())
+
+
+def nothing_left(rank, world_size, address):
+    """Parameters after the last round with an outer momentum, and after one in which nobody has done anything."""
+    model, optimizer, handle = join(address, rank, "none", outer=nesterov, begin_with=world_size)
+    train(model, rank, range(4), optimizer)
+    after = flat(model)
+    handle.average()
+    unmoved = torch.equal(flat(model), after)
+    train(model, rank, range(4, 6), optimizer)
+    handle.remove()
+    return unmoved, torch.equal(flat(model), after), handle.rounds
+
+
+def test_where_no_peer_has_taken_a_step_parameters_stay(store):
+    assert run_ranks(nothing_left, 2, store, group=False) == [(True, False, 5)] * 2
+
+
+def scaled(rank, world_size, address):
+    """The first try to begin breaks off."""
+    share, tries = elastic.ElasticUpdateCompression._share, []
+
+    def shared(self, view):
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("the wire broke")
+        share(self, view)
+
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer = sgd(model)
+    peers = nb.Rendezvous(address, least=1, begin_with=1, grace_s=LONG_S, exchange_s=4.0)
+    elastic.ElasticUpdateCompression._share = shared
+    try:
+        handle = nb.compress_updates(model, optimizer, "none", every=4, peers=peers, grad_scaler=scaler)
+    finally:
+        elastic.ElasticUpdateCompression._share = share
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank)).backward()
+        if step == 1:
+            model[0].weight.grad.fill_(math.inf)  # a step that is skipped
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((handle.rounds, handle.steps))
+    handle.remove()
+    return len(tries), seen, "update" in vars(scaler)
+
+
+def test_a_step_that_a_scaler_skips_counts_once_however_often_the_beginning_broke_off(store):
+    ((tries, seen, watched),) = run_ranks(scaled, 1, store, group=False)
+    assert tries == 2
+    assert seen == [(1, 1), (1, 2), (1, 3), (2, 0)]
+    assert not watched
 
 
 def refused(rank, world_size, address):

@@ -311,7 +311,13 @@ def resumed(rank, world_size, stop, overlap, outer):
 
 @pytest.mark.parametrize(
     ("stop", "overlap", "outer"),
-    [(8, 0, "nesterov"), (10, 2, "auto"), *thorough((6, 0, "auto"), (11, 2, "nesterov")), (12, 3, 1.0)],
+    [
+        (8, 0, "nesterov"),
+        (9, 0, "nesterov"),
+        (10, 2, "auto"),
+        *thorough((6, 0, "auto"), (11, 2, "nesterov")),
+        (12, 3, 1.0),
+    ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_bit(stop, overlap, outer):
     assert run_ranks(resumed, 2, stop, overlap, outer) == [(True, bool(overlap) and stop % 3 < overlap, 5)] * 2
@@ -417,3 +423,19 @@ def test_copied_anchors_come_to_the_same(waiting):
         results.append(own)
     for name, x in results[0].items():
         assert torch.equal(x, results[1][name])
+
+
+def test_an_outer_optimizer_keeps_no_copy_of_anchors_that_lie_elsewhere():
+    own = {"w": torch.randn(6, 4), "z": torch.randn(5, dtype=torch.complex64)}
+    parameters = {name: nn.Parameter(x.detach()) for name, x in own.items()}
+    outer = OuterStep(torch.optim.SGD(parameters.values(), lr=0.7, momentum=0.9), parameters)
+    fragment = Fragment(own, [], length=1.0, offload=True)
+    fragment.keep(own, parameters=True)
+    for take in (fragment.take_a_copy, fragment.take):
+        assert take(own)
+        if take == fragment.take:
+            fragment.go_along(own, outer)
+        else:
+            fragment.mix(own, outer, along=True, alpha=0.5)
+        assert all(parameters[name].data_ptr() == x.data_ptr() for name, x in own.items())
+        assert all(p.grad is None for p in parameters.values())

@@ -342,11 +342,164 @@ def test_an_update_that_is_not_finite_is_left_out_and_the_replica_goes_on(broken
     for rank, (history, left_out, skipped, said) in enumerate(answers):
         assert left_out == (rank in broken)
         assert skipped == 0
-        assert [("is not finite" in line) for line in said] == [True] * (rank in broken)
+        assert [("is not finite in 0.weight, 0.bias, " in line) for line in said] == [True] * (rank in broken)
         assert all(torch.isfinite(history[step]).all() for step in (1, 3, 4, 5))
         for step in (1, 3, 5):
             assert torch.equal(history[step], answers[0][0][step])
         assert not torch.equal(history[5], history[3])
+
+
+class Masked(nn.Module):
+    """A causal mask, and the least and largest value that were seen, which are none at first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm, self.last = nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 8)
+        self.register_buffer("mask", torch.triu(torch.full((4, 4), -torch.inf), 1))
+        self.register_buffer("seen", torch.tensor([torch.inf, -torch.inf]))
+
+    def forward(self, x):
+        self.seen = torch.stack([torch.minimum(self.seen[0], x.min()), torch.maximum(self.seen[1], x.max())])
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def masked(rank, world_size, overlap):
+    model = Masked()
+    if rank and overlap is None:
+        model.seen.fill_(1.0)
+        return refusal(lambda: begin("none", model))
+    if overlap is None:
+        return refusal(lambda: begin("none", model))
+    model, optimizer, handle = begin("topk:density=0.1+ef", model, every=2, overlap=overlap)
+    train(model, rank, range(4), optimizer)
+    handle.average()
+    return flat(model), model.norm.running_mean, model.mask, model.seen, handle.skipped_updates
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_buffers_that_are_not_finite_at_set_up_are_left_alone(overlap):
+    (mine, mean, mask, seen, skipped), (its, other_mean, other_mask, others, _) = run_ranks(masked, 2, overlap)
+    assert skipped == 0
+    assert torch.equal(mine, its)
+    assert torch.equal(mean, other_mean)
+    assert (mine - flat(Masked())).abs().max() > 1e-3
+    assert torch.equal(mask, Masked().mask)
+    assert torch.equal(other_mask, mask)
+    assert seen.isfinite().all()
+    assert not torch.equal(seen, others)
+
+
+def test_replicas_leave_the_same_buffers_alone():
+    for kind, text in run_ranks(masked, 2, None):
+        assert kind == "DisagreementError"
+        assert "buffers that are not finite (mask, seen on rank 0; mask on rank 1)" in text
+
+
+def in_one_vector(rank, world_size, small):
+    """Batch norm's statistics before a round, and after it."""
+    model = Masked()
+    model, optimizer, handle = begin(
+        "topk:density=0.05+ef", model, lambda m: sgd(m, lr=0.0), every=2, small=small, residuals="in-place"
+    )
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        before = model.norm.running_var.clone(), model.norm.running_mean.clone()
+        optimizer.step()
+    return before, (model.norm.running_var, model.norm.running_mean), handle.layers.parameters.vectors
+
+
+@pytest.mark.parametrize("small", ["fused", "topk:density=0.5"])
+def test_buffers_are_never_compressed(small):
+    results = run_ranks(in_one_vector, 2, small)
+    for at in range(2):
+        mean = sum(before[at] for before, *_ in results) / 2
+        assert not torch.equal(results[0][0][at], results[1][0][at])
+        for _, after, vectors in results:
+            torch.testing.assert_close(after[at], mean, rtol=1e-5, atol=1e-6)
+            assert {vector.compressed: n for vector, n in vectors.items()} == {True: 24 + 48 + 8, False: 48}
+
+
+def nothing_left(rank, world_size, options):
+    """Parameters after the last round, and after rounds in which nobody has done anything."""
+    model, optimizer, handle = begin("topk:density=0.1+ef", outer=nesterov, every=4, **options)
+    handle.average()
+    began, rounds = torch.equal(flat(model), flat(mlp())), handle.step
+    train(model, rank, range(6), optimizer)
+    handle.average()
+    after, step = flat(model), handle.step
+    handle.average()
+    unmoved = torch.equal(flat(model), after)
+    train(model, rank, range(6, 7), optimizer)
+    handle.average()
+    return began, rounds, unmoved, handle.step - step, flat(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"fragments": 2, "overlap": 1}])
+def test_where_no_step_was_taken_there_is_no_round(options):
+    """The outer momentum would move the parameters, and residuals would be sent."""
+    (*mine, parameters), (*its, others) = run_ranks(nothing_left, 2, options)
+    assert mine == its == [True, 0, True, 1]
+    assert torch.equal(parameters, others)
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(24, 8)
+        self.register_buffer("cache", torch.ones(50), persistent=False)
+
+    def forward(self, x):
+        return self.last(x)
+
+
+def resized(rank, world_size, sizes, overlap):
+    found = []
+    for size in sizes:
+        model, optimizer, _ = begin(
+            "topk:density=0.05+ef", Caching(), lambda m: sgd(m, lr=0.0), every=2, overlap=overlap
+        )
+        before = flat(model)
+        train(model, rank, [0], optimizer)
+        model.cache = torch.ones(size)
+        error = refusal(lambda m=model, o=optimizer: train(m, rank, [1], o))
+        found.append((error, torch.equal(flat(model), before)))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_buffer_of_another_size_is_an_error_before_anything_is_touched(overlap):
+    (found,) = run_ranks(resized, 1, (10, 80), overlap)
+    for size, ((kind, text), kept) in zip((10, 80), found, strict=True):
+        assert kept
+        assert kind == "ValueError"
+        assert f"cache is of shape ({size},) and torch.float32 now, and was of shape (50,)" in text
+        assert "buffers='keep'" in text
+
+
+def thawed(rank, world_size):
+    model = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer, handle = begin("none", model, every=2)
+    train(model, rank, range(2), optimizer)
+    model[0].requires_grad_(True)
+    errors = [refusal(lambda: train(model, rank, range(2, 4), optimizer)), refusal(handle.average)]
+    handle.remove()
+    handle = nb.compress_updates(model, optimizer, "none", every=2, min_numel=64)
+    train(model, rank, range(4, 6), optimizer)
+    return errors, flat(model)
+
+
+def test_a_parameter_that_is_trained_later_is_an_error():
+    (errors, mine), (others, its) = run_ranks(thawed, 2)
+    assert errors[0][1].startswith("step: ") or errors[0][1].startswith("average: ")
+    for kind, text in (*errors, *others):
+        assert kind == "UnsupportedError"
+        assert "nothing averages 0.weight, 0.bias, which" in text
+        assert "remove() on all ranks, and compress_updates again" in text
+    assert torch.equal(mine, its)
 
 
 def a_mean_that_is_not_finite(rank, world_size):
@@ -390,6 +543,7 @@ def scaled(rank, world_size, fused):
             equal.append(flat(model))
     handle.remove()
     scaler.update(1.0)  # no longer watched
+    assert "update" not in vars(scaler)
     return rounds, equal, handle.skipped_updates, scaler.get_scale()
 
 
@@ -737,13 +891,14 @@ def test_a_replica_that_goes_away_is_an_error_and_parameters_are_those_of_the_la
 
 
 def removed(rank, world_size):
-    model, optimizer, handle = begin("qsgd:bits=4+ef", every=2)
+    model, optimizer, handle = begin("qsgd:bits=4+ef", every=2, outer=1.5)
     train(model, rank, range(2), optimizer)
     twice = refusal(lambda: nb.compress_updates(model, optimizer, "none"))
     handle.remove()
     before = flat(model)
     train(model, rank, range(2, 6), optimizer)
     error = refusal(handle.average)
+    assert handle.length == 1.5
     again = nb.compress_updates(model, optimizer, "none", min_numel=64)
     train(model, rank, range(6, 8), optimizer)
     return before, flat(model), handle.step, again.step, error, twice

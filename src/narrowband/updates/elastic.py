@@ -41,7 +41,7 @@ from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
-from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
+from narrowband.updates.rounds import Rounds, UpdateCompression, floating_buffers, said_of
 from narrowband.updates.stepping import facts_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ class ElasticUpdateCompression(UpdateCompression):
     """The handle of :func:`compress_updates` with ``peers=``.
 
     Attributes:
-        rounds: how many rounds have been applied by the run, as far as this peer knows.
         peers: names of those that took part in the last one.
     """
 
@@ -110,7 +109,8 @@ class ElasticUpdateCompression(UpdateCompression):
         self._linked = self._warned = False
         self._longest_s: float | None = None  # of exchanges over these connections
         self._counted, self._has_counted = 0.0, False
-        self.rounds = -1
+        self._round = -1  # as peers count that meet
+        self._rounds_before = 0  # of the run that a loaded state is of
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
         self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
@@ -124,13 +124,21 @@ class ElasticUpdateCompression(UpdateCompression):
                 self._hooks.append(optimizers[0].register_step_pre_hook(lambda *_: self._check_counted()))
             self._share(view)
 
-        self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
+        moves = self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
         tensors = self._tensors()
-        self._apply(self._fragments, tensors)
+        if moves:
+            self._apply(self._fragments, tensors)
         self._whole.keep(tensors, parameters=False)
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds have been applied by the run, as far as this peer knows; with those of the run before, where
+        this one began from its checkpoints.
+        """
+        return self._round + self._rounds_before
 
     def count(self, number: float) -> None:
         """Add to what this peer's next update counts by, in the unit of ``weigh=``. Call it for every optimizer step,
@@ -172,6 +180,8 @@ class ElasticUpdateCompression(UpdateCompression):
     def average(self) -> None:
         """A round now, among the peers that are there; it comes by itself after every ``every``-th step.
 
+        Where none of them has taken a step since it was last in a round, parameters stay what they are.
+
         Raises:
             RendezvousError: the store does not answer, or no round was held for ``patience_s``. Parameters are then
                 those of the last round, and this handle cannot be used any more.
@@ -185,8 +195,10 @@ class ElasticUpdateCompression(UpdateCompression):
         self._steps, self._counted = 0, 0.0
         before = self._snapshot()
         try:
-            self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
-            self._apply(self._fragments, tensors)
+            if self._hold(
+                weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings
+            ):
+                self._apply(self._fragments, tensors)
         finally:
             self._whole.keep(tensors, parameters=False)
             self._held_at = time.monotonic()
@@ -203,7 +215,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
     def _hold(
         self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True
-    ) -> None:
+    ) -> bool:
         """Hold a round, again and again until one counts.
 
         Args:
@@ -211,12 +223,15 @@ class ElasticUpdateCompression(UpdateCompression):
             link: connects the peers of a view.
             put_back: undoes what an exchange has done.
             brings: whether there is an update.
+
+        Returns:
+            Whether any peer's update counts, so that there is a mean.
         """
         end = time.monotonic() + self._rules.patience_s
         while True:
             if time.monotonic() > end:
                 raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
-            view = self._meeting.arrive(self.rounds, weight)
+            view = self._meeting.arrive(self._round, weight)
             good, took = False, None
             try:
                 if self._meeting.is_open(view):
@@ -233,14 +248,15 @@ class ElasticUpdateCompression(UpdateCompression):
                 self._meeting.vote(view, good=False)
                 raise
             except RuntimeError as error:  # of the wire: gloo's are
-                log.warning("round %d: the exchange broke off, and is held again: %s", view.round, error)
+                number = view.round + self._rounds_before
+                log.warning("round %d: the exchange broke off, and is held again: %s", number, error)
             except BaseException:
                 self._meeting.vote(view, good=False)
                 raise
             if self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s()):
                 self._expect(took)
-                self.rounds, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
-                return
+                self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
+                return took is not None
             self._unlink()
             put_back()
 
@@ -357,6 +373,7 @@ class ElasticUpdateCompression(UpdateCompression):
         if view.rank == 0:
             sent = [
                 {
+                    "rounds before": self._rounds_before,
                     "step": self._step,
                     "epoch": self._epoch,
                     "paused": self._paused,
@@ -375,6 +392,7 @@ class ElasticUpdateCompression(UpdateCompression):
             self._step, self._epoch, self._paused, self._seed = (
                 first[key] for key in ("step", "epoch", "paused", "seed")
             )
+            self._rounds_before = first["rounds before"]
             self.layers.set(first["specs"])
             if self.outer is not None:
                 self.outer.load_state_dict(first["outer"])
@@ -395,12 +413,17 @@ class ElasticUpdateCompression(UpdateCompression):
         state = super().state_dict()
         return state | {
             "updates": state["updates"]
-            | {"weigh": self._rounds.weigh, "counted": self._counted, "scaled by": self._scaled_by}
+            | {
+                "weigh": self._rounds.weigh,
+                "counted": self._counted,
+                "scaled by": self._scaled_by,
+                "rounds": self.rounds,
+            }
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where :meth:`state_dict` was taken. Call on all peers of the last round, with the model's and the
-        optimizer's states.
+        optimizer's states. :attr:`rounds` goes on, too, also of peers that come later.
 
         Raises:
             ValueError: a state that does not fit, on any peer. Nothing has changed then.
@@ -408,12 +431,17 @@ class ElasticUpdateCompression(UpdateCompression):
         super().load_state_dict(state)
         own = self._own_updates(state)
         self._counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
+        said = [own.get("rounds", self.rounds)]  # states of before have none
+        dist.broadcast_object_list(said, src=0)
+        self._rounds_before = said[0] - self._round
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         super()._check_updates(state)
         own = state["updates"]
         if own.get("weigh") != self._rounds.weigh:
             raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
+        if type(rounds := own.get("rounds", 0)) is not int or rounds < 0:
+            raise ValueError(f"the state was saved after {rounds!r} rounds, which cannot be")
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """A peer's own state, whatever rank it had."""
@@ -441,6 +469,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
 def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, rounds: Rounds) -> dict[str, str]:
     """What has to be the same on all peers."""
+    left_out = floating_buffers(model)[1] if rounds.buffers == "average" else []
     outer: Any = rounds.outer
     if callable(outer):
         made = outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
@@ -462,6 +491,7 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "outer": str(outer),
         "every": str(rounds.every),
         "buffers": rounds.buffers,
+        "buffers that are not finite": ", ".join(left_out),
         "residuals": rounds.residuals,
         "check_every": str(rounds.check_every),
         "weigh": rounds.weigh,

@@ -48,7 +48,7 @@ from narrowband import kernels
 from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, parts_of, real
 from narrowband.updates.length import MeasuredLength
 
-__all__ = ["Fragment", "OuterStep", "compile_loops", "split"]
+__all__ = ["Fragment", "OuterStep", "compile_loops", "due_after", "split"]
 
 
 def split(
@@ -101,6 +101,13 @@ def split(
         own[least].append(at)
         loads[least] += sizes[at]
     return [[name for at in sorted(ats) for name in units[at]] for ats in own]
+
+
+def due_after(at: int, every: int, count: int) -> int:
+    """Steps after which a fragment has its round, of as many fragments: rounds come at equal distances, the last one
+    after every ``every``-th step.
+    """
+    return (at + 1) * every // count
 
 
 def _in_a_row(sizes: Sequence[int], together: int, count: int) -> Iterator[tuple[int, int]]:
@@ -257,7 +264,7 @@ class Fragment:
 
     def go_along(self, tensors: Mapping[str, Tensor], outer: OuterStep) -> None:
         """From what the tensors were after the last round along the mean of the updates."""
-        self._step(outer, (each for group in self.groups for each in group.parts(group.update, tensors)))
+        self._step(outer, (each for group in self.groups for each in group.parts(group.update, tensors)), tensors)
 
     # ---- the replica goes on -----------------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class Fragment:
                 bases = (base for _, _, base in group.parts(anchor, tensors))
                 for (name, _, mean), base in zip(group.parts(group.update, tensors), bases, strict=True):
                     moves.append((name, base, mean))
-            self._step(outer, moves)
+            self._step(outer, moves, tensors)
         for group, anchor in zip(self.groups, anchors, strict=True):
             for _, x, base in group.parts(anchor, tensors):
                 if alpha:
@@ -321,6 +328,12 @@ class Fragment:
             for _, x, part in group.parts(group.anchor, tensors):
                 x.copy_(part)
 
+    def not_finite(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names of the tensors whose updates are not finite, in the model's order."""
+        parts = (each for group in self.groups for each in group.parts(group.update, tensors))
+        found = {name for name, _, part in parts if not bool(part.isfinite().all())}
+        return [name for name in self.names if name in found]
+
     def is_finite(self) -> bool:
         """Whether the means are."""
         return all(_all_finite(group.update) for group in self.groups)
@@ -331,7 +344,9 @@ class Fragment:
             return group.anchor
         return torch.empty_like(group.anchor, device=tensors[group.names[0]].device).copy_(group.anchor)
 
-    def _step(self, outer: OuterStep, moves: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+    def _step(
+        self, outer: OuterStep, moves: Iterable[tuple[str, Tensor, Tensor]], tensors: Mapping[str, Tensor]
+    ) -> None:
         """Go along means: (name, what goes, mean), as real numbers."""
         along = self.length.value if isinstance(self.length, MeasuredLength) else self.length
         stepped = []
@@ -343,11 +358,12 @@ class Fragment:
             gradient = mean.neg_()
             own.data = torch.view_as_complex(x) if own.is_complex() else x  # which may lie elsewhere now
             own.grad = torch.view_as_complex(gradient) if own.is_complex() else gradient
-            stepped.append(own)
+            stepped.append((name, own))
         if outer.optimizer is not None:
             outer.optimizer.step()
-            for own in stepped:
+            for name, own in stepped:
                 own.grad = None
+                own.data = tensors[name]  # what went may have been a copy for this round, which is not to stay
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

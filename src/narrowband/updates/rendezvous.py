@@ -243,8 +243,7 @@ class Meeting:
                     missing = expected - {entry.peer for entry in here.values()}
                     complete = all(self._store.check([f"left/{peer}"]) for peer in missing)
                 if enough and (complete or now - began >= self._rules.grace_s):
-                    there = (entry for entry in here.values() if not self._store.check([f"left/{entry.peer}"]))
-                    entries = sorted(there, key=lambda entry: (entry.round != round_number, entry.peer))
+                    entries = sorted(here.values(), key=lambda entry: (entry.round != round_number, entry.peer))
                     said = json.dumps(
                         {"round": round_number, "beginning": beginning, "entries": [asdict(entry) for entry in entries]}
                     )
@@ -304,11 +303,12 @@ class Meeting:
         return View(turn, said["round"], entries, rank=0, fresh=True, beginning=said["beginning"])
 
     def _records(self, turn: int) -> dict[int, Entry]:
-        """Who has arrived at a turn, by slot."""
+        """Who has arrived at a turn and has not left since, by slot."""
         key = f"{turn}/arrived"
         number = int(self._store.add(key, 0)) if self._store.check([key]) else 0
         there = (slot for slot in range(number) if self._store.check([f"{turn}/{slot}"]))
-        return {slot: Entry(**json.loads(self._store.get(f"{turn}/{slot}"))) for slot in there}
+        arrived = {slot: Entry(**json.loads(self._store.get(f"{turn}/{slot}"))) for slot in there}
+        return {slot: entry for slot, entry in arrived.items() if not self._store.check([f"left/{entry.peer}"])}
 
     def _turn(self) -> int:
         """The last turn that has a view."""

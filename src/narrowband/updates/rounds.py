@@ -21,8 +21,8 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -36,17 +36,19 @@ from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
+from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
 from narrowband.kernels.compiling import announced
-from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, split
+from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
 from narrowband.updates.state import Expected, check_updates
 from narrowband.updates.stepping import facts_of
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
+    from narrowband.averaging.parameters import Parameters
 
-__all__ = ["Rounds", "UpdateCompression", "said_of", "taken"]
+__all__ = ["Rounds", "UpdateCompression", "floating_buffers", "said_of", "some", "taken"]
 
 log = logging.getLogger(__name__)
 
@@ -122,16 +124,19 @@ class UpdateCompression(Handle):
         self._steps = 0
         self._skipped = 0
         self._check_next = False
+        self._last_length = 1.0  # of a handle that was removed
         self._scaled_by = 1.0  # by which this replica's last update was scaled
         self._under_way: _UnderWay | None = None
         self._in_round: tuple[Sequence[Fragment], bool] = ((), True)
+        self._kept: list[str] = []  # buffers that are not averaged, as they are not finite
         # The core averages what requires gradients: these are stand-ins in the same memory.
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         moved = [(name, local(p).requires_grad_()) for name, p in trained]
         if rounds.buffers == "average":
-            floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
-            moved += [(name, local(b).requires_grad_()) for name, b in floating]
+            finite, self._kept = floating_buffers(model)
+            moved += [(name, local(b).requires_grad_()) for name, b in finite]
         self._buffer_names = frozenset(name for name, _ in moved[len(trained) :])
+        self._was = {name: (x.shape, x.dtype) for name, x in moved}
         self._meshes = list({p.device_mesh: None for _, p in trained if hasattr(p, "device_mesh")})
         self.outer: Optimizer | None = None
         outer_parameters: dict[str, nn.Parameter] = {}
@@ -161,6 +166,11 @@ class UpdateCompression(Handle):
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        super()._connect(group)
+        if self.layers.fuses_small:
+            _leave_uncompressed(self.layers.parameters, self._buffer_names)
+
     def _set_up_facts(self, call: str) -> Facts:
         rounds = self._rounds
         outer = said_of(self.outer) if self.outer is not None else repr(rounds.outer)
@@ -169,6 +179,7 @@ class UpdateCompression(Handle):
             "every": str(self.every),
             "outer": outer,
             "buffers": rounds.buffers,
+            "buffers that are not finite": ", ".join(self._kept),
             "fragments": f"{rounds.fragments}, {rounds.split}" if rounds.fragments > 1 else "1",
             "overlap": str(rounds.overlap),
             "alpha": str(rounds.alpha),
@@ -179,9 +190,23 @@ class UpdateCompression(Handle):
         }
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What is averaged, by name: parameters and buffers as they are now, detached."""
+        """What is averaged, by name: parameters and buffers as they are now, detached.
+
+        Raises:
+            ValueError: one has another size or dtype than at set-up, so that its anchor has no place for it.
+        """
         here = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        return {name: local(here[name]) for name in self.layers.parameters.by_name}
+        found = {name: local(here[name]) for name in self._was if name in here}
+        for name, was in self._was.items():
+            x = found.get(name)
+            if x is None or (x.shape, x.dtype) != was:
+                now = "is not there any more" if x is None else f"is of shape {tuple(x.shape)} and {x.dtype} now"
+                keep = "give it buffers='keep', or " if name in self._buffer_names else ""
+                raise ValueError(
+                    f"{name} {now}, and was of shape {tuple(was[0])} and {was[1]} when compress_updates was called; "
+                    f"{keep}call remove() on all ranks, and compress_updates again"
+                )
+        return found
 
     def _split(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
         """The names of each fragment. What is no layer travels with the first: it is one message, however little."""
@@ -218,6 +243,8 @@ class UpdateCompression(Handle):
         """How far the parameters go along the mean of the updates; of several fragments, on average. 1 where an outer
         optimizer goes.
         """
+        if not self._fragments:
+            return self._last_length
         lengths = [x.value if isinstance(x, MeasuredLength) else x for x in (each.length for each in self._fragments)]
         return sum(lengths) / len(lengths)
 
@@ -250,6 +277,7 @@ class UpdateCompression(Handle):
     def _watch(self, grad_scaler: torch.amp.GradScaler) -> None:
         """Count the steps that it skips, too."""
         handle, update = weakref.ref(self), grad_scaler.update
+        watched_before = "update" in vars(grad_scaler)
 
         @functools.wraps(update)
         def updated(*given: Any, **options: Any) -> None:
@@ -257,7 +285,16 @@ class UpdateCompression(Handle):
             if (own := handle()) is not None and own._scaler is not None:  # noqa: SLF001 - its own
                 own._after_update()  # noqa: SLF001
 
+        def let_go() -> None:
+            if vars(grad_scaler).get("update") is not updated:
+                return  # somebody else looks at it, too
+            if watched_before:
+                grad_scaler.update = update  # type: ignore[method-assign]
+            else:
+                del grad_scaler.update
+
         grad_scaler.update = updated  # type: ignore[method-assign]
+        self._unwatch = let_go
 
     def _after_update(self) -> None:
         if not self._stepped:
@@ -280,7 +317,7 @@ class UpdateCompression(Handle):
         """Which fragment has a round now. They come at equal distances, the last one after every ``every``-th step."""
         count = len(self._fragments)
         for at in range(count):
-            if self._steps == (at + 1) * self.every // count:
+            if self._steps == due_after(at, self.every, count):
                 return at
         return None
 
@@ -304,19 +341,24 @@ class UpdateCompression(Handle):
         steps.
 
         Without fragments and overlap it comes by itself after every ``every``-th step. Call it after the last step, and
-        before a replica is saved or judged.
+        before a replica is saved or judged. Where no step was taken since the last round, it does nothing.
 
-        A replica whose update is not finite says so in the log, brings nothing in this round, and has the others' mean
-        afterwards. Where the mean itself is not finite, the parameters stay what they were after the last round.
+        A replica whose update is not finite says so in the log, and counts as one that has changed nothing: all move by
+        the sum of the others' updates, divided by the number of all replicas. Where the mean itself is not finite, the
+        parameters stay what they were after the last round.
 
         Raises:
             DisagreementError: ranks that are about to do different things, or replicas that differ.
+            UnsupportedError: a parameter requires a gradient that did not when ``compress_updates`` was called.
+            ValueError: something that is averaged has another size or dtype than then. Nothing has changed.
             RuntimeError: the exchange broke off, or had done so at an earlier round. Parameters are then as after the
                 last round; of several fragments, those that were under way.
         """
         self._check_between_steps("average")
         if self._under_way is not None:
             self._land()
+        elif not any(fragment.anchored for fragment in self._fragments):
+            return  # on all replicas, which count their steps alike
         self._before_step(stepping=False)
         self._steps = 0
         self._hold_round(self._fragments)
@@ -357,11 +399,13 @@ class UpdateCompression(Handle):
         if good:
             return True
         self._skipped += 1
+        names = [name for fragment in fragments for name in fragment.not_finite(tensors)]
         log.warning(
-            "round %d: what rank %d changed is not finite, so it brings nothing in this round; its optimizer may keep "
-            "what is not finite, too",
+            "round %d: what rank %d changed is not finite in %s, so it brings nothing in this round; its optimizer may "
+            "keep what is not finite, too",
             self.step,
             self._peers.rank,
+            some(names) or "a part that another rank of this replica has",
         )
         for fragment in fragments:
             fragment.bring_nothing()
@@ -468,8 +512,15 @@ class UpdateCompression(Handle):
         if not self._removed:
             self._wait()
         super()._check_between_steps(what)
-        if self._engine.error is not None and what in ("average", "step"):
+        if what not in ("average", "step"):
+            return
+        if self._engine.error is not None:
             raise RuntimeError(f"{what}: the exchange stopped at an earlier round: {self._engine.error}")
+        if thawed := [name for name, p in self._model.named_parameters() if p.requires_grad and name not in self._was]:
+            raise UnsupportedError(
+                f"{what}: nothing averages {some(thawed)}, which did not require a gradient when compress_updates was "
+                "called, and does now; call remove() on all ranks, and compress_updates again"
+            )
 
     # ---- ends and checkpoints ----------------------------------------------------------------------------------------
 
@@ -493,8 +544,11 @@ class UpdateCompression(Handle):
         """Of the optimizers and the copies."""
         for hook in self._hooks:
             hook.remove()
+        if self._scaler is not None:
+            self._unwatch()
         self._scaler = None
         taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
+        self._last_length = self.length
         self._fragments.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -606,6 +660,34 @@ class UpdateCompression(Handle):
 def said_of(optimizer: Optimizer) -> str:
     """Its kind and settings, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
+
+
+def _leave_uncompressed(parameters: Parameters, names: Collection[str]) -> None:
+    """Have these travel apart from small parameters that are compressed: a variance that has an error of its own may
+    fall below 0.
+    """
+    parameters.vectors.clear()
+    for x, own in parameters.by_tensor.items():
+        if not own.compressed:
+            vector = own.vector._replace(compressed=False, early=False) if own.name in names else own.vector
+            at = parameters.vectors.get(vector, 0)
+            parameters.vectors[vector] = at + own.shape.numel()
+            parameters.by_tensor[x] = parameters.by_name[own.name] = replace(own, vector=vector, at=at)
+
+
+def floating_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    """Those that can be averaged, by name; and the names of those that cannot, since they hold what is not finite: a
+    mask of −inf, or a least and a largest value before the first batch.
+    """
+    floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+    finite = [(name, b) for name, b in floating if bool(local(b).isfinite().all())]
+    there = {name for name, _ in finite}
+    return finite, [name for name, _ in floating if name not in there]
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 #: Of as many bytes.

@@ -19,7 +19,7 @@ from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
 from narrowband.updates.elastic import ElasticUpdateCompression
-from narrowband.updates.rounds import Rounds, UpdateCompression, taken
+from narrowband.updates.rounds import Rounds, UpdateCompression, some, taken
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -83,7 +83,8 @@ def compress_updates(
             (arXiv 2311.08105, table 5); or a function that makes an optimizer for the parameters, which gets −mean as
             their gradients.
         buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
-            replica has them. Buffers of whole numbers stay as they are.
+            replica has them. They travel as they are, whatever ``small`` is. Buffers of whole numbers, and those that
+            hold an inf or NaN now, such as a mask, stay as they are.
         fragments: parts of the model that have their rounds in turn, at equal distances, each after ``every`` steps
             (Streaming DiLoCo). A round then sends, and needs memory for, a part of the model.
         split: whether blocks of the model are dealt out to the fragments in turn, or those that follow each other stay
@@ -296,10 +297,6 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
     lacking = [name for name, p in trained.items() if p not in stepped]
     if lacking:
         raise ValueError(
-            f"no optimizer that was given steps {_some(lacking)}; pass all optimizers of the model, or freeze what is "
+            f"no optimizer that was given steps {some(lacking)}; pass all optimizers of the model, or freeze what is "
             "not trained with requires_grad_(False)"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
