@@ -27,7 +27,7 @@ Differences from the paper:
 * In float32 softmax and the product behind it keep one tensor. Where one of the two alone is compressed, there is a
   copy of it more; under autocast each has its own.
 * Codes of a batch are made with the ranges of the batches before, unless the batch moves them by more than 2 %; a batch
-  that is more than four times as wide has its own range, and a tensor with outliers is kept exactly. The paper takes
+  that is more than a quarter wider has its own range, and a tensor with outliers is kept exactly. The paper takes
   every batch into the estimates first, and clips.
 * Tables 2 to 8 stand here without the paper's accuracies: only what its text says of them, and what its authors' page
   (github.com/ziplab/Mesa) has of table 1, could be had. Combinations of operators are those the text names.

@@ -11,9 +11,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import narrowband as nb
+from tests.activations.helpers import payloads
 from tests.activations.models import SMALL, ResNet, ViT, error, images, same
 
 # Dynamo looks at gradients of what it did not compute itself.
@@ -398,3 +399,68 @@ def test_a_compiled_module_in_a_checkpoint_is_not_looked_into():
     assert saved.by_operator.keys() == {"checkpoint"}
     y.sum().backward()
     assert len(calls) == 2
+
+
+class Routed(nn.Module):
+    """Sends each row to the expert with the largest score."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(32, 4), nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return out
+
+
+class Around(nn.Module):
+    """A checkpoint around a module, if wanted."""
+
+    def __init__(self, module, **options):
+        super().__init__()
+        self.first, self.module, self.options = nn.Linear(32, 32), module, options
+
+    def forward(self, x):
+        x = self.first(x)
+        return checkpoint(self.module, x, **self.options) if self.options else self.module(x)
+
+
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_routing_that_rounding_changes_is_an_error_that_names_the_remedy_and_the_remedy_works(by_policy):
+    torch.manual_seed(0)
+    model = Around(Routed(), **({} if by_policy else {"use_reentrant": False}))
+    modules = {"module": "checkpoint"} if by_policy else {}
+    x = torch.randn(4096, 32)
+    with pytest.raises(CheckpointError, match=r'Keep these inputs exact: operators=\{"checkpoint": "off"\}') as raised:
+        step(model, (x,), modules=modules, bits=2, operators={"checkpoint": 2})
+    assert "metadata" in str(raised.value) or "number of tensors" in str(raised.value)
+    model.zero_grad()
+    plain = step(model, (x,))
+    found = step(model, (x,), modules=modules, operators={"checkpoint": "off"})
+    assert all(torch.equal(found[1][name], grad) for name, grad in plain[1].items())
+
+
+def test_an_error_of_a_checkpoint_with_exact_inputs_is_pytorchs_own_and_nothing_lives_longer():
+    class Changes(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x[: len(x) // self.calls]).tanh()
+
+    for operators, remedy in (({"checkpoint": "off"}, False), ({}, True)):
+        model = Around(Changes(32, 32), use_reentrant=False)
+        with pytest.raises(CheckpointError) as raised:
+            step(model, (torch.randn(64, 32),), operators=operators)
+        assert ("Keep these inputs exact" in str(raised.value)) == remedy
+    gc.collect()
+    before, _ = payloads(), gc.disable()
+    try:
+        step(Around(nn.Linear(32, 32), use_reentrant=False), (torch.randn(64, 32),), bits=8)
+        assert payloads() == before
+    finally:
+        gc.enable()

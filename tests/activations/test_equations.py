@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from narrowband.activations.ranges import DRIFT, JUMP
+from narrowband.activations.ranges import WIDE, drift
 from tests.activations.helpers import Heads, compress, linears
 
 
 def rederived(x, dims, held, bits, decay):
     """Equations 3 and 5 to 7 in float64 for groups that lie along ``dims``: (x̂ by rounding to nearest, the range (α, β)
     it has, the estimates (α, β)). The range is that of the estimates before, unless an end of it is far from these; and
-    the batch's own where that is many times as wide.
+    the batch's own where that needs a much wider one.
     """
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
     alpha, beta = high - low, low
@@ -22,10 +22,12 @@ def rederived(x, dims, held, bits, decay):
     if held is not None:
         learned = alpha, beta = decay * held[0] + (1 - decay) * alpha, decay * held[1] + (1 - decay) * beta
         moved = torch.maximum((held[1] - beta).abs(), (sum(held) - alpha - beta).abs())
-        if decay and (moved <= DRIFT * alpha).all():
+        if decay and (moved <= drift(decay) * alpha).all():
             alpha, beta = held
-        elif decay and (high - low > JUMP * held[0]).any():
-            alpha, beta = high - low, low
+        elif decay:
+            both = torch.maximum(high, sum(held)) - torch.minimum(low, held[1])
+            wide = both > WIDE * held[0]
+            alpha, beta = torch.where(wide, high - low, alpha), torch.where(wide, low, beta)
     top = 2**bits - 1
     x_tilde = ((x - beta) * top / alpha).round().clamp(0, top)
     return x_tilde * alpha / top + beta, (alpha, beta), learned

@@ -70,21 +70,21 @@ class Holds(nn.Module):
 
 #: Functions, and what they save beside that must stay exact.
 EXACT = {
-    "inputs": (lambda m: m.h * m.x + m.x.t().sin().t(), {("MulBackward0", "_saved_self")}),
+    "inputs": (lambda m: m.h * m.x + m.x.t().sinh().t(), {("MulBackward0", "_saved_self")}),
     "buffers": (lambda m: m.h * m.buffer + m.h * m.buffer.t(), set()),
-    "parameters": (lambda m: m.weight.sin() + m.h, set()),
+    "parameters": (lambda m: m.weight.sinh() + m.h, set()),
     "parameters, to a product": (lambda m: m.h @ m.weight.t(), {("MmBackward0", "_saved_self")}),
     "frozen parameters": (lambda m: m.h @ m.frozen, set()),
     "integers": (lambda m: F.embedding(m.places, m.weight).mean(0) + m.h.index_select(0, m.places[0]), set()),
     "integers that were computed": (lambda m: m.h.sort(1).values, set()),
     "complex numbers": (lambda m: (m.h * 1j).exp().abs(), set()),
     "float64": (lambda m: m.h.double().exp(), set()),
-    "rows that are expanded": (lambda m: (m.h[:1] + 1).expand(32, 32).sin(), set()),
-    "columns that are expanded": (lambda m: (m.h[:, :1] + 1).expand(32, 32).cos(), set()),
-    "a part that is expanded": (lambda m: (m.h + 1)[:1].expand(3, 32).sin(), set()),
-    "windows": (lambda m: (m.h + 1).view(-1).unfold(0, 32, 16).sin(), set()),
+    "rows that are expanded": (lambda m: (m.h[:1] + 1).expand(32, 32).sinh(), set()),
+    "columns that are expanded": (lambda m: (m.h[:, :1] + 1).expand(32, 32).cosh(), set()),
+    "a part that is expanded": (lambda m: (m.h + 1)[:1].expand(3, 32).sinh(), set()),
+    "windows": (lambda m: (m.h + 1).view(-1).unfold(0, 32, 16).sinh(), set()),
     "sparse tensors": (lambda m: torch.sparse.mm(m.sparse, m.h), set()),
-    "a sign that is not in memory": (lambda m: (m.h * (1 - 1j)).conj().imag.sin(), set()),
+    "a sign that is not in memory": (lambda m: (m.h * (1 - 1j)).conj().imag.sinh(), set()),
 }
 
 

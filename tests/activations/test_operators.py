@@ -375,7 +375,7 @@ OPERATORS = {
         lambda x: F.conv_transpose2d(images(x), nn.Parameter(torch.randn(4, 4, 3, 3))),
     ],
     "batch_norm": [nn.BatchNorm1d(16), lambda x: nn.BatchNorm2d(4)(images(x)), lambda x: F.instance_norm(images(x))],
-    "other": [torch.tanh, lambda x: x * x, lambda x: x.exp(), lambda x: torch.ops.aten.mul(x, x), F.log_softmax],
+    "other": [torch.tanh, lambda x: x * x, lambda x: x.exp(), lambda x: torch.ops.aten.mul(x, x), F.softplus],
     "custom": [Square.apply, square, torch.ops.narrowband_tests.square],
 }
 
@@ -426,6 +426,55 @@ ROUGH = {
     "std": lambda x: x.std(1),
     "l1_loss": lambda x: F.l1_loss(x, torch.zeros_like(x)),
 }
+
+
+#: Smooth, but codes of the range's 8 bits make gradients of another size: of what is nearly predicted, in radians.
+DELICATE = {
+    "mse_loss": lambda x: F.mse_loss(x, x.detach() + 0.01),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.detach() + 0.01),
+    "huber_loss": lambda x: F.huber_loss(x, x.detach() + 0.01),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "log_softmax of tensors": lambda x: x.log_softmax(dim=1),
+    "softmin": lambda x: F.softmin(x, 1),
+    "cross_entropy": lambda x: F.cross_entropy(20 * x, x.argmax(1)),
+    "cross_entropy of planes": lambda x: F.cross_entropy(20 * x.view(2, 4, -1), x.view(2, 4, -1).argmax(1)),
+    "sin": lambda x: x.sin(),
+    "cos": lambda x: torch.cos(100 * x),
+}
+
+
+@pytest.mark.parametrize("name", DELICATE)
+def test_what_8_bits_are_too_few_for_is_exact_unless_the_policy_names_it(name):
+    torch.manual_seed(0)
+    x = torch.randn(64, 32)
+    weight = torch.randn(DELICATE[name](x).shape)
+    (_, grad, _), (_, ours, saved) = both(DELICATE[name], x, weight)
+    assert same(ours, grad)
+    assert saved.kept_bytes >= saved.raw_bytes > 0
+    for named in ({"operators": {"other": 8}}, {"modules": {"*": "off", "*:other": 8}}):
+        _, (_, _, saved) = both(DELICATE[name], x, weight, **named)
+        assert saved.kept_bytes < saved.raw_bytes
+    for unnamed in ({"operators": {"other": "off"}}, {"modules": {"*:other": 8, "*": 8}}):
+        _, (_, ours, _) = both(DELICATE[name], x, weight, **unnamed)
+        assert same(ours, grad)
+
+
+#: Over 1,024 elements.
+WIDE = {
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "log_softmax of tensors": lambda x: x.log_softmax(dim=1),
+    "softmin": lambda x: F.softmin(x, 1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(len(x))),
+    "cross_entropy of planes": lambda x: F.cross_entropy(x.unsqueeze(-1), torch.arange(len(x)).unsqueeze(-1)),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_rows_as_wide_as_a_vocabulary_have_codes(name):
+    for classes, has_codes in ((1024, True), (1023, False)):
+        x = torch.randn(8, classes)
+        _, (_, _, saved) = both(WIDE[name], x, torch.ones_like(WIDE[name](x)))
+        assert (saved.kept_bytes < saved.raw_bytes / 3) == has_codes
 
 
 @pytest.mark.parametrize("name", ROUGH)

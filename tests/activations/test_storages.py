@@ -21,12 +21,12 @@ def draws(handle):
 @pytest.mark.parametrize(
     ("function", "payloads"),
     [
-        (lambda h: h.tanh() * 0 + h.sin() + h.cos() + h.exp() * 0, 2 + 1),  # the results of tanh and exp, and h
-        (lambda h: h.sin() + h.view(-1, 8).sin().view(h.shape) + h.t().sin().t() + h[None].cos()[0], 1),
-        (lambda h: h[:, :16].sin() + h[:, 16:].sin() + h[:, :16].cos(), 2),
-        (lambda h: h[:10].sin() + h[:10].cos() + h[10:].sin(), 2),
-        (lambda h: h.sin() + h.detach().requires_grad_().cos(), 1),
-        (lambda h: h.sin() + (h + 0).cos(), 2),
+        (lambda h: h.tanh() * 0 + h.sinh() + h.cosh() + h.exp() * 0, 2 + 1),  # the results of tanh and exp, and h
+        (lambda h: h.sinh() + h.view(-1, 8).sinh().view(h.shape) + h.t().sinh().t() + h[None].cosh()[0], 1),
+        (lambda h: h[:, :16].sinh() + h[:, 16:].sinh() + h[:, :16].cosh(), 2),
+        (lambda h: h[:10].sinh() + h[:10].cosh() + h[10:].sinh(), 2),
+        (lambda h: h.sinh() + h.detach().requires_grad_().cosh(), 1),
+        (lambda h: h.sinh() + (h + 0).cosh(), 2),
     ],
 )
 def test_what_several_operators_save_is_stored_once(function, payloads):
@@ -56,10 +56,10 @@ def test_changed_memory_is_another_tensor():
     handle = compress(model, min_numel=1)
 
     def function(h):
-        first = h.sin()
+        first = h.sinh()
         with torch.no_grad():
             h.mul_(100)
-        return first, h.sin()
+        return first, h.sinh()
 
     model.function = function
     with handle:

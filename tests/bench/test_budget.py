@@ -15,6 +15,7 @@ from torch import nn
 from narrowband.activations import ActivationPolicy, compress_activations
 from narrowband.bench import budget
 from narrowband.bench.budget import Job
+from narrowband.bench.devices import moved
 from narrowband.bench.memory import PLAIN, survey
 from narrowband.bench.offers import AS_IT_IS, Kind, Offer, alive, cheapest, smallest, units_of
 from narrowband.bench.subjects import subject
@@ -347,6 +348,14 @@ def test_the_optimizers_state_is_counted(name, nbytes):
     found = budget.tensors_of(model, (torch.zeros(2, 100),), name)
     assert found["optimizer"] == pytest.approx(nbytes * 10_100, abs=100)
     assert (found["parameters"], found["gradients"], found["inputs"]) == (40_400, 40_400, 800)
+
+
+def test_inputs_are_counted_and_moved_wherever_they_are():
+    inputs = ({"x": torch.zeros(1000, 8), "more": [torch.zeros(8), "no tensor"]}, (torch.zeros(2),))
+    assert budget.tensors_of(nn.Linear(2, 2), inputs, "sgd")["inputs"] == 4 * 8010
+    (batch, (last,)) = moved(inputs, "meta")
+    assert {batch["x"].device.type, batch["more"][0].device.type, last.device.type} == {"meta"}
+    assert batch["more"][1] == "no tensor"
 
 
 def test_an_unknown_optimizer_and_an_unknown_codec_are_refused():

@@ -94,7 +94,8 @@ def test_the_table_says_why_an_operator_keeps_more_in_4_bits_than_in_8_and_what_
     assert "outliers" not in said
     path.write_text(SHARED.format(outlier=1e12))
     _, said = narrow(f"{path}:build", "--batch", "64")
-    assert "inf, NaN or outliers are in them: 1 with 8 bits, 1 with 4 bits." in " ".join(said.split())
+    kept = "inf, NaN or outliers are in them, or were in one before them: 3 with 8 bits, 3 with 4 bits."
+    assert kept in " ".join(said.split())
 
 
 def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_path):

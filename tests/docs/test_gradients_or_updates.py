@@ -91,8 +91,14 @@ def test_losses_are_those_of_the_record():
         ]
     most, less = (compared(f"every 15, {name}2 bits, in place", task="gpt") for name in ("top 1/16, ", ""))
     assert most.mean / less.mean == pytest.approx(2, abs=0.3)
-    nothing, signs = (f"{100 * compared(x, task='gpt').mean:.0f} %" for x in (alone, "updates, sign, in place"))
-    assert f"Sending nothing costs {nothing}, and signs in every step {signs} (one seed" in flowing
+    nothing, theirs = (f"{100 * compared(x, task='gpt').mean:.0f} %" for x in (alone, rounds("SparseLoCo")))
+    assert nothing == theirs
+    assert f"Sending nothing costs {nothing}, and so do SparseLoCo's settings in rounds of 15" in flowing
+    of_thirty = [
+        100 * compared(f"every 30, {kind}", task="gpt").mean
+        for kind in ("DiLoCo", "2 bits, in place", "top 1/16, 2 bits, in place")
+    ]
+    assert f"Rounds of 30 steps cost {min(of_thirty):.0f} to {max(of_thirty):.0f} %" in flowing
     for name, said in (
         ("every 15, 2 bits, in place", "{} % of loss on one text, {} % on the other"),
         ("every 15, top 1/16, 2 bits, in place", "{} % of loss on one text, {} % on the other"),
@@ -113,10 +119,7 @@ def test_losses_are_those_of_the_record():
     assert (
         "updates lose about {:.0f} % (on the other text {:.0f} %)".format(*(100 * loss for loss in losses)) in flowing
     )
-    assert (
-        "a 64th is not shown to be better than sending nothing, and SparseLoCo's settings (one seed) are worse"
-        in flowing
-    )
+    assert "a 64th is not shown to be better than sending nothing, and SparseLoCo's settings are worse" in flowing
     theirs = compared("every 30, SparseLoCo", alone)
     assert compared("every 30, top 1/64, 2 bits, in place", alone).better().held is not True
     assert theirs.mean > theirs.margin

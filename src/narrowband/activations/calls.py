@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
     "CHECKPOINT",
     "COMPILED",
     "CUSTOM",
+    "NAMED",
     "NO_CALL",
     "OTHER",
     "ROUGH",
@@ -37,6 +39,7 @@ __all__ = [
     "differentiates_forward",
     "operator_of",
     "saved_by_checkpoint",
+    "says_what_rounding_does",
 ]
 
 #: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
@@ -90,6 +93,9 @@ _TABLE = _table()
 OTHER = Operator("other", "either")
 #: One of the others, whose derivative does not bear rounding of what it saves.
 ROUGH = Operator("other", "last")
+#: One of the others, whose derivative is wrong by much where it is of rounded values, and by how much depends on the
+#: model: so it has codes only where the policy names the others.
+NAMED = Operator("other", "last")
 #: Autograd functions, written in Python or behind operators of other libraries.
 CUSTOM = Operator("custom", "either")
 #: A graph of torch.compile, in which there are operators no more.
@@ -106,15 +112,24 @@ _OWN = ("aten", "prims")
 #: may be zero; ``clamp`` and ``abs`` ask on which side of a bound it was.
 _SMOOTH = frozenset((
     "add", "sub", "rsub", "mul", "multiply", "square", "addcmul", "lerp", "neg", "positive", "subtract", "mean",
-    "sum", "var", "var_mean", "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "erfc", "sin", "cos", "sinh", "cosh",
-    "softplus", "mish", "elu", "celu", "hardswish", "hardsigmoid", "logsigmoid", "glu", "tanhshrink", "log_softmax",
-    "softmin", "logsumexp", "logaddexp", "cross_entropy", "mse_loss", "smooth_l1_loss", "huber_loss", "kl_div",
-    "binary_cross_entropy_with_logits", "dot", "vdot", "inner", "outer", "ger", "mv", "addmv", "addr", "tensordot",
-    "kron", "conv_tbc", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "interpolate", "upsample", "pad", "embedding",
-    "getitem", "where", "masked_fill", "gather", "index_select", "cumsum", "lstm", "gru", "rnn_tanh", "lstm_cell",
-    "gru_cell", "rnn_tanh_cell", "scaled_dot_product_attention", "native_dropout", "alpha_dropout",
+    "sum", "var", "var_mean", "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "erfc", "sinh", "cosh", "softplus",
+    "mish", "elu", "celu", "hardswish", "hardsigmoid", "logsigmoid", "glu", "tanhshrink", "logsumexp", "logaddexp",
+    "kl_div", "binary_cross_entropy_with_logits", "dot", "vdot", "inner", "outer", "ger", "mv", "addmv", "addr",
+    "tensordot", "kron", "conv_tbc", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "interpolate", "upsample",
+    "pad", "embedding", "getitem", "where", "masked_fill", "gather", "index_select", "cumsum", "lstm", "gru",
+    "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell", "scaled_dot_product_attention", "native_dropout",
+    "alpha_dropout",
 ))  # fmt: skip
+#: Those of which 8 bits of the range are too few, though the derivative is smooth: a loss's gradient is the difference
+#: of what is nearly equal once the model has learned, and the step of sin's codes is in radians.
+_DELICATE = frozenset((
+    "mse_loss", "smooth_l1_loss", "huber_loss", "log_softmax", "softmin", "cross_entropy", "sin", "cos",
+))  # fmt: skip
+#: Of these, the ones whose rows may be as wide as a vocabulary: then no other tensor is as large.
+_OF_ROWS = frozenset(("log_softmax", "softmin", "cross_entropy"))
+#: How wide that is.
+_WIDE = 1024
 #: Of a tensor and a number: smooth where that is a whole number, at least 2, or 1.
 _POWERS = frozenset(("pow", "float_power"))
 
@@ -128,7 +143,8 @@ def operator_of(function: Any) -> Operator:
     name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
     if isinstance(name, str) and name.partition("::")[0] not in _OWN:
         return CUSTOM
-    return OTHER if _plain_name(function) in _SMOOTH else ROUGH
+    plain = _plain_name(function)
+    return OTHER if plain in _SMOOTH else NAMED if plain in _DELICATE else ROUGH
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -230,14 +246,23 @@ class Call:
         return Grouping(dim, largest_divisor(x.shape[dim], policy.groups or each or heads or default_groups))
 
     def is_statistic(self, x: Tensor, operator: Operator) -> bool:
-        """Means and deviations of normalization, and attention's log-sum-exp: few, and much depends on them."""
+        """Means and deviations of normalization, attention's log-sum-exp, and its mask: much depends on them, and they
+        are few, or the same for all layers.
+        """
         if operator.name not in ("attention", "layer_norm", "batch_norm"):
             return False
         given = next(iter(self.operands()), x)
         if operator.name == "attention":  # a number per row of the scores; there may be more, to fill up
             per_row = x.shape[:-1] == given.shape[:-2] and x.shape[-1] >= given.shape[-2]
-            return per_row or (x.shape[-1] == 1 and x.dim() == given.dim())
+            return per_row or (x.shape[-1] == 1 and x.dim() == given.dim()) or self._is_mask(x)
         return x.numel() < given.numel()
+
+    def _is_mask(self, x: Tensor) -> bool:
+        """Whether attention adds this tensor to its scores: the mask, or what PyTorch makes of one of bools."""
+        mask = self.args[3] if len(self.args) > 3 else self.kwargs.get("attn_mask")
+        if not isinstance(mask, Tensor) or not x.dim() or not mask.dim() or x.shape[-1] != mask.shape[-1]:
+            return False
+        return not x.requires_grad or x.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
 
     def parameter_before_cast(self, x: Tensor) -> Tensor | None:
         """The parameter of which autocast made a saved tensor, or the one that it is a view of."""
@@ -263,7 +288,20 @@ def call_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
         if isinstance(exponent, (int, float)) and (exponent == 1 or (exponent >= 2 and exponent == int(exponent))):
             operator = OTHER
+    elif operator is NAMED and _width_of_rows(_plain_name(function), args, kwargs) >= _WIDE:
+        operator = OTHER
     return Call(operator, args, kwargs)
+
+
+def _width_of_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Over how many elements a softmax or a loss normalizes; 0 for what does not, and where nothing tells."""
+    x = args[0] if args else kwargs.get("input")
+    if name not in _OF_ROWS or not isinstance(x, Tensor) or not x.dim():
+        return 0
+    if name == "cross_entropy":
+        return x.shape[min(1, x.dim() - 1)]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return x.shape[dim] if isinstance(dim, int) and -x.dim() <= dim < x.dim() else 0
 
 
 #: Between calls.
@@ -285,6 +323,40 @@ def saved_by_checkpoint() -> bool:
     if frame is not None and frame.f_code is _APPLY:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == checkpoint.__file__
+
+
+def says_what_rounding_does() -> None:
+    """Have the checkpoint that is saving its inputs say, if its second run goes another way than the first, that these
+    have been rounded, and what to do. One with ``use_reentrant=True`` does not compare its runs.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (_is_between(frame) or frame.f_code is _APPLY):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
+        kept = frame.f_locals.get("new_frame")
+        own = getattr(type(kept), _COMPARES, None)
+        if own is not None and _COMPARES not in vars(kept):
+            setattr(kept, _COMPARES, functools.partial(_compare, weakref.ref(kept), own))
+        if kept is not None:
+            return
+        frame = frame.f_back
+
+
+#: What a checkpoint has to compare the tensors of its runs.
+_COMPARES = "check_recomputed_tensors_match"
+
+
+def _compare(kept: weakref.ref[Any], compare: Any, *run: Any) -> None:
+    there = kept()
+    try:
+        compare(there, *run)
+    except checkpoint.CheckpointError as error:
+        raise checkpoint.CheckpointError(
+            "torch.utils.checkpoint: the second run saved other tensors than the first. It began from inputs that "
+            "compress_activations kept in few bits, so a module that routes, compares or takes an argmax may go "
+            'another way. Keep these inputs exact: operators={"checkpoint": "off"} in the policy, and for modules '
+            f'"checkpoint" in place of "checkpoint:bits=…". If that does not help, it was not the rounding:\n{error}'
+        ) from error
 
 
 def _is_between(frame: types.FrameType) -> bool:

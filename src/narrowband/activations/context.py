@@ -182,13 +182,19 @@ class ActivationCompression(contextlib.ContextDecorator):
         saved = regions.recorder.saved
         if error[0] is None:
             self._count(saved)
-        nothing = error[0] is None and saved.raw_bytes and not regions.recorder.packed and not saved.outliers
+        nothing = error[0] is None and saved.raw_bytes and not regions.recorder.packed
         if nothing and not self.policy.is_off and self.model not in _warned:  # once, not in every step
             _warned.add(self.model)
+            why = (
+                f"of {saved.outliers} tensors, since inf, NaN or an outlier is in them or was in one before. All else"
+                if saved.outliers
+                else "all"
+            )
             log.warning(
-                "nothing was compressed: all that was saved for backward is off in the policy, smaller than "
-                "min_numel=%d elements, of a dtype that has no codes (float64, complex), or was saved outside of the "
-                "model",
+                "nothing was compressed: %s that was saved for backward is off in the policy, smaller than "
+                "min_numel=%d elements, of a dtype that has no codes (float64, complex), bears no rounding, or was "
+                "saved outside of the model",
+                why,
                 self.policy.min_numel,
             )
 

@@ -15,7 +15,7 @@ from narrowband import kernels
 from narrowband.activations.layout import largest_divisor
 from narrowband.kernels import Rows
 
-__all__ = ["Magnitudes", "Outliers"]
+__all__ = ["Magnitudes", "Outliers", "is_masked"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,32 @@ class Magnitudes:
     def outliers(self, width: Tensor) -> Outliers | None:
         """What is wrong with ranges of these widths, if anything."""
         return Outliers(extreme=self.is_dwarfed_by(width / self.EXTREME)) if self.is_dwarfed_by(width) else None
+
+
+def is_masked(x: Tensor) -> bool:
+    """Whether what is large in a tensor is −inf, or the lowest number of a dtype, as masks have it for what is not to
+    count, and nothing else is extreme.
+
+    Args:
+        x: of a floating dtype with up to 32 bits, and with elements.
+
+    Example:
+        >>> scores = torch.randn(64, 32)
+        >>> scores[:, 20:] = -torch.inf
+        >>> is_masked(scores), is_masked(-scores)
+        (True, False)
+    """
+    x = x.detach()
+    # float32's lowest is lower than bfloat16's, and autocast makes the one of the other, or −inf.
+    masked = x <= torch.finfo(torch.float16 if x.dtype is torch.float16 else torch.bfloat16).min
+    if not bool(masked.any()):
+        return False
+    rest = torch.where(masked, 0.0, x.float()).contiguous()
+    width = (rest.amax() - rest.amin()).view(1)
+    if not bool(torch.isfinite(2 * width)):  # nor NaN
+        return False
+    rows = Rows(1, x.numel() // x.shape[-1], 1, x.shape[-1])
+    return not Magnitudes(rest.view(-1), rows).is_dwarfed_by(width / Magnitudes.EXTREME)
 
 
 def _largest(x: Tensor, rows: Rows) -> Tensor:

@@ -1,8 +1,9 @@
 """One packed tensor: its codes, or how it is computed again, and the way back.
 
-A batch that is more than four times (:data:`~narrowband.activations.ranges.JUMP`) as wide as its estimate is not
-clipped to a fraction: it has 8 bits, and its own range. And a tensor with outliers is kept as it is; see
-:class:`~narrowband.activations.outliers.Magnitudes`. These two rules are not the paper's.
+A batch that is wider than its estimate by more than a quarter (:data:`~narrowband.activations.ranges.WIDE`) is not
+clipped: it has its own range, and where it is more than four times as wide
+(:data:`~narrowband.activations.ranges.JUMP`) it has 8 bits, too. And a tensor with outliers is kept as it is; see
+:class:`~narrowband.activations.outliers.Magnitudes`. These rules are not the paper's.
 
 On a GPU the host would have to wait for each tensor to follow them. There the device settles a batch's ranges, and the
 host hears of it a batch later: a tensor that was more than twice (:data:`WIDER`) as wide as its estimate, or had
@@ -24,7 +25,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import Magnitudes, Outliers
-from narrowband.activations.ranges import DRIFT, JUMP, Estimates, centred, ranges, shaped
+from narrowband.activations.ranges import JUMP, WIDE, Estimates, centred, drift, ranges, shaped
 from narrowband.kernels import Affine, Rows, Standard
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Payload:
             The new estimate.
         """
         self.ranges, learned = kernels.quantize_rows_adapting(
-            x, self.codes, self.rows, estimate, decay, note, drift=DRIFT, jump=JUMP, bits=self.bits,
+            x, self.codes, self.rows, estimate, decay, note, drift=drift(decay), jump=WIDE, bits=self.bits,
             stochastic=stochastic, seed=seed, apart=apart, standard=standard,
         )  # fmt: skip
         return learned
@@ -225,8 +226,9 @@ def quantized(
     seen, learned, finite, moved = payload.encode_learning(x, estimate, estimates.decay, seed=seed, **form)
     if not finite:
         return Outliers(extreme=True)
-    jumps = False
-    if moved > DRIFT or _by_chance(seed):
+    jumps, far = False, drift(estimates.decay)
+    batch: Tensor | None = None
+    if moved > far or _by_chance(seed):
         batch, magnitudes = torch.stack((seen[1] - seen[0], seen[0])), Magnitudes(x, rows)
         found = magnitudes.outliers(batch[0])
         if found is not None:
@@ -240,9 +242,19 @@ def quantized(
         learned = estimates.observe(name, *seen)
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
-    if moved > DRIFT:
-        payload.encode(x, *shaped(batch if jumps else learned, symmetric=policy.symmetric), seed=seed, **form)
+    if moved > far:
+        assert batch is not None
+        payload.encode(x, *shaped(_unclipped(batch, learned, estimate), symmetric=policy.symmetric), seed=seed, **form)
     return payload
+
+
+def _unclipped(batch: Tensor, learned: Tensor, estimate: Tensor) -> Tensor:
+    """What a batch's ranges are to be, (2, groups): those that were learned with it, or its own where it is too wide,
+    or lies too far aside, for what had been learned before.
+    """
+    low = torch.minimum(batch[1], estimate[1])
+    both = torch.maximum(batch.sum(0), estimate.sum(0)) - low
+    return torch.where(both > WIDE * estimate[0], batch, learned)
 
 
 def promised(

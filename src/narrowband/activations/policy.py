@@ -47,7 +47,7 @@ OPERATORS: dict[str, str] = {
     "compiled": "what a graph of torch.compile saves, whatever its operators",
     "checkpoint": "inputs of modules that are computed again, and of torch.utils.checkpoint",
     "other": "all other operators of PyTorch; of those whose derivatives bear no rounding, such as amax, div and log, "
-    "nothing is compressed, whatever the bits",
+    "nothing is compressed, whatever the bits, and of sin, cos and losses only where this is named",
     "custom": "autograd functions of users and of other libraries",
 }
 
@@ -183,6 +183,14 @@ class ActivationPolicy:
             if only == operator or (not only and not unnamed):
                 return cast("Bits", bits)
         return usual
+
+    def names(self, operator: str, module: str) -> bool:
+        """Whether what decides about the tensors that an operator saves in a module names this operator."""
+        for pattern in reversed(list(self.modules)):
+            name, colon, only = pattern.partition(":")
+            if only in ("", operator) and fnmatch.fnmatchcase(module, name) and not _recomputes(self.modules[pattern]):
+                return bool(colon)
+        return operator in self.operators
 
     def checkpoints(self, module: str) -> bool:
         """Whether the module of that name is computed again."""

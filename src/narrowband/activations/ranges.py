@@ -11,6 +11,10 @@ range by more than a small share of its width (:data:`DRIFT`), the tensor is qua
 every range is the paper's within that share. An element beyond the range exceeds it by at most 1/μ times what it
 exceeds the paper's, since x − (μ·end + (1 − μ)·x) = μ·(x − end).
 
+The paper clips a batch that is wider than its estimate, which makes gradients of such a batch wrong by a fifth and
+more. So a group that would take more than 1.25 times (:data:`WIDE`) the width has its own range in that batch. This
+rule is not the paper's; estimates learn of such a batch as of any other.
+
 On a GPU nothing of this may wait for the device, or the host could not run ahead of it. So the device settles ranges by
 itself, and what the host has to know of a batch it reads in the next one: see :class:`Notes`.
 """
@@ -30,11 +34,14 @@ from narrowband import kernels
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["DRIFT", "JUMP", "Estimates", "Notes", "centred", "ranges", "shaped"]
+__all__ = ["DRIFT", "JUMP", "WIDE", "Estimates", "Notes", "centred", "drift", "ranges", "shaped"]
 
 #: The share of a range's width by which an end may differ from what equations 6 and 7 say.
 DRIFT = 0.02
-#: How many times as wide as its estimate a batch may be, and be clipped to what it makes of that.
+#: How many times as wide as its estimate a range has to be that holds a batch and the estimate, for the batch's own to
+#: take its place: what is less is clipped.
+WIDE = 1.25
+#: How many times as wide as its estimate a batch may be, and have fewer than 8 bits.
 JUMP = 4
 #: About half of all steps miss the middle by a bit.
 _TRIES = 64
@@ -228,6 +235,14 @@ def ranges(
     else:
         estimate = estimates.observe(name, low, high)
     return shaped(estimate, symmetric=policy.symmetric)
+
+
+def drift(decay: float) -> float:
+    """The share of its width by which an end of an estimate has to move for a tensor to be quantized anew.
+
+    What a batch exceeds an end by moves it by 1 − μ of that: so an estimate that is slow to learn has to move by less.
+    """
+    return min(DRIFT, (WIDE - 1) * (1 - decay))
 
 
 def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:

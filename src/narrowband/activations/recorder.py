@@ -23,6 +23,7 @@ from narrowband.activations.calls import (
     CHECKPOINT,
     COMPILED,
     CUSTOM,
+    NAMED,
     NO_CALL,
     OTHER,
     ROUGH,
@@ -30,10 +31,11 @@ from narrowband.activations.calls import (
     Operator,
     differentiates_forward,
     saved_by_checkpoint,
+    says_what_rounding_does,
 )
 from narrowband.activations.layout import Arrangement, Cut, neighbours
 from narrowband.activations.modules import Modules
-from narrowband.activations.outliers import Outliers
+from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
@@ -299,6 +301,8 @@ class Recorder:
             arrangement = Arrangement.of(x)
             source, added = self._source(x, arrangement, storage, operator, module, nth)
             if source is not None:
+                if operator is CHECKPOINT and source.bits != Original.bits:
+                    says_what_rounding_does()
                 packed = Packed(x, arrangement, source, place, tallies)
                 self.packed += 1
                 taken = time.perf_counter() - begin
@@ -326,14 +330,17 @@ class Recorder:
         bits = self._bits_for((operator.name, module))
         if (
             bits == "off"
-            or self._extreme
             or operator is ROUGH
+            or (operator is NAMED and not self.policy.names(operator.name, module))
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._at_work
             or not has_codes(x)
             or (not arrangement.without_gaps and is_expanded(x))
             or self.call.is_statistic(x, operator)
         ):
+            return None, 0
+        if self._extreme:
+            self.saved.add(operator.name, module, 0, 0, outliers=1)
             return None, 0
         values = values_of(x, arrangement)
         payload = storage.payload(values)
@@ -357,23 +364,25 @@ class Recorder:
             if payload is None:
                 with torch.no_grad():
                     n = normalization.normalized(x)
-                payload = self._quantized(n, operator, name, module, bits)
+                payload = self._quantized(n, operator, name, module, bits, of=x)
             if payload is None:
                 return None, 0
             normalization.origin = weakref.ref(payload)
             recipe = Recipe(normalization.input(x), normalization.origin)
             storage.has_recipe(values, recipe)
             return recipe.derivation(), payload.nbytes
-        payload = self._quantized(x, operator, name, module, bits)
+        payload = self._quantized(x, operator, name, module, bits, of=x)
         if payload is None:
             return None, 0
         storage.has_payload(values, payload)
         return payload, payload.nbytes
 
     def _quantized(
-        self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2]
+        self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2], *, of: Tensor
     ) -> Payload | None:
-        """Codes of a tensor; None, which is counted, where there are outliers, or no tensor that has codes."""
+        """Codes of a tensor, which is another one or made of it; None, which is counted, where there are outliers, or
+        no tensor that has codes.
+        """
         made: Payload | Outliers = Outliers(extreme=True)
         if x is not None:
             policy, arrangement = self.policy, Arrangement.of(x)
@@ -398,7 +407,9 @@ class Recorder:
                 made.numel = x.numel()
         if isinstance(made, Payload):
             return made
-        self._extreme |= made.extreme
+        # What has no gradient is not computed by what learns, and a mask's −inf is meant: neither says of other tensors
+        # that they are extreme.
+        self._extreme |= made.extreme and of.requires_grad and not is_masked(of)
         self.saved.add(operator.name, module, 0, 0, outliers=1)
         return None
 

@@ -20,7 +20,8 @@ class SavedBytes:
         seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it. No two runs
             agree in them, so comparisons leave them out.
         outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
-            outlier is in them; see :class:`~narrowband.activations.outliers.Magnitudes`.
+            outlier is in them, or an extreme one was in a tensor before them; see
+            :class:`~narrowband.activations.outliers.Magnitudes`.
     """
 
     raw_bytes: int = 0
@@ -69,7 +70,7 @@ class Saved:
 
     @property
     def outliers(self) -> int:
-        """Tensors that are kept as they are because inf, NaN or an outlier is in them."""
+        """Tensors that are kept as they are because inf, NaN or an outlier is in them, or was in one before."""
         return sum(saved.outliers for saved in self.by_operator.values())
 
     def add(self, operator: str, module: str, raw_bytes: int, kept_bytes: int, outliers: int = 0) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from narrowband.activations import OPERATORS, ActivationPolicy, Saved, compress_activations
 from narrowband.bench.devices import default_device, moved, wait_for
@@ -257,7 +258,7 @@ def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: s
 
     Args:
         model: it.
-        inputs: of its forward.
+        inputs: of its forward; tensors count wherever they are in them.
         optimizer: adamw, sgd, adafactor or adamw-8bit.
         codec: with which gradients are compressed; None: they are not.
 
@@ -275,7 +276,7 @@ def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: s
         "gradients": sum(x.nbytes for x in own if x.requires_grad),
         "optimizer": _state_nbytes(own, optimizer),
         "residuals": residual_nbytes(model, codec),
-        "inputs": sum(x.nbytes for x in inputs if isinstance(x, Tensor)),
+        "inputs": sum(x.nbytes for x in tree_leaves(list(inputs)) if isinstance(x, Tensor)),
     }
 
 

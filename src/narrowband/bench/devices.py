@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 __all__ = ["Device", "check_device", "default_device", "moved", "wait_for"]
 
@@ -31,8 +32,8 @@ def check_device(device: str | None) -> None:
 
 
 def moved(x: Any, device: str | torch.device) -> Any:
-    """A tensor, on a device; anything else as it is."""
-    return x.to(device) if isinstance(x, Tensor) else x
+    """A tensor, on a device, and so are those in tuples, lists and dictionaries; anything else as it is."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, x)
 
 
 def wait_for(device: str | torch.device) -> None:
