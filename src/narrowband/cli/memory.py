@@ -199,9 +199,8 @@ def _notes(surveys: dict[str, Saved]) -> list[str]:
     outliers = {name: saved.outliers for name, saved in surveys.items() if saved.outliers}
     if outliers:
         record = ", ".join(f"{count} with {name}" for name, count in outliers.items())
-        notes.append(
-            f"Tensors that are kept as they are, since inf, NaN or outliers are in them, or were in one before them: {record}."
-        )
+        why = "inf, NaN or outliers are in them, or were in one before them"
+        notes.append(f"Tensors that are kept as they are, since {why}: {record}.")
     return notes
 
 
