@@ -79,7 +79,7 @@ def test_the_guide_says_how_these_were_measured_and_what_of_them_is_noise():
         1.0 - torn["absent_s"] / (own["peers"] * torn["seconds"])
         for own, (_, torn) in zip(configs, (record["rows"] for record in records), strict=True)
     ]
-    assert "had {:.0f}, {:.0f} and {:.0f} % of the time".format(*(100 * share for share in there)) in page
+    assert "had {:.0f}, {:.0f} and {:.0f} % of all peers' time".format(*(100 * share for share in there)) in page
     longest = [record["rows"][0]["slowest_s"] for record in records]
     assert "rounds took {:.1f}, {:.1f} and {:.1f} s".format(*longest) in page
     pace = [own["peers"] / own["step_s"] for own in configs[:2]]

@@ -69,7 +69,7 @@ def test_every_block_is_in_a_language_that_is_checked():
 
 def test_hardly_a_block_is_left_out_and_each_says_why():
     left_out = [block for page in PAGES for block in page.blocks if block.not_run]
-    assert len(left_out) <= 3
+    assert len(left_out) <= 4
     assert all(len(block.not_run.split()) >= 3 for block in left_out)
 
 
