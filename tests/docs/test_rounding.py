@@ -1,0 +1,96 @@
+"""The guide to saved activations says where 8 bits err more, and by how much: its figures, computed again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import narrowband as nb
+
+PAGE = (Path(__file__).parent.parent.parent / "docs/how-to/activations.md").read_text()
+
+
+class Vocabulary(nn.Module):
+    """A linear layer with a loss behind it, inside of the model."""
+
+    def __init__(self, deviation, classes=4096):
+        super().__init__()
+        self.head = nn.Linear(64, classes, bias=False)
+        nn.init.normal_(self.head.weight, std=deviation / 8)
+
+    def forward(self, x, targets):
+        return F.cross_entropy(self.head(x), targets)
+
+
+class Attention(nn.Module):
+    """Four heads, whose scores have a deviation."""
+
+    def __init__(self, x, deviation, *, fused):
+        super().__init__()
+        self.qkv, self.fused, self.factor = nn.Linear(64, 192, bias=False), fused, 1.0
+        with torch.no_grad():
+            q, k, _ = self.heads(x)
+            self.factor = (deviation / (q @ k.transpose(-1, -2) / 4).std()).sqrt().item()
+
+    def heads(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return q * self.factor, k * self.factor, v
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v)
+        return (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
+
+
+def off_by(model, run):
+    """How far gradients in 8 bits are from the exact ones, in per cent of these."""
+    (exact,) = torch.autograd.grad(run(), [*model.parameters()])
+    with nb.compress_activations(model, bits=8):
+        loss = run()
+    (rounded,) = torch.autograd.grad(loss, [*model.parameters()])
+    return 100 * ((rounded - exact).norm() / exact.norm()).item()
+
+
+def of_vocabulary(deviation):
+    torch.manual_seed(0)
+    model, x = Vocabulary(deviation), torch.randn(1024, 64)
+    with torch.no_grad():
+        logits = model.head(x)
+        probability = logits.softmax(-1).amax(-1).mean().item()
+        loss = F.cross_entropy(logits, logits.argmax(-1)).item()
+    return probability, loss, off_by(model, lambda: model(x, logits.argmax(-1)))
+
+
+def of_attention(deviation, *, fused=True):
+    torch.manual_seed(0)
+    x, weights = torch.randn(4, 64, 64), torch.randn(4, 4, 64, 16)
+    model = Attention(x, deviation, fused=fused)
+
+    def run():
+        return (model(x) * weights).sum()
+
+    return off_by(model, run)
+
+
+def test_a_loss_over_a_vocabulary():
+    told = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|$", PAGE, re.M)
+    assert [int(deviation) for deviation, *_ in told] == [1, 3, 6, 10, 25]
+    for deviation, *figures in told:
+        assert of_vocabulary(float(deviation)) == pytest.approx([*map(float, figures)], rel=0.15, abs=0.02), deviation
+
+
+def test_fused_attention_with_large_scores():
+    said = PAGE.replace("\n", " ")
+    first, *others = re.findall(r"deviation (\d+) gradients are off by (\d+) %|of (\d+) by (\d+) %", said)
+    told = {int(first[0]): int(first[1])} | {int(each[2]): int(each[3]) for each in others}
+    assert [*told] == [1, 3, 6, 12]
+    for deviation, per_cent in told.items():
+        assert of_attention(deviation) == pytest.approx(per_cent, rel=0.15, abs=0.5), deviation
+    (written_out,) = re.findall(r"softmax written out stays below (\d+) %", said)
+    assert all(of_attention(deviation, fused=False) < int(written_out) for deviation in told)
