@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -139,6 +139,21 @@ class Parameters:
     def device(self) -> torch.device:
         """Where they are."""
         return next((p.device for p in self.by_tensor), torch.device("cpu"))
+
+    def leave_uncompressed(self, names: Collection[str]) -> None:
+        """Have these small tensors travel apart from those that are compressed as one vector.
+
+        Args:
+            names: of small tensors; what is no small tensor stays as it is.
+        """
+        self.vectors.clear()
+        for x, own in self.by_tensor.items():
+            if not own.compressed:
+                apart = own.vector._replace(compressed=False, early=False)
+                vector = apart if own.name in names else own.vector
+                at = self.vectors.get(vector, 0)
+                self.vectors[vector] = at + own.shape.numel()
+                self.by_tensor[x] = self.by_name[own.name] = replace(own, vector=vector, at=at)
 
     def check_frozen(self) -> None:
         """What did not require a gradient at set-up still does not: nobody would average it.

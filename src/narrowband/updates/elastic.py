@@ -40,8 +40,9 @@ from narrowband.averaging.flat import real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.errors import DisagreementError, UnsupportedError
+from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
-from narrowband.updates.rounds import Rounds, UpdateCompression, floating_buffers, said_of
+from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
 from narrowband.updates.stepping import facts_of
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ElasticUpdateCompression(UpdateCompression):
             self._share(view)
 
         moves = self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         if moves:
             self._apply(self._fragments, tensors)
         self._whole.keep(tensors, parameters=False)
@@ -189,7 +190,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """
         self._check_between_steps("average")
         self._before_step(stepping=False)
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         brings = self._take_updates(self._fragments, tensors)
         self._steps, self._counted = 0, 0.0
@@ -307,10 +308,10 @@ class ElasticUpdateCompression(UpdateCompression):
         """What buffers have changed by since an earlier round says nothing of where they are now: a variance that fell
         there and then would fall once more.
         """
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         for group in self._whole.groups:
             for name, _, part in group.parts(group.update, tensors):
-                if name in self._buffer_names:
+                if name in self._averaged.buffers:
                     part.zero_()
 
     def _snapshot(self) -> dict[str, Any]:
@@ -355,7 +356,7 @@ class ElasticUpdateCompression(UpdateCompression):
         own = {name: before["kinds"][name].moved(values, view.size) for name, values in before["feedback"].items()}
         self._reconnect(self._open(view), before["specs"], own)
         if view.some_are_behind:
-            begin_with_the_first(self._model, self.process_group)
+            begin_with_the_first(self._averaged.model, self.process_group)
             self._share(view)
 
     def _unlink(self) -> None:
@@ -401,7 +402,7 @@ class ElasticUpdateCompression(UpdateCompression):
     def _digest(self) -> str:
         """Of all parameters and buffers."""
         digest = hashlib.sha256()
-        for x in (*self._model.parameters(), *self._model.buffers()):
+        for x in (*self._averaged.model.parameters(), *self._averaged.model.buffers()):
             array: Any = real(x.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy()
             digest.update(array)
         return digest.hexdigest()

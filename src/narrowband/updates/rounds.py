@@ -16,13 +16,12 @@ on its way (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). How a fragment kee
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -30,25 +29,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowband.averaging.flat import local
 from narrowband.averaging.handle import Handle
-from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
 from narrowband.kernels.compiling import announced
+from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
 from narrowband.updates.state import Expected, check_updates
-from narrowband.updates.stepping import facts_of
+from narrowband.updates.stepping import facts_of, watch
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
-    from narrowband.averaging.parameters import Parameters
 
-__all__ = ["Rounds", "UpdateCompression", "floating_buffers", "said_of", "some", "taken"]
+__all__ = ["Rounds", "UpdateCompression", "said_of", "taken"]
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +116,7 @@ class UpdateCompression(Handle):
         self.every = cast("int", rounds.every)
         self._rounds = rounds
         self._check_every = rounds.check_every or max(1, math.ceil(CHECK_EVERY / self.every))
-        self._model, self._optimizers = model, [weakref.ref(each) for each in optimizers]
+        self._optimizers = [weakref.ref(each) for each in optimizers]
         self._stepped_by = facts_of(model, optimizers)
         self._steps = 0
         self._skipped = 0
@@ -128,30 +125,21 @@ class UpdateCompression(Handle):
         self._scaled_by = 1.0  # by which this replica's last update was scaled
         self._under_way: _UnderWay | None = None
         self._in_round: tuple[Sequence[Fragment], bool] = ((), True)
-        self._kept: list[str] = []  # buffers that are not averaged, as they are not finite
-        # The core averages what requires gradients: these are stand-ins in the same memory.
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        moved = [(name, local(p).requires_grad_()) for name, p in trained]
-        if rounds.buffers == "average":
-            finite, self._kept = floating_buffers(model)
-            moved += [(name, local(b).requires_grad_()) for name, b in finite]
-        self._buffer_names = frozenset(name for name, _ in moved[len(trained) :])
-        self._was = {name: (x.shape, x.dtype) for name, x in moved}
-        self._meshes = list({p.device_mesh: None for _, p in trained if hasattr(p, "device_mesh")})
+        self._averaged = Averaged(model, rounds.buffers)
         self.outer: Optimizer | None = None
         outer_parameters: dict[str, nn.Parameter] = {}
         if callable(rounds.outer):
-            outer_parameters = {name: nn.Parameter(x.detach()) for name, x in moved[: len(trained)]}
+            stand_ins = dict(self._averaged.stand_ins)
+            outer_parameters = {name: nn.Parameter(stand_ins[name].detach()) for name in self._averaged.trained}
             self.outer = rounds.outer(list(outer_parameters.values()))
         self._outer_step = OuterStep(self.outer, outer_parameters)
-        norms = {id(p) for p in norms_of(model)}
-        small = [x for (_, p), (_, x) in zip(trained, moved, strict=False) if id(p) in norms]
-        small += [x for _, x in moved[len(trained) :]]
-        super().__init__(moved, small, settings, group, set_up="compress_updates", step="round")
+        super().__init__(
+            self._averaged.stand_ins, self._averaged.small, settings, group, set_up="compress_updates", step="round"
+        )
         with announced("updates", say=self._peers.rank == 0):
             compile_loops(self.device)
 
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._split(tensors))]
         begin_with_the_first(model, self.process_group)
         for fragment in self._fragments:
@@ -159,9 +147,7 @@ class UpdateCompression(Handle):
         self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
         self._stepped = False
-        self._scaler = rounds.grad_scaler
-        if self._scaler is not None:
-            self._watch(self._scaler)
+        self._unwatch = watch(rounds.grad_scaler, self._after_update)
         taken.update(optimizers)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -169,7 +155,8 @@ class UpdateCompression(Handle):
     def _connect(self, group: dist.ProcessGroup) -> None:
         super()._connect(group)
         if self.layers.fuses_small:
-            _leave_uncompressed(self.layers.parameters, self._buffer_names)
+            # A variance that has an error of its own may fall below 0.
+            self.layers.parameters.leave_uncompressed(self._averaged.buffers)
 
     def _set_up_facts(self, call: str) -> Facts:
         rounds = self._rounds
@@ -179,7 +166,7 @@ class UpdateCompression(Handle):
             "every": str(self.every),
             "outer": outer,
             "buffers": rounds.buffers,
-            "buffers that are not finite": ", ".join(self._kept),
+            "buffers that are not finite": ", ".join(self._averaged.left_out),
             "fragments": f"{rounds.fragments}, {rounds.split}" if rounds.fragments > 1 else "1",
             "overlap": str(rounds.overlap),
             "alpha": str(rounds.alpha),
@@ -188,25 +175,6 @@ class UpdateCompression(Handle):
             "grad_scaler": "none" if rounds.grad_scaler is None else "given",
             **self._stepped_by,
         }
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """What is averaged, by name: parameters and buffers as they are now, detached.
-
-        Raises:
-            ValueError: one has another size or dtype than at set-up, so that its anchor has no place for it.
-        """
-        here = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        found = {name: local(here[name]) for name in self._was if name in here}
-        for name, was in self._was.items():
-            x = found.get(name)
-            if x is None or (x.shape, x.dtype) != was:
-                now = "is not there any more" if x is None else f"is of shape {tuple(x.shape)} and {x.dtype} now"
-                keep = "give it buffers='keep', or " if name in self._buffer_names else ""
-                raise ValueError(
-                    f"{name} {now}, and was of shape {tuple(was[0])} and {was[1]} when compress_updates was called; "
-                    f"{keep}call remove() on all ranks, and compress_updates again"
-                )
-        return found
 
     def _split(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
         """The names of each fragment. What is no layer travels with the first: it is one message, however little."""
@@ -221,7 +189,7 @@ class UpdateCompression(Handle):
         own = {name: tensors[name] for name in names}
         fixed = self._rounds.outer if isinstance(self._rounds.outer, (int, float)) else 1.0
         away = self._rounds.offload and self.device.type != "cpu"
-        fragment = Fragment(own, self._buffer_names, length=fixed, offload=away)
+        fragment = Fragment(own, self._averaged.buffers, length=fixed, offload=away)
         if self._rounds.outer == "auto":
             fragment.length = MeasuredLength(fragment.parameter_parts(own), self._settings.seed + at, self.device)
         return fragment
@@ -256,7 +224,7 @@ class UpdateCompression(Handle):
             stepping: whether they are about to be, so that residuals may be put in place.
         """
         if not all(fragment.anchored for fragment in self._fragments):
-            tensors = self._tensors()
+            tensors = self._averaged.tensors()
             for fragment in self._fragments:
                 if not fragment.anchored:
                     fragment.keep(tensors, parameters=True)
@@ -273,28 +241,6 @@ class UpdateCompression(Handle):
                         residual.mul_(state.decay / self._scaled_by)
                         fragment.put_in_place(tensors[name], residual)
                         state.add_residual(name, residual.mul_(self._scaled_by))
-
-    def _watch(self, grad_scaler: torch.amp.GradScaler) -> None:
-        """Count the steps that it skips, too."""
-        handle, update = weakref.ref(self), grad_scaler.update
-        watched_before = "update" in vars(grad_scaler)
-
-        @functools.wraps(update)
-        def updated(*given: Any, **options: Any) -> None:
-            update(*given, **options)
-            if (own := handle()) is not None and own._scaler is not None:  # noqa: SLF001 - its own
-                own._after_update()  # noqa: SLF001
-
-        def let_go() -> None:
-            if vars(grad_scaler).get("update") is not updated:
-                return  # somebody else looks at it, too
-            if watched_before:
-                grad_scaler.update = update  # type: ignore[method-assign]
-            else:
-                del grad_scaler.update
-
-        grad_scaler.update = updated  # type: ignore[method-assign]
-        self._unwatch = let_go
 
     def _after_update(self) -> None:
         if not self._stepped:
@@ -365,7 +311,7 @@ class UpdateCompression(Handle):
 
     @torch.no_grad()
     def _hold_round(self, fragments: Sequence[Fragment]) -> None:
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         brings = self._take_updates(fragments, tensors)
         try:
             self._exchange(fragments, share=float(brings))
@@ -389,14 +335,7 @@ class UpdateCompression(Handle):
         """Whether this replica brings its updates, which have to be finite on all of its ranks. Otherwise they are
         zeros now, and the whole replica goes back to what all have in common.
         """
-        good = all(finite)
-        if self._meshes:
-            flag = torch.tensor(float(good), device=self.device)
-            for mesh in self._meshes:
-                for dim in range(mesh.ndim):
-                    dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-            good = bool(flag)
-        if good:
+        if self._averaged.on_all_parts(all(finite), self.device):
             return True
         self._skipped += 1
         names = [name for fragment in fragments for name in fragment.not_finite(tensors)]
@@ -465,7 +404,7 @@ class UpdateCompression(Handle):
         if not self._check_next and turn % self._check_every:
             return {}
         self._check_next = False
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         fragments, waiting = self._in_round
         sums = []
         for fragment in fragments:
@@ -480,7 +419,7 @@ class UpdateCompression(Handle):
     @torch.no_grad()
     def _depart(self, at: int) -> None:
         """A fragment's updates are on their way."""
-        fragment, tensors = self._fragments[at], self._tensors()
+        fragment, tensors = self._fragments[at], self._averaged.tensors()
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
         sample = self._sample(fragment, float(brings))
         self._under_way = _UnderWay(at, self._send([fragment], waiting=False), sample)
@@ -505,7 +444,7 @@ class UpdateCompression(Handle):
         fragment = self._fragments[under_way.at]
         self._measure(fragment, under_way.sample)
         good = self._are_finite([fragment])
-        fragment.mix(self._tensors(), self._outer_step, along=good, alpha=self._rounds.alpha)
+        fragment.mix(self._averaged.tensors(), self._outer_step, along=good, alpha=self._rounds.alpha)
 
     def _check_between_steps(self, what: str) -> None:
         """A fragment that is under way is no obstacle: what it needs has been sent when its means are there."""
@@ -516,7 +455,7 @@ class UpdateCompression(Handle):
             return
         if self._engine.error is not None:
             raise RuntimeError(f"{what}: the exchange stopped at an earlier round: {self._engine.error}")
-        if thawed := [name for name, p in self._model.named_parameters() if p.requires_grad and name not in self._was]:
+        if thawed := self._averaged.thawed():
             raise UnsupportedError(
                 f"{what}: nothing averages {some(thawed)}, which did not require a gradient when compress_updates was "
                 "called, and does now; call remove() on all ranks, and compress_updates again"
@@ -544,9 +483,7 @@ class UpdateCompression(Handle):
         """Of the optimizers and the copies."""
         for hook in self._hooks:
             hook.remove()
-        if self._scaler is not None:
-            self._unwatch()
-        self._scaler = None
+        self._unwatch()
         taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
         self._last_length = self.length
         self._fragments.clear()
@@ -558,7 +495,7 @@ class UpdateCompression(Handle):
         parameters of the last round, too, and the means of a fragment that is under way.
         """
         state = super().state_dict()
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         anchors: dict[str, Tensor] = {}
         for fragment in self._fragments:
             if fragment.anchored:
@@ -616,7 +553,7 @@ class UpdateCompression(Handle):
         if sent is not None:
             sample = None if sent["sample"] is None else sent["sample"].to(self.device)
             self._under_way = _UnderWay(sent["at"], sample=sample, steps=sent["steps"])
-        tensors = self._tensors()
+        tensors = self._averaged.tensors()
         for at, fragment in enumerate(self._fragments):
             if fragment.names[0] in mine["anchor"]:
                 fragment.load(tensors, mine["anchor"], sent["means"] if sent is not None and sent["at"] == at else None)
@@ -654,40 +591,12 @@ class UpdateCompression(Handle):
             self.every, self._rounds.split, self._rounds.residuals, self._rounds.overlap, self.outer,
             len(self._measured()),
         )  # fmt: skip
-        check_updates(state, expected, self._fragments, self._tensors())
+        check_updates(state, expected, self._fragments, self._averaged.tensors())
 
 
 def said_of(optimizer: Optimizer) -> str:
     """Its kind and settings, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
-
-
-def _leave_uncompressed(parameters: Parameters, names: Collection[str]) -> None:
-    """Have these travel apart from small parameters that are compressed: a variance that has an error of its own may
-    fall below 0.
-    """
-    parameters.vectors.clear()
-    for x, own in parameters.by_tensor.items():
-        if not own.compressed:
-            vector = own.vector._replace(compressed=False, early=False) if own.name in names else own.vector
-            at = parameters.vectors.get(vector, 0)
-            parameters.vectors[vector] = at + own.shape.numel()
-            parameters.by_tensor[x] = parameters.by_name[own.name] = replace(own, vector=vector, at=at)
-
-
-def floating_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
-    """Those that can be averaged, by name; and the names of those that cannot, since they hold what is not finite: a
-    mask of −inf, or a least and a largest value before the first batch.
-    """
-    floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
-    finite = [(name, b) for name, b in floating if bool(local(b).isfinite().all())]
-    there = {name for name, _ in finite}
-    return finite, [name for name, _ in floating if name not in there]
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 #: Of as many bytes.

@@ -18,8 +18,9 @@ from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
+from narrowband.updates.averaged import some
 from narrowband.updates.elastic import ElasticUpdateCompression
-from narrowband.updates.rounds import Rounds, UpdateCompression, some, taken
+from narrowband.updates.rounds import Rounds, UpdateCompression, taken
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy

@@ -1,24 +1,27 @@
-"""What steps a model, for replicas to compare: kinds of optimizers, and the settings that cannot differ on purpose.
+"""What steps a model: settings of optimizers, for replicas to compare, and scalers that may skip a step.
 
-Replicas whose moments decay otherwise, or of which one decays weights and another does not, take different steps, and
-their mean is nobody's. Learning rates may differ, by a schedule or by the size of batches, so they are left out; so is
-how a step is computed (``foreach``, ``fused``), which depends on the machine, and momentum where a schedule cycles it.
+Compared are kinds of optimizers, and the settings that cannot differ on purpose. Replicas whose moments decay
+otherwise, or of which one decays weights and another does not, take different steps, and their mean is nobody's.
+Learning rates may differ, by a schedule or by the size of batches, so they are left out; so is how a step is computed
+(``foreach``, ``fused``), which depends on the machine, and momentum where a schedule cycles it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["facts_of"]
+__all__ = ["facts_of", "watch"]
 
 #: What is compared, by the names that torch.optim and its kin have for it. Not all that a group has: optimizers of
 #: others keep there what they estimate as they go.
@@ -79,3 +82,38 @@ def _plain(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return repr(float(value))
     return repr(value)
+
+
+def watch(grad_scaler: torch.amp.GradScaler | None, after: Callable[[], None]) -> Callable[[], None]:
+    """Call a function after each of a scaler's updates, so that steps which it skips are counted, too.
+
+    Args:
+        grad_scaler: this one; without it nothing is called.
+        after: a bound method. Its object is not kept alive by the scaler.
+
+    Returns:
+        What ends it. The scaler is then as it was, unless somebody else has come to watch it.
+    """
+    if grad_scaler is None:
+        return lambda: None
+    method, update = weakref.WeakMethod(after), grad_scaler.update
+    watched_before, ended = "update" in vars(grad_scaler), False
+
+    @functools.wraps(update)
+    def updated(*given: Any, **options: Any) -> None:
+        update(*given, **options)
+        if not ended and (own := method()) is not None:
+            own()
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        if vars(grad_scaler).get("update") is not updated:
+            return  # somebody else looks at it, too
+        if watched_before:
+            grad_scaler.update = update  # type: ignore[method-assign]
+        else:
+            del grad_scaler.update
+
+    grad_scaler.update = updated  # type: ignore[method-assign]
+    return end

@@ -1,0 +1,100 @@
+"""What replicas average, by name: trained parameters, and buffers where users want these averaged, too.
+
+The core of data parallelism averages tensors that require a gradient. Buffers do not, and sharded parameters are
+averaged part by part. So the core is given stand-ins, in the same memory as the model's own tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from narrowband.averaging.flat import local
+from narrowband.averaging.parameters import norms_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+__all__ = ["Averaged", "floating_buffers", "some"]
+
+
+class Averaged:
+    """What replicas average of a model.
+
+    Args:
+        model: its parameters that require a gradient are averaged; of sharded ones this rank's part.
+        buffers: what becomes of buffers of floating-point numbers.
+
+    Attributes:
+        model: the one given.
+        trained: names of the parameters.
+        stand_ins: name and stand-in of each tensor: parameters first, in the model's order, then buffers.
+        small: stand-ins that count as small: of normalization layers, and of buffers.
+        buffers: names of the buffers that are averaged.
+        left_out: names of those that are not, since they hold what is not finite.
+    """
+
+    def __init__(self, model: nn.Module, buffers: Literal["average", "keep"]) -> None:
+        self.model = model
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        finite, self.left_out = floating_buffers(model) if buffers == "average" else ([], [])
+        self.trained = [name for name, _ in trained]
+        self.buffers = frozenset(name for name, _ in finite)
+        self.stand_ins = [(name, local(x).requires_grad_()) for name, x in (*trained, *finite)]
+        norms = {id(p) for p in norms_of(model)}
+        small = {name for name, p in trained if id(p) in norms} | self.buffers
+        self.small = [x for name, x in self.stand_ins if name in small]
+        self._was = {name: (x.shape, x.dtype) for name, x in self.stand_ins}
+        self._meshes = list({p.device_mesh: None for _, p in trained if hasattr(p, "device_mesh")})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """These by name, as they are now, detached.
+
+        Raises:
+            ValueError: one has another size or dtype than at set-up, so that its anchor has no place for it.
+        """
+        here = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        found = {name: local(here[name]) for name in self._was if name in here}
+        for name, was in self._was.items():
+            x = found.get(name)
+            if x is None or (x.shape, x.dtype) != was:
+                now = "is not there any more" if x is None else f"is of shape {tuple(x.shape)} and {x.dtype} now"
+                keep = "give it buffers='keep', or " if name in self.buffers else ""
+                raise ValueError(
+                    f"{name} {now}, and was of shape {tuple(was[0])} and {was[1]} when compress_updates was called; "
+                    f"{keep}call remove() on all ranks, and compress_updates again"
+                )
+        return found
+
+    def thawed(self) -> list[str]:
+        """Names of parameters that require a gradient now, and did not at set-up."""
+        return [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self._was]
+
+    def on_all_parts(self, good: bool, device: torch.device) -> bool:
+        """Whether something holds on all ranks that have a part of the same replica. A collective among these."""
+        if not self._meshes:
+            return good
+        flag = torch.tensor(float(good), device=device)
+        for mesh in self._meshes:
+            for dim in range(mesh.ndim):
+                dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+        return bool(flag)
+
+
+def floating_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    """Those that can be averaged, by name; and the names of those that cannot, since they hold what is not finite: a
+    mask of −inf, or a least and a largest value before the first batch.
+    """
+    floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+    finite = [(name, b) for name, b in floating if bool(local(b).isfinite().all())]
+    there = {name for name, _ in finite}
+    return finite, [name for name, _ in floating if name not in there]
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
