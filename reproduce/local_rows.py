@@ -79,7 +79,7 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "compressed gradients": (2e-3, 4e-3, 8e-3),
         "updates": (1.6e-2, 3.2e-2, 6.4e-2),
         "compressed updates": (4e-3, 8e-3, 1.6e-2),
-        "signs of updates": (1.6e-2, 3.2e-2, 6.4e-2),
+        "signs of updates": (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
         "rounds": (4e-3, 8e-3, 1.6e-2),
     },
 }
