@@ -438,6 +438,9 @@ DELICATE = {
     "softmin": lambda x: F.softmin(x, 1),
     "cross_entropy": lambda x: F.cross_entropy(20 * x, x.argmax(1)),
     "cross_entropy of planes": lambda x: F.cross_entropy(20 * x.view(2, 4, -1), x.view(2, 4, -1).argmax(1)),
+    "kl_div": lambda x: F.kl_div(x, x.detach().softmax(1), reduction="sum"),
+    "logsigmoid": lambda x: F.logsigmoid(20 * x),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(20 * x, (x > 0).to(x.dtype)),
     "sin": lambda x: x.sin(),
     "cos": lambda x: torch.cos(100 * x),
 }
