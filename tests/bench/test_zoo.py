@@ -13,6 +13,7 @@ from narrowband.bench import zoo
 from narrowband.bench.architectures import ZOO, Architecture
 from narrowband.bench.subjects import subject
 from narrowband.cli import main
+from tests.thorough import thorough
 
 QUICK = {"rounds": 1, "seconds": 0.0, "peaks": False}
 
@@ -31,7 +32,7 @@ def test_recurrences_learn_from_codes(cells):
     assert row["kept_share"] < 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "convnext-atto"])
+@pytest.mark.parametrize("name", ["gpt2", *thorough("convnext-atto")])
 def test_a_row_holds_time_bytes_and_the_angle_to_the_exact_gradient(name):
     pytest.importorskip("transformers", reason="the architecture comes from it")
     (row,) = zoo.run(zoo.Config((name,), **QUICK | {"peaks": True}))

@@ -15,6 +15,7 @@ from narrowband.collectives.chunked import Chunked
 from narrowband.feedback import ErrorFeedback, Layout
 from tests.collectives.test_exchange import average, seed_of
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 NUMEL = 1500  # chunks of groups of 128 elements: of unequal length, one of them cut short
 STEPS = 200
@@ -82,7 +83,7 @@ def accumulated(rank, size, ways, steps):
 
 @pytest.mark.parametrize(
     ("size", "specs", "steps"),
-    [(3, QUANTIZERS, STEPS), (4, QUANTIZERS, STEPS), (8, QUANTIZERS, STEPS)],
+    [(3, QUANTIZERS, STEPS), *thorough((4, QUANTIZERS, STEPS)), (8, QUANTIZERS, STEPS)],
     ids=lambda value: "all" if value is QUANTIZERS else None,
 )
 def test_nothing_is_lost_and_nothing_grows_but_what_says_so(size, specs, steps):

@@ -14,7 +14,7 @@ from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.sparse import CACHED
-from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, assert_same, on_all
+from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, assert_same, backends_for, on_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +46,13 @@ def test_check_indices(indices: list[int], tidy: bool, n: int) -> None:
 
 @given(n=st.sampled_from(SIZES[1:]), k=st.integers(0, 3000), seed=st.integers(0, 999),
        weight=st.sampled_from([1.0, 0.25, -1 / 3]), kind=st.sampled_from(["normal", "any-bits"]))  # fmt: skip
-@lean
+@settings(lean, max_examples=examples(lean.max_examples))
 def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) -> None:
     indices = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, n, k)).astype(np.int32))
     on_all("sparse_accumulate", make("normal", n, seed), indices, make(kind, k, seed), weight)
 
 
-@given(n=st.sampled_from([1, 1000, CACHED, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
+@given(n=st.sampled_from([1, 1000, 5000, CACHED, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        ks=st.lists(st.integers(0, 3000), min_size=1, max_size=5), weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
 @settings(lean, max_examples=examples(lean.max_examples))
 def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
@@ -62,13 +62,13 @@ def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
     expected = torch.zeros(n)
     for indices, values in parts:
         cpu.sparse_accumulate(expected, indices, values, weight)
-    for backend in BACKENDS:
+    for backend in backends_for(n):
         out = torch.full((n,), torch.nan)
         backend.sparse_sum(out, parts, weight)
         assert torch.equal(out, expected)
 
 
-@given(n=st.sampled_from([1, 1000, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
+@given(n=st.sampled_from([1, 1000, 5000, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        k=st.integers(1, 3000), count=st.integers(1, 5), spare=st.sampled_from([0, 8, 96]),
        weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
 @settings(lean, max_examples=examples(lean.max_examples))
@@ -88,7 +88,7 @@ def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weig
     cpu.sparse_sum(expected, parts, weight)
     broken = payloads.clone()
     broken[-1, 4 * k] ^= 1  # one index more, or one less
-    for backend in BACKENDS:
+    for backend in backends_for(n):
         out = torch.full((n,), torch.nan)
         with pytest.raises(PayloadError):
             backend.sparse_sum_rows(out, broken, k, weight)
@@ -119,7 +119,7 @@ def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int,
         reference.sparse_sum_rows(out, payloads[:, begin:], k, 0.5)
     broken = payloads.clone()
     broken[-1, begins[-1] + 4 * ks[-1]] ^= 1
-    for backend in BACKENDS:
+    for backend in backends_for(max(ns)):
         outs = [torch.full((n,), torch.nan) for n in ns]
         if backend.name == "cuda":
             with pytest.raises(PayloadError):
@@ -130,7 +130,7 @@ def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int,
 
 
 @given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=st.integers(1, 5000), seed=seeds)
-@lean
+@settings(lean, max_examples=examples(lean.max_examples))
 def test_elias_fano(n: int, k: int, seed: int) -> None:
     k = min(n, k)
     indices = reference.randomk_indices(n, k, seed, torch.device("cpu"))
