@@ -59,7 +59,7 @@ RATE = {
     },
     OTHER_TASK: {
         "gradients": 1.6e-2, "compressed gradients": 4e-3, "updates": 3.2e-2, "compressed updates": 8e-3,
-        "signs of updates": 3.2e-2, "short rounds": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
+        "signs of updates": 8e-3, "short rounds": 1.6e-2, "rounds": 8e-3, "nothing": 3.2e-2,
     },
 }  # fmt: skip
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
@@ -230,13 +230,11 @@ _AVERAGED = (
     Recipe(_updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND), turn=2, long=True),
     *_rounds(ROUNDS[1], turn=2),
     Recipe(_gradients(GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
-    *(
-        Recipe(_updates(name, _of_senders(density), outer="1"), turn=2, long=True)
-        for name, density in ((TOP_2, 0.02), (TOP_6, 0.06))
-    ),
+    Recipe(_updates(TOP_6, _of_senders(0.06), outer="1"), turn=2, long=True),
     *(
         Recipe(row, turn=3, ablation=True, long=True)
         for row in (
+            _updates(TOP_2, _of_senders(0.02), outer="1"),
             _updates(_SHORT_DILOCO, every=_SHORT_ROUND, outer="nesterov"),
             _updates(TWO_BITS, "qsgd:bits=2+ef"),
             _updates(PLAIN, outer="1"),
