@@ -230,11 +230,11 @@ _AVERAGED = (
     Recipe(_updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND), turn=2, long=True),
     *_rounds(ROUNDS[1], turn=2),
     Recipe(_gradients(GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
-    Recipe(_updates(TOP_6, _of_senders(0.06), outer="1"), turn=2, long=True),
     *(
         Recipe(row, turn=3, ablation=True, long=True)
         for row in (
             _updates(TOP_2, _of_senders(0.02), outer="1"),
+            _updates(TOP_6, _of_senders(0.06), outer="1"),
             _updates(_SHORT_DILOCO, every=_SHORT_ROUND, outer="nesterov"),
             _updates(TWO_BITS, "qsgd:bits=2+ef"),
             _updates(PLAIN, outer="1"),
