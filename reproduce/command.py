@@ -18,7 +18,19 @@ from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
 from reproduce.data import places
 from reproduce.html import write_beside
-from reproduce.report import PER_TASK, Claim, Group, Layout, Opening, groups, markdown, pictures_of, table, write_page
+from reproduce.report import (
+    PER_TASK,
+    Claim,
+    Group,
+    Layout,
+    Opening,
+    groups,
+    markdown,
+    pictures_of,
+    ran_on,
+    table,
+    write_page,
+)
 from reproduce.row import Row
 from reproduce.training import recorded, run
 
@@ -295,6 +307,7 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     if others:
         console.print(f"Some rows were trained at other commits: {', '.join(others)}", style="yellow", markup=False)
     written = output / "summary.json"
+    record["cpus"] = ran_on(results, written)
     whole = record | {
         "paper": experiment.paper,
         "seeds": sorted({row.seed for row in rows}),

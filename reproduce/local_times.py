@@ -29,7 +29,7 @@ from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
 from reproduce.local_rows import at_other_length
 from reproduce.pictures import Bar, Panel, embedded, write
-from reproduce.report import DENSE, NOTHING, pictures_of, source
+from reproduce.report import DENSE, NOTHING, pictures_of, ran_on, source
 from reproduce.row import Row
 from reproduce.training import run
 
@@ -369,8 +369,9 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             drawn.add_row(*_cells(line, own[0]))
         console.print(drawn)
     commits = sorted({str(row["commit"]) for own in found.values() for row in own} | {str(r["commit"]) for r in losses})
-    record |= {"commits": commits, "rows": found, "losses": losses, "lines": [asdict(line) for line in made]}
     written = output / "summary.json"
+    record |= {"commits": commits, "rows": found, "losses": losses, "lines": [asdict(line) for line in made]}
+    record["cpus"] = ran_on((row for own in found.values() for row in own), written)
     write_json(written, record)
     if options.markdown is not None:
         page(record, options.markdown)

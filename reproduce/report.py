@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from narrowband.files import write_text
+from narrowband.report.record import read_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce.pairs import Difference, Finding, difference, in_blocks
 from reproduce.pictures import Bar, Panel, embedded, write
@@ -37,12 +38,14 @@ __all__ = [
     "claimed",
     "compared",
     "covered",
+    "cpus_of",
     "groups",
     "judged",
     "markdown",
     "named",
     "needed",
     "pictures_of",
+    "ran_on",
     "score_panel",
     "seeded",
     "sent_panel",
@@ -686,12 +689,33 @@ def verdicts(claims: Sequence[Claim]) -> list[str]:
     return [*own, "", "How rows were made comparable (not counted above):", "", *setup] if setup else own
 
 
+def cpus_of(record: Mapping[str, Any]) -> list[str]:
+    """The processors that rows of a record ran on: where it does not name them, the one that it was written on."""
+    cpus: list[str] = record.get("cpus") or [str(record["machine"]["cpu"])]
+    return cpus
+
+
+def ran_on(rows: Iterable[Mapping[str, Any]], summary: Path) -> list[str]:
+    """The processors that rows ran on, as far as anyone knows.
+
+    Args:
+        rows: each says its ``cpu``; those of a time when they did not are taken to be of the processors that an earlier
+            summary tells of.
+        summary: that summary, if it is there.
+    """
+    own = [row.get("cpu") for row in rows]
+    found = {cpu for cpu in own if cpu is not None}
+    if None in own and summary.exists():
+        found.update(cpus_of(read_json(summary, ("machine",))))
+    return sorted(found)
+
+
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from: command, machine, commits, and the record's ``data`` and ``took`` if it has any, as
+    """Where figures come from: command, machines, commits, and the record's ``data`` and ``took`` if it has any, as
     :func:`reproduce.data.about` and :func:`reproduce.command.took` say it.
     """
     machine, versions = record["machine"], record["versions"]
-    where = f"{machine['cores']} cores ({machine['cpu']}), PyTorch {versions['torch']}"
+    where = f"{machine['cores']} cores ({' and '.join(cpus_of(record))}), PyTorch {versions['torch']}"
     trained_at = ", ".join(commit[:12] + "-dirty" * commit.endswith("-dirty") for commit in commits)
     if any(commit.endswith("-dirty") for commit in commits):
         trained_at += " (dirty: files lay beside it that were changed and not committed)"

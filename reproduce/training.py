@@ -38,7 +38,7 @@ import narrowband as nb
 from narrowband.bench.ranks import Loopback, RankProcess, run_ranks
 from narrowband.collectives import all_reduce_nbytes, choose, collective
 from narrowband.lab import LabConfig
-from narrowband.report.record import commit, read_json, write_json
+from narrowband.report.record import commit, machine, read_json, write_json
 from narrowband.stats import StepRecord
 from reproduce.activations import Activations, read_policy
 from reproduce.data import about, locate
@@ -113,12 +113,12 @@ def run(
 
     def note(event: dict[str, Any]) -> None:
         if event["event"] == "row":
-            results[event["row"]] = event["result"]
+            results[event["row"]] = event["result"] = event["result"] | {"cpu": cpu}
             write_json(kept[event["row"]], event["result"])
         if on_event is not None:
             on_event(event)
 
-    config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit()}
+    config, cpu = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit()}, machine()["cpu"]
     for apart in (False, True):
         missing = [
             [number, asdict(row)] for number, row in enumerate(rows) if number not in results and row.alone == apart

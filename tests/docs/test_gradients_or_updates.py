@@ -64,7 +64,8 @@ def test_losses_are_those_of_the_record():
     said = f"{of_updates}, and rounds in 2 bits {rounds_of_two_bits} {on_another}"
     assert said in (ROOT / "README.md").read_text()
     flowing = page.replace("\n", " ")
-    assert f"of gradients costs {gradients}" in flowing
+    signs = f"{100 * above_gradients('gradients, sign'):.0f} %"
+    assert f"where those of gradients cost {signs} and {gradients}" in flowing
     assert f"with DiLoCo's outer step they cost {100 * above_gradients('every 3, DiLoCo'):.0f} %" in flowing
 
     def between(name, other):

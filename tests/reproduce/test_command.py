@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import narrowband as nb
+from narrowband.report.record import machine
 from reproduce import dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity
 from reproduce.command import Options, Recipe, chosen, main
 from reproduce.report import DENSE, PER_TASK
@@ -125,6 +126,14 @@ def test_a_whole_quick_run(tmp_path, monkeypatch, capsys):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [group["name"] for group in summary["groups"]] == ["dense"]
     assert not row.exists()
+
+    # Elsewhere they are still of the machine that trained them.
+    (row,) = (tmp_path / "out" / "rows").glob("cifar-dense-*")
+    assert json.loads(row.read_text())["cpu"] == machine()["cpu"]
+    row.write_text(json.dumps(json.loads(row.read_text()) | {"cpu": "Another"}))
+    assert main(dgc.EXPERIMENT, [*arguments, "--recorded", "--markdown", str(tmp_path / "page.md")]) == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["cpus"] == ["Another"]
+    assert re.search(r" cores \(Another\), PyTorch", (tmp_path / "page.md").read_text())
     assert main(dgc.EXPERIMENT, [*arguments, "--recorded", "--seeds", "5"]) == 2
     assert "none of these rows is finished" in capsys.readouterr().err
 

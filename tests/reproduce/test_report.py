@@ -20,6 +20,7 @@ from reproduce.report import (
     groups,
     judged,
     markdown,
+    ran_on,
     score_panel,
     source,
     summed,
@@ -424,6 +425,16 @@ def test_a_record_names_its_data():
         "Training 2 rows took 2.5 h of one process each, added up, however busy the machine was."
     )
     assert took([{"score": 1.0}]) == ""
+
+
+def test_rows_are_of_the_processors_that_they_say_or_else_of_those_that_a_summary_tells_of(tmp_path):
+    summary = tmp_path / "summary.json"
+    assert ran_on([{}, {"cpu": "A"}], summary) == ["A"]
+    summary.write_text(json.dumps({"machine": {"cpu": "B"}}))
+    assert ran_on([{}, {"cpu": "A"}], summary) == ["A", "B"]
+    assert ran_on([{"cpu": "A"}], summary) == ["A"]
+    summary.write_text(json.dumps({"machine": {"cpu": "C"}, "cpus": ["B", "D"]}))
+    assert ran_on([{}], summary) == ["B", "D"]
 
 
 def test_tables_fit_a_terminal():
