@@ -32,6 +32,7 @@ from reproduce import (
     model_parallel,
     optimizers,
     powersgd,
+    predictions,
     sensitivity,
     sharded,
     sparsity,
@@ -103,6 +104,7 @@ def _run(options: Options, _: list[str], console: Console) -> None:
     console.print(f"written: {path}", style="dim", markup=False, highlight=False)
     found = benchmarks.records()
     benchmarks.page(found, options.docs / "results" / "benchmarks.md")
+    predictions.page(predictions.record(), options.docs / "results" / "predictions.md")
     write(benchmarks.front(found), options.docs / FRONT)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import statistics
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from reproduce import benchmarks, guide
+from reproduce import benchmarks, guide, predictions
 from reproduce.pages import FRONT, GUIDE, PAGES, main, record_of
 from reproduce.pictures import THEMES, Bar, Panel, drawn, write
 
@@ -54,6 +55,59 @@ def test_the_page_of_benchmarks_says_what_its_records_say(tmp_path):
         assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
 
 
+def test_the_page_of_predictions_says_what_its_record_says(tmp_path):
+    predictions.page(predictions.record(), tmp_path / "predictions.md")
+    assert (tmp_path / "predictions.md").read_text() == (DOCS / "results" / "predictions.md").read_text()
+    for theme in THEMES:
+        place = f"pictures/predictions/opening-{theme}.svg"
+        assert (tmp_path / place).read_text() == (DOCS / "results" / place).read_text()
+
+
+def test_claims_about_predictions_follow_their_rows():
+    """Of two links, one where all is well and one where the error, the side and the choice are wrong."""
+    found = predictions.record()
+    rows = [
+        {
+            "codec": codec,
+            "rate": rate,
+            "nodes": 2,
+            "predicted_step_s": said,
+            "measured_step_s": 1.0,
+            "error": said - 1.0,
+        }
+        for rate, said_fp16 in (("200mbit", 1.05), ("1gbit", 1.5))
+        for codec, said in (("DDP", 1.0), ("fp16", said_fp16))
+    ]
+    for row in rows:
+        row["at_that_speed_error"] = 0.0
+    verdicts = [
+        {
+            "rate": "200mbit",
+            "nodes": 2,
+            "slower_by": 0.0,
+            "is_right": True,
+            "sides": [{"codec": "fp16", "is_right": None}],
+        },
+        {
+            "rate": "1gbit",
+            "nodes": 2,
+            "slower_by": 0.3,
+            "is_right": False,
+            "sides": [{"codec": "fp16", "is_right": False}],
+        },
+    ]
+    held = [claim.held for claim in predictions.claims(found | {"rows": rows, "verdicts": verdicts})]
+    assert held == [True, False, False, False]
+    held = [claim.held for claim in predictions.claims(found | {"rows": rows[:2], "verdicts": verdicts[:1]})]
+    assert held == [True, True, True, True]
+
+
+def test_the_readme_says_how_far_predictions_are_off():
+    off = [abs(row["error"]) for row in predictions.record()["rows"]]
+    said = f"off by [{100 * statistics.median(off):.1f} % in the median](docs/results/predictions.md) of {len(off)}."
+    assert said in (ROOT / "README.md").read_text().replace("\n", " ")
+
+
 def test_tables_of_the_guide_say_what_their_records_say():
     page = (DOCS / GUIDE).read_text()
     assert guide.rewritten(page, record_of("local"), record_of("local_times")) == page
@@ -65,7 +119,7 @@ def test_tables_of_the_guide_say_what_their_records_say():
         guide.rewritten(page.replace("| 20 Mbit/s |", "| 30 Mbit/s |"), record_of("local"), record_of("local_times"))
 
 
-@pytest.mark.parametrize("module", ["benchmarks", *PAGES])
+@pytest.mark.parametrize("module", ["benchmarks", "predictions", *PAGES])
 def test_a_page_opens_with_three_sentences(module):
     page = (DOCS / "results" / f"{module}.md").read_text()
     for part in ("What is claimed|What was asked", "What was run", "What held"):
@@ -128,7 +182,7 @@ def test_the_command_writes_every_page_and_the_front_picture(tmp_path, capsys):
     guided.parent.mkdir(parents=True)
     guided.write_text((DOCS / GUIDE).read_text())
     assert main(["--docs", str(tmp_path)]) == 0
-    assert {path.stem for path in (tmp_path / "results").glob("*.md")} == {*PAGES, "benchmarks"}
+    assert {path.stem for path in (tmp_path / "results").glob("*.md")} == {*PAGES, "benchmarks", "predictions"}
     assert (tmp_path / f"{FRONT}-dark.svg").exists()
     assert "dgc.md" in re.sub(r"\s", "", capsys.readouterr().out)
 

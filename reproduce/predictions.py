@@ -1,0 +1,171 @@
+"""The page of predicted steps beside measured ones, from the record of ``narrowband bench plan``.
+
+Nothing is measured here; ``benchmarks/README.md`` has the command.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowband.bench.foretold import MARGIN
+from narrowband.lab.config import parse_rate
+from narrowband.planning import DDP
+from narrowband.units import format_rate, format_seconds
+from reproduce.pictures import Bar, Panel
+from reproduce.report import NOTHING, Claim, Opening, beginning, claimed, source, write_page
+
+__all__ = ["claims", "page", "record"]
+
+_RECORD = Path(__file__).parent.parent / "benchmarks" / "results" / "plan.json"
+
+#: How far predictions may be off, in the median and at most.
+_MEDIAN, _WORST = 0.10, 0.25
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def record() -> dict[str, Any]:
+    """What was predicted and measured."""
+    found: dict[str, Any] = json.loads(_RECORD.read_text())
+    return found
+
+
+def _off(rows: Rows, key: str = "error") -> list[float]:
+    """How far predictions are off, as shares of what was measured, the least first."""
+    return sorted(abs(row[key]) for row in rows if row[key] is not None)
+
+
+def _cases(rows: Rows) -> dict[tuple[int, str], Rows]:
+    """Ranks and rate → the rows of these."""
+    cases = dict.fromkeys((row["nodes"], row["rate"]) for row in rows)
+    return {case: [row for row in rows if (row["nodes"], row["rate"]) == case] for case in cases}
+
+
+def _link(rate: str) -> str:
+    return format_rate(parse_rate(rate))
+
+
+def claims(found: Mapping[str, Any]) -> Iterator[Claim]:
+    """What became of the claims about predictions."""
+    off = _off(found["rows"])
+    median, worst = statistics.median(off), max(found["rows"], key=lambda row: abs(row["error"] or 0.0))
+    yield claimed(
+        f"predicted steps are off by at most {_MEDIAN:.0%} in the median", median <= _MEDIAN,
+        f"{median:.1%} over {len(off)} steps",
+    )  # fmt: skip
+    yield claimed(
+        f"no predicted step is off by more than {_WORST:.0%}", off[-1] <= _WORST,
+        f"{off[-1]:.1%} of `{worst['codec']}` on {worst['nodes']} ranks at {_link(worst['rate'])}; "
+        f"{sum(each > _WORST for each in off)} of {len(off)} are farther off than {_WORST:.0%}",
+    )  # fmt: skip
+    sides = [side for verdict in found["verdicts"] for side in verdict["sides"] if side["is_right"] is not None]
+    wrong = [side["codec"] for side in sides if not side["is_right"]]
+    yield claimed(
+        f"what is over {MARGIN:.0%} faster or slower than DDP as it is, is predicted to be on that side of it",
+        not wrong, f"{len(sides) - len(wrong)} of {len(sides)} steps",
+    )  # fmt: skip
+    right = [verdict["slower_by"] for verdict in found["verdicts"] if verdict["is_right"]]
+    farthest = max(verdict["slower_by"] for verdict in found["verdicts"])
+    yield claimed(
+        f"the step that is predicted to be the shortest is at most {MARGIN:.0%} longer than the shortest",
+        len(right) == len(found["verdicts"]),
+        f"{len(right)} of {len(found['verdicts'])} cases; at most {farthest:.1%} longer",
+    )  # fmt: skip
+
+
+def _conclusion(found: Mapping[str, Any]) -> str:
+    off, then = _off(found["rows"]), _off(found["rows"], "at_that_speed_error")
+    short = sum((row["error"] or 0.0) < 0.0 for row in found["rows"])
+    return (
+        f"predicted steps are off by {statistics.median(off):.1%} in the median and {off[-1]:.1%} at most, {short} of "
+        f"{len(off)} too short, and by "
+        f"{statistics.median(then):.1%} and {then[-1]:.1%} where the processor is taken to be as fast as it was when "
+        "the step was measured."
+    )
+
+
+def _panels(found: Mapping[str, Any]) -> list[Panel]:
+    cases = {f"{nodes} ranks, {_link(rate)}": _off(rows) for (nodes, rate), rows in _cases(found["rows"]).items()}
+    return [
+        Panel(title, "of the measured step; less is better", [Bar(name, off, f"{off:.1%}") for name, off in bars])
+        for title, bars in (
+            ("Predictions off by, median", [(name, statistics.median(off)) for name, off in cases.items()]),
+            ("Predictions off by, at most", [(name, off[-1]) for name, off in cases.items()]),
+        )
+    ]
+
+
+def _ran(found: Mapping[str, Any]) -> str:
+    nodes = " and ".join(str(nodes) for nodes in dict.fromkeys(row["nodes"] for row in found["rows"]))
+    rates = [_link(rate) for rate in dict.fromkeys(row["rate"] for row in found["rows"])]
+    return (
+        f"`narrowband bench plan`: {nodes} ranks with a GPT of 13.3 million parameters, each behind a link of its own "
+        f"of {', '.join(rates[:-1])} or {rates[-1]} that the kernel shapes, all on one machine with two cores."
+    )
+
+
+_OPENING = Opening(
+    title="Predicted and measured steps",
+    says="`narrowband plan` measures a model, codecs and a machine, simulates a step of training with every codec, and "
+    "so knows what pays on a link without training there.",
+    ran=_ran,
+    found=_conclusion,
+    panels=_panels,
+)
+
+
+def _percent(error: float | None) -> str:
+    return NOTHING if error is None else f"{error:+.1%}"
+
+
+def _case(rows: Rows, verdict: Mapping[str, Any]) -> Iterator[str]:
+    yield "| codec | predicted | measured | off by | at that speed |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for row in sorted(rows, key=lambda row: row["measured_step_s"] or 0.0):
+        name = _name(row["codec"])
+        measured = NOTHING if row["measured_step_s"] is None else format_seconds(row["measured_step_s"])
+        errors = map(_percent, (row["error"], row["at_that_speed_error"]))
+        yield f"| {' | '.join((name, format_seconds(row['predicted_step_s']), measured, *errors))} |"
+    yield ""
+    best, said = (_name(verdict[key]) for key in ("measured_best", "predicted_best"))
+    if best == said:
+        yield f"The shortest step was that of {best}, as predicted."
+    else:
+        yield f"The shortest step was that of {best}. That of {said} was predicted, {verdict['slower_by']:.1%} longer."
+    yield ""
+
+
+def _name(codec: str) -> str:
+    return "DDP as it is" if codec == DDP else f"`{codec}`"
+
+
+def page(found: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a record.
+
+    Args:
+        found: see :func:`record`.
+        path: of the page.
+    """
+    held = list(claims(found))
+    lines = [
+        *beginning(found, held, _OPENING, paper="Records of `narrowband bench plan`", page=path.stem),
+        "## Steps",
+        "",
+        (
+            "Predicted: by `narrowband plan`, from what the same ranks measured before they trained. Off by: how far "
+            "that is from the measured step. At that speed: the same, where the processor is taken to be as fast as it "
+            "was when the step was measured; a shared machine is faster in one minute than in the next. Rows stand in "
+            "the order of measured steps. Ranks share two cores, so what a codec computes costs more time here than on "
+            "machines of their own."
+        ),
+        "",
+    ]
+    verdicts = {(verdict["nodes"], verdict["rate"]): verdict for verdict in found["verdicts"]}
+    for (nodes, rate), rows in _cases(found["rows"]).items():
+        lines += [f"### {nodes} ranks, {_link(rate)}", "", *_case(rows, verdicts[nodes, rate])]
+    lines += [source(dict(found), [str(found["commit"])])]
+    write_page(path, lambda _: "\n".join(lines).rstrip() + "\n", found, _OPENING)
