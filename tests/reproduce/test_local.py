@@ -53,10 +53,11 @@ def model_of(task, width):
 
 
 def row(name, loss, seed=0, *, ratios=None, task="shakespeare", **more):
-    payload, ratio = (None, None) if ROWS[name].isolated else ratios or BYTES.get(name, (1.0, 1.0))
+    own = ROWS.get(name) or ROWS_OF_OTHER_TEXT[name]
+    payload, ratio = (None, None) if own.isolated else ratios or BYTES.get(name, (1.0, 1.0))
     return {
-        "task": task, "name": name, "spec": ROWS[name].spec, "seed": seed, "metric": "held-out perplexity",
-        "higher_is_better": False, "epochs": ROWS[name].epochs, "nodes": 4, "parameters": NUMEL,
+        "task": task, "name": name, "spec": own.spec, "seed": seed, "metric": "held-out perplexity",
+        "higher_is_better": False, "epochs": own.epochs, "nodes": 4, "parameters": NUMEL,
         "score": None if loss is None else math.exp(loss), "sent_bytes_per_step": 6.0 * NUMEL / ratio if ratio else 0.0,
         "ratio": ratio,
         "mean_ratio": ratio, "payload_ratio": payload, "matrix_ratio": payload, "step_s": 0.1,
@@ -92,17 +93,22 @@ LOSSES = {
     "updates, 2 bits, FSDP2": 1.5,
     "Muon, dense": 1.450,
     "Muon, updates, 2 bits": 1.4645,
-    **{f"{base}, rate {rate:g}": 1.5 + abs(math.log(rate / best)) / 100
-       for kind, base in ((kind, row.name) for kind, row in local_rows.BASES.items())
-       for best in (local_rows.RATE["shakespeare"][kind],)
-       for rate in local_rows.RATES["shakespeare"][kind]},
 }  # fmt: skip
+
+
+def of_rates(task):
+    """The same of rows that learning rates are chosen by."""
+    return {
+        f"{local_rows.BASES[kind].name}, rate {rate:g}": 1.5 + abs(math.log(rate / local_rows.RATE[task][kind])) / 100
+        for kind, rates in local_rows.RATES[task].items()
+        for rate in rates
+    }
 
 
 def made_up(*, without=(), ratios=None, apart=0.001, task="shakespeare", **losses):
     """One seed of every row, and three of the dense one, which are ``apart``: the spread of dense rows is the noise."""
     ratios = ratios or {}
-    told = {name: loss for name, loss in (LOSSES | losses).items() if name not in without}
+    told = {name: loss for name, loss in (LOSSES | of_rates(task) | losses).items() if name not in without}
     rows = [
         row(name, loss, 1000 if ", rate " in name else 0, ratios=ratios.get(name), task=task)
         for name, loss in told.items()
@@ -126,7 +132,7 @@ def test_rows_have_one_name_each_and_specs_that_exist():
     assert len(set(names)) == len(names)
     for own in rows:
         nb.compression(own.spec)
-    assert {own.name.removesuffix(", shorter") for own in rows if own.task == "gpt"} < set(ROWS)
+    assert {own.name.removesuffix(", shorter").partition(", rate ")[0] for own in rows if own.task == "gpt"} < set(ROWS)
     usual, another = {"shakespeare": 7, "gpt": 8}, {"shakespeare": 10, "gpt": 3}
     for own in rows:
         differs = own.name.endswith((", longer", ", shorter")) or (own.task == "gpt" and ", rate " in own.name)
@@ -376,7 +382,9 @@ def test_every_row_is_in_a_table_with_its_distance_from_its_own_dense_row(tmp_pa
     tables = dict(EXPERIMENT.layout.tables(groups(rows)))
     assert list(tables)[: len(local._PARTS)] == [f"shakespeare, {part}" for part in local._PARTS]
     assert set(tables) <= set(EXPERIMENT.titles)
-    assert {line.name for key, own in tables.items() if key.startswith("shakespeare") for line in own} == set(LOSSES)
+    assert {line.name for key, own in tables.items() if key.startswith("shakespeare") for line in own} == {
+        *LOSSES, *of_rates("shakespeare"),
+    }  # fmt: skip
     assert all(tables[f"shakespeare, {part}"][0].name == DENSE for part in ("gradients", "updates", "rounds"))
     lines = {line.name: line.loss for line in tables["shakespeare, optimizers"]}
     assert lines == {"Muon, dense": "–", "Muon, updates, 2 bits": lines["Muon, updates, 2 bits"]}
