@@ -42,7 +42,9 @@ TESTS = (
     "tests/test_package.py",
     "tests/codecs/test_contract.py",
     "tests/gradients/test_ddp.py",
+    "tests/collectives/test_groups.py",
     "tests/sharding/test_shards.py",
+    "tests/activations/test_compiled.py",
     "tests/activations/test_context.py",
 )
 #: Tracked files that need not be in the sdist.

@@ -55,9 +55,10 @@ def test_on_loopback_with_baselines(on_loopback):
 
 def test_a_baseline_that_fails_is_a_row_and_not_the_end(on_loopback):
     rows, ordered = on_loopback
-    bf16 = rows["torch: bf16 hook"]  # PyTorch has it for NCCL only
-    assert "error" in bf16
-    assert bf16["step_s"] is None
+    bf16 = rows["torch: bf16 hook"]  # until PyTorch 2.14, for NCCL only
+    assert ("error" in bf16) == (bf16["step_s"] is None)
+    if "error" not in bf16:
+        pytest.skip(f"no baseline fails with PyTorch {torch.__version__}")
     assert ordered[-1]["codec"] == "torch: PowerSGD hook, rank 4"
     assert ordered[-1]["step_s"] > 0
     assert "one bucket" in ordered[-1]["note"]

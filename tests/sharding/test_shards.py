@@ -403,7 +403,9 @@ def different_references(rank, world_size):
     optimizer = adamw(model)
     train(model, rank, range(2), optimizer)
     if rank:
-        exchange = model[0]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm
+        state = model[0]._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # PyTorch 2.11 has one
+        exchange = groups[0]._all_gather_comm
         exchange.reference.view(-1)[0] += 1
     return refusal(lambda: train(model, rank, range(2, 60), optimizer))
 

@@ -11,6 +11,7 @@ ever needed at one time.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -84,9 +85,9 @@ def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device
     timeout = _timeout_of(like, device)
     key = (*ranks, dist.get_backend(like), timeout)
     known = key in _made and _alive(_made[key])
-    _even_out(like, needed=not known)
+    number = _agreed_number(like, needed=not known)
     if not known:
-        _made[key] = _new_group(ranks, like, timeout)
+        _made[key] = _new_group(ranks, like, timeout, number)
     return _made[key]
 
 
@@ -94,31 +95,62 @@ def new_group(ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta 
     """A new group of some ranks of another one, with its backend. Call on all ranks of the other one, each of which
     names those that it will be together with.
     """
-    _even_out(like)
-    return _new_group(ranks, like, timeout)
+    return _new_group(ranks, like, timeout, _agreed_number(like))
 
 
-def _new_group(ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(
+    ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None, number: int
+) -> dist.ProcessGroup:
     backend = dist.get_backend(like)
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
-    )
+    world = dist.distributed_c10d._world  # noqa: SLF001 - there is no other way
+    held = world.group_count
+    if _names_by_count():
+        world.group_count = number
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+        )
+    finally:
+        world.group_count = held  # ranks that take no part have to go on with the same names for groups of their own
     return made
 
 
-def _even_out(like: dist.ProcessGroup, *, needed: bool = True) -> None:
-    """Let all ranks of a group hold as many groups, where any of them is about to make one.
-
-    PyTorch names a group by its ranks and by how many groups a process holds already. Ranks that hold different numbers
-    of them, such as after ``new_group([0])``, would look for each other under different names until time is up. So
-    those with fewer make groups of themselves alone.
+@functools.cache
+def _names_by_count() -> bool:
+    """Whether PyTorch names a group by its ranks and by how many groups were made, as from 2.15 on; before, it was by
+    how many there are.
     """
-    held = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no other way to know
+    naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
+    return naming is None or "group_count" in naming.__code__.co_names
+
+
+#: The number of the group that is made next: far above whatever PyTorch counts for others.
+_next_number = 1 << 32
+
+
+def _agreed_number(like: dist.ProcessGroup, *, needed: bool = True) -> int:
+    """Let all ranks of a group give the same name to the group that they make next, where any of them is about to make
+    one.
+
+    PyTorch names a group by its ranks and a number that each process counts for itself: how many groups it made, or, in
+    older versions, how many it holds. Ranks that count differently, such as after ``new_group([0])``, would look for
+    each other under different names until time is up. So they agree on the number; where it cannot be set, those that
+    hold fewer groups make groups of themselves alone.
+
+    Returns:
+        The number, which no group of theirs had before.
+    """
+    global _next_number  # noqa: PLW0603 - it counts what this process names, as PyTorch does
+    held = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no other way
     of_all: list[Any] = [None] * dist.get_world_size(like)
-    dist.all_gather_object(of_all, (held, needed), group=like)
-    if any(wanted for _, wanted in of_all):
-        for _ in range(max(count for count, _ in of_all) - held):
-            _new_group([dist.get_rank()], like, None)
+    dist.all_gather_object(of_all, (held, _next_number, needed), group=like)
+    number: int = max(count for _, count, _ in of_all)
+    if any(wanted for _, _, wanted in of_all):
+        _next_number = number + 1
+        if not _names_by_count():
+            for _ in range(max(count for count, _, _ in of_all) - held):
+                _new_group([dist.get_rank()], like, None, number)
+    return number
 
 
 def can_send_from(group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -23,8 +23,8 @@ from narrowband.files import write_text
 
 __all__ = ["commit", "commit_of", "machine", "provenance", "read_json", "versions", "write_json"]
 
-#: Distributions whose versions change results, besides this one.
-_DISTRIBUTIONS = ("torch", "numpy", "numba")
+#: Distributions whose versions change results, besides this one and PyTorch.
+_DISTRIBUTIONS = ("numpy", "numba")
 
 
 def machine() -> dict[str, str | int | float | None]:
@@ -43,8 +43,10 @@ def machine() -> dict[str, str | int | float | None]:
 
 def versions() -> dict[str, str]:
     """Python and the distributions that results depend on; those not installed are left out."""
-    # Not the installed distribution's version: that is of another name, and of another project where that is installed.
-    found = {"python": platform.python_version(), "narrowband": import_module("narrowband").__version__}
+    # Not those of the distributions: ours has another name, and its own may be installed, of another project; PyTorch's
+    # does not always say which build it is.
+    own = {name: str(import_module(name).__version__) for name in ("narrowband", "torch")}
+    found = {"python": platform.python_version(), **own}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
