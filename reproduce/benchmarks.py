@@ -15,8 +15,9 @@ from typing import Any
 from narrowband.bench.architectures import ZOO
 from narrowband.bench.zoo import foretold, profile, sentence
 from narrowband.units import format_bytes, format_seconds
+from reproduce.groups import NOTHING
 from reproduce.pictures import Bar, Panel
-from reproduce.report import NOTHING, Opening, beginning, source, write_page
+from reproduce.report import Opening, beginning, source, write_page
 
 __all__ = ["front", "page", "records"]
 

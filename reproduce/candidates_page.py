@@ -22,9 +22,10 @@ from reproduce.candidates_senders import (
     at_rate,
     rates,
 )
+from reproduce.groups import Claim, claimed
 from reproduce.pairs import Difference, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.report import Column, Layout, Opening, markdown, write_page
 
 __all__ = ["LAYOUT", "TITLES", "Line", "claims", "lines", "page"]
 

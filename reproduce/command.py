@@ -17,20 +17,9 @@ from narrowband.report.plots import can_plot
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
 from reproduce.data import places
+from reproduce.groups import Claim, Group, groups
 from reproduce.html import write_beside
-from reproduce.report import (
-    PER_TASK,
-    Claim,
-    Group,
-    Layout,
-    Opening,
-    groups,
-    markdown,
-    pictures_of,
-    ran_on,
-    table,
-    write_page,
-)
+from reproduce.report import PER_TASK, Layout, Opening, markdown, pictures_of, ran_on, table, write_page
 from reproduce.row import Row
 from reproduce.training import recorded, run
 

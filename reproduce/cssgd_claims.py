@@ -40,8 +40,8 @@ from reproduce.cssgd_problem import (
     TITLES,
     coded,
 )
+from reproduce.groups import Claim, claimed
 from reproduce.pairs import Finding, difference, every
-from reproduce.report import Claim, claimed
 
 __all__ = ["claims"]
 

@@ -21,8 +21,9 @@ from typing import Any
 from narrowband.coded import Assignment
 from narrowband.units import format_bytes, format_seconds
 from reproduce.cssgd_problem import ALONE, ASGD, CHOSEN, NAMED
+from reproduce.groups import NOTHING
 from reproduce.pairs import Difference, difference
-from reproduce.report import NOTHING, seeded
+from reproduce.report import seeded
 
 __all__ = [
     "Count",

@@ -39,9 +39,10 @@ from reproduce.cssgd_problem import (
     TITLES,
 )
 from reproduce.cssgd_ranks import equation_19
+from reproduce.groups import NOTHING, Claim
 from reproduce.pairs import Difference, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import NOTHING, Claim, Opening, beginning, covered, seeded, source, write_page
+from reproduce.report import Opening, beginning, covered, seeded, source, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -37,24 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, Claim, Group, as_good_as, claimed, compared, judged, named, needed
 from reproduce.pairs import Difference, Finding
 from reproduce.pictures import Panel
-from reproduce.report import (
-    DENSE,
-    Claim,
-    Group,
-    Layout,
-    Opening,
-    as_good_as,
-    claimed,
-    compared,
-    judged,
-    named,
-    needed,
-    score_panel,
-    seeded,
-    sent_panel,
-)
+from reproduce.report import Layout, Opening, score_panel, seeded, sent_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]

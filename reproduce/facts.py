@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowband.files import write_text
 from reproduce.command import RESULTS, command_line
+from reproduce.groups import DENSE, compared, groups, named, needed
 from reproduce.local_rows import (
     DILOCO,
     IN_PLACE,
@@ -29,7 +30,6 @@ from reproduce.local_rows import (
     TOP,
     TWO_BIT_ROUNDS,
 )
-from reproduce.report import DENSE, compared, groups, named, needed
 
 if TYPE_CHECKING:
     from rich.console import Console

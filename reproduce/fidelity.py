@@ -62,10 +62,11 @@ from narrowband.units import format_bytes, format_loss
 from reproduce.activations import gradient
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.data import about
+from reproduce.groups import Claim, claimed
 from reproduce.html import write_beside
 from reproduce.pairs import Finding, difference, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.report import Column, Layout, Opening, markdown, write_page
 from reproduce.row import files_of
 from reproduce.tasks import Task, in_words, load
 

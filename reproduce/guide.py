@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from reproduce.groups import DENSE, NOTHING, Group, compared, groups, named
 from reproduce.local_rows import (
     ALONE,
     DILOCO,
@@ -33,7 +34,6 @@ from reproduce.local_rows import (
     TWO_BITS,
     UPDATES,
 )
-from reproduce.report import DENSE, NOTHING, Group, compared, groups, named
 
 __all__ = ["LOSSES", "TIMES", "rewritten"]
 

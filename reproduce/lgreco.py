@@ -35,26 +35,10 @@ import narrowband as nb
 from narrowband.report.record import read_json
 from narrowband.units import format_seconds
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, MARGIN, NOTHING, Claim, Group, as_good_as, claimed, compared, judged, named, needed
 from reproduce.pairs import Finding, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import (
-    COLUMNS,
-    DENSE,
-    MARGIN,
-    NOTHING,
-    PER_TASK,
-    Claim,
-    Group,
-    Layout,
-    Opening,
-    as_good_as,
-    claimed,
-    compared,
-    judged,
-    named,
-    needed,
-    score_panel,
-)
+from reproduce.report import COLUMNS, PER_TASK, Layout, Opening, score_panel
 from reproduce.row import WARM_UP, Row
 
 __all__ = ["EXPERIMENT", "LINKS"]

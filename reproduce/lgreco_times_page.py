@@ -13,10 +13,11 @@ from typing import Any
 from narrowband.adapt import Times, fit_times
 from narrowband.bench.models import MODELS
 from narrowband.units import format_bytes, format_or_dash, format_seconds
+from reproduce.groups import NOTHING, Claim, claimed
 from reproduce.lgreco_times_ranks import BETAS, BYTES, DENSE, PLANS, PRIORITY, SECONDS, UNIFORM, WEIGHT_DECAY
 from reproduce.pairs import Difference, Finding, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import NOTHING, Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.report import Column, Layout, Opening, markdown, write_page
 
 __all__ = ["LAYOUT", "PAPER", "TITLES", "Family", "Line", "Timed", "claims", "families", "lines", "page"]
 

@@ -48,6 +48,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reproduce.command import Experiment, main
+from reproduce.groups import DENSE, MARGIN, NOTHING, Claim, Group, claimed, compared, named, needed
 from reproduce.local_rows import (
     ALONE,
     BASES,
@@ -83,23 +84,7 @@ from reproduce.local_rows import (
 )
 from reproduce.pairs import Difference, Finding
 from reproduce.pictures import Panel
-from reproduce.report import (
-    COLUMNS,
-    DENSE,
-    MARGIN,
-    NOTHING,
-    Claim,
-    Column,
-    Group,
-    Layout,
-    Opening,
-    claimed,
-    compared,
-    named,
-    needed,
-    score_panel,
-    sent_panel,
-)
+from reproduce.report import COLUMNS, Column, Layout, Opening, score_panel, sent_panel
 
 __all__ = ["EXPERIMENT"]
 

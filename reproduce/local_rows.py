@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from reproduce.command import Recipe
-from reproduce.report import DENSE
+from reproduce.groups import DENSE
 from reproduce.row import Row
 
 __all__ = [

@@ -27,9 +27,10 @@ from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_rate, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
+from reproduce.groups import DENSE, NOTHING
 from reproduce.local_rows import at_other_length
 from reproduce.pictures import Bar, Panel, embedded, write
-from reproduce.report import DENSE, NOTHING, pictures_of, ran_on, source
+from reproduce.report import pictures_of, ran_on, source
 from reproduce.row import Row
 from reproduce.training import run
 

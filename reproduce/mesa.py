@@ -48,24 +48,10 @@ from typing import Any
 
 from narrowband.units import format_bytes
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, MARGIN, NOTHING, Claim, Group, as_good_as, compared, judged, named, needed
 from reproduce.pairs import Finding, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import (
-    DENSE,
-    MARGIN,
-    NOTHING,
-    Claim,
-    Column,
-    Group,
-    Layout,
-    Opening,
-    as_good_as,
-    compared,
-    judged,
-    named,
-    needed,
-    score_panel,
-)
+from reproduce.report import Column, Layout, Opening, score_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT", "TIMED"]

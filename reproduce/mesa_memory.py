@@ -52,10 +52,11 @@ from narrowband.report.record import provenance, read_json, versions, write_json
 from narrowband.units import NOTHING, format_bytes
 from reproduce.activations import read_policy
 from reproduce.command import command_line, progress, show
+from reproduce.groups import Claim, claimed
 from reproduce.mesa import TIMED
 from reproduce.pairs import Finding, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.report import Column, Layout, Opening, markdown, write_page
 from reproduce.tasks import VIT
 
 if TYPE_CHECKING:

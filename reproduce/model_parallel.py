@@ -39,9 +39,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, MARGIN, Claim, Group, compared, judged, needed
 from reproduce.pairs import Difference, Finding, difference, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import DENSE, MARGIN, Claim, Column, Group, Layout, Opening, compared, judged, needed, score_panel
+from reproduce.report import Column, Layout, Opening, score_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]

@@ -40,11 +40,12 @@ from narrowband.report.record import commit, provenance, read_json, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import about, locate
+from reproduce.groups import NOTHING
 from reproduce.html import write_beside
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
 from reproduce.pairs import student
 from reproduce.pictures import Bar, Panel, embedded, write
-from reproduce.report import NOTHING, Column, Layout, pictures_of, source, table
+from reproduce.report import Column, Layout, pictures_of, source, table
 from reproduce.row import key
 
 if TYPE_CHECKING:

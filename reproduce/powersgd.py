@@ -20,19 +20,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, Claim, Group, as_good_as, compared, named, needed
 from reproduce.pictures import Panel
-from reproduce.report import (
-    DENSE,
-    Claim,
-    Group,
-    Opening,
-    as_good_as,
-    compared,
-    named,
-    needed,
-    score_panel,
-    sent_panel,
-)
+from reproduce.report import Opening, score_panel, sent_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]

@@ -15,8 +15,9 @@ from narrowband.bench.foretold import MARGIN
 from narrowband.lab.config import parse_rate
 from narrowband.planning import DDP
 from narrowband.units import format_rate, format_seconds
+from reproduce.groups import NOTHING, Claim, claimed
 from reproduce.pictures import Bar, Panel
-from reproduce.report import NOTHING, Claim, Opening, beginning, claimed, source, write_page
+from reproduce.report import Opening, beginning, source, write_page
 
 __all__ = ["claims", "page", "record"]
 

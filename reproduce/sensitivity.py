@@ -64,10 +64,11 @@ from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce.command import QUICK_LIMIT, command_line, show
 from reproduce.data import Text, about, wikitext2
+from reproduce.groups import Claim, claimed
 from reproduce.html import write_beside
 from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Claim, Column, Layout, Opening, claimed, markdown, write_page
+from reproduce.report import Column, Layout, Opening, markdown, write_page
 from reproduce.row import files_of
 
 if TYPE_CHECKING:

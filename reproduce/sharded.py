@@ -23,24 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, MARGIN, Claim, Group, claimed, compared, named, needed
 from reproduce.pairs import Difference
 from reproduce.pictures import Panel
-from reproduce.report import (
-    COLUMNS,
-    DENSE,
-    MARGIN,
-    Claim,
-    Column,
-    Group,
-    Layout,
-    Opening,
-    claimed,
-    compared,
-    named,
-    needed,
-    score_panel,
-    sent_panel,
-)
+from reproduce.report import COLUMNS, Column, Layout, Opening, score_panel, sent_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]

@@ -52,25 +52,11 @@ from narrowband.adapt import Traffic
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.units import format_bytes
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, MARGIN, NOTHING, Claim, Group, claimed, compared, judged, named, needed
 from reproduce.models import ResNet
 from reproduce.pairs import Finding
 from reproduce.pictures import Bar, Panel
-from reproduce.report import (
-    COLUMNS,
-    DENSE,
-    MARGIN,
-    NOTHING,
-    Claim,
-    Group,
-    Layout,
-    Opening,
-    claimed,
-    compared,
-    judged,
-    named,
-    needed,
-    score_panel,
-)
+from reproduce.report import COLUMNS, Layout, Opening, score_panel
 from reproduce.row import WARM_UP, Row
 
 __all__ = ["EXPERIMENT"]

@@ -21,9 +21,10 @@ from dataclasses import replace
 
 from narrowband.collectives import Collective
 from reproduce.command import Experiment, Recipe, main
+from reproduce.groups import DENSE, Claim, Group, claimed, compared, named, needed
 from reproduce.pairs import Difference
 from reproduce.pictures import Panel
-from reproduce.report import DENSE, Claim, Group, Opening, claimed, compared, named, needed, score_panel, sent_panel
+from reproduce.report import Opening, score_panel, sent_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]

@@ -11,7 +11,7 @@ import pytest
 
 import narrowband as nb
 from narrowband.adapt.traffic import Traffic
-from reproduce import guide, report
+from reproduce import groups, guide
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/explanation/gradients-or-updates.md"
@@ -26,18 +26,18 @@ _ADVISED = {
 def test_losses_are_those_of_the_record():
     page = PAGE.read_text()
     record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
-    paired = report.groups(record["rows"])
+    paired = groups.groups(record["rows"])
 
     def compared(name, other="dense", task="shakespeare"):
         """Of the seeds that both have."""
-        own, beside = (report.needed(paired, task, each) for each in (name, other))
-        return report.compared(own, beside, relative=True, of=math.log)
+        own, beside = (groups.needed(paired, task, each) for each in (name, other))
+        return groups.compared(own, beside, relative=True, of=math.log)
 
     def above_gradients(name):
         return compared(name).mean
 
     def told_above(name, task):
-        if name == "dense" or report.named(paired, task, name) is None:
+        if name == "dense" or groups.named(paired, task, name) is None:
             return "–"
         own = compared(name, task=task)
         margin = "" if own.margin is None else f" ± {100 * own.margin:.1f}"
@@ -50,7 +50,7 @@ def test_losses_are_those_of_the_record():
     assert len(names) == len(found)
     assert names > _ADVISED
     for called, traffic, loss, *above in found:
-        own = report.needed(paired, "shakespeare", _CALLED[called])
+        own = groups.needed(paired, "shakespeare", _CALLED[called])
         assert traffic == ("–" if own.ratio is None else f"{round(own.ratio):,} ×")
         assert float(loss) == pytest.approx(math.log(own.mean), abs=5e-4)
         assert above == [told_above(own.name, "shakespeare"), told_above(own.name, "gpt")], called
@@ -111,7 +111,7 @@ def test_losses_are_those_of_the_record():
     kinds = ("DiLoCo", "2 bits, in place", "top 1/16, 2 bits, in place")
     whole, two_bits, sixteenth = (f"{100 * above_gradients(f'every 30, {kind}'):.1f} %" for kind in kinds)
     assert f"cost {whole} uncompressed and {two_bits} in 2 bits" in flowing
-    traffic = report.needed(paired, "shakespeare", f"every 30, {kinds[2]}").ratio
+    traffic = groups.needed(paired, "shakespeare", f"every 30, {kinds[2]}").ratio
     assert f"costs {sixteenth}, at {traffic:.0f} times less traffic" in flowing
     beside = compared(f"every 30, {kinds[2]}", f"every 30, {kinds[0]}")
     assert beside.no_worse(0.005).held
@@ -172,10 +172,10 @@ def test_times_to_a_loss_are_those_of_the_record():
         [f"{seconds[rate, method] / 60:.1f} min" for rate in ("20mbit", "100mbit", "500mbit")] for method in methods
     ]
     record = json.loads((ROOT / "reproduce/results/local/summary.json").read_text())
-    paired = report.groups(record["rows"])
-    dense = report.needed(paired, "shakespeare", "dense")
-    longer = report.needed(paired, "shakespeare", "every 15, 2 bits, in place, longer")
-    below = -100 * report.compared(longer, dense, relative=True, of=math.log).mean
+    paired = groups.groups(record["rows"])
+    dense = groups.needed(paired, "shakespeare", "dense")
+    longer = groups.needed(paired, "shakespeare", "every 15, 2 bits, in place, longer")
+    below = -100 * groups.compared(longer, dense, relative=True, of=math.log).mean
     assert f"ended {below:.1f} % below" in page
     two_bits = "every 15, 2 bits, in place"
     faster, than_half = (seconds["20mbit", methods[at]] / seconds["20mbit", two_bits] for at in (0, 1))

@@ -10,7 +10,8 @@ import narrowband as nb
 from narrowband.report.record import machine
 from reproduce import dgc, lgreco, local, mesa, model_parallel, powersgd, sparsity
 from reproduce.command import Options, Recipe, chosen, main
-from reproduce.report import DENSE, PER_TASK
+from reproduce.groups import DENSE
+from reproduce.report import PER_TASK
 from reproduce.row import resolved
 from reproduce.training import _places
 from tests.reproduce.synthetic import write_all

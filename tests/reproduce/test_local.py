@@ -18,7 +18,8 @@ from narrowband.bench.models import GPT
 from narrowband.report.record import provenance
 from reproduce import local, local_rows
 from reproduce.command import Options, chosen, main, page
-from reproduce.report import DENSE, groups, table
+from reproduce.groups import DENSE, groups
+from reproduce.report import table
 from reproduce.row import Row
 from reproduce.settings import settings
 from reproduce.tasks import Plays, Wikitext, _as_wide, load

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from reproduce import local, local_times
+from reproduce.groups import DENSE
 from reproduce.local_times import COMPUTING, METHODS, Line, lines, main, page, steps_to, timed
-from reproduce.report import DENSE
 from tests.reproduce.synthetic import write_all
 
 

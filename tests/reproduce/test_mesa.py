@@ -14,7 +14,8 @@ import narrowband as nb
 from reproduce import mesa
 from reproduce.activations import Activations, read_policy
 from reproduce.command import Options, chosen, main
-from reproduce.report import groups, markdown, table
+from reproduce.groups import groups
+from reproduce.report import markdown, table
 from reproduce.row import Row
 from reproduce.tasks import Patches
 from reproduce.training import run

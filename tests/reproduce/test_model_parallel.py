@@ -10,7 +10,8 @@ from rich.console import Console
 import narrowband as nb
 from reproduce import model_parallel
 from reproduce.command import Options, chosen, main
-from reproduce.report import groups, markdown, table
+from reproduce.groups import groups
+from reproduce.report import markdown, table
 from reproduce.row import Row
 from reproduce.tasks import load
 from reproduce.training import run, train

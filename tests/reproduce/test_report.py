@@ -10,23 +10,8 @@ from rich.console import Console
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
 from reproduce.command import took
-from reproduce.report import (
-    PER_TASK,
-    Claim,
-    as_good_as,
-    claimed,
-    compared,
-    covered,
-    groups,
-    judged,
-    markdown,
-    ran_on,
-    score_panel,
-    source,
-    summed,
-    table,
-    verdicts,
-)
+from reproduce.groups import Claim, as_good_as, claimed, compared, groups, judged, summed, verdicts
+from reproduce.report import PER_TASK, covered, markdown, ran_on, score_panel, source, table
 
 
 def row(name, score, seed=0, task="cifar", **more):

@@ -11,7 +11,7 @@ import pytest
 
 from reproduce import sharded
 from reproduce.command import main
-from reproduce.report import DENSE, groups
+from reproduce.groups import DENSE, groups
 from reproduce.row import Row
 from reproduce.settings import settings
 from reproduce.tasks import load

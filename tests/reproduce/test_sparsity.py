@@ -10,8 +10,8 @@ from narrowband.collectives import all_reduce_nbytes
 from narrowband.report.record import provenance
 from reproduce import sparsity
 from reproduce.command import page
+from reproduce.groups import DENSE, groups
 from reproduce.models import ResNet
-from reproduce.report import DENSE, groups
 
 NUMEL = sum(p.numel() for p in ResNet(8).parameters())
 PLAIN = all_reduce_nbytes(4 * NUMEL, 4)

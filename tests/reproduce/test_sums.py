@@ -9,7 +9,7 @@ import pytest
 
 from reproduce import sums
 from reproduce.command import main
-from reproduce.report import DENSE, groups
+from reproduce.groups import DENSE, groups
 from tests.reproduce.synthetic import write_all
 
 EXPERIMENT = sums.EXPERIMENT
