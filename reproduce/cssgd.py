@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from narrowband.bench.ranks import run_ranks
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements
-from narrowband.report.record import commit, provenance, read_json, write_json
+from narrowband.report.record import commit, machine, provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce import cssgd_serial
 from reproduce.command import command_line, say
@@ -56,6 +56,7 @@ from reproduce.cssgd_problem import (
 )
 from reproduce.data import about
 from reproduce.html import write_beside
+from reproduce.report import ran_on
 from reproduce.row import key
 
 if TYPE_CHECKING:
@@ -344,10 +345,11 @@ def measure(
 
     def note(event: dict[str, Any]) -> None:
         if event["event"] == "row":
-            results[event["row"]] = event["result"]
+            results[event["row"]] = event["result"] = event["result"] | {"cpu": cpu}
             write_json(places[event["row"]], event["result"])
         on_event(event)
 
+    cpu = machine()["cpu"]
     told = {"data_dir": None if data_dir is None else str(data_dir.absolute()), "commit": commit()}
     missing = [number for number in range(len(rows)) if number not in results]
     behind_links = [rows[number] for number in missing if not rows[number].serial]
@@ -429,7 +431,8 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     say(said, console)
     written = output / "summary.json"
     data = "; ".join(about(FILES[task], options.data_dir) for task in TITLES if task in {row.task for row in rows})
-    whole = record | {"paper": PAPER, "data": data, "claims": [asdict(claim) for claim in said], "rows": results}
+    about_rows = {"data": data, "cpus": ran_on(results, written), "claims": [asdict(claim) for claim in said]}
+    whole = record | {"paper": PAPER} | about_rows | {"rows": results}
     write_json(written, whole)
     if options.markdown is not None:
         page(whole, options.markdown)

@@ -45,6 +45,7 @@ from reproduce.command import command_line, progress, show
 from reproduce.html import write_beside
 from reproduce.lgreco_times_page import LAYOUT, PAPER, TITLES, claims, families, lines, page
 from reproduce.lgreco_times_ranks import LEAST_SAMPLES, Setting, choices, run
+from reproduce.report import ran_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,6 +132,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.resume and written.exists():
         earlier = read_json(written, ("config", "rows"))
         whole["rows"] = earlier["rows"] if earlier["config"] == whole["config"] else []
+    whole["cpus"] = ran_on(whole["rows"], written)
     there = {row["reference"] for row in whole["rows"]}
     missing = [reference for reference in dict.fromkeys(options.references) if reference not in there]
     console.print(PAPER, style="bold", markup=False, highlight=False)
@@ -139,7 +141,8 @@ def _run(options: Options, command: list[str], console: Console) -> None:
 
         def note(event: dict[str, Any]) -> None:
             if event["event"] == "row":
-                whole["rows"].append(event["row"] | {"commit": record["commit"]})
+                whole["rows"].append(event["row"] | {"commit": record["commit"], "cpu": record["machine"]["cpu"]})
+                whole["cpus"] = sorted({*whole["cpus"], record["machine"]["cpu"]})
                 write_json(written, whole)
             else:
                 bars.update(bar, advance=1, said=f"{event['reference']}, {event['what']}")

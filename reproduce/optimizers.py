@@ -36,7 +36,7 @@ from narrowband.adapt import correlation
 from narrowband.bench.ranks import Loopback, run_ranks
 from narrowband.files import write_text
 from narrowband.report.plots import can_plot
-from narrowband.report.record import commit, provenance, read_json, write_json
+from narrowband.report.record import commit, machine, provenance, read_json, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import about, locate
@@ -45,7 +45,7 @@ from reproduce.html import write_beside
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
 from reproduce.pairs import student
 from reproduce.pictures import Bar, Panel, embedded, write
-from reproduce.report import Column, Layout, pictures_of, source, table
+from reproduce.report import Column, Layout, pictures_of, ran_on, source, table
 from reproduce.row import key
 
 if TYPE_CHECKING:
@@ -240,10 +240,11 @@ def run(
 
     def note(event: dict[str, Any]) -> None:
         if event["event"] == "row":
-            results[event["row"]] = event["result"]
+            results[event["row"]] = event["result"] = event["result"] | {"cpu": cpu}
             write_json(kept[event["row"]], event["result"])
         on_event(event)
 
+    cpu = machine()["cpu"]
     missing = [[number, asdict(row)] for number, row in enumerate(rows) if number not in results]
     if missing and not recorded:
         config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit(), "rows": missing}
@@ -813,6 +814,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     record |= {
         "data": data,
         "commits": commits,
+        "cpus": ran_on((*tuned, *results), written),
         "tuning": tuned,
         "lines": [asdict(line) for line in found],
         "rows": results,

@@ -12,6 +12,7 @@ import torch
 
 from narrowband.coded import Assignment
 from narrowband.lab import LabConfig, requirements
+from narrowband.report.record import machine
 from reproduce import cssgd, cssgd_page
 from reproduce.baselines import Flat
 from reproduce.cssgd import Options, main, measure, rows_of
@@ -583,7 +584,9 @@ def finished(tmp_path_factory):
 @pytest.mark.thorough
 def test_a_quick_run_has_all_rows_and_synchronous_methods_take_the_same_steps(finished):
     folder, _ = finished
-    results = json.loads((folder / "out/summary.json").read_text())["rows"]
+    summary = json.loads((folder / "out/summary.json").read_text())
+    assert summary["cpus"] == [machine()["cpu"]]
+    results = summary["rows"]
     curves = {row["name"]: row["curve"] for row in results if row["kind"] == "train"}
     in_process = {row["name"]: row["curve"] for row in results if row["kind"] == "steps" and row["section"] == "train"}
     assert [mark[1] for mark in in_process["alone"]] == pytest.approx([m[3] for m in curves["alone"]], abs=3.4)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 import narrowband as nb
 from narrowband.adapt import fit_times
+from narrowband.report.record import machine
 from reproduce.lgreco_times import main
 from reproduce.lgreco_times_page import LAYOUT, TITLES, claims, families, lines, page
 from reproduce.lgreco_times_ranks import DENSE, LEAST_SAMPLES, PLANS, Setting, _merged, choices, drawn
@@ -169,14 +170,21 @@ def test_the_page_comes_from_the_record(quick, tmp_path):
 
 def test_finished_references_are_taken(quick, monkeypatch):
     folder, words = quick
-    before = json.loads((folder / "out/summary.json").read_text())
+    written = folder / "out/summary.json"
+    before = json.loads(written.read_text())
+    assert before["cpus"] == [machine()["cpu"]]
+    for row in before["rows"]:
+        row["cpu"] = "Another"
+    written.write_text(json.dumps(before))
 
     def run(*_):
         raise AssertionError("measured again")
 
     monkeypatch.setattr("reproduce.lgreco_times.run", run)
     assert main(words) == 0
-    assert json.loads((folder / "out/summary.json").read_text())["rows"] == before["rows"]
+    after = json.loads(written.read_text())
+    assert after["rows"] == before["rows"]
+    assert after["cpus"] == ["Another"]
     assert main([*words, "--seed", "1"]) == 1  # another setting has to be measured
 
 

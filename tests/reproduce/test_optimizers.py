@@ -9,6 +9,7 @@ import torch
 
 import narrowband as nb
 from narrowband.bench.models import GPT, GPTConfig
+from narrowband.report.record import machine
 from reproduce import optimizers
 from reproduce.optimizers import (
     ABOUT,
@@ -240,9 +241,11 @@ def test_a_quick_run_trains_all_optimizers_on_real_ranks_and_goes_on_from_what_i
 
     # The same again trains nothing: what a row holds is what the file says.
     (kept,) = (tmp_path / "out" / "rows").glob("lora-topk*")
-    kept.write_text(kept.read_text().replace('"seed": 0', '"seed": 0, "told": 1'))
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"told": 1, "cpu": "Another"}))
     assert main(arguments) == 0
-    assert [r for r in json.loads((tmp_path / "out" / "summary.json").read_text())["rows"] if r.get("told")]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row for row in summary["rows"] if row.get("told")]
+    assert summary["cpus"] == sorted(("Another", machine()["cpu"]))
     kept.unlink()
     assert main([*arguments, "--recorded"]) == 0
     assert not kept.exists()
