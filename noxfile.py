@@ -42,6 +42,7 @@ TESTS = (
     "tests/test_package.py",
     "tests/codecs/test_contract.py",
     "tests/gradients/test_ddp.py",
+    "tests/pipeline/test_stage.py",
     "tests/collectives/test_groups.py",
     "tests/sharding/test_shards.py",
     "tests/activations/test_compiled.py",

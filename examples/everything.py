@@ -56,10 +56,11 @@ def train(plan: dict) -> Iterator[list[float]]:
     reads, losses, last, seconds = torch.Generator().manual_seed(replica), [], [], []
     for _ in range(options.steps):
         batch_BL = text[torch.randint(len(text) - 65, (32, 1), generator=reads) + torch.arange(65)]
+        read_BL = batch_BL[:, :-1].contiguous()  # PyTorch 2.11 lets nothing else into a stage
         began = time.perf_counter()
         optimizer.zero_grad()
         with saving:  # forward and backward of all four micro-batches
-            schedule.step(batch_BL[:, :-1]) if at == 0 else schedule.step(target=batch_BL[:, 1:], losses=last)
+            schedule.step(read_BL) if at == 0 else schedule.step(target=batch_BL[:, 1:], losses=last)
         optimizer.step()
         losses += [loss.item() for loss in last]  # of the last stage
         seconds.append(time.perf_counter() - began)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import narrowband as nb
 from tests.activations.helpers import payloads
 from tests.activations.models import SMALL, ResNet, ViT, error, images, same
+from tests.torches import since_2_12
 
 # Dynamo looks at gradients of what it did not compute itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -364,6 +365,7 @@ def test_a_module_within_a_compiled_one_is_refused(after):
 
 @pytest.mark.usefixtures("nothing_compiled_yet")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
+@since_2_12("its guards know no attribute of a thread that is an object")
 def test_in_a_compiled_function_it_runs_as_it_is_written():
     part = Counted(nn.Linear(32, 32))
     model, x = Chain(part), torch.randn(20, 32)

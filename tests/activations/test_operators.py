@@ -11,6 +11,7 @@ from torch import nn
 
 import narrowband as nb
 from tests.activations.models import same
+from tests.torches import OLDEST
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -480,7 +481,7 @@ def test_rows_as_wide_as_a_vocabulary_have_codes(name):
         assert (saved.kept_bytes < saved.raw_bytes / 3) == has_codes
 
 
-@pytest.mark.parametrize("name", ROUGH)
+@pytest.mark.parametrize("name", [name for name in ROUGH if not (OLDEST and name == "aminmax")])  # has no derivative
 def test_what_bears_no_rounding_is_kept_as_it_is(name):
     torch.manual_seed(0)
     x = torch.randn(64, 32)

@@ -55,7 +55,7 @@ def test_on_loopback_with_baselines(on_loopback):
 
 def test_a_baseline_that_fails_is_a_row_and_not_the_end(on_loopback):
     rows, ordered = on_loopback
-    bf16 = rows["torch: bf16 hook"]  # until PyTorch 2.14, for NCCL only
+    bf16 = rows["torch: bf16 hook"]  # builds of PyTorch for CPUs alone have no such hook
     assert ("error" in bf16) == (bf16["step_s"] is None)
     if "error" not in bf16:
         pytest.skip(f"no baseline fails with PyTorch {torch.__version__}")

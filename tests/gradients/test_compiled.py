@@ -13,6 +13,7 @@ import narrowband as nb
 from tests.gradients.training import refusal, sgd, wrap
 from tests.ranks import run_ranks
 from tests.thorough import thorough
+from tests.torches import since_2_12
 
 STEPS = 3
 #: Parameters of a layer; DDPOptimizer has buckets of a MiB at least.
@@ -112,7 +113,9 @@ def compiled(rank, world_size, kind, how, spec):
     ("kind", "how", "graphs"),
     [
         ("ddp", "the wrapper", 3),  # DDPOptimizer cuts the model's graph into one per bucket
-        ("sharded", "the step", 4),
+        pytest.param(
+            "sharded", "the step", 4, marks=since_2_12("FSDP2 in a compiled step fails, also without this library")
+        ),
         *thorough(("ddp", "the module", 1), ("ddp", "the step", 3), ("plain", "the wrapper", 1)),
         *thorough(("plain", "the step", 1), ("sharded", "the layers", 1), ("sharded", "the wrapper", 1)),
     ],
@@ -146,6 +149,7 @@ def by_compiled_autograd(rank, world_size):
     return found
 
 
+@since_2_12("it refuses by itself")
 def test_compiled_autograd_is_refused_by_the_first_backward():
     expected = {
         "plain": ("UnsupportedError", "run by compiled autograd, which does not tell when it ends"),

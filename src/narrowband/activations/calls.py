@@ -368,5 +368,5 @@ def _is_between(frame: types.FrameType) -> bool:
 _ROOM = os.path.dirname(__file__) + os.sep
 #: PyTorch's, where :func:`~narrowband.compiler.unseen` has to use it.
 _HIDING = (compiler.__file__, "/torch/_dynamo/eval_frame.py")
-#: Between the hook and who calls an autograd function, where that is Python: until PyTorch 2.14.
+#: Between the hook and who calls an autograd function, where that is Python: until PyTorch 2.13.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)

@@ -117,7 +117,7 @@ def _new_group(
 
 @functools.cache
 def _names_by_count() -> bool:
-    """Whether PyTorch names a group by its ranks and by how many groups were made, as from 2.15 on; before, it was by
+    """Whether PyTorch names a group by its ranks and by how many groups were made, as from 2.14 on; before, it was by
     how many there are.
     """
     naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)

@@ -165,7 +165,7 @@ class CompressedStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What to send of a micro-batch's activations."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        metas = self._stage_meta.outputs or ()
+        metas = self._metas_of_outputs()
         numbers = [n for n, stages in self.act_send_info.items() for stage in stages if stage is not None]
         return self._send(self._packed(ops, numbers, metas, _FORWARD, fwd_chunk_id), _FORWARD, fwd_chunk_id)
 
@@ -174,7 +174,7 @@ class CompressedStage(PipelineStage):
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if not ops:
             return ops
-        metas = [self._get_grad_send_meta(n) for n in range(len(self.grad_send_info or ()))]
+        metas = [self._meta_of_gradient(n) for n in range(len(self.grad_send_info or ()))]
         numbers = [n for n, stage in enumerate(self.grad_send_info or ()) if stage is not None and metas[n] is not None]
         return self._send(self._packed(ops, numbers, metas, _BACKWARD, bwd_chunk_id), _BACKWARD, bwd_chunk_id)
 
@@ -256,7 +256,7 @@ class CompressedStage(PipelineStage):
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         with self._unnoticed():
             result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
-        if self._stage_meta.has_dtensors():
+        if not self._predates_metadata and self._stage_meta.has_dtensors():
             raise UnsupportedError(
                 "a CompressedStage sends plain tensors, and a DTensor crosses this boundary: convert it, or use "
                 "PipelineStage"
@@ -345,7 +345,7 @@ class CompressedStage(PipelineStage):
             infos, side = self.grad_recv_info[microbatch] if ops else (), self._behind
         else:
             ops, infos, side = super().get_fwd_recv_ops(microbatch), self.args_recv_info[microbatch], self._before
-        numbers = [n for n, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
+        numbers = [n for n, info in enumerate(infos) if _is_received(info)]
         arriving = self._arriving[direction, microbatch] = []
         tag = self._tag(self.stage_index - 1 + direction, direction, microbatch)
         for op, number in zip(ops, numbers, strict=True):
@@ -402,7 +402,7 @@ class CompressedStage(PipelineStage):
     def _agree(self) -> None:
         """Neighbours compare what they were told, and which samples they hold; both ends go on with what both hold."""
         for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
-            if side is None or self._is_same_rank(other):
+            if side is None or self.stage_index_to_group_rank[other] == self.group_rank:
                 continue
             own = json.dumps([*side.identity(), self.compress_in_eval, self._step])
             theirs = self._exchanged(own.encode(), other).decode()
@@ -425,8 +425,31 @@ class CompressedStage(PipelineStage):
 
     def _exchanged(self, message: bytes, other: int) -> bytes:
         """Send a message to a neighbour, and receive its."""
-        peer = self._resolve_peer_global_rank(other)
+        peer = self.stage_index_to_group_rank[other]
+        if self.group is not None:
+            peer = dist.get_global_rank(self.group, peer)
         return exchange_bytes(message, peer, self.group, self.device, sends_first=other > self.stage_index)
+
+    # ---- versions of PyTorch -----------------------------------------------------------------------------------------
+
+    @property
+    def _predates_metadata(self) -> bool:
+        """Whether PyTorch's own stage knows its tensors' forms in another way than later ones: that of 2.11."""
+        return not hasattr(self, "_stage_meta")
+
+    def _metas_of_outputs(self) -> Sequence[Any]:
+        """What outputs look like."""
+        old: Any = self
+        return old.get_outputs_meta() if self._predates_metadata else self._stage_meta.outputs or ()
+
+    def _meta_of_gradient(self, number: int) -> Any:
+        """What the gradient of an input looks like; None: it has none."""
+        asked = getattr(self, "_get_grad_send_meta", None)  # since 2.13
+        if asked is not None:
+            return asked(number)
+        received = self.args_recv_info[0][number]
+        meta = getattr(received, "tensor_meta", None)
+        return getattr(received, "buffer", None) if meta is None else meta
 
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
@@ -463,6 +486,11 @@ class CompressedStage(PipelineStage):
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def _is_received(info: Any) -> bool:
+    """Whether an input comes from another stage; in 2.11, what does not is of another class."""
+    return not getattr(info, "is_root_arg", False) and getattr(info, "buffer", None) is not None
 
 
 def _started(call: Callable[..., dist.Work | None], op: dist.P2POp, tag: int, **peer: int) -> dist.Work:

@@ -51,11 +51,8 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @kernel
-def _forget(now, before, indices, old, k, against, NESTEROV: tl.constexpr, MASKING: tl.constexpr, WIDTH: tl.constexpr):
-    """``against`` is the momentum with its sign turned.
-
-    What one thread has loaded of scattered places another one may store: all have to have read before one writes.
-    """
+def _forget(now, before, indices, old, k, momentum, NESTEROV: tl.constexpr, MASKING: tl.constexpr, WIDTH: tl.constexpr):
+    """What one thread has loaded of scattered places another one may store: all have to have read before one writes."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = i < k
     at = tl.load(indices + i, mask=there, other=0).to(tl.int64)
@@ -67,7 +64,7 @@ def _forget(now, before, indices, old, k, against, NESTEROV: tl.constexpr, MASKI
     tl.store(old + i, value, mask=there)
     left = tl.zeros_like(value)
     if NESTEROV:
-        left = velocity * against
+        left = velocity * momentum * -1.0  # not the momentum's own sign: Triton may lose that of zero on the way here
     tl.store(before + at, left, mask=there)
     tl.store(now + at, left - velocity, mask=there)
 
@@ -78,5 +75,5 @@ def forget(
     k = indices.numel()
     old = torch.empty(k, device=now.device)
     form = {"NESTEROV": nesterov, "MASKING": masking, "WIDTH": BLOCK}
-    run(_forget, -(-k // BLOCK), now, before, indices, old, k, -float(momentum), on=now, **form)
+    run(_forget, -(-k // BLOCK), now, before, indices, old, k, float(momentum), on=now, **form)
     return old
