@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -324,6 +325,24 @@ def test_the_tables_of_the_readme_are_those_of_the_records(readme):
         assert kept == f"{memory[name]['kept_bytes'] / 1e6:.0f} MB"
         assert peak == f"{memory[name]['peak_bytes'] / 1e6:.0f} MB"
         assert step.rstrip("×") in (f"{memory[name]['ratio_to_same_precision']:.2f}", "1")
+
+
+def test_the_guide_says_what_8_bits_cost_in_other_architectures():
+    rows = [row for row in record("memory-zoo.json") if "skipped" not in row]
+    slowest = max(rows, key=lambda row: row["ratio_to_plain"])
+    median = statistics.median(row["ratio_to_plain"] for row in rows)
+    kept = statistics.median(row["kept_share"] for row in rows)
+    guide, changes = (
+        " ".join((ROOT / page).read_text().split()) for page in ("docs/how-to/activations.md", "CHANGELOG.md")
+    )
+    assert (
+        f"Of the {len(rows)} that were measured (all but timm's), the median step takes {median:.2f} times as long and "
+        f"keeps {100 * kept:.0f} % of the bytes; the slowest, {slowest['name']}, takes "
+        f"{slowest['ratio_to_plain']:.2f} times."
+    ) in guide
+    assert (
+        f"the median step takes {median:.2f} times as long and the slowest {slowest['ratio_to_plain']:.2f} times"
+    ) in changes
 
 
 def test_pages_say_what_the_largest_hundredth_costs():
