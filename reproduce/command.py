@@ -300,7 +300,8 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     whole = record | {
         "paper": experiment.paper,
         "seeds": sorted({row.seed for row in rows}),
-        "groups": [asdict(group) for group in found],
+        # What stands beside a group are scores of the other rows.
+        "groups": [{key: value for key, value in asdict(group).items() if key != "beside"} for group in found],
         "claims": [asdict(claim) for claim in claims],
         # How ranges went is long, and in the rows' own files.
         "rows": [{key: value for key, value in row.items() if key != "ranges"} for row in results],
