@@ -27,21 +27,22 @@ HUGE = 2 << 20  # bytes of a page, to which pieces are rounded up
 def test_parts_of_an_arena_do_not_overlap(sizes):
     arena = Arena()
     arena.PIECE_NBYTES = 1 << 12
-    parts = [arena.take(nbytes, CPU) for nbytes in [*sizes, 10_000]]
+    with patch.object(Pieces, "take", autospec=True, side_effect=Pieces.take) as taken:
+        parts = [arena.take(nbytes, CPU) for nbytes in [*sizes, 10_000]]
     for value, part in enumerate(parts):
         part.fill_(value)
     for value, (nbytes, part) in enumerate(zip([*sizes, 10_000], parts, strict=True)):
         assert part.shape == (nbytes,)
         assert bool((part == value).all())
         assert not nbytes or part.data_ptr() % 64 == 0
-    assert len({part.untyped_storage().data_ptr() for part in parts if part.numel()}) <= 2 + sum(sizes) // 1000
+    assert taken.call_count <= 2 + sum(sizes) // 1000
 
 
 def test_a_piece_is_free_with_the_last_of_its_parts():
     pieces = Pieces()
     arena = Arena(pieces)
     first = [arena.take(Arena.PIECE_NBYTES // 2, CPU) for _ in range(2)]
-    assert first[1].untyped_storage().data_ptr() == first[0].untyped_storage().data_ptr()
+    assert first[1].data_ptr() - first[0].data_ptr() == Arena.PIECE_NBYTES // 2
     arena.take(1, CPU)  # of the next piece
     del first[1]
     assert (pieces.nbytes, pieces.idle_nbytes) == (2 * Arena.PIECE_NBYTES, 0)
@@ -124,21 +125,22 @@ def mlp():
 
 
 def test_codes_of_a_model_lie_by_themselves_until_backward():
-    pieces = []
+    codes, places = [], []
 
     def taking(arena, nbytes, device, take=Arena.take):
         taken = take(arena, nbytes, device)
-        pieces.append(StorageWeakRef(taken.untyped_storage()))
+        codes.append(StorageWeakRef(taken.untyped_storage()))
+        places.append(taken.data_ptr())
         return taken
 
     model = mlp()
     with patch.object(Arena, "take", taking), nb.compress_activations(model, min_numel=1):
         loss = model(torch.randn(32, 64)).sum()
-    assert len(pieces) == 4  # of a linear layer, GELU, ReLU and dropout
-    assert len({piece.cdata for piece in pieces}) == 1
-    assert not any(piece.expired() for piece in pieces)
+    assert len(codes) == 4  # of a linear layer, GELU, ReLU and dropout
+    assert max(places) - min(places) <= 4 * 32 * 64  # in one piece
+    assert not any(code.expired() for code in codes)
     loss.backward()
-    assert all(piece.expired() for piece in pieces)
+    assert all(code.expired() for code in codes)
 
 
 def test_later_steps_ask_the_system_for_no_memory():

@@ -158,17 +158,15 @@ class Arena:
 
     def __init__(self, pieces: Pieces | None = None) -> None:
         self._pieces = pieces or Pieces()
-        self._piece, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        self._piece, self._used = np.empty(0, np.uint8), 0
         self._pieces.begin()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory for so many bytes: uint8, flat."""
         if device.type != "cpu" or not self.pools:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if nbytes > self._piece.numel() - self._used:
-            self._piece, self._used = self._pieces.take(max(nbytes, self.PIECE_NBYTES)), 0
-        # No view of the piece, of whose changes autograd would keep count.
-        taken = torch.empty(0, dtype=torch.uint8, device="cpu")
-        taken.set_(self._piece.untyped_storage(), self._used, (nbytes,), (1,))
+        if nbytes > self._piece.size - self._used:
+            self._piece, self._used = self._pieces.take(max(nbytes, self.PIECE_NBYTES)).numpy(), 0
+        begin = self._used
         self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
-        return taken
+        return torch.from_numpy(self._piece[begin : begin + nbytes])  # no view, of whose changes autograd keeps count

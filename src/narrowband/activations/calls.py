@@ -192,9 +192,11 @@ class Call:
     def operands(self) -> list[Tensor]:
         """The tensors that the operator is given."""
         if self._operands is None:
-            given: list[Any] = [*self.args, *self.kwargs.values()]
-            if any(isinstance(x, (tuple, list, dict)) for x in given):
-                given = torch.utils._pytree.tree_leaves(given)
+            given: list[Any] = [*self.args, *self.kwargs.values()] if self.kwargs else [*self.args]
+            for x in given:
+                if isinstance(x, (tuple, list, dict)):
+                    given = torch.utils._pytree.tree_leaves(given)
+                    break
             self._operands = [x for x in given if isinstance(x, Tensor)]
         return self._operands
 

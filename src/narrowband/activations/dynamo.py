@@ -25,7 +25,10 @@ def is_compiled_itself(module: nn.Module) -> bool:
         True
     """
     # What torch.compile returns, module or function, tells how it compiles; what torch.compiler.disable returns, not.
-    configured = hasattr(module, "get_compiler_config") or hasattr(module.forward, "get_compiler_config")
+    # Modules look long for an attribute that they have not, and every pass asks all of them.
+    own = vars(module)
+    forward = own.get("forward") or getattr(type(module), "forward", None)
+    configured = "get_compiler_config" in own or hasattr(forward, "get_compiler_config")
     return configured or module._compiled_call_impl is not None
 
 

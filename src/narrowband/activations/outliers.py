@@ -75,31 +75,39 @@ class Magnitudes:
             pieces = 1
         form = Rows(count, joined, groups * pieces, inner // pieces)
         rows_PNGM = _largest(x, form).view(parts, -1, groups, pieces)
-        #: (P, G, N): of every range the largest magnitudes of its rows, and of its columns.
-        self._largest = [rows_PNGM.transpose(1, 2).flatten(2)]
-        if outer >= self.FEW and 1 < inner <= self._CHANNELS:
-            self._largest.append(_largest(x, Rows(parts, outer, groups * inner, 1)).view(parts, groups, inner))
+        largest_PGN = [rows_PNGM.transpose(1, 2).flatten(2)]  # of every range the largest magnitudes of its rows
+        if outer >= self.FEW and 1 < inner <= self._CHANNELS:  # and of its columns
+            largest_PGN.append(_largest(x, Rows(parts, outer, groups * inner, 1)).view(parts, groups, inner))
+        #: These, of as many ranges as there are; and so many of them are a few, and not all.
+        self._largest = [largest.flatten(0, 1) for largest in largest_PGN]
+        self._few = [self._few_of((largest > 0).sum(-1)) for largest in self._largest]
 
-    def is_dwarfed_by(self, width: Tensor) -> bool:
-        """Whether one of these widths dwarfs its range's rows, or columns.
-
-        Args:
-            width: of the range of every group of every part, float32.
-        """
-        return bool(self.dwarfed_by(width))
+    def _few_of(self, count: Tensor) -> Tensor:
+        few = torch.div(count + (self.FEW - 1), self.FEW, rounding_mode="floor")
+        return torch.minimum(few, count - 1)
 
     def dwarfed_by(self, width: Tensor) -> Tensor:
-        """The same, where the tensor is: one bool."""
-        found = torch.zeros((), dtype=torch.bool, device=width.device)
-        for largest_PGN, reach in zip(self._largest, self.REACH, strict=False):
-            reaching = (largest_PGN >= (width / reach).view(*largest_PGN.shape[:2], 1)).sum(-1)
-            there = (largest_PGN > 0).sum(-1)
-            found = found | ((reaching <= (there + self.FEW - 1) // self.FEW) & (reaching < there)).any()
-        return found
+        """Whether one of the widths of all ranges dwarfs its rows, or columns: a bool, where the tensor is.
 
-    def outliers(self, width: Tensor) -> Outliers | None:
-        """What is wrong with ranges of these widths, if anything."""
-        return Outliers(extreme=self.is_dwarfed_by(width / self.EXTREME)) if self.is_dwarfed_by(width) else None
+        Args:
+            width: of the range of every group of every part, float32; or several such widths, (W, parts · groups).
+
+        Returns:
+            Of no dimension, or (W,).
+        """
+        found = [
+            ((largest >= (width / reach).unsqueeze(-1)).sum(-1) <= few).any(-1)
+            for largest, few, reach in zip(self._largest, self._few, self.REACH, strict=False)
+        ]
+        return found[0] if len(found) == 1 else found[0] | found[1]
+
+    def is_dwarfed_by(self, width: Tensor) -> bool:
+        """The same, for the host."""
+        return bool(self.dwarfed_by(width))
+
+    def outliers(self, width: Tensor) -> Outliers:
+        """What is wrong with ranges of these widths, which dwarf rows or columns."""
+        return Outliers(extreme=self.is_dwarfed_by(width / self.EXTREME))
 
 
 def is_masked(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -102,8 +102,9 @@ class Payload:
         return encode(x, self.codes, self.rows, low, step, bits=self.bits, stochastic=stochastic, seed=seed)
 
     def encode_learning(
-        self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int
-    ) -> tuple[Tensor, Tensor, bool, float]:
+        self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int,
+        apart: int | None,
+    ) -> tuple[Tensor, bool, float]:  # fmt: skip
         """Make codes, with the ranges of an estimate.
 
         Args:
@@ -113,19 +114,21 @@ class Payload:
             symmetric: whether a code in the middle stands for zero.
             stochastic: how codes are rounded.
             seed: of that.
+            apart: how far lines of rows are apart in memory, where ``x`` is the tensor as it is.
 
         Returns:
-            The extremes of every group, (2, groups), and what :func:`~narrowband.kernels.learn_ranges` makes of them.
+            What :func:`~narrowband.kernels.learn_ranges` makes of the extremes, which are behind the ranges.
         """
         if symmetric:
             alpha, beta = shaped(estimate, symmetric=True)
             ends = self.encode(x, alpha, beta, symmetric=True, stochastic=stochastic, seed=seed, watch=True)
             assert ends is not None
-            return torch.stack(ends), *kernels.learn_ranges(estimate, *ends, decay)
-        self.ranges, seen, learned, finite, moved = kernels.quantize_rows_learning(
-            x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed
+            self.ranges = torch.cat((self.ranges, torch.stack(ends)))
+            return kernels.learn_ranges(estimate, *ends, decay)
+        self.ranges, learned, finite, moved = kernels.quantize_rows_learning(
+            x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed, apart=apart
         )
-        return seen, learned, finite, moved
+        return learned, finite, moved
 
     def encode_adapting(
         self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int,
@@ -202,59 +205,67 @@ def quantized(
     """
     learns = policy.learns and not own
     estimate = estimates.get(name, rows.groups, x.device) if learns else None
-    form: dict[str, Any] = {"symmetric": policy.symmetric, "stochastic": policy.rounding == "stochastic"}
+    stochastic = policy.rounding == "stochastic"
     if estimate is not None and _settles(estimates, policy, name, x.device):
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
-        _adapt(payload, x, estimate, form["stochastic"], estimates, name, apart)
+        _adapt(payload, x, estimate, stochastic, estimates, name, apart)
         return payload
     estimates.notes.read(name)  # now it is looked at
-    if apart is not None:
-        x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
+    if apart is not None and (estimate is None or policy.symmetric):
+        x, apart = _lines(x, rows, apart), None
     if estimate is None:
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
             return Outliers(extreme=True)
-        found = None if own else Magnitudes(x, rows).outliers(high - low)
-        if found is not None:
-            return found
+        magnitudes = None if own else Magnitudes(x, rows)
+        if magnitudes is not None and magnitudes.is_dwarfed_by(high - low):
+            return magnitudes.outliers(high - low)
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
-        payload.encode(
-            x, *ranges(low, high, policy, estimates, name if learns else None), seed=estimates.draw(), **form
-        )
+        alpha, beta = ranges(low, high, policy, estimates, name if learns else None)
+        payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw())
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    seen, learned, finite, moved = payload.encode_learning(x, estimate, estimates.decay, seed=seed, **form)
+    learned, finite, moved = payload.encode_learning(
+        x, estimate, estimates.decay, symmetric=policy.symmetric, stochastic=stochastic, seed=seed, apart=apart
+    )
     if not finite:
         return Outliers(extreme=True)
-    jumps, far = False, drift(estimates.decay)
-    batch: Tensor | None = None
-    if moved > far or _by_chance(seed):
-        batch, magnitudes = torch.stack((seen[1] - seen[0], seen[0])), Magnitudes(x, rows)
-        found = magnitudes.outliers(batch[0])
-        if found is not None:
-            return found
-        if magnitudes.is_dwarfed_by(estimate[0]):  # by now, or since an outlier that was none when it came
-            estimates.forget(name)
-            moved = math.inf
-        else:
-            jumps = bool((batch[0] > JUMP * estimate[0]).any())
+    far = drift(estimates.decay)
+    if moved <= far and not _by_chance(seed) and estimates.replace(name, estimate, learned):
+        return payload
+    if apart is not None:
+        x = _lines(x, rows, apart)
+    low, high = payload.ranges[2:]
+    width, magnitudes, jumps = high - low, Magnitudes(x, rows), False
+    by_batch, by_estimate = magnitudes.dwarfed_by(torch.stack((width, estimate[0]))).tolist()
+    if by_batch:
+        return magnitudes.outliers(width)
+    if by_estimate:  # by now, or since an outlier that was none when it came
+        estimates.forget(name)
+        moved = math.inf
+    else:
+        jumps = bool((width > JUMP * estimate[0]).any())
     if not estimates.replace(name, estimate, learned):  # another thread took a batch in meanwhile, or it is on a device
-        learned = estimates.observe(name, *seen)
+        learned = estimates.observe(name, low, high)
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
     if moved > far:
-        assert batch is not None
-        payload.encode(x, *shaped(_unclipped(batch, learned, estimate), symmetric=policy.symmetric), seed=seed, **form)
+        alpha, beta = shaped(_unclipped(low, high, learned, estimate), symmetric=policy.symmetric)
+        payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=seed)
     return payload
 
 
-def _unclipped(batch: Tensor, learned: Tensor, estimate: Tensor) -> Tensor:
+def _lines(x: Tensor, rows: Rows, apart: int) -> Tensor:
+    """The tensor as kernels read it, (parts · outer, groups · inner)."""
+    return x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
+
+
+def _unclipped(low: Tensor, high: Tensor, learned: Tensor, estimate: Tensor) -> Tensor:
     """What a batch's ranges are to be, (2, groups): those that were learned with it, or its own where it is too wide,
     or lies too far aside, for what had been learned before.
     """
-    low = torch.minimum(batch[1], estimate[1])
-    both = torch.maximum(batch.sum(0), estimate.sum(0)) - low
-    return torch.where(both > WIDE * estimate[0], batch, learned)
+    both = torch.maximum(high, estimate.sum(0)) - torch.minimum(low, estimate[1])
+    return torch.where(both > WIDE * estimate[0], torch.stack((high - low, low)), learned)
 
 
 def promised(
@@ -307,7 +318,7 @@ def _adapt(
         if standard is not None:
             x = payload.decode()
         elif apart is not None:
-            x = x.detach().as_strided((rows.outer, rows.groups * rows.inner), (apart, 1))
+            x = _lines(x, rows, apart)
         dwarfed = Magnitudes(x, rows).dwarfed_by(learned[0])
         note.copy_(torch.where(dwarfed, torch.inf, note))
     estimates.replace(name, estimate, learned)

@@ -172,8 +172,7 @@ class Estimates:
 
     def get(self, name: str, groups: int, device: torch.device) -> Tensor | None:
         """The estimate, (2, groups): α, β. None where there is none yet, and where every batch has its own range."""
-        with self._lock:
-            estimate = self._ranges.get(name)
+        estimate = self._ranges.get(name)
         if not self.decay or estimate is None or estimate.shape[1] != groups:
             return None
         return estimate if estimate.device == device else estimate.to(device)
@@ -223,7 +222,10 @@ class Estimates:
             if not bool(torch.isfinite(value).all()) or bool((value[0] < 0).any()):
                 raise ValueError(f"{name}: widths and lower ends of ranges are finite, and widths at least 0")
         with self._lock:
-            self._ranges = {name: value.detach().to(torch.float32, copy=True) for name, value in state.items()}
+            self._ranges = {
+                name: value.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                for name, value in state.items()
+            }
 
 
 def ranges(

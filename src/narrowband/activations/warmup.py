@@ -54,8 +54,9 @@ def _use_once(
     model: nn.Module, policy: ActivationPolicy, bits: Sequence[Literal[8, 4, 2]], dtypes: Sequence[torch.dtype]
 ) -> None:
     shapes = [Rows(1, 8, 2, 16)]
-    if any(isinstance(module, batchnorm._BatchNorm) for module in model.modules()):
-        shapes.append(Rows(1, 8, 32, 1))  # a range for every channel
+    # A range for every channel; and so are rows of a few elements taken, where their codes are bytes.
+    if 8 in bits or any(isinstance(module, batchnorm._BatchNorm) for module in model.modules()):
+        shapes.append(Rows(1, 8, 32, 1))
     stochastic, running = policy.rounding == "stochastic", policy.learns
     for dtype in dtypes:
         x = torch.arange(256, dtype=torch.float32, device="cpu").to(dtype)

@@ -73,7 +73,7 @@ def _has_triton() -> bool:
 
 def backend_of(tensor: Tensor) -> Backend:
     """The table of loops that runs this tensor: chosen once for each device type of a process."""
-    device_type = tensor.device.type
+    device_type = "cpu" if tensor.is_cpu else tensor.device.type
     found = _chosen.get(device_type)
     if found is None:
         found = _chosen[device_type] = backend_for(device_type)

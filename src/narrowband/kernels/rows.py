@@ -129,19 +129,32 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
 
 
 def quantize_rows_learning(
-    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    x: Tensor,
+    out: Tensor,
+    rows: Rows,
+    estimates: Tensor,
+    decay: float,
+    *,
+    bits: int,
+    stochastic: bool,
+    seed: int = 0,
+    apart: int | None = None,
+) -> tuple[Tensor, Tensor, bool, float]:
     """:func:`quantize_rows_extremes` with the ranges that estimates say, low = β and step = α / (2**bits − 1), and
     :func:`learn_ranges` with what it sees.
 
+    Args:
+        apart: how many elements neighbouring lines, of a row of every group, are apart in memory: ``x`` may then have
+            any shape and strides.
+
     Returns:
-        Low and step, (2, parts · groups); the extremes, smallest and largest, of the same shape; and what
-        :func:`learn_ranges` returns.
+        (4, parts · groups): low and step, as :func:`dequantize_rows` takes them, and behind these the extremes,
+        smallest and largest; and what :func:`learn_ranges` returns.
     """
     result = backend_of(x).quantize_rows_learning(
-        x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed
+        x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed, apart=apart
     )
-    return cast("tuple[Tensor, Tensor, Tensor, bool, float]", result)
+    return cast("tuple[Tensor, Tensor, bool, float]", result)
 
 
 def quantize_rows_adapting(

@@ -324,8 +324,8 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         estimates = torch.stack((high - low, low))
         learned = torch.full_like(codes, 0xAA)
         found = backend.quantize_rows_learning(y, learned, rows, estimates, 0.9, bits=bits, stochastic=True, seed=seed)
-        moved = found[4] if found[3] else math.nan  # which says nothing then
-        results += [*seen, again, learned, *found[:3], torch.tensor([found[3], moved])]
+        moved = found[3] if found[2] else math.nan  # which says nothing then
+        results += [*seen, again, learned, *found[:2], torch.tensor([found[2], moved])]
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
         backend.dequantize_rows(codes, decoded, rows, torch.stack((low, step)), bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)

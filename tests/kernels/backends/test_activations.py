@@ -106,9 +106,10 @@ def test_ranges_adapt_and_nothing_is_told_to_the_host(
         lines = x.view(outer, groups, inner)[:, g] if not gap else x.unflatten(1, (groups, inner))[:, g]
         line, column = kernels.Rows(1, outer, 1, inner), estimates[:, g : g + 1]
         again = torch.empty(line.nbytes(bits), dtype=torch.uint8)
-        _, seen, expected, _, moved = reference.quantize_rows_learning(
+        found, expected, _, moved = reference.quantize_rows_learning(
             lines.contiguous(), again, line, column, 0.9, bits=bits, stochastic=False
         )
+        seen = found[2:]
         assert_same(learned[:, g : g + 1], expected)
         if moved > 0.02:
             width = (seen[1] - seen[0]).item()
@@ -233,13 +234,28 @@ def test_how_far_an_end_has_moved() -> None:
         assert not backend.learn_ranges(known, torch.zeros(3), torch.tensor([1.0, math.nan, 2.0]), 0.5)[1]
 
 
-@given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
-       stochastic=st.booleans(), decay=st.sampled_from([0.0, 0.5, 0.9]), seed=seeds)  # fmt: skip
+@given(
+    rows=some_rows,
+    kind=st.sampled_from(KINDS),
+    dtype=dtypes,
+    bits=st.sampled_from([2, 4, 8]),
+    stochastic=st.booleans(),
+    gap=st.sampled_from([None, 0, 5]),
+    decay=st.sampled_from([0.0, 0.5, 0.9]),
+    seed=seeds,
+)
 @settings(max_examples=examples(200), deadline=None)
 def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
-    rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, decay: float, seed: int
-) -> None:
-    x = make_as(dtype, kind, rows.numel, seed % 2**32)
+    rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, gap: int | None, decay: float, seed: int
+) -> None:  # fmt: skip
+    """Also of a tensor of any shape, where lines are so far apart in its memory."""
+    x = lines = make_as(dtype, kind, rows.numel, seed % 2**32)
+    apart = None
+    if gap is not None:
+        apart = rows.groups * rows.inner + gap
+        padded = torch.full((rows.parts * rows.outer, apart), math.nan, dtype=dtype)
+        padded[:, : apart - gap] = x.view(-1, apart - gap) if rows.numel else 0
+        lines = padded.view(apart, -1)
     known = make("normal", 2 * rows.parts * rows.groups, 1 + seed % 1000).view(2, -1)
     known[0].abs_()
     ranges = torch.stack((known[1], known[0] / torch.tensor(2.0**bits - 1)))
@@ -249,14 +265,13 @@ def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
     learned, finite, moved = reference.learn_ranges(known, low, high, decay)
     for backend in BACKENDS:
         codes = place(backend, torch.full_like(expected, 7))
-        given = place(backend, x), codes, rows, place(backend, known), decay
-        *found, whole, far = back(backend.quantize_rows_learning(*given, **form))
-        assert_same(found[0], ranges)
-        assert_same(found[1], torch.stack((low, high)))
+        given = place(backend, lines), codes, rows, place(backend, known), decay
+        *found, whole, far = back(backend.quantize_rows_learning(*given, apart=apart, **form))
+        assert_same(found[0], torch.cat((ranges, torch.stack((low, high)))))
         assert whole == finite
         if finite:  # or else codes of what is not finite mean nothing
             assert_same(back(codes), expected)
-            assert_same(found[2], learned)
+            assert_same(found[1], learned)
             assert far == moved or (math.isnan(far) and math.isnan(moved))
 
 

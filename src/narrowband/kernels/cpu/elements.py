@@ -9,6 +9,7 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import overload
+from numba.np.numpy_support import carray
 
 from narrowband.kernels.cpu.loops import (
     F32,
@@ -16,6 +17,8 @@ from narrowband.kernels.cpu.loops import (
     LANES,
     PAGE,
     At,
+    inlined,
+    instruction,
     prefetch,
 )
 
@@ -102,6 +105,28 @@ def store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
 
 def splat_int(value: int) -> Any:
     return ir.Constant(INTS, [value] * LANES)
+
+
+@instruction
+def _pointer(typing, address, dtype):  # noqa: ARG001
+    """An address as Numba's pointer to elements of a dtype."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(dtype.dtype)(address, dtype), generate
+
+
+@inlined
+def array_at(address, dtype):
+    """A flat array that begins at an address, of whatever length: loops do not ask."""
+    return carray(_pointer(address, dtype), (1,))
+
+
+@inlined
+def floats_at(address, rows, columns):
+    """A float32 matrix that begins at an address."""
+    return carray(_pointer(address, np.float32), (rows, columns))
 
 
 def array_of(x: Tensor) -> Array:

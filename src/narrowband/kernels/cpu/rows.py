@@ -14,8 +14,10 @@ from numba.extending import overload
 from narrowband.kernels.cpu.elements import (
     FLOATS,
     INTS,
+    array_at,
     array_of,
     bits_of,
+    floats_at,
     put,
     store_lanes,
     value_of,
@@ -111,6 +113,15 @@ def _cut(rows: Rows, bits: int = 8) -> tuple[Rows, int]:
     if bits != 8 or not 1 < rows.inner < _NARROW <= width:
         return rows, 1
     return replace(rows, groups=width, inner=1), rows.inner
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _plan(rows: Rows, bits: int) -> tuple[int, int, int, int, int, int]:
+    """What loops are told of rows: (elements of a row, groups, rows of a part, all rows that have elements, ranges, how
+    many neighbouring groups have one of these); see :func:`_cut`.
+    """
+    cut, times = _cut(rows, bits)
+    return *_form(cut), _looked_at(cut), rows.parts * rows.groups, times
 
 
 def _each(ranges: Array, times: int) -> Array:
@@ -448,6 +459,17 @@ def _fold(stochastic: bool, seed: int) -> Any:
     return fold_seed(seed) if stochastic else None
 
 
+def _folded(low, high):
+    """``_fold`` of both halves of a seed; None where there is none."""
+
+
+@overload(_folded, inline="always")
+def _(low, high):  # noqa: ARG001
+    if low == types.none:
+        return lambda low, high: None  # noqa: ARG005
+    return lambda low, high: U32(U32(mix(U32(low)) + U32(U32(0x9E3779B9) * mix(U32(high)))) + U32(0x85EBCA6B))
+
+
 @loop
 def _begin(estimates, levels, ranges, each, times):
     """Low and step of every range; and for each of so many neighbours that have it: low, one over the step, and no
@@ -480,25 +502,57 @@ def _end(estimates, each, times, decay, rest, seen, learned):
     return _take_in(estimates, seen[0], seen[1], decay, rest, learned)
 
 
+@functools.cache
+def _learner(width: int, half: bool) -> Any:
+    """All of :func:`quantize_rows_learning` on one thread, in one call that is told addresses: to make an array of a
+    tensor takes longer than the elements of a small one. Width 0: of rows of one element, with any width.
+    """
+    quantize, dtype = _quantizer(width) if width else _quantize_singles, np.int16 if half else np.int32
+
+    def _learn_rows(
+        x, pitch, inner, groups, per_part, first, last, size, times, bits, estimates, codes, found, learned, low, high,
+        decay,
+    ):  # fmt: skip
+        before, new, ranges = floats_at(estimates, 2, size), floats_at(learned, 2, size), floats_at(found, 4, size)
+        each = np.empty((4, size * times), np.float32)
+        lows, inverses = each[0], each[1]
+        least, most = each[2].view(np.int32), each[3].view(np.int32)
+        _begin(before, F32((1 << bits) - 1), ranges[0:2], each, times)
+        lines, to, fold = array_at(x, dtype), array_at(codes, np.uint8), _folded(low, high)
+        if width:
+            quantize(lines, pitch, inner, groups, per_part, lows, inverses, to, fold, least, most, first, last)
+        else:
+            quantize(lines, pitch, groups, per_part, lows, inverses, to, bits, fold, least, most, first, last)
+        return _end(before, each, times, F32(decay), F32(1 - decay), ranges[2:4], new)
+
+    return variant(_learn_rows, width, "bf16" if half else "float32")
+
+
 def quantize_rows_learning(
-    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, bool, float]:
-    """In few calls: of a small tensor they take longer than its elements."""
-    cut, times = _cut(rows, bits)
-    groups = rows.parts * rows.groups
-    numbers, each = np.empty((6, groups), np.float32), np.empty((4, groups * times), np.float32)
-    ranges, seen, learned = numbers[0:2], numbers[2:4], numbers[4:6]
-    before = estimates.numpy()
-    _begin(before, F32((1 << bits) - 1), ranges, each, times)
+    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
+    apart: int | None = None,
+) -> tuple[Tensor, Tensor, bool, float]:  # fmt: skip
+    inner, groups, per_part, count, size, times = _plan(rows, bits)
+    estimates = estimates.contiguous()
+    found, learned = estimates.new_empty((4, size)), torch.empty_like(estimates)
+    if threads_for(rows.numel, _PER_THREAD) == 1:
+        if apart is None:
+            apart = groups * inner if x.is_contiguous() else x.stride(0)
+        halves = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) if stochastic else (None, None)
+        finite, moved = _learner(bits if inner != 1 else 0, x.dtype is torch.bfloat16)(
+            x.data_ptr(), apart, inner, groups, per_part, 0, count, size, times, bits, estimates.data_ptr(),
+            out.data_ptr(), found.data_ptr(), learned.data_ptr(), *halves, decay,
+        )  # fmt: skip
+        return found, learned, finite, moved
+    if apart is not None:
+        x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
+    before, numbers, each = estimates.numpy(), found.numpy(), np.empty((4, size * times), np.float32)
+    _begin(before, F32((1 << bits) - 1), numbers[:2], each, times)
+    cut, _ = _cut(rows, bits)
     quantize = _quantize(x, out, cut, each[0], each[1], bits, _fold(stochastic, seed))
-    least, most = each[2:].view(np.int32)
-    if threads_for(x.numel(), _PER_THREAD) == 1:
-        quantize(least, most, 0, _looked_at(cut))
-    else:
-        least[:], most[:] = _together(_watching(quantize, cut, x.numel()), 1)
-    finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), seen, learned)
-    found, known = torch.from_numpy(numbers[:4]), torch.from_numpy(learned)
-    return found[:2], found[2:], known, bool(finite), float(moved)
+    each[2:].view(np.int32)[:] = _together(_watching(quantize, cut, rows.numel), 1)
+    finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), numbers[2:], learned.numpy())
+    return found, learned, finite, moved
 
 
 def quantize_rows(
@@ -535,17 +589,44 @@ def _watching(quantize: _Quantize, cut: Rows, numel: int) -> list[tuple[Array, A
     return spread(_looked_at(cut), numel, work, least=_PER_THREAD)
 
 
+@functools.cache
+def _restorer(half: bool, single: bool) -> Any:
+    """All of :func:`dequantize_rows` on one thread, in one call that is told addresses."""
+    dtype = np.int16 if half else np.float32
+
+    def _restore_rows(codes, out, ranges, inner, groups, per_part, first, last, size, times, width):
+        both = floats_at(ranges, 2, size)
+        if times > 1:
+            each = np.empty((2, size * times), np.float32)
+            for i in range(size):
+                for j in range(i * times, (i + 1) * times):
+                    each[0, At(j)], each[1, At(j)] = both[0, At(i)], both[1, At(i)]
+            both = each
+        packed, to = array_at(codes, np.uint8), array_at(out, dtype)
+        if single:
+            _dequantize_singles(packed, groups, per_part, both[0], both[1], to, width, first, last)
+        else:
+            _dequantize_range(packed, inner, groups, per_part, both[0], both[1], to, width, first, last)
+
+    return variant(_restore_rows, "bf16" if half else "float32", "singles" if single else "rows")
+
+
 def dequantize_rows(
     codes: Tensor, out: Tensor, rows: Rows, ranges: Tensor, *, bits: int, affine: Affine | None = None
 ) -> None:
     if affine is not None:
         affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
         return
-    cut, times = _cut(rows, bits)
-    inner, *form = _form(cut)
-    flat, size = ranges.numpy().reshape(-1), rows.parts * rows.groups
+    inner, groups, per_part, count, size, times = _plan(rows, bits)
+    ranges = ranges.contiguous()
+    if threads_for(rows.numel, _PER_THREAD) == 1:
+        _restorer(out.dtype is torch.bfloat16, inner == 1)(
+            codes.data_ptr(), out.data_ptr(), ranges.data_ptr(), inner, groups, per_part, 0, count, size, times, bits
+        )
+        return
+    flat = ranges.numpy().reshape(-1)
     lows, steps = _each(flat[:size], times), _each(flat[size : 2 * size], times)
-    packed, arrays = codes.numpy(), (*form, lows, steps, array_of(out), bits)
+    packed, arrays = codes.numpy(), (groups, per_part, lows, steps, array_of(out), bits)
 
     def work(first: int, last: int) -> None:
         if inner == 1:
@@ -553,4 +634,4 @@ def dequantize_rows(
         else:
             _dequantize_range(packed, inner, *arrays, first, last)
 
-    spread(cut.count, out.numel(), work, least=_PER_THREAD)
+    spread(count, rows.numel, work, least=_PER_THREAD)

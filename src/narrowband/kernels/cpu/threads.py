@@ -34,7 +34,7 @@ MIN_ELEMENTS_PER_THREAD = 1 << 16
 
 def threads_for(elements: int, least: int = MIN_ELEMENTS_PER_THREAD) -> int:
     """How many threads this much work is worth, of which each has so many elements at least."""
-    return max(1, min(torch.get_num_threads(), elements // least))
+    return 1 if elements < 2 * least else min(torch.get_num_threads(), elements // least)
 
 
 def spread(

@@ -106,13 +106,15 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
 
 
 def quantize_rows_learning(
-    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
+    apart: int | None = None,
+) -> tuple[Tensor, Tensor, bool, float]:  # fmt: skip
+    if apart is not None:
+        x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
     levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
-    ranges = torch.stack((estimates[1], estimates[0] / levels))
-    low, high = quantize_rows_extremes(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
-    learned, finite, moved = learn_ranges(estimates, low, high, decay)
-    return ranges, torch.stack((low, high)), learned, finite, moved
+    low, step = estimates[1], estimates[0] / levels
+    seen = quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    return torch.stack((low, step, *seen)), *learn_ranges(estimates, *seen, decay)
 
 
 def quantize_rows_adapting(
