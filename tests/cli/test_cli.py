@@ -20,6 +20,7 @@ from narrowband.codecs import available
 from narrowband.lab import LabConfig, requirements
 from narrowband.report.gpu import GPU
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0  # only a failure takes this long
 LAB_MISSING = requirements(LabConfig(nodes=2))
 
@@ -176,6 +177,31 @@ def test_doctor_says_what_there_is(narrow, tmp_path):
         assert word in out
     findings = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert {"name": "gloo", "good": True, "detail": "collectives on CPU"} in findings
+
+
+@pytest.mark.parametrize(
+    ("version", "good", "said"),
+    [
+        ("2.10.1+cpu", False, "too old"), ("2.11.0", True, "tried with 2.11 to 2.15"), ("2.15.3", True, "tried with"),
+        ("2.16.0a0+git1234567", False, "newer than any that was tried"), ("3.0.0", False, "pip install 'torch<2.16'"),
+    ],
+)  # fmt: skip
+def test_doctor_says_whether_this_pytorch_was_tried(version, good, said, monkeypatch):
+    from narrowband.cli import doctor
+
+    monkeypatch.setattr(torch, "__version__", version)
+    (found,) = doctor._pytorch()
+    assert found.good is good
+    assert said in found.detail
+    assert version in found.detail
+
+
+def test_those_are_the_versions_that_are_tried():
+    from narrowband.cli import doctor
+
+    oldest, newest = doctor._TRIED
+    assert f'"torch>=2.{oldest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"range({oldest}, {newest + 1})" in (ROOT / "noxfile.py").read_text()
 
 
 def test_doctor_says_what_a_gpu_and_its_software_are():

@@ -134,7 +134,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
         warm_up(self.model, self.policy)  # autocast may be on by now
         self.estimates.notes.receive()
-        recorder = Recorder(self.model, self.modules, self.policy, self.estimates, self._pieces)
+        recorder = Recorder(self.modules, self.policy, self.estimates, self._pieces)
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)

@@ -6,7 +6,7 @@ along, anew for every pass: :func:`narrowband.compiler.unseen` hides them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.overrides
 from torch import nn
 
-__all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "obstacle", "without_mode"]
+__all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "modules_of", "obstacle", "without_mode"]
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
@@ -48,21 +48,39 @@ def obstacle() -> str | None:
     return None
 
 
-def compiled_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules to which ``torch.compile`` was applied, the outermost ones."""
-    if is_compiled_itself(model):
-        yield name, model
-        return
-    for child, module in model.named_children():
-        yield from compiled_modules(module, f"{name}.{child}" if name else child)
+def modules_of(model: nn.Module, is_closed: Callable[[nn.Module], bool] = lambda _: False) -> Iterator[nn.Module]:
+    """A module and all inside of it, each once, but for what is inside of closed ones. Every pass looks through a
+    model, and ``model.modules()`` takes five times as long.
+    """
+    seen, left = {id(model)}, [model]
+    while left:
+        module = left.pop()
+        if not is_closed(module):
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    left.append(child)
+        yield module
 
 
-def eager_modules(model: nn.Module) -> Iterator[nn.Module]:
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules to which ``torch.compile`` was applied, the outermost ones."""
+    found = []
+
+    def is_closed(module: nn.Module) -> bool:
+        compiled = is_compiled_itself(module)
+        if compiled:
+            found.append(module)
+        return compiled
+
+    for _ in modules_of(model, is_closed):
+        pass
+    return found
+
+
+def eager_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that are neither compiled nor inside of one that is."""
-    if not is_compiled_itself(model):
-        yield model
-        for module in model.children():
-            yield from eager_modules(module)
+    return [module for module in modules_of(model, is_compiled_itself) if not is_compiled_itself(module)]
 
 
 @contextmanager

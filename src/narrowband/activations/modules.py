@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from narrowband.activations.dynamo import compiled_modules, obstacle
+from narrowband.activations.dynamo import compiled_modules, modules_of, obstacle
 from narrowband.activations.layout import Cut
 from narrowband.activations.policy import ActivationPolicy
 from narrowband.errors import UnsupportedError
@@ -77,11 +77,11 @@ class Modules:
         Raises:
             UnsupportedError: they cannot be handled.
         """
-        compiled = dict(compiled_modules(self._model))
+        compiled = compiled_modules(self._model)
         reason = obstacle() if compiled else None
         if reason is not None:
             raise UnsupportedError(reason)
-        for whole in compiled.values():
+        for whole in compiled:
             for module in whole.modules():
                 if module is not whole and module in self.recomputed:
                     raise UnsupportedError(
@@ -89,7 +89,13 @@ class Modules:
                         f"{self.name_of(whole) or 'the model'!r}, which is compiled: a graph has no modules. Name the "
                         "compiled module, or compile the modules one by one"
                     )
-        return list(compiled.values())
+        return compiled
+
+    def tensors(self) -> Iterator[Any]:
+        """Parameters and buffers of the model, as it is now; None where a module has none of that name."""
+        for module in modules_of(self._model):
+            yield from module._parameters.values()
+            yield from module._buffers.values()
 
     def heads(self, name: str) -> int | None:
         """Attention heads of the module of that name, or of the nearest around it that has any."""

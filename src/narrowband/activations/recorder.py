@@ -62,8 +62,7 @@ class Recorder:
     """One run through the context, in one thread.
 
     Args:
-        model: its parameters and buffers live anyway.
-        modules: of that model.
+        modules: of the model, whose parameters and buffers live anyway.
         policy: what is kept in how many bits.
         estimates: of the model's ranges.
         pieces: memory for codes.
@@ -76,9 +75,7 @@ class Recorder:
         hooks: pack and unpack, for :class:`torch.autograd.graph.saved_tensors_hooks`.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: Modules, policy: ActivationPolicy, estimates: Estimates, pieces: Pieces
-    ) -> None:
+    def __init__(self, modules: Modules, policy: ActivationPolicy, estimates: Estimates, pieces: Pieces) -> None:
         self.modules, self.policy, self.estimates = modules, policy, estimates
         self.saved = Saved()
         self.arena = Arena(pieces)
@@ -86,7 +83,7 @@ class Recorder:
         self.call = NO_CALL
         self.normalization: Normalization | None = None
         self.storages = Storages()
-        self.storages.live((*model.parameters(), *model.buffers()))
+        self.storages.live(modules.tensors())
         # A graph holds the hooks, and a model may hold a graph: so they do not hold the model.
         self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
         self._thread = threading.get_ident()

@@ -27,6 +27,9 @@ __all__ = ["Doctor"]
 #: What PyPI has under the name of our package.
 _NAMESAKE = "narrowband"
 
+#: The oldest and the newest PyTorch that was tried, minor versions of 2.
+_TRIED = 11, 15
+
 #: Package → (what goes without it, how to get it).
 _PACKAGES = {
     "numba": ("fast loops on CPU", "pip install numba, or NARROWBAND_KERNELS=reference to do without"),
@@ -92,7 +95,7 @@ class Doctor:
         from narrowband.report.record import machine, versions
 
         table = Table(box=None, show_header=False, padding=(0, 1))
-        findings = [*_namesake(), *_backends(), *_packages(), *_allocator(), *_links()]
+        findings = [*_namesake(), *_pytorch(), *_backends(), *_packages(), *_allocator(), *_links()]
         for finding in findings:
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
@@ -160,6 +163,27 @@ def _namesake() -> Iterator[_Finding]:
         f"the distribution {_NAMESAKE!r} {version} is installed: another project (for NB-IoT modems), with files in "
         f"the same folder as ours. Run: pip uninstall {_NAMESAKE} {DISTRIBUTION}; pip install . in the clone",
     )
+
+
+def _pytorch() -> Iterator[_Finding]:
+    """Hooks, collectives and graphs are taken hold of where PyTorch promises nothing: each version has to be tried."""
+    import torch
+
+    version = torch.__version__
+    oldest, newest = ((2, minor) for minor in _TRIED)
+    own = tuple(map(int, version.split(".")[:2]))
+    tried = f"tried with 2.{_TRIED[0]} to 2.{_TRIED[1]}"
+    if own < oldest:
+        yield _Finding("PyTorch", False, f"{version} is too old: {tried}")
+    elif own > newest:
+        yield _Finding(
+            "PyTorch",
+            False,
+            f"{version} is newer than any that was tried. Where something goes wrong that goes well elsewhere, "
+            f"pip install 'torch<2.{_TRIED[1] + 1}'",
+        )
+    else:
+        yield _Finding("PyTorch", True, f"{version}: {tried}")
 
 
 def _compile() -> None:

@@ -275,6 +275,25 @@ def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
             assert far == moved or (math.isnan(far) and math.isnan(moved))
 
 
+def test_estimates_may_lie_in_memory_as_they_like() -> None:
+    rows, x = kernels.Rows(1, 40, 3, 20), make("normal", 2400, 1)
+    known = torch.tensor([[6.0, 5.0, 4.0], [-3.0, -2.0, -1.5]])
+    for backend in BACKENDS:
+        outcomes = []
+        for estimates in (known, known.T.contiguous().T):
+            codes = place(backend, torch.zeros(rows.nbytes(8), dtype=torch.uint8))
+            found = backend.quantize_rows_learning(
+                place(backend, x), codes, rows, place(backend, estimates), 0.9, bits=8, stochastic=True, seed=3
+            )
+            again, note = torch.empty_like(codes), place(backend, torch.zeros(1))
+            adapted = backend.quantize_rows_adapting(
+                place(backend, x), again, rows, place(backend, estimates), 0.9, note, drift=0.02, jump=4.0, bits=8,
+                stochastic=True, seed=3,
+            )  # fmt: skip
+            outcomes.append(back([codes, *found[:2], again, note, adapted[0].view(-1)[:6], adapted[1]]))
+        assert_same(*outcomes)
+
+
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
 @settings(max_examples=examples(400), deadline=None)

@@ -390,6 +390,7 @@ def quantize_rows_learning(
 ) -> tuple[Tensor, Tensor, bool, float]:  # fmt: skip
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
+    estimates = estimates.contiguous()
     levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
     low, step = estimates[1], estimates[0] / levels
     seen = quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
@@ -439,7 +440,7 @@ def quantize_rows_adapting(
         )  # fmt: skip
     if apart is None:
         x, apart = _spaced(x, rows)
-    groups = rows.groups
+    estimates, groups = estimates.contiguous(), rows.groups
     stride, blocks, workers, turns, tile = _shared(rows, bits)
     # Low, step, and the new estimates; and behind these, what programs have seen.
     made = torch.empty(4 * groups + 2 * groups * workers, dtype=torch.float32, device=x.device)
