@@ -393,8 +393,8 @@ def page(found: Records, path: Path) -> None:
             "that are alive at once in training as it is. Budgets have room for four fifths and for half of what that "
             "is beside parameters, the optimizer's state and inputs, and `narrowband memory gpt --budget 1GB` "
             "([how](../how-to/activations.md)) looks for the fastest way to train within them. Off: how far the bytes "
-            "that it predicts are from those that are measured then. Step: over the plain one, of the choice; on a "
-            "machine that others used, so it scatters. Not met: the least that was found is above the budget. "
+            "that it predicts are from those that are measured then. Step: over the plain one, of the choice. "
+            "Not met: the least that was found is above the budget. "
             f"{foretold(found['budgets']['rows'])}",
             ("architecture", "all", "four fifths", "off", "step", "half", "off", "step"),
             [
