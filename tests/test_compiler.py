@@ -55,6 +55,7 @@ def frames_with(hide, count):
 def test_hooks_that_autograd_calls_in_a_compiled_step_are_not_compiled():
     """More of them than Dynamo would compile anew before it gives up."""
     count = torch._dynamo.config.recompile_limit + 2
+    frames_with(torch.compiler.disable, 1)  # the first compilation of a process has more frames: with PyTorch 2.11
     frames, seen, backend = frames_with(unseen, count)
     assert seen == [(number, 4.0) for number in range(count)] * 2
     assert not any("cos" in name for name in backend.functions())
