@@ -293,10 +293,11 @@ class Recorder:
         # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
         # counted, also those that stay as they are today, so that names do not change with sizes.
         nth = self._counts[place] = self._counts.get(place, -1) + 1
-        if x.numel() >= self.policy.min_numel and not storage.is_exact:
+        bits = self._bits_for(place)
+        if bits != "off" and x.numel() >= self.policy.min_numel and not storage.is_exact:
             begin = time.perf_counter()
             arrangement = Arrangement.of(x)
-            source, added = self._source(x, arrangement, storage, operator, module, nth)
+            source, added = self._source(x, arrangement, storage, operator, module, nth, bits)
             if source is not None:
                 if operator is CHECKPOINT and source.bits != Original.bits:
                     says_what_rounding_does()
@@ -319,15 +320,20 @@ class Recorder:
         return exact
 
     def _source(
-        self, x: Tensor, arrangement: Arrangement, storage: Storage, operator: Operator, module: str, nth: int
+        self,
+        x: Tensor,
+        arrangement: Arrangement,
+        storage: Storage,
+        operator: Operator,
+        module: str,
+        nth: int,
+        bits: Literal[8, 4, 2],
     ) -> tuple[Source | None, int]:
         """Codes of the tensor, or how it is computed again; and how many bytes are kept for it that were not before.
         Neither codes nor a computation: it is to be kept as it is.
         """
-        bits = self._bits_for((operator.name, module))
         if (
-            bits == "off"
-            or operator is ROUGH
+            operator is ROUGH
             or (operator is NAMED and not self.policy.names(operator.name, module))
             or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._at_work
