@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +133,36 @@ def test_the_command_goes_on_where_it_was_ended(tmp_path, capsys):
     again = json.loads(path.read_text())
     assert again["rows"] == first["rows"]
     assert "opt" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_a_measurement_ends_with_the_command_however_that_ended():
+    program = (
+        "import time\n"
+        "import multiprocessing\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from narrowband.bench.loopback import end_with_parent\n"
+        "if __name__ == '__main__':\n"
+        "    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), end_with_parent) as alone:\n"
+        "        import os\n"
+        "        print(alone.submit(os.getpid).result(), flush=True)\n"
+        "        alone.submit(time.sleep, 600).result()\n"
+    )
+    command = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    status = Path("/proc") / command.stdout.readline().strip() / "status"
+
+    def is_alive():
+        try:
+            return "State:\tZ" not in status.read_text()
+        except OSError:
+            return False
+
+    assert is_alive()
+    command.kill()
+    command.wait()
+    command.stdout.close()
+    deadline = time.monotonic() + 60
+    while is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-__all__ = ["IMPORTS", "run_on_loopback"]
+__all__ = ["IMPORTS", "end_with_parent", "run_on_loopback"]
 
 #: The module that the fork server imports.
 IMPORTS = "narrowband.bench.imports"
@@ -132,7 +132,7 @@ def _rank(module: str, arguments: list[str], environment: dict[str, str], direct
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(output, standard)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
@@ -140,8 +140,13 @@ def _rank(module: str, arguments: list[str], environment: dict[str, str], direct
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """In a process that :mod:`multiprocessing` has started: end it when the one that started it has ended, however."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from narrowband.activations import ActivationPolicy, Saved, compress_activations
 from narrowband.activations.arena import Arena
 from narrowband.bench.devices import Device, check_device, default_device, moved, wait_for
+from narrowband.bench.loopback import end_with_parent
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import SUBJECTS, Subject, subject, tried
 from narrowband.errors import is_out_of_memory, users_errors
@@ -560,7 +561,7 @@ def _alone(measure: Callable[..., int | None], way: Way, build: Callable[[], Sub
     """What a function finds in a process that has done nothing else."""
     if not sys.platform.startswith("linux"):
         return None
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as alone:
         return alone.submit(measure, way, build, seed, torch.get_num_threads()).result()
 
 

@@ -22,6 +22,7 @@ from narrowband.activations import ActivationPolicy
 from narrowband.bench.architectures import ZOO
 from narrowband.bench.budget import Job, fit_shares
 from narrowband.bench.devices import Device, check_device
+from narrowband.bench.loopback import end_with_parent
 from narrowband.bench.memory import Way, compare
 from narrowband.bench.subjects import subject
 from narrowband.errors import is_out_of_memory
@@ -96,7 +97,7 @@ def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[s
         if not ZOO[name].is_installed:
             yield about | {"skipped": f"{ZOO[name].package} is not installed: pip install {ZOO[name].package}"}
             continue
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as alone:
             try:
                 measure = _budgets if config.shares else _measured
                 yield about | alone.submit(measure, name, config, torch.get_num_threads()).result()
