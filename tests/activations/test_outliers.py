@@ -15,10 +15,10 @@ import narrowband as nb
 from narrowband.activations import ActivationPolicy
 from narrowband.activations.arena import Arena
 from narrowband.activations.graph_codes import decode, encode, unpacked
-from narrowband.activations.outliers import Magnitudes, Outliers, is_masked
+from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Payload, quantized
 from narrowband.activations.ranges import JUMP, Estimates
-from narrowband.kernels import Rows
+from narrowband.kernels import Rows, dwarfed_rows
 from tests.activations.helpers import Calls, Heads
 from tests.activations.models import MODELS, SMALL
 from tests.thorough import thorough
@@ -297,7 +297,8 @@ def test_masks_are_told_from_what_diverges(dtype):
 def is_dwarfed(x, rows):
     x = x.contiguous()
     by_range = x.view(rows.parts, rows.outer, rows.groups, rows.inner)
-    return Magnitudes(x.view(-1), rows).is_dwarfed_by((by_range.amax((1, 3)) - by_range.amin((1, 3))).flatten())
+    width = (by_range.amax((1, 3)) - by_range.amin((1, 3))).view(1, -1).float()
+    return bool(dwarfed_rows(x.view(-1), rows, width))
 
 
 FORMS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from unittest.mock import patch
@@ -171,12 +172,14 @@ def test_a_batch_is_read_twice_only_where_it_moves_ranges_far():
         kernel = getattr(kernels, name)
         return patch.object(kernels, name, lambda *args, **options: passes.append(name) or kernel(*args, **options))
 
-    with counting("row_extremes"), counting("quantize_rows"), counting("quantize_rows_learning"):
+    loops = "row_extremes", "dwarfed_rows", "quantize_rows", "quantize_rows_learning"
+    with contextlib.ExitStack() as stack:
+        for loop in loops:
+            stack.enter_context(counting(loop))
         estimates, x = Estimates(), batches([1.0])[0]
         for scale in (1.0, 1.1, 3.0):
             taken(scale * x, estimates)
-        one = ["quantize_rows_learning"]
-        looked = ["row_extremes"]  # at how large rows are
+        one, looked = ["quantize_rows_learning"], ["dwarfed_rows"]
         assert passes == ["row_extremes", *looked, "quantize_rows", *one, *one, *looked, "quantize_rows"]
         passes.clear()
         for _ in range(2):

@@ -21,9 +21,10 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 from narrowband import compiler
-from narrowband.activations.layout import Grouping, largest_divisor
+from narrowband.activations.layout import Grouping
 from narrowband.activations.policy import ActivationPolicy
 from narrowband.activations.storages import base_of, is_of_a_parameter
+from narrowband.kernels.rows import largest_divisor
 
 __all__ = [
     "CHECKPOINT",

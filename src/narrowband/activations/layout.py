@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from narrowband.kernels import Rows
+from narrowband.kernels.rows import largest_divisor
 
-__all__ = ["Arrangement", "Cut", "Grouping", "largest_divisor", "neighbours"]
+__all__ = ["Arrangement", "Cut", "Grouping", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -180,14 +181,3 @@ def neighbours(flat: Tensor, count: int) -> tuple[Tensor, Rows]:
     missing = -flat.numel() % count
     filled = torch.cat((flat, flat[-1:].expand(missing))) if missing else flat
     return filled, Rows(filled.numel() // count, 1, 1, count)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def largest_divisor(size: int, at_most: int) -> int:
-    """The largest divisor of a size that is no larger than a bound; at least 1.
-
-    Example:
-        >>> largest_divisor(768, 100)
-        96
-    """
-    return next((divisor for divisor in range(min(size, at_most), 1, -1) if size % divisor == 0), 1)

@@ -3,7 +3,7 @@
 A batch that is wider than its estimate by more than a quarter (:data:`~narrowband.activations.ranges.WIDE`) is not
 clipped: it has its own range, and where it is more than four times as wide
 (:data:`~narrowband.activations.ranges.JUMP`) it has 8 bits, too. And a tensor with outliers is kept as it is; see
-:class:`~narrowband.activations.outliers.Magnitudes`. These rules are not the paper's.
+:mod:`narrowband.kernels.outliers`. These rules are not the paper's.
 
 On a GPU the host would have to wait for each tensor to follow them. There the device settles a batch's ranges, and the
 host hears of it a batch later: a tensor that was more than twice (:data:`WIDER`) as wide as its estimate, or had
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.activations.layout import Arrangement
-from narrowband.activations.outliers import Magnitudes, Outliers
+from narrowband.activations.outliers import EXTREME, Outliers
 from narrowband.activations.ranges import JUMP, WIDE, Estimates, centred, drift, ranges, shaped
 from narrowband.kernels import Affine, Rows, Standard
 
@@ -186,7 +186,7 @@ def quantized(
     apart: int | None = None,
 ) -> Payload | Outliers:
     """Codes of a tensor, of whose range the estimates learn. A tensor that is not finite, has no range in float32,
-    or has outliers (:class:`~narrowband.activations.outliers.Magnitudes`) has none: nothing is learned of it, and it is
+    or has outliers (:mod:`narrowband.kernels.outliers`) has none: nothing is learned of it, and it is
     to be kept exactly.
 
     Outliers are looked for where a range is new, or moves; and, since it may widen slowly, in one batch of 64.
@@ -217,9 +217,11 @@ def quantized(
         low, high = kernels.row_extremes(x, rows)
         if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
             return Outliers(extreme=True)
-        magnitudes = None if own else Magnitudes(x, rows)
-        if magnitudes is not None and magnitudes.is_dwarfed_by(high - low):
-            return magnitudes.outliers(high - low)
+        if not own:
+            width = high - low
+            dwarfed, extreme = kernels.dwarfed_rows(x, rows, torch.stack((width, width / EXTREME))).tolist()
+            if dwarfed:
+                return Outliers(extreme)
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         alpha, beta = ranges(low, high, policy, estimates, name if learns else None)
         payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw())
@@ -236,10 +238,11 @@ def quantized(
     if apart is not None:
         x = _lines(x, rows, apart)
     low, high = payload.ranges[2:]
-    width, magnitudes, jumps = high - low, Magnitudes(x, rows), False
-    by_batch, by_estimate = magnitudes.dwarfed_by(torch.stack((width, estimate[0]))).tolist()
+    width, jumps = high - low, False
+    widths = torch.stack((width, estimate[0], width / EXTREME))
+    by_batch, by_estimate, extreme = kernels.dwarfed_rows(x, rows, widths).tolist()
     if by_batch:
-        return magnitudes.outliers(width)
+        return Outliers(extreme)
     if by_estimate:  # by now, or since an outlier that was none when it came
         estimates.forget(name)
         moved = math.inf
@@ -319,7 +322,7 @@ def _adapt(
             x = payload.decode()
         elif apart is not None:
             x = _lines(x, rows, apart)
-        dwarfed = Magnitudes(x, rows).dwarfed_by(learned[0])
+        dwarfed = kernels.dwarfed_rows(x, rows, learned[:1])
         note.copy_(torch.where(dwarfed, torch.inf, note))
     estimates.replace(name, estimate, learned)
 

@@ -21,7 +21,7 @@ class SavedBytes:
             agree in them, so comparisons leave them out.
         outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
             outlier is in them, or an extreme one was in a tensor before them; see
-            :class:`~narrowband.activations.outliers.Magnitudes`.
+            :mod:`narrowband.kernels.outliers`.
     """
 
     raw_bytes: int = 0

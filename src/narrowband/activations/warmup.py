@@ -76,6 +76,7 @@ def _use_once(
                     )
                 for result in (out, out.float()) if policy.derive else (out,):  # what is added to is rounded after it
                     kernels.dequantize_rows(codes, result, rows, torch.stack((low, step)), bits=width)
+        kernels.dwarfed_rows(x, shapes[0], (high - low)[None])
         if running:
             kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:

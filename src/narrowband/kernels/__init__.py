@@ -44,6 +44,7 @@ from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbyte
 from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.masks import Windows, apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.momentum import forget, momentum_topk
+from narrowband.kernels.outliers import dwarfed_rows
 from narrowband.kernels.quantized import (
     Scale,
     dequantize_groups,
@@ -111,6 +112,7 @@ __all__ = [
     "dequantize_means",
     "dequantize_rows",
     "difference",
+    "dwarfed_rows",
     "elias_fano_decode",
     "elias_fano_encode",
     "elias_fano_low_bits",

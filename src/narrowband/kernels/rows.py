@@ -28,6 +28,7 @@ Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -41,6 +42,7 @@ __all__ = [
     "Rows",
     "Standard",
     "dequantize_rows",
+    "largest_divisor",
     "learn_ranges",
     "quantize_rows",
     "quantize_rows_adapting",
@@ -87,6 +89,17 @@ class Rows:
     def nbytes(self, bits: int) -> int:
         """Bytes of the codes: each row ends with a whole byte."""
         return self.count * -(-self.inner * bits // 8)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def largest_divisor(size: int, at_most: int) -> int:
+    """The largest divisor of a size that is no larger than a bound; at least 1.
+
+    Example:
+        >>> largest_divisor(768, 100)
+        96
+    """
+    return next((divisor for divisor in range(min(size, at_most), 1, -1) if size % divisor == 0), 1)
 
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.kernels import cpu, reference
+from narrowband.kernels.outliers import pieces_of
 from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
 
 if TYPE_CHECKING:
@@ -402,3 +403,48 @@ def test_places_of_maxima(data: Any, last: bool, ceil_mode: bool, samples: int |
         places.append(written(forward, position.shape, torch.uint8))
         assert_same(written(back, position.shape, torch.int64), position)
     assert_all_same(places)
+
+
+#: Of which columns are looked at, or several rows together.
+tall_rows = st.builds(
+    kernels.Rows, parts=st.sampled_from([1, 2]), outer=st.sampled_from([15, 16, 17, 40, 64]),
+    groups=st.sampled_from([1, 3]), inner=st.sampled_from([1, 2, 3, 8, 16, 50, 64, 1024, 1026]),
+)  # fmt: skip
+
+
+@given(rows=some_rows | tall_rows, kind=st.sampled_from(KINDS), large=st.integers(0, 5), dtype=dtypes,
+       gap=st.sampled_from([0, 8]), seed=seeds)  # fmt: skip
+@settings(max_examples=examples(300), deadline=None)
+def test_what_dwarfs_all_others(
+    rows: kernels.Rows, kind: str, large: int, dtype: Any, gap: int, seed: int
+) -> None:  # fmt: skip
+    if not rows.numel:
+        return
+    lines, width = rows.parts * rows.outer, rows.groups * rows.inner
+    x = make_as(dtype, kind, lines * (width + gap), seed % 2**32).view(lines, -1)[:, :width]
+    rng = np.random.default_rng(seed % 2**32)
+    for line in rng.choice(lines, min(large, lines), replace=False):
+        x[line] *= 1e4
+    some = x[rng.integers(lines), rng.integers(width)].float().abs()
+    low, high = reference.row_extremes(x, rows)
+    # Some just reach a magnitude, some just do not.
+    widths = torch.stack([high - low, 1e6 * (high - low), *(torch.full_like(low, some * n) for n in (127, 128, 512))])
+    found = on_all("dwarfed_rows", x, rows, widths)
+    assert found.tolist() == [_is_dwarfed(x, rows, width) for width in widths]
+
+
+def _is_dwarfed(x: Tensor, rows: kernels.Rows, widths: Tensor) -> bool:
+    """The rule as it is written, magnitude by magnitude."""
+    joined, pieces = pieces_of(rows)
+    x_POGI = x.double().abs().reshape(rows.parts, rows.outer, rows.groups, rows.inner)
+    for (part, group), width in np.ndenumerate(widths.view(rows.parts, rows.groups).numpy()):
+        x_OI = x_POGI[part, :, group]
+        cut = [x_OI.reshape(rows.outer // joined, joined, pieces, -1).amax((1, 3)).flatten()]
+        if rows.outer >= 16 and 1 < rows.inner <= 1024:
+            cut.append(x_OI.amax(0))
+        for magnitudes, reach in zip(cut, (128, 512), strict=False):
+            finite = [m for m in magnitudes.tolist() if math.isfinite(m)]
+            n = sum(m > 0 for m in finite)
+            if sum(m >= float(np.float32(width) / np.float32(reach)) for m in finite) <= min(math.ceil(n / 16), n - 1):
+                return True
+    return False

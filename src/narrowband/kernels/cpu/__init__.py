@@ -22,6 +22,7 @@ from narrowband.kernels.cpu.levels import levels_decode, levels_encode
 from narrowband.kernels.cpu.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cpu.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.cpu.momentum import forget, momentum_topk
+from narrowband.kernels.cpu.outliers import dwarfed_rows
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cpu.rows import (
     dequantize_rows,
@@ -59,6 +60,7 @@ __all__ = [
     "dequantize_groups",
     "dequantize_rows",
     "difference",
+    "dwarfed_rows",
     "elias_fano_decode",
     "elias_fano_encode",
     "encode_topk",

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 TINY = np.float32(2.0**-126)
 NAN = np.int32(0x7FC00000)
 #: Elements that are worth a thread of their own: these loops take a third of a nanosecond for one.
-_PER_THREAD = 1 << 18
+PER_THREAD = 1 << 18
 #: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
 _LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 _NOTHING = np.empty(0, np.int32)
@@ -84,7 +84,7 @@ def _dequantize_lanes(typing, codes, at, down, mask, low, step, out, begin):  # 
     return types.void(codes, types.uintp, i32, i32, f32, f32, out, types.uintp), generate
 
 
-def _lines(x: Tensor, rows: Rows) -> tuple[Array, int]:
+def lines_of(x: Tensor, rows: Rows) -> tuple[Array, int]:
     """The bits of x, flat, int32 or int16, and how far apart in them its lines begin: a line is a row of every group,
     and behind it may be something else.
     """
@@ -190,7 +190,7 @@ def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     cut, times = _cut(rows)
-    (lines, pitch), (inner, *form) = _lines(x, cut), _form(cut)
+    (lines, pitch), (inner, *form) = lines_of(x, cut), _form(cut)
 
     def work(first: int, last: int) -> tuple[Array, Array]:
         found = _no_extremes(cut)
@@ -200,7 +200,7 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
             _extremes_range(lines, pitch, inner, *form, *found, first, last)
         return found
 
-    return _extremes_of(spread(_looked_at(cut), x.numel(), work, least=_PER_THREAD), times)
+    return _extremes_of(spread(_looked_at(cut), x.numel(), work, least=PER_THREAD), times)
 
 
 def _looked_at(rows: Rows) -> int:
@@ -447,7 +447,7 @@ def _inverses(steps: Array) -> Array:
 
 def _quantize(x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bits: int, fold: Any) -> _Quantize:
     """What is to be done for rows [first, last), with arrays for their extremes, or none."""
-    (lines, pitch), (inner, *form), codes = _lines(x, rows), _form(rows), out.numpy()
+    (lines, pitch), (inner, *form), codes = lines_of(x, rows), _form(rows), out.numpy()
     if inner == 1:
         singles = lines, pitch, *form, low, inverse, codes, bits, fold
         return lambda least, most, first, last: _quantize_singles(*singles, least, most, first, last)
@@ -535,7 +535,7 @@ def quantize_rows_learning(
     inner, groups, per_part, count, size, times = _plan(rows, bits)
     estimates = estimates.contiguous()
     found, learned = estimates.new_empty((4, size)), torch.empty_like(estimates)
-    if threads_for(rows.numel, _PER_THREAD) == 1:
+    if threads_for(rows.numel, PER_THREAD) == 1:
         if apart is None:
             apart = groups * inner if x.is_contiguous() else x.stride(0)
         halves = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) if stochastic else (None, None)
@@ -559,7 +559,7 @@ def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
     quantize, cut, _ = _with(x, out, rows, low, step, bits, _fold(stochastic, seed))
-    spread(cut.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b), least=_PER_THREAD)
+    spread(cut.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b), least=PER_THREAD)
 
 
 def quantize_rows_extremes(
@@ -586,7 +586,7 @@ def _watching(quantize: _Quantize, cut: Rows, numel: int) -> list[tuple[Array, A
         quantize(*found, first, last)
         return found
 
-    return spread(_looked_at(cut), numel, work, least=_PER_THREAD)
+    return spread(_looked_at(cut), numel, work, least=PER_THREAD)
 
 
 @functools.cache
@@ -619,7 +619,7 @@ def dequantize_rows(
         return
     inner, groups, per_part, count, size, times = _plan(rows, bits)
     ranges = ranges.contiguous()
-    if threads_for(rows.numel, _PER_THREAD) == 1:
+    if threads_for(rows.numel, PER_THREAD) == 1:
         _restorer(out.dtype is torch.bfloat16, inner == 1)(
             codes.data_ptr(), out.data_ptr(), ranges.data_ptr(), inner, groups, per_part, 0, count, size, times, bits
         )
@@ -634,4 +634,4 @@ def dequantize_rows(
         else:
             _dequantize_range(packed, inner, *arrays, first, last)
 
-    spread(count, rows.numel, work, least=_PER_THREAD)
+    spread(count, rows.numel, work, least=PER_THREAD)

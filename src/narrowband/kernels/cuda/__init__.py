@@ -30,6 +30,7 @@ from narrowband.kernels.cuda.levels import levels_decode, levels_encode
 from narrowband.kernels.cuda.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.cuda.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.cuda.momentum import forget, momentum_topk
+from narrowband.kernels.cuda.outliers import dwarfed_rows
 from narrowband.kernels.cuda.quantized import (
     dequantize_groups,
     dequantize_means,
@@ -75,6 +76,7 @@ __all__ = [
     "dequantize_means",
     "dequantize_rows",
     "difference",
+    "dwarfed_rows",
     "elias_fano_decode",
     "elias_fano_encode",
     "encode_topk",

@@ -28,6 +28,7 @@ from narrowband.kernels.reference.levels import levels_decode, levels_encode
 from narrowband.kernels.reference.lowrank import compensate_project, low_rank_product, orthonormalize
 from narrowband.kernels.reference.masks import apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.reference.momentum import forget, momentum_topk
+from narrowband.kernels.reference.outliers import dwarfed_rows
 from narrowband.kernels.reference.quantized import (
     dequantize_groups,
     dequantize_means,
@@ -74,6 +75,7 @@ __all__ = [
     "dequantize_means",
     "dequantize_rows",
     "difference",
+    "dwarfed_rows",
     "elias_fano_decode",
     "elias_fano_encode",
     "encode_topk",
