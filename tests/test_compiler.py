@@ -65,6 +65,41 @@ def test_hooks_that_autograd_calls_in_a_compiled_step_are_not_compiled():
     assert any("cos" in name for name in seeing[2].functions())
 
 
+@unseen
+def cosine_of(gradient):
+    """Has code of its own, which is marked itself."""
+    return below_cosine(gradient)
+
+
+def below_cosine(gradient):
+    return gradient.cos()
+
+
+class Cosine:
+    """So has a method."""
+
+    @unseen
+    def of(self, gradient):
+        return below_cosine(gradient)
+
+
+@pytest.mark.parametrize("hook", [cosine_of, Cosine().of], ids=["function", "method"])
+def test_a_function_or_a_method_is_hidden_without_another_around_it(hook):
+    assert "wrapper" not in hook.__code__.co_name
+    backend, w = Backend(), torch.ones(4, requires_grad=True)
+    w.register_hook(hook)
+    compiled = torch.compile(step, backend=backend)
+    for _ in range(2):
+        w.grad = None
+        compiled(w, torch.zeros(4))
+        assert torch.equal(w.grad, torch.zeros(4).cos())
+    assert not any("cos" in name for name in backend.functions())
+    w = torch.ones(4, requires_grad=True)
+    w.register_hook(below_cosine)
+    compiled(w, torch.zeros(4))
+    assert any("cos" in name for name in backend.functions())
+
+
 def test_a_traced_caller_is_cut_there():
     @unseen
     def hidden(x):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -43,19 +44,20 @@ def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
     Dynamo comes upon a function in two ways, and both are closed. Where it *traces* the caller, it finds the attribute
     that :func:`torch.compiler.disable` leaves, too, and breaks the graph there. Where C++ calls the function, as
     autograd calls hooks, the interpreter asks Dynamo's callback before it runs the frame; that looks at marks on the
-    code first, and ours says: not this frame, and none below it. The code of all functions decorated here is one, so it
-    is never compiled, let alone once per function.
+    code first, and ours says: not this frame, and none below it. What a module or a class defines has code of its own,
+    which is marked itself. Functions that are made anew share theirs with others, which may be seen, and a method may
+    be anybody's: these are called by a wrapper, whose code is marked instead.
 
-    That is safe: the mark is on this module's code alone, and Dynamo is put back as it was when the call returns. And
-    it is cheap: two calls of Python, and nothing is asked. PyTorch's own decorator takes several times as long and
-    imports Dynamo, which takes seconds; a step may have thousands of such calls, and next to never is one of them in
-    compiled code.
+    That is safe: the mark is on code of this library alone, and Dynamo is put back as it was when the call returns. And
+    it is cheap: nothing is asked. PyTorch's own decorator takes several times as long as the wrapper and imports
+    Dynamo, which takes seconds; a step may have thousands of such calls, and next to never is one of them in compiled
+    code.
 
     Args:
         function: any callable, such as a hook, or a method.
 
     Returns:
-        A function with its name, arguments and result.
+        It, or a function with its name, arguments and result.
 
     Example:
         >>> @unseen
@@ -68,12 +70,21 @@ def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
         ours: Callable[..., _T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return ours
 
+    hidden = function if _has_code_of_its_own(function) else _called(function)
+    _DYNAMO.set_code_exec_strategy(hidden.__code__, _SKIP)
+    vars(hidden).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="narrowband runs it as it is written")
+    return hidden
+
+
+def _has_code_of_its_own(function: Any) -> bool:
+    return isinstance(function, FunctionType) and "<locals>" not in function.__qualname__
+
+
+def _called(function: Callable[..., _T]) -> Callable[..., _T]:
+    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> _T:
         return function(*args, **kwargs)
 
-    _DYNAMO.set_code_exec_strategy(wrapper.__code__, _SKIP)
-    functools.update_wrapper(wrapper, function)
-    vars(wrapper).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="narrowband runs it as it is written")
     return wrapper
 
 

@@ -328,6 +328,38 @@ def test_no_garbage_is_looked_for_while_passes_last():
         gc.enable()
 
 
+def test_what_a_pass_makes_is_not_counted_towards_the_next_search_for_garbage():
+    """What others make in between is, from step to step."""
+    model, usual, searches, others = linears(*[16] * 200), gc.get_threshold(), [], []
+    saving = compress(model)
+
+    def steps(made):
+        for _ in range(10):
+            with saving:
+                loss = model(torch.randn(16, 16)).square().mean()
+            loss.backward()
+            others.append([[] for _ in range(made)])
+        return gc.get_threshold()[0]
+
+    gc.callbacks.append(note := lambda phase, _: searches.append(phase))
+    try:
+        for wanted in (300, 400):
+            gc.set_threshold(wanted, *usual[1:])
+            gc.collect()
+            steps(made=0)  # what lasts is made here, and memory that Python keeps for new objects
+            searches.clear()
+            raised = steps(made=0)
+            assert 2000 < raised - wanted < 8000
+            assert not searches
+            assert steps(made=1000) < raised + 500
+            assert searches
+        gc.set_threshold(0)
+        assert steps(made=0) == 0
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*usual)
+
+
 def test_what_was_saved_is_added_up_over_runs():
     model = linears(16, 32, 8)
     handle = compress(model)

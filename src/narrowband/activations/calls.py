@@ -271,9 +271,11 @@ class Call:
     def parameter_before_cast(self, x: Tensor) -> Tensor | None:
         """The parameter of which autocast made a saved tensor, or the one that it is a view of."""
         node = x.grad_fn
-        while node is not None and node.name() in _OF_A_PARAMETER:
-            node = node.next_functions[0][0]
         if node is not None:
+            if node.name() not in _OF_A_PARAMETER:
+                return None
+            while node is not None and node.name() in _OF_A_PARAMETER:
+                node = node.next_functions[0][0]
             parameter = getattr(node, "variable", None)
             return parameter if isinstance(parameter, nn.Parameter) else None
         if x.requires_grad:

@@ -134,10 +134,11 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
         warm_up(self.model, self.policy)  # autocast may be on by now
         self.estimates.notes.receive()
-        recorder = Recorder(self.modules, self.policy, self.estimates, self._pieces)
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)
+            stack.enter_context(_collector.resting())
+            recorder = Recorder(self.modules, self.policy, self.estimates, self._pieces)
             self._attach(recorder, stack)
             try:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*recorder.hooks))
@@ -147,7 +148,6 @@ class ActivationCompression(contextlib.ContextDecorator):
                     raise
                 raise refused from error
             watch = stack.enter_context(Watch(recorder))
-            stack.enter_context(_collector.resting())
             undo.pop_all()
         active.regions, active.stack = Regions(recorder, watch), stack
         return recorder.saved
@@ -264,13 +264,17 @@ class _Collector:
     """Python's search for garbage, which passes do without, in whatever threads.
 
     A pass makes many objects, and all of them live until backward. Python takes so many new ones for a reason to look
-    through all that a process has, which takes a tenth of a second or more, and again in the next step.
+    through them, and after some steps through all that a process has, which takes a tenth of a second or more. So
+    those of a pass are not counted: the next search waits for as many others as it would without them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._passes = 0
         self._stopped = False
+        self._before = 0  # new objects when the first of the passes began
+        #: How many new objects Python takes for a reason to look through them: as others want it, and as set here.
+        self._wanted = self._set = 0
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -279,7 +283,7 @@ class _Collector:
             self._passes += 1
             if gc.isenabled():
                 gc.disable()
-                self._stopped = True
+                self._stopped, self._before = True, gc.get_count()[0]
         try:
             yield
         finally:
@@ -287,7 +291,17 @@ class _Collector:
                 self._passes -= 1
                 if not self._passes and self._stopped:
                     self._stopped = False
+                    self._leave_out()
                     gc.enable()
+
+    def _leave_out(self) -> None:
+        """Have Python not count the objects that passes made: some die right away, the others in backward."""
+        most, *older = gc.get_threshold()
+        if most != self._set:
+            self._wanted = most
+        if self._wanted:  # or it never searches
+            self._set = self._wanted + max(0, gc.get_count()[0] - self._before)
+            gc.set_threshold(self._set, *older)
 
 
 _collector = _Collector()

@@ -11,7 +11,8 @@ from torch import nn
 
 from narrowband.activations.dynamo import compiled_modules, modules_of, obstacle
 from narrowband.activations.layout import Cut
-from narrowband.activations.policy import ActivationPolicy
+from narrowband.activations.packed import Place
+from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.errors import UnsupportedError
 
 __all__ = ["Modules"]
@@ -50,6 +51,7 @@ class Modules:
         self.recomputed = weakref.WeakSet(self._recomputed(model))
         self.check()
         self._heads: dict[str, int | None] = {}
+        self._bits: dict[Place, Bits] = {}
         self.cuts: dict[tuple[Any, ...], Cut] = {}
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS
@@ -90,6 +92,13 @@ class Modules:
                         "compiled module, or compile the modules one by one"
                     )
         return compiled
+
+    def bits(self, place: Place) -> Bits:
+        """Of what an operator saves in a module."""
+        found = self._bits.get(place)
+        if found is None:
+            found = self._bits[place] = self._policy.bits_for(*place)
+        return found
 
     def tensors(self) -> Iterator[Any]:
         """Parameters and buffers of the model, as it is now; None where a module has none of that name."""

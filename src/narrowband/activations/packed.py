@@ -103,32 +103,38 @@ class Payload:
 
     def encode_learning(
         self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int,
-        apart: int | None,
-    ) -> tuple[Tensor, bool, float]:  # fmt: skip
-        """Make codes, with the ranges of an estimate.
+        apart: int | None, drift: float,
+    ) -> tuple[bool, float]:  # fmt: skip
+        """Make codes, with the ranges of an estimate, which learns of the tensor; see
+        :func:`~narrowband.kernels.quantize_rows_learning`.
 
         Args:
             x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
-            estimate: (2, groups): α, β.
+            estimate: (2, groups): α, β. Replaced in place, if at all.
             decay: μ.
             symmetric: whether a code in the middle stands for zero.
             stochastic: how codes are rounded.
             seed: of that.
             apart: how far lines of rows are apart in memory, where ``x`` is the tensor as it is.
+            drift: by how much an end may move, for the estimate to learn.
 
         Returns:
-            What :func:`~narrowband.kernels.learn_ranges` makes of the extremes, which are behind the ranges.
+            What :func:`~narrowband.kernels.learn_ranges` says of the extremes, which are behind the ranges.
         """
         if symmetric:
             alpha, beta = shaped(estimate, symmetric=True)
             ends = self.encode(x, alpha, beta, symmetric=True, stochastic=stochastic, seed=seed, watch=True)
             assert ends is not None
             self.ranges = torch.cat((self.ranges, torch.stack(ends)))
-            return kernels.learn_ranges(estimate, *ends, decay)
-        self.ranges, learned, finite, moved = kernels.quantize_rows_learning(
-            x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed, apart=apart
-        )
-        return learned, finite, moved
+            learned, finite, moved = kernels.learn_ranges(estimate, *ends, decay)
+            if finite and moved <= drift:
+                estimate.copy_(learned)
+            return finite, moved
+        self.ranges, finite, moved = kernels.quantize_rows_learning(
+            x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed, apart=apart,
+            drift=drift,
+        )  # fmt: skip
+        return finite, moved
 
     def encode_adapting(
         self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int,
@@ -227,13 +233,14 @@ def quantized(
         payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw())
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    learned, finite, moved = payload.encode_learning(
-        x, estimate, estimates.decay, symmetric=policy.symmetric, stochastic=stochastic, seed=seed, apart=apart
-    )
+    far, looks = drift(estimates.decay), _by_chance(seed)
+    finite, moved = payload.encode_learning(
+        x, estimate, estimates.decay, symmetric=policy.symmetric, stochastic=stochastic, seed=seed, apart=apart,
+        drift=-1 if looks else far,
+    )  # fmt: skip
     if not finite:
         return Outliers(extreme=True)
-    far = drift(estimates.decay)
-    if moved <= far and not _by_chance(seed) and estimates.replace(name, estimate, learned):
+    if moved <= far and not looks:
         return payload
     if apart is not None:
         x = _lines(x, rows, apart)
@@ -248,7 +255,8 @@ def quantized(
         moved = math.inf
     else:
         jumps = bool((width > JUMP * estimate[0]).any())
-    if not estimates.replace(name, estimate, learned):  # another thread took a batch in meanwhile, or it is on a device
+    learned, _, _ = kernels.learn_ranges(estimate, low, high, estimates.decay)
+    if not estimates.replace(name, estimate, learned):  # it was forgotten, or another thread took a batch in meanwhile
         learned = estimates.observe(name, low, high)
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
@@ -364,26 +372,26 @@ class Source(Protocol):
 class _Watched:
     """Something saved, which must not have changed when it is used: as PyTorch itself sees to where there are no hooks.
 
-    Args:
-        x: what is saved.
-        watch: counts versions along with it.
-        place: operator and module that saved it, for the error.
+    Attributes:
+        _watch: counts versions along with it.
+        _version: when it was saved.
+        _place: operator and module that saved it, for the error.
     """
 
     __slots__ = ("_place", "_version", "_watch")
 
-    def __init__(self, x: Tensor, watch: Tensor, place: Place) -> None:
-        self._watch, self._version, self._place = watch, x._version, place
+    _place: Place
+    _version: int
+    _watch: Tensor
 
-    def check(self) -> None:
-        if self._watch._version != self._version:
-            operator, module = self._place
-            form = f"{self._watch.dtype}".removeprefix("torch.") + f" {list(self._shape)}"
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{form}, which {operator} in {module or 'the model'} saved for backward, is at version "
-                f"{self._watch._version}; expected version {self._version} instead"
-            )
+    def _refuse(self) -> None:
+        operator, module = self._place
+        form = f"{self._watch.dtype}".removeprefix("torch.") + f" {list(self._shape)}"
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{form}, which {operator} in {module or 'the model'} saved for backward, is at version "
+            f"{self._watch._version}; expected version {self._version} instead"
+        )
 
     @property
     def _shape(self) -> Sequence[int]:
@@ -412,7 +420,7 @@ class Exact(_Watched):
     def restore(self) -> Tensor:
         """It."""
         if self._watch._version != self._version:
-            self.check()
+            self._refuse()
         return self._watch
 
 
@@ -438,9 +446,9 @@ class Packed(_Watched):
     def __init__(
         self, x: Tensor, arrangement: Arrangement, source: Source, place: Place, clocks: Sequence[Clock]
     ) -> None:
-        watch = x.detach()  # counts versions along with x
+        self._watch = watch = x.detach()  # counts versions along with x
         watch.data = _nothing(x.dtype, x.device)  # and lets go of its memory
-        super().__init__(x, watch, place)
+        self._version, self._place = x._version, place
         self._arrangement, self._source, self._clocks = arrangement, source, clocks
 
     @property
@@ -450,8 +458,12 @@ class Packed(_Watched):
     def restore(self) -> Tensor:
         """About what was saved: same shape, same order in memory."""
         begin = time.perf_counter()
-        self.check()
-        restored = self._arrangement.ordered(self._source.decode(self._arrangement.sizes))
+        if self._watch._version != self._version:
+            self._refuse()
+        arrangement = self._arrangement
+        restored = self._source.decode(arrangement.sizes)
+        if not arrangement.is_usual:
+            restored = arrangement.ordered(restored)
         taken = time.perf_counter() - begin
         for clock in self._clocks:
             clock.seconds += taken

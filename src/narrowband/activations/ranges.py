@@ -175,7 +175,11 @@ class Estimates:
         estimate = self._ranges.get(name)
         if not self.decay or estimate is None or estimate.shape[1] != groups:
             return None
-        return estimate if estimate.device == device else estimate.to(device)
+        if estimate.device != device:
+            moved = estimate.to(device)
+            self.replace(name, estimate, moved)  # it is learned in place
+            return moved
+        return estimate
 
     def observe(self, name: str, low: Tensor, high: Tensor) -> Tensor:
         """Take a batch's extremes in, and return the new estimate. The first batch is taken as it is."""

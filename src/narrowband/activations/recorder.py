@@ -89,7 +89,6 @@ class Recorder:
         self._thread = threading.get_ident()
         self._at_work: list[tuple[int, str]] = []  # modules by id, and their names; the innermost is last
         self._counts: dict[Place, int] = {}
-        self._bits: dict[Place, Bits] = {}
         self._tallies: dict[Place, tuple[SavedBytes, SavedBytes]] = {}
         #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
         self._extreme = False
@@ -163,13 +162,7 @@ class Recorder:
     def bits(self) -> Bits:
         """Of what is saved now."""
         operator, module = self.place()
-        return self._bits_for((operator.name, module))
-
-    def _bits_for(self, place: Place) -> Bits:
-        found = self._bits.get(place)
-        if found is None:
-            found = self._bits[place] = self.policy.bits_for(*place)
-        return found
+        return self.modules.bits((operator.name, module))
 
     # ---- operators and graphs that pack by themselves ----------------------------------------------------------------
 
@@ -293,7 +286,7 @@ class Recorder:
         # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
         # counted, also those that stay as they are today, so that names do not change with sizes.
         nth = self._counts[place] = self._counts.get(place, -1) + 1
-        bits = self._bits_for(place)
+        bits = self.modules.bits(place)
         if bits != "off" and x.numel() >= self.policy.min_numel and not storage.is_exact:
             begin = time.perf_counter()
             arrangement = Arrangement.of(x)
@@ -442,11 +435,12 @@ class Recorder:
 
     def _cut(self, x: Tensor, arrangement: Arrangement, operator: Operator, module: str) -> Cut:
         """How a tensor is cut. All that this depends on is in the key, or is the same in every pass."""
-        node = x.grad_fn if operator.kind == "either" else None
-        key = operator, module, x.shape, x.stride(), self.call.forms(), None if node is None else node.name()
+        policy, node = self.policy, x.grad_fn if operator.kind == "either" else None
+        forms = self.call.forms() if operator.name == "matmul" or policy.statistics == "sample" else ()
+        key = operator, module, x.shape, x.stride(), forms, None if node is None else node.name()
         found = self.modules.cuts.get(key)
         if found is None:
-            policy, modules = self.policy, self.modules
+            modules = self.modules
             grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
             samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
             if len(modules.cuts) >= _CUTS:  # of sizes that will hardly come back

@@ -7,12 +7,11 @@ bytes are counted, and tensors packed, once per piece of memory and not once per
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from narrowband.activations.layout import Arrangement
@@ -33,6 +32,11 @@ __all__ = [
 ]
 
 
+_UNTYPED: Any = torch.UntypedStorage
+#: Whether a tensor is one of functorch's, around another.
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 class Storage:
     """One piece of memory. It may be freed while the pass goes on, and its address used again.
 
@@ -45,7 +49,7 @@ class Storage:
     __slots__ = ("_payloads", "_recipes", "_reference", "counted", "exact", "lives")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._reference = _UNTYPED._weak_ref(storage)  # of which torch.multiprocessing's StorageWeakRef is made
         self.lives = False
         self.counted = False
         self.exact: weakref.ref[Exact] | None = None
@@ -56,7 +60,10 @@ class Storage:
     @property
     def is_freed(self) -> bool:
         """Whether it is no longer there."""
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+        return bool(_UNTYPED._expired(self._reference))
+
+    def __del__(self, _free: Callable[[int], None] = _UNTYPED._free_weak_ref) -> None:
+        _free(self._reference)  # a default, since a process that ends clears modules first
 
     @property
     def is_exact(self) -> bool:
@@ -132,7 +139,7 @@ def base_of(x: Tensor) -> Tensor:
 
 def is_strided(x: Tensor) -> bool:
     """Whether the tensor has memory of its own with strides: no sparse, nested or functorch tensor."""
-    return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return x.layout is torch.strided and not x.is_nested and not _is_wrapped(x)
 
 
 def is_plain(x: Tensor) -> bool:

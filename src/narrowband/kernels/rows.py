@@ -29,7 +29,7 @@ Each row is packed like a group, into ``stride = ceil(inner·bits / 8)`` bytes o
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from narrowband.kernels.backends import backend_of
@@ -52,8 +52,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """How a contiguous tensor is cut into rows, and which rows share a range: its elements, in memory order, are those
     of a tensor of shape (parts, outer, groups, inner), and row (p, o, g) has the range of (p, g).
 
@@ -77,18 +76,18 @@ class Rows:
     inner: int
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Number of rows."""
         return self.parts * self.outer * self.groups
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.count * self.inner
+        return self.total * self.inner
 
     def nbytes(self, bits: int) -> int:
         """Bytes of the codes: each row ends with a whole byte."""
-        return self.count * -(-self.inner * bits // 8)
+        return self.total * -(-self.inner * bits // 8)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -152,22 +151,25 @@ def quantize_rows_learning(
     stochastic: bool,
     seed: int = 0,
     apart: int | None = None,
-) -> tuple[Tensor, Tensor, bool, float]:
+    drift: float = math.inf,
+) -> tuple[Tensor, bool, float]:
     """:func:`quantize_rows_extremes` with the ranges that estimates say, low = β and step = α / (2**bits − 1), and
     :func:`learn_ranges` with what it sees.
 
     Args:
+        estimates: are replaced, in place, by what they learn: all of them, or none.
+        drift: none are where an end of one would move by more than this; nor where something is not finite.
         apart: how many elements neighbouring lines, of a row of every group, are apart in memory: ``x`` may then have
             any shape and strides.
 
     Returns:
         (4, parts · groups): low and step, as :func:`dequantize_rows` takes them, and behind these the extremes,
-        smallest and largest; and what :func:`learn_ranges` returns.
+        smallest and largest; and what :func:`learn_ranges` says of them.
     """
     result = backend_of(x).quantize_rows_learning(
-        x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed, apart=apart
+        x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed, apart=apart, drift=drift
     )
-    return cast("tuple[Tensor, Tensor, bool, float]", result)
+    return cast("tuple[Tensor, bool, float]", result)
 
 
 def quantize_rows_adapting(

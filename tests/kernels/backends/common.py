@@ -45,7 +45,7 @@ class OnGpu:
 
             def there(value: Any) -> Any:
                 if isinstance(value, (tuple, list)):
-                    return type(value)(map(there, value))
+                    return each(there, value)
                 if isinstance(value, torch.device):
                     return torch.device(_GPU)
                 if not isinstance(value, torch.Tensor) or value.is_cuda:
@@ -109,6 +109,11 @@ def make(kind: str, n: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(x)
 
 
+def each(function: Any, values: Any) -> Any:
+    """A function of all in a list or a tuple, which may have names."""
+    return getattr(type(values), "_make", type(values))(map(function, values))
+
+
 def place(backend: Any, value: Any) -> Any:
     """Where a backend works: a tensor of its own there, or several."""
     if isinstance(value, list):
@@ -121,7 +126,7 @@ def place(backend: Any, value: Any) -> Any:
 def back(value: Any) -> Any:
     """What a backend gave, on the CPU."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(back, value))
+        return each(back, value)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -323,9 +328,11 @@ def activations(backend: Any, x: Tensor, seed: int) -> list[Any]:
         seen = backend.quantize_rows_extremes(gaps, again, rows, low, step, bits=bits, stochastic=True, seed=seed)
         estimates = torch.stack((high - low, low))
         learned = torch.full_like(codes, 0xAA)
-        found = backend.quantize_rows_learning(y, learned, rows, estimates, 0.9, bits=bits, stochastic=True, seed=seed)
-        moved = found[3] if found[2] else math.nan  # which says nothing then
-        results += [*seen, again, learned, *found[:2], torch.tensor([found[2], moved])]
+        found, finite, moved = backend.quantize_rows_learning(
+            y, learned, rows, estimates, 0.9, bits=bits, stochastic=True, seed=seed
+        )
+        moved = moved if finite else math.nan  # which says nothing then
+        results += [*seen, again, learned, found, estimates, torch.tensor([finite, moved])]
         decoded, applied = torch.empty_like(y), torch.empty_like(y)
         backend.dequantize_rows(codes, decoded, rows, torch.stack((low, step)), bits=bits)
         mask = torch.full((-(-y.numel() // 8),), 0xAA, dtype=torch.uint8)

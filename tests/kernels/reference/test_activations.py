@@ -37,7 +37,7 @@ def cut_rows(rows: kernels.Rows) -> list[tuple[int, int, int]]:
             for g in range(rows.groups):
                 begin = ((p * rows.outer + o) * rows.groups + g) * rows.inner
                 cuts.append((begin, begin + rows.inner, p * rows.groups + g))
-    assert len(cuts) == rows.count
+    assert len(cuts) == rows.total
     return cuts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,16 +112,17 @@ def _cut(rows: Rows, bits: int = 8) -> tuple[Rows, int]:
     width = rows.groups * rows.inner
     if bits != 8 or not 1 < rows.inner < _NARROW <= width:
         return rows, 1
-    return replace(rows, groups=width, inner=1), rows.inner
+    return rows._replace(groups=width, inner=1), rows.inner
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _plan(rows: Rows, bits: int) -> tuple[int, int, int, int, int, int]:
-    """What loops are told of rows: (elements of a row, groups, rows of a part, all rows that have elements, ranges, how
-    many neighbouring groups have one of these); see :func:`_cut`.
+def _plan(rows: Rows, bits: int) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+    """How many elements rows have, and what loops are told of them: (elements of a row, groups, rows of a part, the
+    first row and how many there are that have elements, ranges, how many neighbouring groups have one of these); see
+    :func:`_cut`.
     """
     cut, times = _cut(rows, bits)
-    return *_form(cut), _looked_at(cut), rows.parts * rows.groups, times
+    return rows.numel, (*_form(cut), 0, _looked_at(cut), rows.parts * rows.groups, times)
 
 
 def _each(ranges: Array, times: int) -> Array:
@@ -205,7 +206,7 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 def _looked_at(rows: Rows) -> int:
     """Rows that have elements."""
-    return rows.count if rows.inner else 0
+    return rows.total if rows.inner else 0
 
 
 def _no_extremes(rows: Rows) -> tuple[Array, Array]:
@@ -510,10 +511,14 @@ def _learner(width: int, half: bool) -> Any:
     quantize, dtype = _quantizer(width) if width else _quantize_singles, np.int16 if half else np.int32
 
     def _learn_rows(
-        x, pitch, inner, groups, per_part, first, last, size, times, bits, estimates, codes, found, learned, low, high,
-        decay,
+        x, pitch, inner, groups, per_part, first, last, size, times, bits, estimates, codes, found, low, high, decay,
+        drift,
     ):  # fmt: skip
-        before, new, ranges = floats_at(estimates, 2, size), floats_at(learned, 2, size), floats_at(found, 4, size)
+        before, ranges, learned = (
+            floats_at(estimates, 2, size),
+            floats_at(found, 4, size),
+            np.empty((2, size), np.float32),
+        )
         each = np.empty((4, size * times), np.float32)
         lows, inverses = each[0], each[1]
         least, most = each[2].view(np.int32), each[3].view(np.int32)
@@ -523,43 +528,68 @@ def _learner(width: int, half: bool) -> Any:
             quantize(lines, pitch, inner, groups, per_part, lows, inverses, to, fold, least, most, first, last)
         else:
             quantize(lines, pitch, groups, per_part, lows, inverses, to, bits, fold, least, most, first, last)
-        return _end(before, each, times, F32(decay), F32(1 - decay), ranges[2:4], new)
+        finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), ranges[2:4], learned)
+        if finite and moved <= drift:
+            for i in range(size):
+                before[0, At(i)], before[1, At(i)] = learned[0, At(i)], learned[1, At(i)]
+        return finite, moved
 
     return variant(_learn_rows, width, "bf16" if half else "float32")
 
 
 def quantize_rows_learning(
     x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
-    apart: int | None = None,
-) -> tuple[Tensor, Tensor, bool, float]:  # fmt: skip
-    inner, groups, per_part, count, size, times = _plan(rows, bits)
-    estimates = estimates.contiguous()
-    found, learned = estimates.new_empty((4, size)), torch.empty_like(estimates)
-    if threads_for(rows.numel, PER_THREAD) == 1:
+    apart: int | None = None, drift: float = math.inf,
+) -> tuple[Tensor, bool, float]:  # fmt: skip
+    numel, plan = _plan(rows, bits)
+    own = estimates.contiguous()
+    found = own.new_empty((4, rows.parts * rows.groups))
+    if threads_for(numel, PER_THREAD) == 1:
         if apart is None:
-            apart = groups * inner if x.is_contiguous() else x.stride(0)
+            apart = rows.groups * rows.inner if x.is_contiguous() else x.stride(0)
         halves = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) if stochastic else (None, None)
-        finite, moved = _learner(bits if inner != 1 else 0, x.dtype is torch.bfloat16)(
-            x.data_ptr(), apart, inner, groups, per_part, 0, count, size, times, bits, estimates.data_ptr(),
-            out.data_ptr(), found.data_ptr(), learned.data_ptr(), *halves, decay,
-        )  # fmt: skip
-        return found, learned, finite, moved
-    if apart is not None:
-        x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
-    before, numbers, each = estimates.numpy(), found.numpy(), np.empty((4, size * times), np.float32)
+        finite, moved = _learner(bits if plan[0] != 1 else 0, x.dtype is torch.bfloat16)(
+            x.data_ptr(), apart, *plan, bits, own.data_ptr(), out.data_ptr(), found.data_ptr(), *halves, decay, drift
+        )
+    else:
+        if apart is not None:
+            x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
+        finite, moved = _learn_together(x, out, rows, own, found, decay, bits, _fold(stochastic, seed), drift)
+    if own is not estimates:
+        estimates.copy_(own)
+    return found, finite, moved
+
+
+def _learn_together(
+    x: Tensor,
+    out: Tensor,
+    rows: Rows,
+    estimates: Tensor,
+    found: Tensor,
+    decay: float,
+    bits: int,
+    fold: Any,
+    drift: float,
+) -> tuple[bool, float]:
+    """The same on several threads."""
+    cut, times = _cut(rows, bits)
+    before, numbers = estimates.numpy(), found.numpy()
+    each = np.empty((4, found.shape[1] * times), np.float32)
     _begin(before, F32((1 << bits) - 1), numbers[:2], each, times)
-    cut, _ = _cut(rows, bits)
-    quantize = _quantize(x, out, cut, each[0], each[1], bits, _fold(stochastic, seed))
+    quantize = _quantize(x, out, cut, each[0], each[1], bits, fold)
     each[2:].view(np.int32)[:] = _together(_watching(quantize, cut, rows.numel), 1)
-    finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), numbers[2:], learned.numpy())
-    return found, learned, finite, moved
+    learned = np.empty_like(before)
+    finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), numbers[2:], learned)
+    if finite and moved <= drift:
+        before[:] = learned
+    return finite, moved
 
 
 def quantize_rows(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> None:
     quantize, cut, _ = _with(x, out, rows, low, step, bits, _fold(stochastic, seed))
-    spread(cut.count, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b), least=PER_THREAD)
+    spread(cut.total, x.numel(), lambda a, b: quantize(_NOTHING, _NOTHING, a, b), least=PER_THREAD)
 
 
 def quantize_rows_extremes(
@@ -617,13 +647,14 @@ def dequantize_rows(
     if affine is not None:
         affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
         return
-    inner, groups, per_part, count, size, times = _plan(rows, bits)
+    numel, plan = _plan(rows, bits)
     ranges = ranges.contiguous()
-    if threads_for(rows.numel, PER_THREAD) == 1:
-        _restorer(out.dtype is torch.bfloat16, inner == 1)(
-            codes.data_ptr(), out.data_ptr(), ranges.data_ptr(), inner, groups, per_part, 0, count, size, times, bits
+    if threads_for(numel, PER_THREAD) == 1:
+        _restorer(out.dtype is torch.bfloat16, plan[0] == 1)(
+            codes.data_ptr(), out.data_ptr(), ranges.data_ptr(), *plan, bits
         )
         return
+    inner, groups, per_part, _, count, size, times = plan
     flat = ranges.numpy().reshape(-1)
     lows, steps = _each(flat[:size], times), _each(flat[size : 2 * size], times)
     packed, arrays = codes.numpy(), (groups, per_part, lows, steps, array_of(out), bits)
@@ -634,4 +665,4 @@ def dequantize_rows(
         else:
             _dequantize_range(packed, inner, *arrays, first, last)
 
-    spread(count, rows.numel, work, least=PER_THREAD)
+    spread(count, numel, work, least=PER_THREAD)

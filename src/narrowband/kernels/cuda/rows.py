@@ -10,6 +10,7 @@ they are. Tensors come as they are, whatever their shape: the host makes no view
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -314,7 +315,7 @@ def quantize_rows(
         return
     x, apart = _spaced(x, rows)
     programs, stride, blocks, tile = _cut(rows, bits)
-    form = rows.count, rows.outer, rows.groups, rows.inner, apart, stride, blocks, fold_seed(seed)
+    form = rows.total, rows.outer, rows.groups, rows.inner, apart, stride, blocks, fold_seed(seed)
     own, half = raw(x)
     run(_quantize, programs, own, out, low, step, *form, on=x, HALF=half, BITS=bits, STOCHASTIC=stochastic, **tile)
 
@@ -329,7 +330,7 @@ def dequantize_rows(
         affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
         return
     programs, stride, blocks, tile = _cut(rows, bits)
-    numbers = rows.count, rows.outer, rows.groups, rows.inner, stride, blocks, length
+    numbers = rows.total, rows.outer, rows.groups, rows.inner, stride, blocks, length
     run(
         _dequantize, programs, codes, out, ranges, ranges if factor is None else factor,
         ranges if term is None else term, *numbers, on=out, FACTOR=factor is not None, TERM=term is not None,
@@ -343,7 +344,7 @@ def _cut(rows: Rows, bits: int) -> tuple[int, int, int, dict[str, int]]:
     stride = -(-rows.inner * bits // 8)
     tile = _tile(stride)
     blocks = -(-stride // tile["WIDTH"])
-    return -(-rows.count // tile["ROWS"]) * blocks, stride, blocks, tile
+    return -(-rows.total // tile["ROWS"]) * blocks, stride, blocks, tile
 
 
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -351,11 +352,11 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     if not rows.numel:
         return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
     x, apart = _spaced(x, rows)
-    least, most = (torch.empty(rows.count, dtype=torch.int32, device=device) for _ in range(2))
+    least, most = (torch.empty(rows.total, dtype=torch.int32, device=device) for _ in range(2))
     tile = _tile(rows.inner)
-    form = rows.count, rows.groups, rows.inner, apart
+    form = rows.total, rows.groups, rows.inner, apart
     own, half = raw(x)
-    run(_extremes, -(-rows.count // tile["ROWS"]), own, least, most, *form, on=x, HALF=half, **tile)
+    run(_extremes, -(-rows.total // tile["ROWS"]), own, least, most, *form, on=x, HALF=half, **tile)
     shape = rows.parts, rows.outer, rows.groups
     low, high = least.view(shape).amin(1).view(-1), most.view(shape).amax(1).view(-1)
     finite = (high < INFINITE.value) & (low >= -INFINITE.value)
@@ -386,15 +387,19 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
 
 def quantize_rows_learning(
     x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
-    apart: int | None = None,
-) -> tuple[Tensor, Tensor, bool, float]:  # fmt: skip
+    apart: int | None = None, drift: float = math.inf,
+) -> tuple[Tensor, bool, float]:  # fmt: skip
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
-    estimates = estimates.contiguous()
-    levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
-    low, step = estimates[1], estimates[0] / levels
+    own = estimates.contiguous()
+    levels = own.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    low, step = own[1], own[0] / levels
     seen = quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
-    return torch.stack((low, step, *seen)), *learn_ranges(estimates, *seen, decay)
+    found = torch.stack((low, step, *seen))
+    learned, finite, moved = learn_ranges(own, *seen, decay)
+    if finite and moved <= drift:
+        estimates.copy_(learned)
+    return found, finite, moved
 
 
 #: Shorter rows, in bytes, that lie apart from the next one of their group, would be read mostly for what is between.

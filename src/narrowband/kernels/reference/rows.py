@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,8 +39,8 @@ __all__ = [
 def _runs(rows: Rows, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
     """(first row, last row, the range of each): runs of rows, about CHUNK elements each."""
     run = max(common.CHUNK // max(rows.inner, 1), 1)
-    for first in range(0, rows.count, run):
-        last = min(first + run, rows.count)
+    for first in range(0, rows.total, run):
+        last = min(first + run, rows.total)
         row_R = torch.arange(first, last, device=device)
         part_R = row_R.div(rows.outer * rows.groups, rounding_mode="floor")
         yield first, last, part_R * rows.groups + row_R % rows.groups
@@ -55,7 +56,7 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     if rows.numel == 0:
         return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
-    least = torch.empty(rows.count, dtype=torch.int32, device=device)
+    least = torch.empty(rows.total, dtype=torch.int32, device=device)
     most = torch.empty_like(least)
     for first, last, _ in _runs(rows, device):
         ordered_RI = ordered_bits(_rows_of(x, rows, first, last).float().view(torch.int32))
@@ -107,14 +108,18 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
 
 def quantize_rows_learning(
     x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
-    apart: int | None = None,
-) -> tuple[Tensor, Tensor, bool, float]:  # fmt: skip
+    apart: int | None = None, drift: float = math.inf,
+) -> tuple[Tensor, bool, float]:  # fmt: skip
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
     levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
     low, step = estimates[1], estimates[0] / levels
     seen = quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
-    return torch.stack((low, step, *seen)), *learn_ranges(estimates, *seen, decay)
+    found = torch.stack((low, step, *seen))
+    learned, finite, moved = learn_ranges(estimates, *seen, decay)
+    if finite and moved <= drift:
+        estimates.copy_(learned)
+    return found, finite, moved
 
 
 def quantize_rows_adapting(
