@@ -138,6 +138,7 @@ def test_rows_tell_bytes_time_and_fidelity(model):
     assert rows["bf16"]["kept_bytes"] < plain
     assert all(row["step_s"] > 0 and row["compress_s"] >= 0 for row in rows.values())
     assert rows["8 bits"]["compress_s"] > 0
+    assert {row["host_s"] for row in rows.values()} == {None}  # the CPU is the host
     assert {row["peak_bytes"] for row in rows.values()} == {None}  # not asked for
 
 

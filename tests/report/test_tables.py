@@ -157,3 +157,12 @@ def test_options_are_named_whole_however_narrow_the_terminal(width):
     assert ("25 ms" in said, "all_gather" in said) == (wide, wide)
     legend = tables.advice_legend(width)
     assert ("wire:" in legend, "--json" in legend) == (wide, not wide)
+
+
+def test_where_there_is_a_gpu_the_table_of_memory_says_how_long_the_host_takes():
+    rows = json.loads((RESULTS / "memory-deit-tiny.json").read_text())["rows"]
+    assert "host" not in drawn(tables.memory_table(rows, "title"))
+    rows = [{**row, "host_s": 0.0123} for row in rows]
+    text = drawn(tables.memory_table(rows, "title"))
+    assert "of the host" in text
+    assert text.count("12.3 ms") == len(rows)

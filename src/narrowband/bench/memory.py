@@ -235,6 +235,7 @@ class _Row:
             self.model.compile()
         self.context = compress_activations(self.model, policy=way.policy)
         self.steps: list[float] = []
+        self.hosts: list[float] = []  # of these, until Python was done
         self.ratios: list[float] = []  # to the first row's step right before
         self.saved: Saved
         self.error: float | None = None
@@ -253,18 +254,15 @@ class _Row:
         torch.autograd.backward(scalar_of(output))
         return saved
 
-    def settled(self) -> float:
-        """Seconds of a step after one of its kind, as in training."""
+    def settled(self) -> tuple[float, float]:
+        """Seconds of a step after one of its kind, as in training, and of these until the host has told all of it."""
         self.step()
-        return self.timed()
-
-    def timed(self) -> float:
-        """Seconds of a step."""
         wait_for(self.device)
         begin = time.perf_counter()
         self.step()
+        told = time.perf_counter()
         wait_for(self.device)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, told - begin
 
 
 def run(
@@ -307,7 +305,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Measure ways to train one model, which take turns in this process.
 
-    Rows hold ``name``, ``step_s``, the rounds' ``ratios`` to the first row's step, ``kept_bytes`` and ``kept_ratio``
+    Rows hold ``name``, ``step_s``, ``host_s`` (of these seconds, those until the host had told a GPU all that there is
+    to do; None without one), the rounds' ``ratios`` to the first row's step, ``kept_bytes`` and ``kept_ratio``
     (the first row's over its own), ``peak_bytes`` and ``peak_ratio`` likewise (None where the system does not tell, or
     nobody asked), ``compress_s`` (seconds of a step that packing and unpacking take), ``gradient_error``: the norm of
     the difference from the plain row's gradients over the norm of these, and ``gradient_cosine`` of the angle between
@@ -348,9 +347,10 @@ def compare(
     for turn in range(rounds):
         for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
             tell(row.way.name)
-            before = first.settled() if row is not first else 0.0
-            taken = row.settled()
+            before = first.settled()[0] if row is not first else 0.0
+            taken, host = row.settled()
             row.steps.append(taken)
+            row.hosts.append(host)
             row.ratios.append(taken / before if before else 1.0)
         if on_round is not None:
             on_round([_told(row, rows) for row in rows])
@@ -368,6 +368,7 @@ def _told(row: _Row, rows: Sequence[_Row]) -> dict[str, Any]:
     return {
         "name": row.way.name,
         "step_s": statistics.median(row.steps),
+        "host_s": None if row.device == "cpu" else statistics.median(row.hosts),
         "ratio_to_plain": None if first.way.amp else ratio,
         "ratio_to_same_precision": None
         if same is None

@@ -341,9 +341,10 @@ def _do(row: dict[str, Any]) -> str:
 
 
 def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The rows of ``bench memory``."""
-    first = escape(f"× {rows[0]['name']}")
-    table = _table(title, "row", "kept", "× less", "peak", "× less", "step", first, "gradient error")
+    """The rows of ``bench memory``; the time of the host where there is a GPU, too."""
+    first, hosts = escape(f"× {rows[0]['name']}"), any(row.get("host_s") is not None for row in rows)
+    names = "row", "kept", "× less", "peak", "× less", "step", *["of the host"] * hosts, first, "gradient error"
+    table = _table(title, *names)
     for row in rows:
         table.add_row(
             escape(row["name"]),
@@ -352,6 +353,7 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             format_or_dash(format_bytes, row["peak_bytes"]),
             format_or_dash("{:.2f}".format, row["peak_ratio"]),
             format_seconds(row["step_s"]),
+            *[format_or_dash(format_seconds, row.get("host_s"))] * hosts,
             f"{row['ratio_to_plain'] or statistics.median(row['ratios']):.2f}",
             format_or_dash("{:.3f}".format, row["gradient_error"]),
         )
