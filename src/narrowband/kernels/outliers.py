@@ -53,6 +53,7 @@ def dwarfed_rows(x: Tensor, rows: Rows, widths: Tensor) -> Tensor:
         W bools, where the tensor is.
 
     Example:
+        >>> from narrowband.kernels import Rows
         >>> x, rows = torch.randn(64, 32), Rows(parts=1, outer=64, groups=1, inner=32)
         >>> dwarfed_rows(x, rows, torch.stack(((x.amax() - x.amin()).view(1), torch.tensor([1e6]))))
         tensor([False,  True])
@@ -64,6 +65,7 @@ def pieces_of(rows: Rows) -> tuple[int, int]:
     """(how many rows are taken together, into how many pieces each is cut), both divisors.
 
     Example:
+        >>> from narrowband.kernels import Rows
         >>> pieces_of(Rows(1, 100, 12, 1)), pieces_of(Rows(1, 8, 1, 768)), pieces_of(Rows(1, 31, 1, 64))
         ((10, 1), (1, 2), (1, 1))
     """
