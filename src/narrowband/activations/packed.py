@@ -236,7 +236,7 @@ def quantized(
     far, looks = drift(estimates.decay), _by_chance(seed)
     finite, moved = payload.encode_learning(
         x, estimate, estimates.decay, symmetric=policy.symmetric, stochastic=stochastic, seed=seed, apart=apart,
-        drift=-1 if looks else far,
+        drift=-1.0 if looks else far,
     )  # fmt: skip
     if not finite:
         return Outliers(extreme=True)

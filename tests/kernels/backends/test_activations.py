@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.kernels import cpu, reference
+from narrowband.kernels.cpu.rows import _learner
 from narrowband.kernels.outliers import pieces_of
 from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
 
@@ -278,6 +279,19 @@ def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
             assert_same(back(codes), expected)
             assert far == moved or (math.isnan(far) and math.isnan(moved))
         assert_same(back(estimates), learned if finite and moved <= drift else known)
+
+
+def test_whole_numbers_among_the_limits_have_no_loop_compiled_anew() -> None:
+    """A step would wait for the compiler, the first time that a tensor is looked at by chance."""
+    rows, x, codes = kernels.Rows(1, 1, 2, 32), make("normal", 64, 1), torch.empty(64, dtype=torch.uint8)
+    found = {}
+    for decay, drift in ((0.5, math.inf), (0.5, -1), (0, 1.0)):
+        estimates = torch.ones(2, 2)
+        cpu.quantize_rows_learning(x, codes, rows, estimates, decay, bits=8, stochastic=True, seed=1, drift=drift)
+        found[decay, drift] = torch.equal(estimates, torch.ones(2, 2))
+    assert found == {(0.5, math.inf): False, (0.5, -1): True, (0, 1.0): found[0, 1.0]}
+    stochastic = [types for types in _learner(8, False).signatures if str(types[-4]) != "none"]
+    assert len(stochastic) == 1
 
 
 def test_estimates_may_lie_in_memory_as_they_like() -> None:

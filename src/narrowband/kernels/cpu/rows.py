@@ -514,11 +514,8 @@ def _learner(width: int, half: bool) -> Any:
         x, pitch, inner, groups, per_part, first, last, size, times, bits, estimates, codes, found, low, high, decay,
         drift,
     ):  # fmt: skip
-        before, ranges, learned = (
-            floats_at(estimates, 2, size),
-            floats_at(found, 4, size),
-            np.empty((2, size), np.float32),
-        )
+        before, ranges = floats_at(estimates, 2, size), floats_at(found, 4, size)
+        learned = np.empty((2, size), np.float32)
         each = np.empty((4, size * times), np.float32)
         lows, inverses = each[0], each[1]
         least, most = each[2].view(np.int32), each[3].view(np.int32)
@@ -549,8 +546,9 @@ def quantize_rows_learning(
             apart = rows.groups * rows.inner if x.is_contiguous() else x.stride(0)
         halves = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) if stochastic else (None, None)
         finite, moved = _learner(bits if plan[0] != 1 else 0, x.dtype is torch.bfloat16)(
-            x.data_ptr(), apart, *plan, bits, own.data_ptr(), out.data_ptr(), found.data_ptr(), *halves, decay, drift
-        )
+            x.data_ptr(), apart, *plan, bits, own.data_ptr(), out.data_ptr(), found.data_ptr(), *halves,
+            float(decay), float(drift),
+        )  # fmt: skip
     else:
         if apart is not None:
             x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
