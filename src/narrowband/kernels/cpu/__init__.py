@@ -15,6 +15,7 @@ from narrowband.kernels.cpu.compensation import (
     encode_topk,
     take_difference,
 )
+from narrowband.kernels.cpu.extremes import learn_ranges, row_extremes
 from narrowband.kernels.cpu.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.cpu.kept import compensate_kept
 from narrowband.kernels.cpu.knapsack import cheapest_within
@@ -26,11 +27,9 @@ from narrowband.kernels.cpu.outliers import dwarfed_rows
 from narrowband.kernels.cpu.quantized import dequantize_groups, group_minmax, quantize_groups
 from narrowband.kernels.cpu.rows import (
     dequantize_rows,
-    learn_ranges,
     quantize_rows,
     quantize_rows_extremes,
     quantize_rows_learning,
-    row_extremes,
 )
 from narrowband.kernels.cpu.selection import randomk_indices, select_threshold, select_topk, select_topk_rows
 from narrowband.kernels.cpu.shares import from_share, split_shares

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from narrowband.kernels.cpu.cache import keep
 
@@ -108,6 +108,17 @@ def _mix_int(h: int) -> int:
 def fold_seed(seed: int) -> Any:
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     return U32((_mix_int(low) + 0x9E3779B9 * _mix_int(high) + 0x85EBCA6B) & 0xFFFFFFFF)
+
+
+def folded(low, high):
+    """The same inside of a loop, of both halves of a seed; None where there is none."""
+
+
+@overload(folded, inline="always")
+def _(low, high):  # noqa: ARG001
+    if low == types.none:
+        return lambda low, high: None  # noqa: ARG005
+    return lambda low, high: U32(U32(mix(U32(low)) + U32(U32(0x9E3779B9) * mix(U32(high)))) + U32(0x85EBCA6B))
 
 
 @inlined

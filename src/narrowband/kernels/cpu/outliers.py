@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from narrowband.kernels.cpu.elements import bits_of
+from narrowband.kernels.cpu.extremes import PER_THREAD, lines_of
 from narrowband.kernels.cpu.loops import F32, I32, MAGNITUDE, NON_FINITE, At, inlined, loop
-from narrowband.kernels.cpu.rows import PER_THREAD, lines_of
 from narrowband.kernels.cpu.threads import spread
 from narrowband.kernels.outliers import FEW, REACH, has_columns, pieces_of
 

@@ -16,22 +16,36 @@ from narrowband.kernels.cpu.elements import (
     INTS,
     array_at,
     array_of,
-    bits_of,
     floats_at,
     put,
     store_lanes,
     value_of,
 )
+from narrowband.kernels.cpu.extremes import (
+    HIGHEST,
+    LOWEST,
+    PER_THREAD,
+    cut_of,
+    extremes_of,
+    form_of,
+    lines_of,
+    looked_at,
+    no_extremes,
+    take_in,
+    to_floats,
+    together,
+    widen,
+    widen_each,
+)
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
     LANES,
-    MAGNITUDE,
-    NON_FINITE,
     U8,
     U32,
     At,
     fold_seed,
+    folded,
     inlined,
     instruction,
     loop,
@@ -56,11 +70,6 @@ if TYPE_CHECKING:
 
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
 TINY = np.float32(2.0**-126)
-NAN = np.int32(0x7FC00000)
-#: Elements that are worth a thread of their own: these loops take a third of a nanosecond for one.
-PER_THREAD = 1 << 18
-#: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
-_LOWEST, _HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -84,197 +93,19 @@ def _dequantize_lanes(typing, codes, at, down, mask, low, step, out, begin):  # 
     return types.void(codes, types.uintp, i32, i32, f32, f32, out, types.uintp), generate
 
 
-def lines_of(x: Tensor, rows: Rows) -> tuple[Array, int]:
-    """The bits of x, flat, int32 or int16, and how far apart in them its lines begin: a line is a row of every group,
-    and behind it may be something else.
-    """
-    width = max(rows.groups * rows.inner, 1)
-    if x.is_contiguous():
-        flat, pitch = x.view(-1), width
-    else:
-        pitch = x.stride(0)
-        flat = x.as_strided(((x.shape[0] - 1) * pitch + width,), (1,))
-    return flat.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).numpy(), pitch
-
-
-def _form(rows: Rows) -> tuple[int, int, int]:
-    """(elements of a row, groups, rows of a part); loops divide by the last two, even where there are no rows."""
-    return rows.inner, max(rows.groups, 1), max(rows.outer * rows.groups, 1)
-
-
-#: Rows of fewer elements are taken one by one, many to a vector, where that is how their codes lie anyway.
-_NARROW = 16
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _cut(rows: Rows, bits: int = 8) -> tuple[Rows, int]:
-    """Rows as loops take them, and how many of their neighbouring ranges are one."""
-    width = rows.groups * rows.inner
-    if bits != 8 or not 1 < rows.inner < _NARROW <= width:
-        return rows, 1
-    return rows._replace(groups=width, inner=1), rows.inner
-
-
 @functools.lru_cache(maxsize=1 << 12)
 def _plan(rows: Rows, bits: int) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
     """How many elements rows have, and what loops are told of them: (elements of a row, groups, rows of a part, the
     first row and how many there are that have elements, ranges, how many neighbouring groups have one of these); see
-    :func:`_cut`.
+    :func:`cut_of`.
     """
-    cut, times = _cut(rows, bits)
-    return rows.numel, (*_form(cut), 0, _looked_at(cut), rows.parts * rows.groups, times)
+    cut, times = cut_of(rows, bits)
+    return rows.numel, (*form_of(cut), 0, looked_at(cut), rows.parts * rows.groups, times)
 
 
 def _each(ranges: Array, times: int) -> Array:
     """As many of every number."""
     return ranges if times == 1 else np.repeat(ranges, times)
-
-
-# ---- ranges ----------------------------------------------------------------------------------------------------------
-
-
-@inlined
-def _widen(x, begin, inner, low, high, at):
-    """Take a row into ordered extremes: integers that order as the floats do, which bits of negative floats themselves
-    do backwards.
-    """
-    least, most, far = _HIGHEST, _LOWEST, _LOWEST  # far: the bits of the negative float farthest from zero
-    for j in range(inner):
-        b = bits_of(x, begin + j)
-        least = min(least, b)
-        most = max(most, b)
-        far = max(far, I32(b ^ _LOWEST))
-    far ^= _LOWEST
-    lower = I32(far ^ MAGNITUDE) if far < I32(0) else least
-    upper = I32(least ^ MAGNITUDE) if most < I32(0) else most
-    low[at] = min(low[at], lower)
-    high[at] = max(high[at], upper)
-
-
-@inlined
-def _widen_each(x, begin, count, low, high, at):
-    """Take neighbours into ordered extremes, each into its own."""
-    for j in range(count):
-        b = bits_of(x, begin + j)
-        ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
-        low[At(at + j)] = min(low[At(at + j)], ordered)
-        high[At(at + j)] = max(high[At(at + j)], ordered)
-
-
-@loop
-def _extremes_singles(x, pitch, groups, per_part, low, high, first, last):
-    """``_extremes_range`` where rows have one element: neighbours in a line are taken into neighbouring ranges."""
-    r = first
-    while r < last:
-        group = r % groups
-        count = min(groups - group, last - r)  # as many as are left of the line
-        _widen_each(x, r // groups * pitch + group, count, low, high, r // per_part * groups + group)
-        r += count
-
-
-@loop
-def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
-    """Ordered extremes of rows [first, last), taken into those of their part and group."""
-    part, inside = first // per_part, first % per_part
-    group, line = first % groups, first // groups
-    for _ in range(first, last):
-        _widen(x, line * pitch + group * inner, inner, low, high, At(part * groups + group))
-        group += 1
-        if group == groups:
-            group = 0
-            line += 1
-        inside += 1
-        if inside == per_part:
-            inside = 0
-            part += 1
-
-
-def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    cut, times = _cut(rows)
-    (lines, pitch), (inner, *form) = lines_of(x, cut), _form(cut)
-
-    def work(first: int, last: int) -> tuple[Array, Array]:
-        found = _no_extremes(cut)
-        if inner == 1:
-            _extremes_singles(lines, pitch, *form, *found, first, last)
-        else:
-            _extremes_range(lines, pitch, inner, *form, *found, first, last)
-        return found
-
-    return _extremes_of(spread(_looked_at(cut), x.numel(), work, least=PER_THREAD), times)
-
-
-def _looked_at(rows: Rows) -> int:
-    """Rows that have elements."""
-    return rows.total if rows.inner else 0
-
-
-def _no_extremes(rows: Rows) -> tuple[Array, Array]:
-    size = rows.parts * rows.groups
-    return np.full(size, _HIGHEST, np.int32), np.full(size, _LOWEST, np.int32)
-
-
-def _together(found: list[tuple[Array, Array]], times: int) -> tuple[Array, Array]:
-    """What all threads found, of so many neighbouring ranges at a time."""
-    (low, high), *others = found
-    for lower, higher in others:
-        np.minimum(low, lower, out=low)
-        np.maximum(high, higher, out=high)
-    if times > 1:
-        low, high = low.reshape(-1, times).min(1), high.reshape(-1, times).max(1)
-    return low, high
-
-
-def _extremes_of(found: list[tuple[Array, Array]], times: int) -> tuple[Tensor, Tensor]:
-    """As floats, from what all threads found."""
-    low, high = _together(found, times)
-    _floats(low, high)
-    return torch.from_numpy(low.view(np.float32)), torch.from_numpy(high.view(np.float32))
-
-
-@inlined
-def _to_floats(low, high):
-    """Ordered extremes become bits of floats, in place: NaN where one is not finite."""
-    for j in range(low.size):
-        i = At(j)
-        if high[i] >= NON_FINITE or low[i] < -NON_FINITE:
-            low[i] = high[i] = NAN
-        else:
-            low[i] ^= I32(low[i] >> I32(31)) & MAGNITUDE
-            high[i] ^= I32(high[i] >> I32(31)) & MAGNITUDE
-
-
-@loop
-def _floats(low, high):
-    _to_floats(low, high)
-
-
-@inlined
-def _take_in(estimates, low, high, decay, rest, learned):
-    """Whether all extremes are finite, and the largest share of its width by which an end has moved."""
-    finite, largest = True, F32(0)
-    for g in range(low.size):
-        i = At(g)
-        finite &= np.isfinite(F32(F32(2) * max(high[i], F32(-low[i]))))
-        alpha = F32(F32(estimates[0, i] * decay) + F32(F32(high[i] - low[i]) * rest))
-        beta = F32(F32(estimates[1, i] * decay) + F32(low[i] * rest))
-        learned[0, i], learned[1, i] = alpha, beta
-        by = F32(beta - estimates[1, i])
-        moved = max(abs(by), abs(F32(by + F32(alpha - estimates[0, i]))))
-        if moved > F32(0):
-            largest = max(largest, F32(moved / alpha))
-    return finite, largest
-
-
-@loop
-def _learn(estimates, low, high, decay, rest, learned):
-    return _take_in(estimates, low, high, decay, rest, learned)
-
-
-def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, bool, float]:
-    learned = np.empty((2, low.numel()), np.float32)
-    finite, moved = _learn(estimates.numpy(), low.numpy(), high.numpy(), F32(decay), F32(1 - decay), learned)
-    return torch.from_numpy(learned), bool(finite), float(moved)
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------
@@ -308,7 +139,7 @@ def _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, 
         count = min(groups - group, last - r)  # as many as are left of the line
         begin, at = r // groups * pitch + group, r // per_part * groups + group
         if least.size > 0:
-            _widen_each(x, begin, count, least, most, at)
+            widen_each(x, begin, count, least, most, at)
         for j in range(count):
             code = _code(value_of(x, begin + j), lows[At(at + j)], inverses[At(at + j)], _shift(r + j, fold), top)
             codes[At(r + j)] = U8(code)
@@ -334,7 +165,7 @@ def _quantizer(width: int) -> Any:
             at = At(part * groups + group)
             low, inverse = lows[at], inverses[at]
             if watched:
-                _widen(x, begin, inner, least, most, at)
+                widen(x, begin, inner, least, most, at)
             if width == 8:
                 for j in range(inner):
                     i = begin + j
@@ -448,7 +279,7 @@ def _inverses(steps: Array) -> Array:
 
 def _quantize(x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bits: int, fold: Any) -> _Quantize:
     """What is to be done for rows [first, last), with arrays for their extremes, or none."""
-    (lines, pitch), (inner, *form), codes = lines_of(x, rows), _form(rows), out.numpy()
+    (lines, pitch), (inner, *form), codes = lines_of(x, rows), form_of(rows), out.numpy()
     if inner == 1:
         singles = lines, pitch, *form, low, inverse, codes, bits, fold
         return lambda least, most, first, last: _quantize_singles(*singles, least, most, first, last)
@@ -458,17 +289,6 @@ def _quantize(x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bi
 
 def _fold(stochastic: bool, seed: int) -> Any:
     return fold_seed(seed) if stochastic else None
-
-
-def _folded(low, high):
-    """``_fold`` of both halves of a seed; None where there is none."""
-
-
-@overload(_folded, inline="always")
-def _(low, high):  # noqa: ARG001
-    if low == types.none:
-        return lambda low, high: None  # noqa: ARG005
-    return lambda low, high: U32(U32(mix(U32(low)) + U32(U32(0x9E3779B9) * mix(U32(high)))) + U32(0x85EBCA6B))
 
 
 @loop
@@ -486,7 +306,7 @@ def _begin(estimates, levels, ranges, each, times):
         for j in range(g * times, (g + 1) * times):
             k = At(j)
             lows[k], inverses[k] = estimates[1, i], inverse
-            least[k], most[k] = _HIGHEST, _LOWEST
+            least[k], most[k] = HIGHEST, LOWEST
 
 
 @loop
@@ -495,12 +315,12 @@ def _end(estimates, each, times, decay, rest, seen, learned):
     least, most = each[2].view(np.int32), each[3].view(np.int32)
     low, high = seen[0].view(np.int32), seen[1].view(np.int32)
     for g in range(low.size):
-        smallest, largest = _HIGHEST, _LOWEST
+        smallest, largest = HIGHEST, LOWEST
         for j in range(g * times, (g + 1) * times):
             smallest, largest = min(smallest, least[At(j)]), max(largest, most[At(j)])
         low[At(g)], high[At(g)] = smallest, largest
-    _to_floats(low, high)
-    return _take_in(estimates, seen[0], seen[1], decay, rest, learned)
+    to_floats(low, high)
+    return take_in(estimates, seen[0], seen[1], decay, rest, learned)
 
 
 @functools.cache
@@ -520,7 +340,7 @@ def _learner(width: int, half: bool) -> Any:
         lows, inverses = each[0], each[1]
         least, most = each[2].view(np.int32), each[3].view(np.int32)
         _begin(before, F32((1 << bits) - 1), ranges[0:2], each, times)
-        lines, to, fold = array_at(x, dtype), array_at(codes, np.uint8), _folded(low, high)
+        lines, to, fold = array_at(x, dtype), array_at(codes, np.uint8), folded(low, high)
         if width:
             quantize(lines, pitch, inner, groups, per_part, lows, inverses, to, fold, least, most, first, last)
         else:
@@ -570,12 +390,12 @@ def _learn_together(
     drift: float,
 ) -> tuple[bool, float]:
     """The same on several threads."""
-    cut, times = _cut(rows, bits)
+    cut, times = cut_of(rows, bits)
     before, numbers = estimates.numpy(), found.numpy()
     each = np.empty((4, found.shape[1] * times), np.float32)
     _begin(before, F32((1 << bits) - 1), numbers[:2], each, times)
     quantize = _quantize(x, out, cut, each[0], each[1], bits, fold)
-    each[2:].view(np.int32)[:] = _together(_watching(quantize, cut, rows.numel), 1)
+    each[2:].view(np.int32)[:] = together(_watching(quantize, cut, rows.numel), 1)
     learned = np.empty_like(before)
     finite, moved = _end(before, each, times, F32(decay), F32(1 - decay), numbers[2:], learned)
     if finite and moved <= drift:
@@ -594,14 +414,14 @@ def quantize_rows_extremes(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, *, bits: int, stochastic: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     quantize, cut, times = _with(x, out, rows, low, step, bits, _fold(stochastic, seed))
-    return _extremes_of(_watching(quantize, cut, x.numel()), times)
+    return extremes_of(_watching(quantize, cut, x.numel()), times)
 
 
 def _with(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, fold: Any
 ) -> tuple[_Quantize, Rows, int]:
-    """What makes codes with given ranges, and the rows that it takes; see :func:`_cut`."""
-    cut, times = _cut(rows, bits)
+    """What makes codes with given ranges, and the rows that it takes; see :func:`cut_of`."""
+    cut, times = cut_of(rows, bits)
     lows, inverses = (_each(ranges, times) for ranges in (low.numpy(), _inverses(step.numpy())))
     return _quantize(x, out, cut, lows, inverses, bits, fold), cut, times
 
@@ -610,11 +430,11 @@ def _watching(quantize: _Quantize, cut: Rows, numel: int) -> list[tuple[Array, A
     """Make all codes, and return the ordered extremes that each thread found."""
 
     def work(first: int, last: int) -> tuple[Array, Array]:
-        found = _no_extremes(cut)
+        found = no_extremes(cut)
         quantize(*found, first, last)
         return found
 
-    return spread(_looked_at(cut), numel, work, least=PER_THREAD)
+    return spread(looked_at(cut), numel, work, least=PER_THREAD)
 
 
 @functools.cache

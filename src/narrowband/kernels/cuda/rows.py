@@ -10,7 +10,6 @@ they are. Tensors come as they are, whatever their shape: the host makes no view
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from narrowband.kernels.cuda.common import (
     store,
 )
 from narrowband.kernels.cuda.launching import kernel, run
-from narrowband.kernels.reference.rows import affine_rows
+from narrowband.kernels.reference.rows import affine_rows, learning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -385,21 +384,7 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     return learned, not infinite, far
 
 
-def quantize_rows_learning(
-    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
-    apart: int | None = None, drift: float = math.inf,
-) -> tuple[Tensor, bool, float]:  # fmt: skip
-    if apart is not None:
-        x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
-    own = estimates.contiguous()
-    levels = own.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
-    low, step = own[1], own[0] / levels
-    seen = quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
-    found = torch.stack((low, step, *seen))
-    learned, finite, moved = learn_ranges(own, *seen, decay)
-    if finite and moved <= drift:
-        estimates.copy_(learned)
-    return found, finite, moved
+quantize_rows_learning = functools.partial(learning, quantize_rows_extremes, learn_ranges)
 
 
 #: Shorter rows, in bytes, that lie apart from the next one of their group, would be read mostly for what is between.

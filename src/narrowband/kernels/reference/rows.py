@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ __all__ = [
     "affine_rows",
     "dequantize_rows",
     "learn_ranges",
+    "learning",
     "quantize_rows",
     "quantize_rows_adapting",
     "quantize_rows_extremes",
@@ -106,20 +108,26 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     return learned, bool(finite), far
 
 
-def quantize_rows_learning(
-    x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
+def learning(
+    quantize: Callable[..., tuple[Tensor, Tensor]], learn: Callable[..., tuple[Tensor, bool, float]], x: Tensor,
+    out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
     apart: int | None = None, drift: float = math.inf,
 ) -> tuple[Tensor, bool, float]:  # fmt: skip
+    """``quantize_rows_learning`` by two loops: one makes codes and finds extremes, the other learns of these."""
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
-    levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
-    low, step = estimates[1], estimates[0] / levels
-    seen = quantize_rows_extremes(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
+    own = estimates.contiguous()
+    levels = own.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    low, step = own[1], own[0] / levels
+    seen = quantize(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
     found = torch.stack((low, step, *seen))
-    learned, finite, moved = learn_ranges(estimates, *seen, decay)
+    learned, finite, moved = learn(own, *seen, decay)
     if finite and moved <= drift:
         estimates.copy_(learned)
     return found, finite, moved
+
+
+quantize_rows_learning = functools.partial(learning, quantize_rows_extremes, learn_ranges)
 
 
 def quantize_rows_adapting(
