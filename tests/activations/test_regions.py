@@ -243,6 +243,42 @@ def test_a_backend_that_saves_in_python_is_left_alone_and_that_is_said(caplog):
     assert "nothing was compressed" in caplog.text
 
 
+def own():
+    """Compiled in a way that PyTorch ignores for modules of its own."""
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
+    model.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize(("make", "stance"), [(own, "default"), (whole, "force_eager"), (in_place, "force_eager")])
+def test_a_module_of_which_no_graph_is_made_is_left_alone_and_that_is_said_once(make, stance, caplog):
+    model, x = make(), torch.randn(BATCH, WIDTH, requires_grad=True)
+    (want,) = torch.autograd.grad(model(x).square().sum(), x)
+    for times_said in 1, 0:
+        caplog.clear()
+        with torch.compiler.set_stance(stance), caplog.at_level(logging.WARNING):
+            with nb.compress_activations(model, min_numel=1) as saved:
+                y = model(x)
+            (got,) = torch.autograd.grad(y.square().sum(), x)
+        assert torch.equal(got, want)
+        assert saved.kept_bytes == saved.raw_bytes > 0
+        assert sum("made no graph of it" in record.message for record in caplog.records) == times_said
+
+
+def test_no_warning_where_there_are_graphs_and_something_between_them(caplog):
+    class Broken(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return torch.compiler.disable(torch.tanh)(super().forward(y))
+
+    model = torch.compile(Broken(), backend="aot_eager")
+    with caplog.at_level(logging.WARNING), nb.compress_activations(model, min_numel=256) as saved:
+        model(torch.randn(BATCH, WIDTH))
+    assert 0 < saved.kept_bytes < saved.raw_bytes
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_compiled_block_keeps_its_input_in_few_bits(reentrant):
     class Checkpointed(nn.Module):

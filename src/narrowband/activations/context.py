@@ -193,7 +193,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             log.warning(
                 "nothing was compressed: %s that was saved for backward is off in the policy, smaller than "
                 "min_numel=%d elements, of a dtype that has no codes (float64, complex), bears no rounding, or was "
-                "saved outside of the model",
+                "saved outside of the model, or between graphs of torch.compile",
                 why,
                 self.policy.min_numel,
             )

@@ -70,6 +70,7 @@ class Recorder:
     Attributes:
         saved: what was saved so far.
         packed: how many tensors were packed.
+        between_graphs: how many tensors a compiled module saved outside of its graphs, which would have been packed.
         call: of the operator at work, as far as the mode on functions sees it.
         normalization: the call of layer normalization at work.
         hooks: pack and unpack, for :class:`torch.autograd.graph.saved_tensors_hooks`.
@@ -79,7 +80,7 @@ class Recorder:
         self.modules, self.policy, self.estimates = modules, policy, estimates
         self.saved = Saved()
         self.arena = Arena(pieces)
-        self.packed = 0
+        self.packed = self.between_graphs = 0
         self.call = NO_CALL
         self.normalization: Normalization | None = None
         self.storages = Storages()
@@ -325,10 +326,12 @@ class Recorder:
         """Codes of the tensor, or how it is computed again; and how many bytes are kept for it that were not before.
         Neither codes nor a computation: it is to be kept as it is.
         """
+        if operator is COMPILED:  # between graphs nothing says which operator it is
+            self.between_graphs += 1
+            return None, 0
         if (
             operator is ROUGH
             or (operator is NAMED and not self.policy.names(operator.name, module))
-            or operator is COMPILED  # between graphs nothing says which operator it is
             or not self._at_work
             or not has_codes(x)
             or (not arrangement.without_gaps and is_expanded(x))

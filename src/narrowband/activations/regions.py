@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from narrowband.activations.recorder import Recorder
 from narrowband.compiler import unseen
 
 __all__ = ["Regions", "active", "graphs_behind", "recomputed", "rerouted"]
+
+log = logging.getLogger(__name__)
 
 #: Neighbours that share a range in a compiled graph.
 _GROUP = 256
@@ -64,13 +67,17 @@ class Regions:
         recorder = self.recorder
         if not recorder.knows(module):
             return call(*args, **kwargs)
+        between, graphs = recorder.between_graphs, 0
         with recorder.inside(module, args, kwargs, Call(COMPILED)), without_mode(self._mode):
             with self._saving_of_graphs():
                 outputs = call(*args, **kwargs)
             # In a checkpoint nothing of a graph stays, and to look at it would be to compute it again.
             for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)) if recorder.saves_here() else ():
                 recorder.keeps_graph(tensors, plain, packed)
-            return outputs
+                graphs += 1
+        if not graphs and recorder.between_graphs > between:
+            _warn_of_no_graph(module, recorder.modules.name_of(module), recorder.between_graphs - between)
+        return outputs
 
     def _saving_of_graphs(self) -> contextlib.AbstractContextManager[None]:
         recorder = self.recorder
@@ -80,6 +87,24 @@ class Regions:
         group, stochastic = policy.neighbours or _GROUP, policy.rounding == "stochastic"
         hooks = compiled_hooks(bits, min_numel=max(policy.min_numel, group), group=group, stochastic=stochastic)
         return compiled_saving(hooks, recorder.hooks)
+
+
+#: Modules of which PyTorch made no graph, and about which a warning was given.
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _warn_of_no_graph(module: nn.Module, name: str | None, count: int) -> None:
+    if module not in _warned:  # once, not in every step
+        _warned.add(module)
+        log.warning(
+            "%s is to be compiled, and PyTorch made no graph of it. So nothing says which operators saved its tensors, "
+            "and %d that might have been compressed were kept as they are. PyTorch does not compile its own modules, "
+            "such as nn.Sequential or nn.TransformerEncoderLayer, by module.compile(): use torch.compile(module). Nor "
+            'does it compile under torch.compiler.set_stance("force_eager"): with TORCHDYNAMO_DISABLE=1 in its '
+            "place, operators are compressed one by one",
+            f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})",
+            count,
+        )
 
 
 class _Active(threading.local):
