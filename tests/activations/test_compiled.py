@@ -109,6 +109,10 @@ EXACT = {
     "mse_loss": lambda x: F.mse_loss(x, 1.001 * x.detach()),
     "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, 1.001 * x.detach()),
     "huber_loss": lambda x: F.huber_loss(x, 1.001 * x.detach()),
+    # Of what backward computes again from something that is saved:
+    "amax of gelu": lambda x: F.gelu(x).amax(1),
+    "log of relu": lambda x: (F.relu(x) + 1e-6).log(),
+    "division by abs": lambda x: x / (x.abs() + 1e-3),
 }
 
 
@@ -119,6 +123,24 @@ def test_what_bears_no_rounding_is_kept_as_it_is(name):
     _, _, wanted = run(compiled, x)
     _, _, ours = run(compiled, x, saving(8))
     assert error(ours, wanted) < 0.02  # of what else is saved
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor imports what PyTorch has deprecated
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.silu(x).square(),  # a quotient, as Inductor takes it apart
+        lambda x: F.relu(x).square(),
+        lambda x: torch.cat([half.relu().square() for half in x.chunk(2, -1)]),
+    ],
+)
+def test_what_is_far_from_zero_or_has_the_same_signs_is_packed_all_the_same(function):
+    model = Of(function)
+    compiled, x = torch.compile(model, backend="aot_eager_decomp_partition"), torch.randn(BATCH, WIDTH)
+    _, kept, wanted = run(compiled, x)
+    _, packed, ours = run(compiled, x, saving(8))
+    assert packed < kept / 2
+    assert error(ours, wanted) < 0.02
 
 
 def test_gradients_of_convolutions_that_lie_channels_last_are_close():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -230,6 +231,10 @@ def _worth_packing(x: Tensor, min_numel: int) -> bool:
 class _Saved:
     """A saved tensor, as the two graphs show it.
 
+    Backward may compute other values from it first: the partitioner keeps what a linear layer made, say, and computes
+    normalization and GELU of it again. A rounding of the one is one of the others, so all of them are followed, up to
+    where the gradients that backward is given come in.
+
     Args:
         node: of the forward graph, that computes it.
         backward: the graph that uses it.
@@ -248,8 +253,10 @@ class _Saved:
                 "torch.utils.checkpoint around dropout or attention cannot be compiled together with compressed "
                 "activations; compile what is inside torch.utils.checkpoint, or checkpoint without torch.compile"
             )
-        self._users = list(_users(placeholder, names := {placeholder}))
-        self._names = names
+        self._users: list[Node] = []
+        #: With its values; above zero where it is; and all that are computed from it and no gradient.
+        self._names, self._alike, self._derived = {placeholder}, {placeholder}, {placeholder}
+        self._follow(backward)
 
     @classmethod
     def current(cls) -> _Saved | None:
@@ -263,12 +270,36 @@ class _Saved:
         """Whether it is an input of the graph in another form, perhaps a parameter in the dtype of autocast."""
         return self._origin().op == "placeholder"
 
+    def _follow(self, backward: Graph) -> None:
+        gradients, left = _of_gradients(backward), list(self._names)
+        while left:
+            node = left.pop()
+            for user in node.users:
+                if user in self._derived or user.op == "output":
+                    continue
+                same = _same_values(user) or _is_part(user)
+                if same and node in self._names:
+                    self._names.add(user)
+                else:
+                    self._users.append(user)
+                if node in self._alike and (same or _is_relu(user)):
+                    self._alike.add(user)
+                if user not in gradients:
+                    self._derived.add(user)
+                    left.append(user)
+
     def bears_rounding(self) -> bool:
         """Whether it is an operator's result, and used by operators of PyTorch."""
         origin = self._origin()
         if origin.target is operator.getitem and origin.args[1] != 0 and _has_extras(origin.args[0]):
             return False
-        return not any(_is_foreign(user) or _is_rough(user, self._names) for user in self._users)
+        return not any(_is_foreign(user) or self._is_rough_for(user) for user in self._users)
+
+    def _is_rough_for(self, user: Node) -> bool:
+        if _asks_for_sign(user) and not _is_relu(user):  # of what has its signs: these are kept
+            compared = [x for x in user.all_input_nodes if x in self._derived]
+            return not all(x in self._alike for x in compared)
+        return _is_rough(user, self._derived)
 
     def _origin(self) -> Node:
         """The node that computes its values."""
@@ -282,14 +313,24 @@ class _Saved:
         return any(_asks_for_sign(user) for user in self._users)
 
 
-def _users(node: Node, names: set[Node]) -> Iterator[Node]:
-    """Those that compute with a node's values, and not only hand them on; and all nodes that have these values."""
-    for user in node.users:
-        if _same_values(user):
-            names.add(user)
-            yield from _users(user, names)
-        else:
-            yield user
+#: Of a backward graph, the nodes that depend on the gradients that it is given. While tensors are packed, it grows.
+_gradients: weakref.WeakKeyDictionary[Graph, set[Node]] = weakref.WeakKeyDictionary()
+
+
+def _of_gradients(backward: Graph) -> set[Node]:
+    found = _gradients.get(backward)
+    if found is None:
+        found = _gradients[backward] = set()
+        for node in backward.nodes:
+            # PyTorch's own partitioner knows them by this name.
+            given = node.op == "placeholder" and "tangents" in str(node.target)
+            if given or any(x in found for x in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _is_relu(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket is torch.ops.aten.relu
 
 
 def _same_values(node: Node) -> bool:
@@ -318,8 +359,8 @@ def _is_foreign(node: Node) -> bool:
     return str(node.target).startswith("triton_kernel_wrapper")
 
 
-def _is_rough(node: Node, names: set[Node]) -> bool:
-    """Whether an operator's result may change by far more than the values that have these names do."""
+def _is_rough(node: Node, rounded: set[Node]) -> bool:
+    """Whether an operator's result may change by far more than the values that these nodes have."""
     aten = torch.ops.aten
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -327,16 +368,35 @@ def _is_rough(node: Node, names: set[Node]) -> bool:
     if packet in (aten.le, aten.lt, aten.ge, aten.gt):
         return bool(node.args[1] != 0)  # with zero, signs are kept
     if packet is aten.div:
-        return node.args[1] in names
+        return node.args[1] in rounded and not _is_far_from_zero(node.args[1])
     if packet is aten.pow:
         return not isinstance(node.args[1], (int, float)) or node.args[1] not in (1, 2, 3, 4)
+    if packet in (aten.reciprocal, aten.log, aten.log2, aten.log10, aten.log1p):
+        return not _is_far_from_zero(node.args[0])
     return packet in (
-        aten.eq, aten.ne, aten.reciprocal, aten.rsqrt, aten.sqrt, aten.log, aten.log2, aten.log10, aten.log1p,
-        aten.atan2, aten.remainder, aten.fmod, aten.floor, aten.ceil, aten.round, aten.trunc, aten.maximum,
-        aten.minimum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.hardtanh_backward,
+        aten.eq, aten.ne, aten.rsqrt, aten.sqrt, aten.atan2, aten.remainder, aten.fmod, aten.floor, aten.ceil,
+        aten.round, aten.trunc, aten.maximum, aten.minimum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.sort,
+        aten.topk, aten.hardtanh_backward,
         # Not rough, but too fine for codes: see calls.py. A backend that takes losses apart shows none of these.
         aten.sin, aten.cos, aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward,
     )  # fmt: skip
+
+
+def _is_far_from_zero(x: Any) -> bool:
+    """Whether rounding what it is made of changes a value by a small share of itself: an exponential, or a sum of such
+    and of what is not negative, as the divisors of SiLU and softmax are.
+    """
+    if isinstance(x, (int, float)):
+        return x >= 0
+    aten = torch.ops.aten
+    if not isinstance(x, torch.fx.Node) or not isinstance(x.target, torch._ops.OpOverload):
+        return False
+    packet = x.target.overloadpacket
+    if packet is aten.add:
+        return all(map(_is_far_from_zero, x.args)) and not x.kwargs
+    if packet is aten.sum or _same_values(x):
+        return _is_far_from_zero(x.args[0])
+    return packet is aten.exp
 
 
 def _asks_for_sign(node: Node) -> bool:
