@@ -376,3 +376,45 @@ def test_what_was_saved_is_added_up_over_runs():
     assert stats.total.raw_bytes == sum(saved.raw_bytes for saved in runs)
     assert stats.total.sent_bytes == sum(saved.kept_bytes for saved in runs) < stats.total.raw_bytes
     assert (stats.last.raw_bytes, stats.last.sent_bytes) == (saved.raw_bytes, saved.kept_bytes)
+
+
+def test_each_context_of_a_model_has_its_own_decay():
+    def learned(another):
+        model, x = linears(32, 128, 32).append(nn.Tanh()), torch.randn(64, 32)
+        context = compress(model, decay=0.9)
+        with context:
+            model(x)
+        if another:
+            compress(model, decay=0.0)  # is made, and never entered
+        with context:
+            model(x / 8)
+        return context.state_dict()["estimates"]
+
+    torch.manual_seed(0)
+    alone = learned(another=False)
+    torch.manual_seed(0)
+    beside = learned(another=True)
+    assert alone
+    assert all(torch.equal(beside[name], alone[name]) for name in alone)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # which is deprecated, and still used
+def test_a_scripted_model_is_refused_and_a_scripted_module_inside_is_kept_as_it_is():
+    scripted = torch.jit.trace(linears(32, 64), torch.randn(8, 32))
+    with pytest.raises(nb.UnsupportedError, match="was scripted or traced"):
+        nb.compress_activations(scripted)
+    model, x = nn.Sequential(scripted, nn.Tanh()), torch.randn(64, 32)
+    exact = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    with compress(model, operators={"other": "off"}):
+        y = model(x)
+    ours = torch.autograd.grad(y.sum(), [*model.parameters()])
+    assert all(map(same, ours, exact))
+
+
+def test_a_model_without_memory_runs_as_it_does_without_the_context():
+    model = linears(32, 128, 32).to("meta")
+    with compress(model) as saved:
+        y = model(torch.randn(64, 32, device="meta"))
+    y.sum().backward()
+    assert saved.kept_bytes == saved.raw_bytes
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())

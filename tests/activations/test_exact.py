@@ -190,6 +190,58 @@ def test_what_a_loss_saves_outside_stays_exact():
     loss.backward()
 
 
+class Classifier(nn.Module):
+    """Ends in a function of logits that are far apart, and in a tensor beside it."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.function = nn.Linear(32, 16), function
+
+    def forward(self, x):
+        logits = 8 * self.head(x)
+        return {"result": self.function(logits), "logits": logits}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.softmax(-1),
+        torch.sigmoid,
+        nn.Sigmoid(),
+        lambda x: x.transpose(0, 1).softmax(0).transpose(0, 1),
+        lambda x: x.unsqueeze(0).sigmoid().squeeze(0),
+    ],
+)
+def test_probabilities_that_a_model_returns_are_exact_since_a_loss_may_take_the_logarithm(function):
+    model, x, of = Classifier(function), torch.randn(256, 32), torch.randint(16, (256, 1))
+
+    def gradient():
+        return torch.autograd.grad((model(x)["result"] + 1e-8).log().gather(1, of).sum(), model.head.weight)[0]
+
+    exact = gradient()
+    with compress(model, min_numel=1) as saved:
+        loss = (model(x)["result"] + 1e-8).log().gather(1, of).sum()
+    (ours,) = torch.autograd.grad(loss, model.head.weight)
+    assert (ours - exact).norm() < 1e-3 * exact.norm()
+    assert saved.kept_bytes < 1.3 * saved.raw_bytes
+
+
+def test_what_is_kept_as_it_is_after_codes_were_made_of_it_takes_their_place():
+    def function(logits):
+        p = logits.softmax(-1)  # has codes
+        half = F.gelu(p)  # is computed again from them
+        return (half * half + p.log()).sum(-1)  # and p is kept as it is
+
+    model, x = Classifier(function), torch.randn(256, 32)
+    exact = torch.autograd.grad(model(x)["result"].sum(), model.head.weight)[0]
+    with compress(model, min_numel=1):
+        result = model(x)["result"]
+    for _ in range(2):  # what was kept is as it was, though gelu is computed in place
+        ours = torch.autograd.grad(result.sum(), model.head.weight, retain_graph=True)[0]
+        assert (ours - exact).norm() < 0.01 * exact.norm()
+
+
 def test_lazy_modules_are_initialised_inside():
     model = nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(32))
     x = torch.randn(20, 16)

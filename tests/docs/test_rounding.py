@@ -94,3 +94,31 @@ def test_fused_attention_with_large_scores():
         assert of_attention(deviation) == pytest.approx(per_cent, rel=0.15, abs=0.5), deviation
     (written_out,) = re.findall(r"softmax written out stays below (\d+) %", said)
     assert all(of_attention(deviation, fused=False) < int(written_out) for deviation in told)
+
+
+class Probabilities(nn.Module):
+    """A classifier with the logarithm of its probabilities, inside of the model."""
+
+    def __init__(self, deviation, *, written_out=True):
+        super().__init__()
+        self.head, self.written_out = nn.Linear(64, 16, bias=False), written_out
+        nn.init.normal_(self.head.weight, std=deviation / 8)
+
+    def forward(self, x):
+        logits = self.head(x)
+        return (F.softmax(logits, -1) + 1e-8).log() if self.written_out else F.log_softmax(logits, -1)
+
+
+def of_probabilities(deviation, **options):
+    torch.manual_seed(0)
+    model, x, targets = Probabilities(deviation, **options), torch.randn(2048, 64), torch.randint(16, (2048,))
+    return off_by(model, lambda: F.nll_loss(model(x), targets))
+
+
+def test_a_logarithm_of_probabilities():
+    said = PAGE.replace("\n", " ")
+    (told,) = re.findall(r"of deviation 1 gradients are off by (\d+) %, of 2 by (\d+) %, and of 3 by (\d+) %", said)
+    for deviation, per_cent in zip((1, 2, 3), map(int, told), strict=True):
+        assert of_probabilities(deviation) == pytest.approx(per_cent, rel=0.3, abs=0.5), deviation
+    (at_most,) = re.findall(r"With `log_softmax` it is below ([\d.]+) %", said)
+    assert all(of_probabilities(deviation, written_out=False) < float(at_most) for deviation in (1, 2, 3))

@@ -114,7 +114,7 @@ _OWN = ("aten", "prims")
 _SMOOTH = frozenset((
     "add", "sub", "rsub", "mul", "multiply", "square", "addcmul", "lerp", "neg", "positive", "subtract", "mean",
     "sum", "var", "var_mean", "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "erfc", "sinh", "cosh", "softplus",
-    "mish", "elu", "celu", "hardswish", "hardsigmoid", "glu", "tanhshrink", "logsumexp", "logaddexp",
+    "mish", "elu", "celu", "hardswish", "hardsigmoid", "glu", "tanhshrink", "logaddexp",
     "dot", "vdot", "inner", "outer", "ger", "mv", "addmv", "addr",
     "tensordot", "kron", "conv_tbc", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "interpolate", "upsample",
@@ -125,11 +125,11 @@ _SMOOTH = frozenset((
 #: Those of which 8 bits of the range are too few, though the derivative is smooth: a loss's gradient is the difference
 #: of what is nearly equal once the model has learned, and the step of sin's codes is in radians.
 _DELICATE = frozenset((
-    "mse_loss", "smooth_l1_loss", "huber_loss", "log_softmax", "softmin", "cross_entropy", "kl_div", "log_sigmoid",
-    "binary_cross_entropy_with_logits", "sin", "cos",
+    "mse_loss", "smooth_l1_loss", "huber_loss", "log_softmax", "logsumexp", "softmin", "cross_entropy", "kl_div",
+    "log_sigmoid", "binary_cross_entropy_with_logits", "sin", "cos",
 ))  # fmt: skip
 #: Of these, the ones whose rows may be as wide as a vocabulary: then no other tensor is as large.
-_OF_ROWS = frozenset(("log_softmax", "softmin", "cross_entropy"))
+_OF_ROWS = frozenset(("log_softmax", "logsumexp", "softmin", "cross_entropy"))
 #: How wide that is.
 _WIDE = 1024
 #: Of a tensor and a number: smooth where that is a whole number, at least 2, or 1.

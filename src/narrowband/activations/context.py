@@ -108,7 +108,7 @@ class ActivationCompression(contextlib.ContextDecorator):
     Raises:
         TypeError: one of these is something else.
         ValueError: a pattern of the policy matches no module.
-        UnsupportedError: the model is compiled in a way that does not go with this.
+        UnsupportedError: the model is compiled in a way that does not go with this, or by ``torch.jit``.
     """
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
@@ -119,7 +119,6 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.policy = policy
         self.modules = Modules(model, policy)
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
-        self.estimates.decay = policy.decay
         self._pieces = _pieces.setdefault(model, Pieces())
         self._total, self._last = SavedStats(), SavedStats()
         self._lock = threading.Lock()  # of what several threads count
@@ -133,6 +132,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                 "tensor is kept in. Give the outer one a policy for both models"
             )
         warm_up(self.model, self.policy)  # autocast may be on by now
+        self.estimates.decay = self.policy.decay  # of this pass: other contexts of the model may have another
         self.estimates.notes.receive()
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -316,6 +316,11 @@ def _check_arguments(model: Any, policy: Any) -> None:
         raise TypeError(
             f"compress_activations was given {_shown(model)} as the model: give it a torch.nn.Module, and around a "
             "function the module that the function calls"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "compress_activations was given a model of torch.jit, whose operators nobody sees one by one: give it the "
+            "module that was scripted or traced. A scripted module inside of a model works, and is kept as it is"
         )
     if not isinstance(policy, ActivationPolicy):
         raise TypeError(

@@ -59,15 +59,17 @@ class Payload:
     Attributes:
         ranges: of these rows, as :func:`~narrowband.kernels.dequantize_rows` takes them.
         numel: elements of the tensor; rows have more where the last one was filled up.
+        exact: the tensor itself, where it came to be kept after the codes were made: then they are not used.
     """
 
-    __slots__ = ("__weakref__", "bits", "codes", "dtype", "numel", "ranges", "rows")
+    __slots__ = ("__weakref__", "bits", "codes", "dtype", "exact", "numel", "ranges", "rows")
 
     ranges: Tensor
 
     def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
         self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
         self.numel = rows.numel
+        self.exact: Source | None = None
 
     def encode(
         self,
@@ -161,6 +163,8 @@ class Payload:
         self, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None, affine: Affine | None = None
     ) -> Tensor:
         """As every source does; and affine, if so wanted."""
+        if self.exact is not None and affine is None:
+            return self.exact.decode(sizes, dtype)
         own, wanted, count = self.dtype, dtype or self.dtype, self.rows.numel
         made = own if own in _DIRECT else torch.float32
         if own is torch.float32 and wanted is torch.bfloat16:  # in the same pass

@@ -111,13 +111,15 @@ class Recorder:
         at_work.append((id(module), at_work[-1][1] if name is None else name))
 
     @unseen
-    def leaving(self, module: nn.Module, *_: Any) -> None:
+    def leaving(self, module: nn.Module, _: Any = None, outputs: Any = None) -> None:
         """A module has ended."""
         if self._thread != threading.get_ident():
             return
         own, at_work = id(module), self._at_work
         if at_work and at_work[-1][0] == own:
             at_work.pop()
+            if not at_work:
+                self._keep_probabilities(outputs)
             return
         for place in reversed(range(len(at_work))):
             if at_work[place][0] == own:
@@ -307,11 +309,35 @@ class Recorder:
         kept = 0 if storage.is_exact else nbytes
         if kept:
             storage.exact = weakref.ref(exact)
+        if storage.has_codes:
+            self._spare_codes(x, storage, exact)
         if plain or kept:
             for tally in tallies:
                 tally.raw_bytes += plain
                 tally.kept_bytes += kept
         return exact
+
+    def _spare_codes(self, x: Tensor, storage: Storage, exact: Exact) -> None:
+        """What is kept as it is has no use for codes that were made of it before."""
+        payload = storage.payload(values_of(x, Arrangement.of(x)))
+        if payload is not None and payload.exact is None:
+            payload.exact = Original(exact)
+
+    def _keep_probabilities(self, outputs: Any) -> None:
+        """Keep what a model returns as it is where softmax or sigmoid made it. A loss takes the logarithm, perhaps; its
+        gradient is one over the probability, of which there is nothing to find in the codes of small ones.
+        """
+        for output in torch.utils._pytree.tree_leaves(outputs):
+            if type(output) is not Tensor or output.grad_fn is None or not is_strided(output):
+                continue
+            x = base_of(output)
+            operator = None if x.grad_fn is None else _PROBABILITIES.get(x.grad_fn.name())
+            storage = self.storages.of(x)
+            if operator is not None and storage.has_codes and not storage.is_exact:
+                exact = Exact(x, (operator, ""))
+                self._spare_codes(x, storage, exact)
+                storage.exact = weakref.ref(exact)
+                self.saved.add(operator, "", 0, x.untyped_storage().nbytes())
 
     def _source(
         self,
@@ -452,6 +478,8 @@ class Recorder:
         return found
 
 
+#: Autograd nodes that make probabilities, and their operators.
+_PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "other"}
 #: Cuts that are remembered.
 _CUTS = 1 << 14
 

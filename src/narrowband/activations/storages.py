@@ -70,6 +70,11 @@ class Storage:
         """Whether all of it is kept as it is."""
         return self.exact is not None and self.exact() is not None
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether codes were made of something in it."""
+        return self._payloads is not None
+
     def payload(self, values: tuple[Any, ...]) -> Payload | None:
         """The codes of these values, as long as anyone keeps them."""
         found = None if self._payloads is None else self._payloads.get(values)
@@ -143,13 +148,15 @@ def is_strided(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether codes can be made of the tensor: strided, of a dtype that kernels take, and no number alone."""
+    """Whether codes can be made of the tensor: strided, with elements, of a dtype that kernels take, and no number
+    alone.
+    """
     return is_strided(x) and has_codes(x)
 
 
 def has_codes(x: Tensor) -> bool:
     """The same of one that is strided."""
-    return x.dtype in _FLOATING and x.dim() > 0 and not x.is_neg() and not x.is_inference()
+    return x.dtype in _FLOATING and x.dim() > 0 and not x.is_meta and not x.is_neg() and not x.is_inference()
 
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
