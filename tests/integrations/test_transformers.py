@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,7 @@ class OfRank(torch.utils.data.IterableDataset):
             yield {"x": x, "y": y}
 
 
-def trainer_of(rank, folder, steps, dies=False):
+def trainer_of(rank, folder, steps, dies=False, **more):
     """A Trainer that saves and evaluates in the middle."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
@@ -91,6 +93,7 @@ def trainer_of(rank, folder, steps, dies=False):
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
+        **more,
     )
     model = WithLoss()
     optimizer = sgd(model, momentum=0.9)
@@ -99,11 +102,13 @@ def trainer_of(rank, folder, steps, dies=False):
     return OwnData(model, arguments, eval_dataset=OfRank(rank), optimizers=(optimizer, rates))
 
 
-def train(rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True, dies=False):
+def train(
+    rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True, dies=False, **more
+):
     from narrowband.integrations.transformers import compress_gradients
 
     with launched(rank, world_size):
-        trainer = trainer_of(rank, folder, steps, dies)
+        trainer = trainer_of(rank, folder, steps, dies, **more)
         compression = compress_gradients(trainer, spec, strict=strict, **OPTIONS)
         for callback in callbacks:
             trainer.add_callback(callback(trainer))
@@ -145,6 +150,77 @@ def resumed(rank, world_size, folder):
 @pytest.mark.thorough
 def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
     check_killed_and_resumed(killed, resumed, tmp_path)
+
+
+def terminated(event, step):
+    """A callback that gets SIGTERM at an event, and waits until the Trainer knows."""
+    from transformers import TrainerCallback
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    class Terminated(TrainerCallback):
+        def __init__(self, trainer):
+            (saves,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+            saves.jit_manager.kill_wait = 0
+
+    def on_event(self, args, state, control, **kwargs):
+        if state.global_step == step:
+            signal.raise_signal(signal.SIGTERM)
+            for thread in threading.enumerate():
+                if isinstance(thread, threading.Timer):
+                    thread.join()
+
+    setattr(Terminated, event, on_event)
+    return Terminated
+
+
+def terminated_and_resumed(rank, world_size, folder, events):
+    event, step = events[rank]
+    stops = {"callbacks": [terminated(event, step)], "enable_jit_checkpoint": True, "save_strategy": "no"}
+    stopped = train(rank, world_size, folder, steps=2 * STEPS, **stops)
+    dist.barrier()
+    saved = sorted(str(path.relative_to(folder)) for path in Path(folder).glob("checkpoint-*/narrowband*"))
+    steps = torch.load(f"{folder}/{saved[rank]}")["step"]
+    whole = stopped["steps"] == STEPS
+    return (
+        stopped["steps"],
+        saved,
+        steps,
+        direct(rank),
+        stopped if whole else train(rank, world_size, folder, resume=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ((("on_step_begin", 2), ("on_optimizer_step", 2)), 3),  # in the middle of a step, and when it ends
+        ((("on_step_begin", 2), ("on_step_end", 2)), 3),  # in the middle of it, and when it begins
+        ((("on_step_end", STEPS), ("on_step_end", STEPS)), STEPS),  # when an epoch ends
+    ],
+)
+def test_what_is_saved_on_sigterm_resumes_to_the_bit_wherever_in_a_step_each_rank_learns_of_it(events, step, tmp_path):
+    for stopped, saved, steps, by_hand, after in on_two_ranks(terminated_and_resumed, str(tmp_path), events):
+        assert stopped == steps == step
+        assert saved == [f"checkpoint-{step}/narrowband-rank{rank}-of-2.pt" for rank in range(2)]
+        assert agree(by_hand, after, but=("losses", "bytes")) == []
+        assert after["losses"] == by_hand["losses"][-len(after["losses"]) :]
+
+
+def without_a_known_way(rank, world_size, folder):
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    from narrowband.integrations.transformers import compress_gradients
+
+    with launched(rank, world_size):
+        trainer = trainer_of(rank, folder, STEPS, enable_jit_checkpoint=True)
+        trainer.pop_callback(JITCheckpointCallback)
+        return refusal(lambda: compress_gradients(trainer, SPEC))
+
+
+def test_a_trainer_that_saves_on_sigterm_in_a_way_that_is_not_known_is_refused(tmp_path):
+    for kind, text in on_two_ranks(without_a_known_way, str(tmp_path)):
+        assert kind == "UnsupportedError"
+        assert "so residuals would be lost: set it to False" in text
 
 
 def refused(rank, world_size, folder):

@@ -3,6 +3,11 @@
 The Trainer wraps the model when ``train()`` is called, and no argument reaches that place. A callback is told when the
 model is wrapped and nothing has been trained, but not where it is, nor which checkpoint the run resumes from. So
 :func:`compress_gradients` is given the Trainer, and listens to its ``train``.
+
+A checkpoint that SIGTERM asks for (``enable_jit_checkpoint``) the Trainer writes as soon as it learns of that, and
+tells no callback. Mostly this is between backward and the optimizer's step, where residuals are those after the step
+and parameters those before it. And ranks that learn of it at different places wait for each other in vain. So here it
+is written when the step ends, and training stops then.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.nn.parallel import DistributedDataParallel
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
@@ -59,6 +66,7 @@ def compress_gradients(
 
     Raises:
         RuntimeError: training has begun.
+        UnsupportedError: ``enable_jit_checkpoint`` in a version of Transformers that does it in another way.
 
     Example:
         >>> compression = compress_gradients(trainer, "topk:density=0.01+ef")
@@ -68,6 +76,8 @@ def compress_gradients(
     if trainer.is_in_train:
         raise RuntimeError("this Trainer has begun to train: call compress_gradients before trainer.train()")
     callback = CompressGradients(trainer, spec, strict, options)
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        callback.save_on_sigterm()
     trainer.add_callback(callback)
     train = trainer.train
 
@@ -95,6 +105,7 @@ class CompressGradients(TrainerCallback):
         self._trainer, self._spec, self._strict, self._options = trainer, spec, strict, options
         self._ddp: DistributedDataParallel | None = None
         self._handle: GradientCompression | None = None
+        self._asked: Callable[[], None] | None = None  # what writes the checkpoint that SIGTERM has asked for
         #: The folder that this call of ``train`` goes on from.
         self.resume_from: str | bool | None = None
 
@@ -108,6 +119,30 @@ class CompressGradients(TrainerCallback):
         if self._handle is None:
             raise RuntimeError("there is no handle before trainer.train() has wrapped the model")
         return self._handle
+
+    def save_on_sigterm(self) -> None:
+        """Let the Trainer write a checkpoint that SIGTERM asks for when a step ends, and add this rank's state.
+
+        Raises:
+            UnsupportedError: it cannot be told to.
+        """
+        managers = [getattr(each, "jit_manager", None) for each in self._trainer.callback_handler.callbacks]
+        manager = next((each for each in managers if hasattr(each, "execute_jit_checkpoint")), None)
+        if manager is None:
+            raise UnsupportedError(
+                "enable_jit_checkpoint=True, and this Trainer has no callback that saves on SIGTERM in a way that is "
+                "known here, so residuals would be lost: set it to False"
+            )
+
+        save = manager.execute_jit_checkpoint
+
+        def later() -> None:
+            manager.is_checkpoint_requested = False
+            # whoever calls this has set it, and it would end a step with this batch, whatever others of it are to come
+            self._trainer.control.should_training_stop = False
+            self._asked = save
+
+        manager.execute_jit_checkpoint = later
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -148,6 +183,20 @@ class CompressGradients(TrainerCallback):
         """
         if self._handle is None:
             raise RuntimeError("this callback was added when training had begun: use compress_gradients(trainer, …)")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the checkpoint that SIGTERM has asked for, if it has."""
+        save, self._asked = self._asked, None
+        if save is not None:
+            control.should_training_stop, control.should_save = True, False
+            save()
+            self.on_save(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The same, where SIGTERM came after an epoch's last step."""
+        self.on_step_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write this rank's state into the checkpoint's folder, where the Trainer has put its own."""
