@@ -73,7 +73,7 @@ def outcome(model, losses, handle):
         "parameters": flat(model),
         "bytes": handle.stats().total.sent_bytes,
         "steps": handle.step,
-        "residuals": torch.cat([each.flatten() for each in residuals(handle).values()]),
+        "residuals": None if handle.removed else torch.cat([each.flatten() for each in residuals(handle).values()]),
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.training import loss_of, mlp, refusal, sgd
+from tests.gradients.training import heard, loss_of, mlp, refusal, sgd
 from tests.integrations.direct import (
     ACCUMULATE,
     CLIP,
@@ -152,6 +152,41 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
             assert without[0] == "ValueError"
             assert "has no state of compression; strict=False begins with empty residuals" in without[1]
         assert (step, compressed) == (ACCUMULATE, 0)
+
+
+def removed(rank, world_size, folder):
+    from narrowband.integrations.accelerate import compress_gradients
+
+    run = Run(rank, world_size)
+    run.train(range(1))
+    run.accelerator.save_state(folder)
+    run.handle.remove()
+    ended = run.train(range(1, 2))
+    run.accelerator.save_state(folder)  # the same one
+    dist.barrier()
+    left = sorted(path.name for path in Path(folder).glob("narrowband*"))
+    run.accelerator.load_state(folder)
+    strict = refusal(lambda: Run(rank, world_size, loads=folder))
+    Run(rank, world_size, strict=False, loads=folder)
+
+    again = Run(rank, world_size)
+    again.handle.remove()
+    handle = compress_gradients(again.accelerator, again.model, SPEC, **OPTIONS)
+    loss_of(again.model, 0, rank).backward()
+    with heard() as messages:
+        again.accelerator.save_state(f"{folder}/again")
+        handle.pause()
+        again.accelerator.load_state(f"{folder}/again")
+    return ended["steps"], left, strict, (handle.step, handle.paused, messages)
+
+
+def test_after_the_end_of_compression_save_state_and_load_state_work_as_without_it(tmp_path):
+    for steps, left, strict, again in on_two_ranks(removed, str(tmp_path)):
+        assert steps == 1
+        assert left == []
+        assert strict[0] == "ValueError"
+        assert "has no state of compression; strict=False begins with empty residuals" in strict[1]
+        assert again == (1, False, [])  # nothing is said of the handle before it
 
 
 def test_the_example_learns_and_sends_less(tmp_path):

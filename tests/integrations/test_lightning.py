@@ -254,6 +254,46 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
         assert steps == STEPS // 2
 
 
+def removed(rank, world_size, folder):
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Callback
+
+    from narrowband.integrations.lightning import CompressGradients, Stateful, compress_gradients
+
+    class Removes(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                next(each for each in trainer.callbacks if isinstance(each, CompressGradients)).handle.remove()
+
+    ended = fit(rank, world_size, folder, callbacks=[Removes()])
+    dist.barrier()
+    last = f"{folder}/epoch=1.ckpt"
+    keys = torch.load(last, weights_only=False).keys()
+    strict = refusal(lambda: fit(rank, world_size, folder, resume=last, max_epochs=3))
+    lenient = fit(rank, world_size, f"{folder}/lenient", resume=last, max_epochs=3, strict=False)
+
+    with launched(rank, world_size):
+        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world_size)
+        fabric.launch()
+        model, _ = fabric.setup(mlp(), sgd(mlp()))
+        handle = compress_gradients(fabric, model, SPEC, **OPTIONS)
+        handle.remove()
+        state = {"model": model, "compression": Stateful(handle)}
+        fabric.save(f"{folder}/state.ckpt", state)
+        fabric.load(f"{folder}/state.ckpt", state)
+        again = Stateful(compress_gradients(fabric, model, SPEC, **OPTIONS))
+        without = refusal(lambda: fabric.load(f"{folder}/state.ckpt", {"compression": again}, strict=False))
+    return ended["steps"], "narrowband" in keys, strict, lenient["steps"], without
+
+
+def test_after_the_end_of_compression_checkpoints_are_saved_and_loaded_as_without_it(tmp_path):
+    for steps, there, strict, lenient, without in on_two_ranks(removed, str(tmp_path)):
+        assert (steps, there, lenient) == (STEPS // 2, False, STEPS // 2)
+        for kind, text in (strict, without):
+            assert kind == "ValueError"
+            assert "has no state of compression; strict=False begins with empty residuals" in text
+
+
 def test_the_example_learns_and_sends_less(tmp_path):
     words = ("train_lightning.py", "--steps", "20", "--folder", str(tmp_path))
     losses, ratio = learned(on_two_ranks(example, *words)[0])

@@ -13,7 +13,7 @@ import narrowband as nb
 from narrowband.errors import UnsupportedError, need
 from narrowband.integrations import states
 from narrowband.integrations.wrapped import check_clipping, ddp_in
-from tests.gradients.training import mlp, refusal, residuals, train, wrap
+from tests.gradients.training import heard, mlp, refusal, residuals, train, wrap
 from tests.integrations.direct import OPTIONS, SPEC
 from tests.ranks import run_ranks
 
@@ -91,6 +91,32 @@ def test_a_checkpoint_without_states_or_without_that_of_one_rank_is_refused_on_a
         for kind, text in one:
             assert kind == "ValueError"
             assert "no state of compression for rank 1, but for others" in text
+
+
+def saved_when_removed(rank, world_size, folder):
+    """What is saved and loaded after the end of compression, and what a later handle makes of that."""
+    model = wrap(mlp())
+    handle = handle_of(model)
+    train(model, rank, range(1))
+    gathered = states.gather(handle)
+    states.write(handle, folder)
+    handle.remove()
+    with heard() as messages:
+        states.load(handle, gathered[0] if gathered else [], folder, strict=True)
+        saved = states.write(handle, folder), states.gather(handle)
+    dist.barrier()
+    left = sorted(path.name for path in Path(folder).iterdir())
+    later = handle_of(model)
+    return messages, saved, left, refusal(lambda: states.load(later, states.read(folder), "here", strict=True))
+
+
+def test_a_handle_that_was_removed_puts_nothing_into_checkpoints_and_leaves_nothing_old_there(tmp_path):
+    for messages, saved, left, later in run_ranks(saved_when_removed, 2, str(tmp_path)):
+        assert messages == ["compression was removed: checkpoints are saved without a state of it, and none is loaded"]
+        assert saved == (None, [])
+        assert left == []
+        assert later[0] == "ValueError"
+        assert "here has no state of compression; strict=False begins with empty residuals" in later[1]
 
 
 def found_and_clipped(rank, world_size):

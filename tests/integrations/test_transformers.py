@@ -223,6 +223,36 @@ def test_a_trainer_that_saves_on_sigterm_in_a_way_that_is_not_known_is_refused(t
         assert "so residuals would be lost: set it to False" in text
 
 
+def removed(rank, world_size, folder):
+    from transformers import TrainerCallback
+
+    from narrowband.integrations.transformers import CompressGradients
+
+    class Removes(TrainerCallback):
+        def __init__(self, trainer):
+            self.callbacks = trainer.callback_handler.callbacks
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                next(each for each in self.callbacks if isinstance(each, CompressGradients)).handle.remove()
+
+    ended = train(rank, world_size, folder, steps=STEPS // 2, callbacks=[Removes])
+    dist.barrier()
+    saved = sorted(path.name for path in Path(folder, "checkpoint-2").iterdir())
+    strict = refusal(lambda: train(rank, world_size, folder, resume=True))
+    lenient = train(rank, world_size, folder, resume=True, strict=False)
+    return ended["steps"], saved, strict, lenient["steps"]
+
+
+def test_after_the_end_of_compression_checkpoints_are_saved_as_without_it(tmp_path):
+    for steps, saved, strict, lenient in on_two_ranks(removed, str(tmp_path)):
+        assert (steps, lenient) == (1, STEPS // 2)
+        assert "optimizer.pt" in saved
+        assert not [name for name in saved if name.startswith("narrowband")]
+        assert strict[0] == "ValueError"
+        assert "has no state of compression; strict=False begins with empty residuals" in strict[1]
+
+
 def refused(rank, world_size, folder):
     from transformers import TrainerCallback
 

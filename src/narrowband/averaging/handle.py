@@ -144,6 +144,11 @@ class Handle(Averaging):
         """Whether steps are averaged uncompressed, see :meth:`pause`."""
         return self._paused
 
+    @property
+    def removed(self) -> bool:
+        """Whether compression has ended, see :meth:`remove`."""
+        return self._removed
+
     def pause(self) -> None:
         """Average uncompressed from the next step on; the residuals stay until :meth:`resume`. Call on all
         ranks.

@@ -26,6 +26,8 @@ from accelerate import Accelerator  # not before its version is known to do
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.hooks import RemovableHandle
 
     from narrowband.adapt import Plan, Policy
     from narrowband.codecs import Codec
@@ -90,11 +92,16 @@ def compress_gradients(
     def restore(models: list[nn.Module], folder: str) -> None:
         load(handle, read(folder, name(models)), folder, strict=strict)
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(restore)
+    for hook in _hooks.pop(ddp, ()):  # of a handle that was removed
+        hook.remove()
+    _hooks[ddp] = (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(restore))
     if loaded is not None:
         restore([found for each in loaded.models if (found := each()) is not None], loaded.folder)
     return handle
+
+
+#: A removed handle keeps them until the next one: they take away what an earlier save left in the same folder.
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
 
 
 # ---- what was loaded before ------------------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ class Stateful:
 
     Args:
         handle: whose.
-        strict: whether to load is an error where the checkpoint is of another number of ranks. Otherwise residuals are
-            shared out.
+        strict: whether to load is an error where the checkpoint has no state of compression, since the handle had been
+            removed, or that of another number of ranks. Otherwise residuals begin empty, or are shared out.
     """
 
     def __init__(self, handle: GradientCompression, *, strict: bool = True) -> None:
@@ -164,7 +164,7 @@ class Stateful:
         """Go on from them. Call on all ranks, as ``fabric.load`` does.
 
         Raises:
-            ValueError: they are of another number of ranks.
+            ValueError: there are none, or those of another number of ranks.
         """
         found = _mine(state["states"], dist.get_rank(), dist.get_world_size())
         load(self._handle, found, "the checkpoint", strict=self._strict)

@@ -4,6 +4,9 @@ Each rank has residuals of its own, and trainers let rank 0 write what they save
 rank puts a file of its own into it (:func:`write`). Where it is one file, rank 0 is sent what the others have
 (:func:`gather`). Either way ranks tell each other what they have found before any of them loads it (:func:`load`): one
 that found nothing would leave the others waiting.
+
+A handle that was removed has no state, and its trainer goes on with its own checkpoints: nothing is put into them for
+it, and nothing is loaded from them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,21 +37,28 @@ State = Mapping[str, Any]
 # ---- a checkpoint that is a folder -----------------------------------------------------------------------------------
 
 
-def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str = "narrowband") -> Path:
+def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str = "narrowband") -> Path | None:
     """Write this rank's state into a folder: ``narrowband-rank0-of-2.pt``. Call on all ranks, between steps.
 
     The file is there as a whole, or not at all. Those of another number of ranks, which a former run left in the same
-    folder, are taken away.
+    folder, are taken away; and if the handle was removed, that of this rank, too.
+
+    Returns:
+        The file; None if the handle was removed.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     folder = Path(folder)
     path = folder / f"{name}-rank{rank}-of-{size}.pt"
-    with whole(path) as file:
-        torch.save(handle.state_dict(), file)
+    has_state = _has_state(handle)
+    if has_state:
+        with whole(path) as file:
+            torch.save(handle.state_dict(), file)
+    else:
+        path.unlink(missing_ok=True)
     for other in folder.glob(f"{name}-rank*-of-*.pt"):
         if not other.stem.endswith(f"-of-{size}"):
             other.unlink(missing_ok=True)
-    return path
+    return path if has_state else None
 
 
 def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | list[State]:
@@ -68,8 +79,11 @@ def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | li
 def gather(handle: GradientCompression) -> list[State]:
     """The states of all ranks, in the order of ranks, on the first one; an empty list on the others. Call on all ranks.
 
-    They come one after the other, so that no device has to hold more than one of them beside its own.
+    They come one after the other, so that no device has to hold more than one of them beside its own. If the handle was
+    removed, there are none.
     """
+    if not _has_state(handle):
+        return []
     stream = io.BytesIO()
     torch.save(handle.state_dict(), stream)
     written: list[Any] = [stream.getvalue()]
@@ -90,6 +104,7 @@ def load(handle: GradientCompression, found: State | Sequence[State], where: str
     """Go on from what this rank has found in a checkpoint. Call on all ranks.
 
     Args:
+        handle: that goes on. If it was removed, nothing is loaded.
         found: its own state; those of all ranks there were, if these were others than now; or nothing.
         where: the checkpoint, for messages.
         strict: whether every rank needs a state of its own. Otherwise residuals of another number of ranks are shared
@@ -98,6 +113,8 @@ def load(handle: GradientCompression, found: State | Sequence[State], where: str
     Raises:
         ValueError: no state, or those of another number of ranks; on all ranks.
     """
+    if not _has_state(handle):
+        return
     of_all: list[Any] = [None] * handle.size
     dist.all_gather_object(of_all, -1 if isinstance(found, Mapping) else len(found), group=handle.process_group)
     if set(of_all) == {-1}:
@@ -116,6 +133,17 @@ def load(handle: GradientCompression, found: State | Sequence[State], where: str
     log.warning("%s has %s: this run %s", where, what, then)
     if found:
         handle.load_state_dict(found)
+
+
+_told: weakref.WeakSet[GradientCompression] = weakref.WeakSet()
+
+
+def _has_state(handle: GradientCompression) -> bool:
+    """Whether a handle has a state to save and to load. If it was removed, that is logged, once."""
+    if handle.removed and handle not in _told:
+        _told.add(handle)
+        log.warning("compression was removed: checkpoints are saved without a state of it, and none is loaded")
+    return not handle.removed
 
 
 def _read(written: Path | io.BytesIO) -> State:
