@@ -583,6 +583,47 @@ def test_where_one_of_two_optimizers_skips_the_other_one_steps():
     assert torch.equal(mine, same)
 
 
+def sharing(rank, world_size):
+    """Two models share a scaler, which updates for each. One steps every time, and the other once in three times; of
+    each, replica 1 leaves one step out: its scaler does, and the loop, which has seen the gradients.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    models = often, seldom = mlp(), mlp()
+    optimizers = [adamw(model) for model in models]
+    handles = [
+        nb.compress_updates(model, optimizer, "none", every=2, min_numel=64, grad_scaler=scaler)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    seen = []
+    for step in range(12):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if model is often or step % 3 == 2:
+                optimizer.zero_grad()
+                broken = rank == 1 and step == (4 if model is often else 5)
+                scaler.scale(loss_of(model, step, rank) * (float("inf") if broken else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                if model is often or not broken:
+                    scaler.step(optimizer)
+                scaler.update()
+        seen.append([(handle.step, handle.steps) for handle in handles])
+    found = seen, flat(often), flat(seldom)
+    for handle in reversed(handles):
+        handle.remove()
+    return *found, "update" in vars(scaler)
+
+
+def test_a_scaler_that_models_share_counts_the_steps_of_each_for_itself():
+    results = run_ranks(sharing, 2)
+    for seen, often, seldom, watched in results:
+        for step, counts in enumerate(seen):
+            assert counts == [divmod(steps, 2) for steps in (step + 1, (step + 1) // 3)]
+        assert torch.equal(often, results[0][1])
+        assert torch.equal(seldom, results[0][2])
+        assert often.isfinite().all()
+        assert seldom.isfinite().all()
+        assert not watched
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -147,7 +147,7 @@ class UpdateCompression(Handle):
         self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
         self._stepped = False
-        self._unwatch = watch(rounds.grad_scaler, self._after_update)
+        self._unwatch = watch(rounds.grad_scaler, optimizers[-1], self._after_update)
         taken.update(optimizers)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ class UpdateCompression(Handle):
                         fragment.put_in_place(tensors[name], residual)
                         state.add_residual(name, residual.mul_(self._scaled_by))
 
-    def _after_update(self) -> None:
-        if not self._stepped:
+    def _after_update(self, asked: bool) -> None:
+        if asked and not self._stepped:
             self._before_step()
             self._after_step()
         self._stepped = False

@@ -103,7 +103,8 @@ def compress_updates(
             that hold the same part of each: of a mesh of replicas × shards, ``mesh["replicas"].get_group()``.
         grad_scaler: the scaler that may skip the optimizer's step, as replicas do at different times. A step that was
             skipped counts then, when ``grad_scaler.update()`` is called, so that all come to the round together. For
-            optimizers that skip by themselves (``fused=True``) nothing changes.
+            optimizers that skip by themselves (``fused=True``) nothing changes. Several models may share a scaler: an
+            update before which it was not asked to step this optimizer counts nothing.
         peers: where replicas meet that come and go (:class:`~narrowband.Rendezvous`), in place of a process group.
             ``torch.distributed`` has to be left alone then: the handle makes and ends its default group. Returns when
             this replica has been in a round, with the others' parameters.

@@ -84,26 +84,32 @@ def _plain(value: Any) -> str:
     return repr(value)
 
 
-def watch(grad_scaler: torch.amp.GradScaler | None, after: Callable[[], None]) -> Callable[[], None]:
+def watch(
+    grad_scaler: torch.amp.GradScaler | None, optimizer: Optimizer, after: Callable[[bool], None]
+) -> Callable[[], None]:
     """Call a function after each of a scaler's updates, so that steps which it skips are counted, too.
 
     Args:
         grad_scaler: this one; without it nothing is called.
-        after: a bound method. Its object is not kept alive by the scaler.
+        optimizer: whose steps these are. The scaler may serve others, and updates for them, too.
+        after: a bound method, which is told whether the scaler was asked to step the optimizer since its last update,
+            or to unscale its gradients. Its object is not kept alive by the scaler, nor is the optimizer.
 
     Returns:
         What ends it. The scaler is then as it was, unless somebody else has come to watch it.
     """
     if grad_scaler is None:
         return lambda: None
-    method, update = weakref.WeakMethod(after), grad_scaler.update
+    method, stepped, update = weakref.WeakMethod(after), weakref.ref(optimizer), grad_scaler.update
     watched_before, ended = "update" in vars(grad_scaler), False
 
     @functools.wraps(update)
     def updated(*given: Any, **options: Any) -> None:
+        # The update forgets it, and there is no public name for it.
+        asked = grad_scaler.is_enabled() and id(stepped()) in grad_scaler._per_optimizer_states  # noqa: SLF001
         update(*given, **options)
         if not ended and (own := method()) is not None:
-            own()
+            own(asked)
 
     def end() -> None:
         nonlocal ended
