@@ -98,6 +98,30 @@ def test_each_rank_sends_its_shard_alone(spec, options, fsdp):
         assert residual == pytest.approx(whole_residual / 2, rel=0.15)  # factors have columns, too
 
 
+def empty_shards(rank, world_size):
+    """A model of a single row, of which one of a replica's two ranks has nothing."""
+    mesh = mesh_of(2, 2)
+    model = fully_shard(nn.Sequential(nn.Linear(24, 1)), mesh=mesh["ranks"])
+    numel = sum(p.to_local().numel() for p in model.parameters())
+    optimizer = adamw(model)
+    group = mesh["replicas"].get_group()
+    handle = nb.compress_updates(model, optimizer, "none", every=EVERY, outer="auto", process_group=group)
+    begun = whole(model)
+    train(model, rank, range(2 * EVERY), optimizer)
+    return numel, handle.step, handle.length, begun, whole(model)
+
+
+def test_a_rank_whose_shards_are_empty_has_nothing_to_measure():
+    results = run_ranks(empty_shards, 4)
+    assert [numel for numel, *_ in results] == [25, 0, 25, 0]
+    assert [length for _, _, length, *_ in results] == [results[0][2], 1.0, results[0][2], 1.0]
+    assert 1.0 <= results[0][2] <= math.sqrt(2)
+    for _, rounds, _, begun, end in results:
+        assert rounds == 2
+        assert torch.equal(end, results[0][4])
+        assert not torch.equal(end, begun)
+
+
 def with_a_nan(rank, world_size):
     mesh = mesh_of(2, 2)
     model = replica_of("fsdp", mesh)

@@ -62,7 +62,8 @@ class MeasuredLength:
             begins = torch.tensor([begin for begin, _ in part], dtype=torch.int64, device="cpu")
             numels = torch.tensor([numel for _, numel in part], dtype=torch.int64, device="cpu")
             own = int(numels.sum())
-            place = torch.randint(max(1, own), (-(-SAMPLE * own // total),), generator=generator, device="cpu")
+            numel = -(-SAMPLE * own // max(1, total))  # a rank's shards may all be empty
+            place = torch.randint(max(1, own), (numel,), generator=generator, device="cpu")
             ends = numels.cumsum(0)
             which = torch.searchsorted(ends, place, right=True)
             self._at.append((begins[which] + place - (ends - numels)[which]).to(device))
