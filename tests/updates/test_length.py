@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -12,6 +13,7 @@ import narrowband as nb
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.updates.length import EVERY, FIRST, SAMPLE, MeasuredLength
 from tests.ranks import run_ranks
+from tests.updates.test_elastic import store  # noqa: F401 - a fixture
 
 SIDE = 128
 
@@ -72,8 +74,73 @@ def test_a_round_that_lacks_a_part_is_not_measured():
 
 def test_it_is_measured_at_first_and_then_now_and_then():
     length = MeasuredLength([[(0, 1000)]], 0, torch.device("cpu"))
-    due = [step for step in range(50) if length.begins()]
+    due = [step for step in range(50) if length.begins(3)]
     assert due == [*range(FIRST), *range(FIRST, 50, EVERY)]
+
+
+def noisy(rank, rounds, optimizer, handle):
+    """Lengths of rounds in which updates have nothing in common, and how far each goes: 1 is as far as a replica."""
+    model = optimizer.param_groups[0]["params"][0]
+    seen = []
+    for step in range(rounds):
+        model.grad = -updates_of(rank, math.inf, step)
+        before = model.detach().clone()
+        optimizer.step()
+        seen.append((handle.length, float((model.detach() - before).norm()) / SIDE))
+    return seen
+
+
+def begun(states=None, **options):
+    model = Part()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = nb.compress_updates(model, optimizer, "none", outer="auto", **options)
+    if states is not None:
+        model.load_state_dict(states[0][0])
+        handle.load_state_dict([state for _, state in states])
+    return model, optimizer, handle
+
+
+def saved(rank, world_size):
+    model, optimizer, handle = begun()
+    seen = noisy(rank, FIRST + 1, optimizer, handle)
+    return seen[-1][0], copy.deepcopy((model.state_dict(), handle.state_dict()))
+
+
+def gone_on(rank, world_size, states):
+    _, optimizer, handle = begun(states)
+    return noisy(rank, 3, optimizer, handle)
+
+
+@pytest.mark.parametrize("of_before", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_another_number_of_replicas_measures_anew(ranks, of_before):
+    """Nothing but noise, so that each round goes as far as a replica does, however many there were before."""
+    length, states = zip(*run_ranks(saved, 3), strict=True)
+    assert length[0] == pytest.approx(math.sqrt(3), rel=0.08)
+    for _, state in states if of_before else ():
+        del state["updates"]["length"][0]["size"]
+    for seen in run_ranks(gone_on, ranks, list(states)):
+        for length, moved in seen:
+            assert length <= math.sqrt(ranks)
+            assert length == pytest.approx(math.sqrt(ranks), rel=0.08)
+            assert moved == pytest.approx(1.0, rel=0.08)
+
+
+def left_alone(rank, world_size, address):
+    peers = nb.Rendezvous(address, least=1, begin_with=world_size, grace_s=300.0, exchange_s=20.0, name=str(rank))
+    _, optimizer, handle = begun(peers=peers)
+    together = noisy(rank, FIRST + 1, optimizer, handle)
+    alone = noisy(rank, 2, optimizer, handle) if rank == 0 else []
+    left = len(handle.peers)
+    handle.remove()
+    return together[-1], alone, left
+
+
+def test_a_peer_whose_others_have_left_goes_as_far_as_it_goes(store):  # noqa: F811
+    (together, alone, left), *_ = run_ranks(left_alone, 3, store, group=False)
+    assert left == 1
+    assert together == pytest.approx((math.sqrt(3), 1.0), rel=0.08)
+    assert alone == [(1.0, pytest.approx(1.0, rel=0.08))] * 2
 
 
 def test_the_sample_is_of_parameters_alone_and_as_large_as_it_says():

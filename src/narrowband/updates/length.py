@@ -11,7 +11,8 @@ That factor can be measured, and the mean is made longer by it::
 
 The norms are those of a sample of the elements, the same on all replicas, whose mean they find by an all-reduce of a
 few kilobytes; both squares are averaged over rounds. Compression plays no part in it: the sample is of updates as they
-were, before a codec and its residual.
+were, before a codec and its residual. How long a mean is depends on N, so a round among another number of replicas
+measures anew.
 
 The step of plain SGD is proportional to the gradient, so its mean is as long as it should be: length 1.
 """
@@ -50,8 +51,8 @@ class MeasuredLength:
         device: where the tensors are.
 
     Attributes:
-        value: the length for the next round; 1 before the first.
-        rounds: how many have begun.
+        value: the length for this round and the next; 1 before the first.
+        rounds: how many have begun among as many replicas.
     """
 
     def __init__(self, parts: Sequence[Sequence[tuple[int, int]]], seed: int, device: torch.device) -> None:
@@ -69,11 +70,16 @@ class MeasuredLength:
             self._at.append((begins[which] + place - (ends - numels)[which]).to(device))
         self._own = 0.0
         self._mean = 0.0
+        self._size = 0  # of no measurement yet
         self.value = 1.0
         self.rounds = 0
 
-    def begins(self) -> bool:
-        """A round begins: whether it is measured in this one."""
+    def begins(self, size: int) -> bool:
+        """A round begins among so many replicas: whether it is measured in this one."""
+        if size != self._size:
+            self._own = self._mean = 0.0
+            self._size, self.rounds = size, 0
+            self.value = min(self.value, math.sqrt(size))
         due = self.rounds < FIRST or self.rounds % EVERY == 0
         self.rounds += 1
         return due
@@ -108,9 +114,9 @@ class MeasuredLength:
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs to go on with the same lengths."""
-        return {"own": self._own, "mean": self._mean, "value": self.value, "rounds": self.rounds}
+        return {"own": self._own, "mean": self._mean, "value": self.value, "rounds": self.rounds, "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         self._own, self._mean, self.value = state["own"], state["mean"], state["value"]
-        self.rounds = int(state["rounds"])
+        self.rounds, self._size = int(state["rounds"]), int(state.get("size", 0))  # earlier states do not say it

@@ -371,11 +371,10 @@ class UpdateCompression(Handle):
         groups = [group for fragment in fragments for group in fragment.groups]
         return [self.feed(group.update, group.names, last=group is groups[-1]) for group in groups]
 
-    @staticmethod
-    def _sample(fragment: Fragment, share: float) -> Tensor | None:
+    def _sample(self, fragment: Fragment, share: float) -> Tensor | None:
         """What the length of a fragment's update is measured by, if it is in this round."""
         length = fragment.length
-        if isinstance(length, MeasuredLength) and length.begins():
+        if isinstance(length, MeasuredLength) and length.begins(self.size):
             return length.sample(fragment.updates, share=share)
         return None
 
