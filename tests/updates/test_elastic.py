@@ -51,6 +51,7 @@ def join(
     every=2,
     outer=1.0,
     weigh="steps",
+    buffers="average",
     **rules,
 ):
     """A peer: its model, optimizer and handle. In views, peers are in the order of their ranks here."""
@@ -58,11 +59,8 @@ def join(
     optimizer = optimizer(model)
     rules = {"least": 1, "grace_s": LONG_S, "exchange_s": 20.0, "name": str(rank), **rules}
     peers = nb.Rendezvous(address, **rules)
-    return (
-        model,
-        optimizer,
-        nb.compress_updates(model, optimizer, spec, every=every, outer=outer, min_numel=64, peers=peers, weigh=weigh),
-    )
+    options = {"every": every, "outer": outer, "min_numel": 64, "weigh": weigh, "buffers": buffers}
+    return model, optimizer, nb.compress_updates(model, optimizer, spec, peers=peers, **options)
 
 
 def left_over(fn, ranks, *args, lost=1):
@@ -292,6 +290,36 @@ def train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, sid
     return seen
 
 
+def keeping(rank, world_size, address, buffers):
+    """Peer 2 comes when the others have changed their own buffers: what it has then, and what all have at the end."""
+    side = nb.Rendezvous(address).connect()
+    if rank == 2:
+        side.wait(["going"])
+    model = mlp()
+    model.register_buffer("own", torch.full((2,), math.inf if buffers == "average" else 0.0))
+    model.register_buffer("number", torch.tensor(0))
+    model, optimizer, handle = join(address, rank, model=model, begin_with=2, buffers=buffers)
+    begun = model.own.tolist(), model.number.item()
+    if rank < 2:
+        model.own += 10.0 * rank + 1.0
+        model.own.clamp_(max=10.0 * rank + 1.0)
+        model.number += rank + 1
+    seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
+    handle.remove()
+    return begun, (model.own.tolist(), model.number.item()), seen
+
+
+@pytest.mark.parametrize("buffers", ["keep", "average"])
+def test_who_comes_gets_all_buffers_and_nobody_else_loses_its_own(store, buffers):
+    """Of those that are averaged, the ones that are not finite at set-up are each peer's own, and whole numbers are."""
+    (_, first, seen), (_, second, _), (begun, third, others) = run_ranks(keeping, 3, store, buffers, group=False)
+    assert first == ([1.0, 1.0], 1)
+    assert second == ([11.0, 11.0], 2)
+    assert begun == third == first
+    assert len(seen.keys() & others.keys()) >= 2
+    assert all(torch.equal(seen[rounds], others[rounds]) for rounds in seen.keys() & others.keys())
+
+
 def corrupted(rank, world_size, address):
     """On peer 2, which comes later, the first transfer of parameters has one bit wrong."""
     side = nb.Rendezvous(address).connect()
@@ -304,7 +332,7 @@ def corrupted(rank, world_size, address):
             transfers.append(1)
             if len(transfers) == 1:
                 with torch.no_grad():
-                    model[0].weight.view(torch.int32)[3, 3] ^= 1
+                    next(model.buffers()).view(torch.int32)[3, 3] ^= 1  # the first of what was sent
 
         rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
     with heard() as messages:
@@ -818,6 +846,7 @@ class Counting(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4))
         self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("number", torch.tensor(0))
 
 
 def late_with_buffers(rank, world_size, address):
@@ -828,6 +857,7 @@ def late_with_buffers(rank, world_size, address):
     )
     side = nb.Rendezvous(address).connect()
     seen = []
+    model.number += rank
     for step in range(3 if rank < 2 else 2):
         if rank == 2 and step == 1:
             side.wait(["two"])
@@ -843,11 +873,13 @@ def late_with_buffers(rank, world_size, address):
         if rank < 2 and step == 1:
             side.set("two", "1")
     handle.remove()
-    return seen
+    return seen, model.number.item()
 
 
 def test_buffers_of_who_is_late_say_nothing_of_where_they_are_now(store):
-    first, second, third = run_ranks(late_with_buffers, 3, store, group=False)
+    results = run_ranks(late_with_buffers, 3, store, group=False)
+    first, second, third = (seen for seen, _ in results)
+    assert [number for _, number in results] == [0, 1, 2]  # these are not averaged
     one = (1.0 + 1.0 - 90.0) / 3
     two, three = one + 1.0, one + 1.0 + 2.0 / 3
     assert [(rounds, peers) for rounds, peers, _ in first] == [(2, 3), (3, 2), (4, 3)]

@@ -70,6 +70,14 @@ class Averaged:
                 )
         return found
 
+    def in_common(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What all replicas have in common right after a round: all parameters, and the buffers that are averaged. And
+        the other buffers, which are each replica's own.
+        """
+        buffers = list(self.model.named_buffers())
+        averaged = [x for name, x in buffers if name in self.buffers]
+        return [*self.model.parameters(), *averaged], [x for name, x in buffers if name not in self.buffers]
+
     def thawed(self) -> list[str]:
         """Names of parameters that require a gradient now, and did not at set-up."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self._was]

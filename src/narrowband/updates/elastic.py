@@ -2,7 +2,8 @@
 
 Peers meet before each round, and agree on who takes part and whether it counts
 (:mod:`narrowband.updates.rendezvous`). A peer that dies, freezes or is late is left out, and the others go on. One that
-is new or returns gets parameters from a peer that has them, to the bit, and takes part in the same round.
+is new or returns gets parameters from a peer that has them, to the bit, and takes part in the same round. Buffers that
+are not averaged are each peer's own: only one that is new gets them.
 
 A round is held on copies. Until all peers have voted, updates and residuals are kept as they were; where the exchange
 broke off, they are put back, and the round is held again among the peers that are left. So nothing of an update is lost
@@ -39,6 +40,7 @@ from torch import nn
 from narrowband.averaging.flat import real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
+from narrowband.collectives import new_group
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
@@ -339,6 +341,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
     def _open(self, view: View) -> dist.ProcessGroup:
         """Connect the peers of a view."""
+        self._view = view
         dist.init_process_group(
             "gloo",
             store=self._meeting.store_of(view),
@@ -351,13 +354,28 @@ class ElasticUpdateCompression(UpdateCompression):
         return group
 
     def _relink(self, view: View, before: Mapping[str, Any]) -> None:
-        """Go on among the peers of a view; those that are behind get what the first has."""
+        """Go on among the peers of a view; those that are behind get what they lack from the first."""
         self._unlink()
         own = {name: before["kinds"][name].moved(values, view.size) for name, values in before["feedback"].items()}
         self._reconnect(self._open(view), before["specs"], own)
         if view.some_are_behind:
-            begin_with_the_first(self._averaged.model, self.process_group)
+            self._begin_with_the_first()
             self._share(view)
+
+    def _begin_with_the_first(self) -> None:
+        """Peers that are behind have what all have in common; those that are new, everything. A collective."""
+        common, own = self._averaged.in_common()
+        begin_with_the_first(_as_module(common), self.process_group)
+        view = self._view
+        if not (own and view.newcomers):
+            return
+        ranks, group = sorted({0, *view.newcomers}), self.process_group
+        if len(ranks) < view.size:
+            assert group is not None
+            mine = ranks if view.rank in ranks else [view.rank]
+            group = new_group(mine, group, timedelta(seconds=self._rules.exchange_s))
+        if view.rank in ranks:
+            begin_with_the_first(_as_module(own), group)
 
     def _unlink(self) -> None:
         if "_engine" in vars(self):
@@ -370,6 +388,8 @@ class ElasticUpdateCompression(UpdateCompression):
     @torch.no_grad()
     def _share(self, view: View) -> None:
         """What a peer that is behind lacks beside parameters and buffers. A collective."""
+        digests = [_digest(tensors) for tensors in self._averaged.in_common()]
+        got = 2 if view.rank in view.newcomers else 1
         sent: list[Any] = [None]
         if view.rank == 0:
             sent = [
@@ -382,12 +402,12 @@ class ElasticUpdateCompression(UpdateCompression):
                     "specs": self.layers.override_texts(),
                     "outer": None if self.outer is None else self.outer.state_dict(),
                     "length": self._measured(),
-                    "digest": self._digest(),
+                    "digests": digests,
                 }
             ]
         dist.broadcast_object_list(sent, src=0)
         first = sent[0]
-        if self._digest() != first["digest"]:
+        if digests[:got] != first["digests"][:got]:
             raise RuntimeError("the parameters that arrived are not those that were sent; they are asked for again")
         if view.behind and view.rank != 0:
             self._step, self._epoch, self._paused, self._seed = (
@@ -398,14 +418,6 @@ class ElasticUpdateCompression(UpdateCompression):
             if self.outer is not None:
                 self.outer.load_state_dict(first["outer"])
             self._load_measured(first["length"])
-
-    def _digest(self) -> str:
-        """Of all parameters and buffers."""
-        digest = hashlib.sha256()
-        for x in (*self._averaged.model.parameters(), *self._averaged.model.buffers()):
-            array: Any = real(x.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy()
-            digest.update(array)
-        return digest.hexdigest()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -466,6 +478,22 @@ class ElasticUpdateCompression(UpdateCompression):
         self._removed = True
         self._unlink()
         self._let_go()
+
+
+def _as_module(tensors: Sequence[Tensor]) -> nn.Module:
+    """Some tensors of a model, themselves, as if they were all of it."""
+    module = nn.Module()
+    for at, x in enumerate(tensors):
+        module.register_buffer(str(at), x)
+    return module
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for x in tensors:
+        array: Any = real(x.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy()
+        digest.update(array)
+    return digest.hexdigest()
 
 
 def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, rounds: Rounds) -> dict[str, str]:

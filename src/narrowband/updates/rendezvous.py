@@ -173,6 +173,11 @@ class View:
         """Whether any peer's are not."""
         return any(entry.round != self.round for entry in self.entries)
 
+    @property
+    def newcomers(self) -> list[int]:
+        """Ranks of those that have not been in a round."""
+        return [rank for rank, entry in enumerate(self.entries) if entry.round < 0]
+
 
 class Meeting:
     """One peer's part of the protocol.

@@ -141,7 +141,7 @@ class UpdateCompression(Handle):
 
         tensors = self._averaged.tensors()
         self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._split(tensors))]
-        begin_with_the_first(model, self.process_group)
+        self._begin_with_the_first()
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
         self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
@@ -175,6 +175,10 @@ class UpdateCompression(Handle):
             "grad_scaler": "none" if rounds.grad_scaler is None else "given",
             **self._stepped_by,
         }
+
+    def _begin_with_the_first(self) -> None:
+        """Replicas have the parameters and buffers of the first. A collective."""
+        begin_with_the_first(self._averaged.model, self.process_group)
 
     def _split(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
         """The names of each fragment. What is no layer travels with the first: it is one message, however little."""
