@@ -290,6 +290,12 @@ def test_what_waits_in_place_is_what_the_replica_learned_however_it_counts(store
                 assert float(rest.abs().max()) > 1e-4
 
 
+def with_plan(spec):
+    """One layer has this, in a model that has ``SPEC``."""
+    layer = nb.adapt.LayerPlan("0.weight", (40, 24), spec, 1.0, None)
+    return nb.Plan((layer,), "", 1, model=SPEC)
+
+
 def refused(rank, world_size):
     model = mlp()
     optimizer = sgd(model)
@@ -300,6 +306,10 @@ def refused(rank, world_size):
     return [
         asked("none", residuals="in-place"),
         asked("powersgd:rank=2", residuals="in-place"),
+        asked("topk:density=0.1+ef-mixed", residuals="in-place"),
+        asked(with_plan("topk:density=0.1+ef-mixed"), residuals="in-place"),
+        asked(with_plan("powersgd:rank=2"), residuals="in-place"),
+        asked(nb.adapt.Accordion(low=SPEC, high="topk:density=0.2+ef-mixed"), residuals="in-place"),
         asked(SPEC, residuals="elsewhere"),
         asked(SPEC, residuals="in-place", every=4, overlap=2),
         asked(SPEC, residuals="in-place", peers=nb.Rendezvous("127.0.0.1:1"), weigh="tokens"),
@@ -308,10 +318,36 @@ def refused(rank, world_size):
 
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
-    words = ["give a spec with .ef", "give a spec with .ef", "'elsewhere' is neither", "overlap=2", "weigh='tokens'"]
+    words = ["give a spec with +ef"] * 2 + ["chooses half of what it sends by the residual"] * 2
+    words += ["'powersgd:rank=2' has none", "ef-mixed of 'topk:density=0.2+ef-mixed' chooses half"]
+    words += ["'elsewhere' is neither", "overlap=2", "weigh='tokens'"]
     for (kind, text), word in zip(errors, words, strict=True):
         assert kind == "ValueError"
-        assert word.replace(".", "+") in text
+        assert word in text
+
+
+def set_later(rank, world_size):
+    model, optimizer, handle = begin()
+    errors = [refusal(lambda spec=spec: handle.set_layers({"0.weight": spec, "3.weight": "topk:density=0.3"}))
+              for spec in ("topk:density=0.2+ef-mixed", "powersgd:rank=2")]  # fmt: skip
+    unchanged = handle.layers.override_texts()
+    handle.set_layers({"0.weight": "topk:density=0.2+ef", "3.weight": "topk:density=0.3"})
+    train(model, rank, range(6), optimizer)
+    _, _, apart = begin(residuals="apart")
+    apart.set_layers({"0.weight": "topk:density=0.2+ef-mixed"})
+    return errors, unchanged, handle.layers.override_texts(), flat(model), apart.layers.override_texts()
+
+
+def test_layers_are_given_nothing_else_later():
+    results = run_ranks(set_later, 2)
+    for errors, unchanged, changed, parameters, apart in results:
+        assert [kind for kind, _ in errors] == ["ValueError"] * 2
+        assert "ef-mixed of 'topk:density=0.2+ef-mixed' chooses half" in errors[0][1]
+        assert "'powersgd:rank=2' has none" in errors[1][1]
+        assert unchanged == {}
+        assert changed == {"0.weight": "topk:density=0.2+ef", "3.weight": "topk:density=0.3+ef"}
+        assert torch.equal(parameters, results[0][3])
+        assert apart == {"0.weight": "topk:density=0.2+ef-mixed"}
 
 
 def different(rank, world_size):

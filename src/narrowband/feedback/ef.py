@@ -95,6 +95,8 @@ class ErrorFeedback(Feedback):
     name: ClassVar[str] = "ef"
     keeps_owner_errors: ClassVar[bool] = True
     commits_arrivals: ClassVar[bool] = True
+    #: Whether the residual says, apart from the sum, what is sent: then it must not wait in what is compressed.
+    chooses_by_residual: ClassVar[bool] = False
 
     decay: float = 1.0
     store: Store = "fp32"

@@ -62,6 +62,7 @@ class MixedFeedback(ErrorFeedback):
     """
 
     name: ClassVar[str] = "ef-mixed"
+    chooses_by_residual: ClassVar[bool] = True
 
     sends: Literal["sum", "parts"] = "sum"
 

@@ -20,7 +20,7 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -34,7 +34,7 @@ from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import ErrorFeedback
+from narrowband.feedback import ErrorFeedback, compression
 from narrowband.kernels.compiling import announced
 from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
@@ -44,8 +44,10 @@ from narrowband.updates.stepping import facts_of, watch
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression, Method
 
-__all__ = ["Rounds", "UpdateCompression", "said_of", "taken"]
+__all__ = ["Rounds", "UpdateCompression", "check_in_place", "said_of", "taken"]
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +199,17 @@ class UpdateCompression(Handle):
         if self._rounds.outer == "auto":
             fragment.length = MeasuredLength(fragment.parameter_parts(own), self._settings.seed + at, self.device)
         return fragment
+
+    def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
+        """Compress some layers otherwise than the rest, from the next round on; see :meth:`Averager.set_layers`.
+
+        Raises:
+            ValueError: as there, or a feedback that ``residuals="in-place"`` does not go with. Nothing has changed.
+            UnsupportedError: as there.
+        """
+        if self._rounds.residuals == "in-place":
+            check_in_place(self.layers.all_beside(specs.items()))
+        super().set_layers(specs)
 
     # ---- when --------------------------------------------------------------------------------------------------------
 
@@ -595,6 +608,25 @@ class UpdateCompression(Handle):
             len(self._measured()),
         )  # fmt: skip
         check_updates(state, expected, self._fragments, self._averaged.tensors())
+
+
+def check_in_place(specs: Iterable[str | Compression]) -> None:
+    """See that residuals can wait in the parameters.
+
+    Raises:
+        ValueError: one of the specs has none, or a feedback that has to know them apart from the update.
+    """
+    for spec in specs:
+        method = compression(spec).feedback
+        if not isinstance(method, ErrorFeedback):
+            raise ValueError(
+                f"residuals='in-place' are those of error feedback, and {str(spec)!r} has none; give a spec with +ef"
+            )
+        if method.chooses_by_residual:
+            raise ValueError(
+                f"residuals='in-place': {method.name} of {str(spec)!r} chooses half of what it sends by the residual, "
+                "and an update that holds it already leaves nothing to choose by; give a spec with +ef"
+            )
 
 
 def said_of(optimizer: Optimizer) -> str:

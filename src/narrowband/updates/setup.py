@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import ErrorFeedback
+from narrowband.feedback import compression
 from narrowband.updates.averaged import some
 from narrowband.updates.elastic import ElasticUpdateCompression
-from narrowband.updates.rounds import Rounds, UpdateCompression, taken
+from narrowband.updates.rounds import Rounds, UpdateCompression, check_in_place, taken
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -189,7 +189,7 @@ def compress_updates(
         raise UnsupportedError(
             f"{method.name} corrects the momentum of gradients, and updates have theirs already; use '+ef' here"
         )
-    _check_residuals(residuals, method, overlap, weigh)
+    _check_residuals(residuals, settings, overlap, weigh)
     if fragments > 1 and settings.policy is not None:
         raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
     net = model.module if isinstance(model, DistributedDataParallel) else model
@@ -222,7 +222,7 @@ def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> Non
         raise ValueError(f"weigh={weigh!r} is for peers=...; replicas of a process group all count alike")
 
 
-def _check_residuals(residuals: object, method: object, overlap: int, weigh: str) -> None:
+def _check_residuals(residuals: object, settings: Settings, overlap: int, weigh: str) -> None:
     """There are residuals where they are to be in place, and they arrive while the replica waits.
 
     Raises:
@@ -232,8 +232,9 @@ def _check_residuals(residuals: object, method: object, overlap: int, weigh: str
         raise ValueError(f"residuals={residuals!r} is neither 'apart' nor 'in-place'")
     if residuals == "apart":
         return
-    if not isinstance(method, ErrorFeedback):
-        raise ValueError("residuals='in-place' are those of error feedback; give a spec with +ef")
+    of_layers = [] if settings.plan is None else list(settings.plan.specs().values())
+    of_layers += [] if settings.policy is None else settings.policy.specs()
+    check_in_place([settings.compression, *(compression(spec).beside(settings.compression) for spec in of_layers)])
     if overlap:
         raise ValueError(
             f"overlap={overlap}: a replica that trains on has parameters of its own already; leave "
