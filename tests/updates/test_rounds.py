@@ -479,6 +479,34 @@ def test_a_buffer_of_another_size_is_an_error_before_anything_is_touched(overlap
         assert "buffers='keep'" in text
 
 
+def resized_for_a_while(rank, world_size, overlap):
+    """A buffer has another size when a round is asked for and when one is due, and its own again at the step after."""
+    model, optimizer, handle = begin("none", Caching(), every=4, overlap=overlap)
+    train(model, rank, range(3), optimizer)
+    model.cache = torch.ones(10)
+    errors = [refusal(handle.average)]
+    steps = [handle.steps]
+    errors.append(refusal(lambda: train(model, rank, [3], optimizer)))
+    steps.append(handle.steps)
+    model.cache = torch.ones(50)
+    own = flat(model)
+    train(model, rank, [4], optimizer)
+    steps.append(handle.steps)
+    handle.average()
+    return [kind for kind, _ in errors], steps, handle.step, own, flat(model)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_round_that_could_not_begin_is_held_when_it_can(overlap):
+    (_, _, _, own, mine), (_, _, _, others, its) = results = run_ranks(resized_for_a_while, 2, overlap)
+    for errors, steps, rounds, *_ in results:
+        assert errors == ["ValueError"] * 2
+        assert steps == [3, 4, 0]
+        assert rounds == 1 + overlap  # average() has waited for what was under way, and held another one
+    assert torch.equal(mine, its)
+    assert not torch.equal(own, others)
+
+
 def thawed(rank, world_size):
     model = mlp()
     model[0].requires_grad_(False)

@@ -277,24 +277,26 @@ class UpdateCompression(Handle):
             self._begin_round(due)
 
     def _due(self) -> int | None:
-        """Which fragment has a round now. They come at equal distances, the last one after every ``every``-th step."""
+        """Which fragment has a round now. They come at equal distances, the last one after every ``every``-th step, or
+        later, where it could not begin then.
+        """
         count = len(self._fragments)
-        for at in range(count):
-            if self._steps == due_after(at, self.every, count):
-                return at
-        return None
+        if self._steps >= self.every:
+            return count - 1
+        return next((at for at in range(count) if self._steps == due_after(at, self.every, count)), None)
 
     def _begin_round(self, at: int) -> None:
         if len(self._fragments) == 1 and not self._rounds.overlap:
             self.average()
             return
         self._check_between_steps("step")
+        tensors = self._averaged.tensors()
         if at == len(self._fragments) - 1:
             self._steps = 0
         if self._rounds.overlap:
-            self._depart(at)
+            self._depart(at, tensors)
         else:
-            self._hold_round([self._fragments[at]])
+            self._hold_round([self._fragments[at]], tensors)
 
     # ---- rounds in which the replica waits ---------------------------------------------------------------------------
 
@@ -318,17 +320,17 @@ class UpdateCompression(Handle):
                 last round; of several fragments, those that were under way.
         """
         self._check_between_steps("average")
+        if self._under_way is None and not any(fragment.anchored for fragment in self._fragments):
+            return  # on all replicas, which count their steps alike
+        tensors = self._averaged.tensors()
         if self._under_way is not None:
             self._land()
-        elif not any(fragment.anchored for fragment in self._fragments):
-            return  # on all replicas, which count their steps alike
         self._before_step(stepping=False)
         self._steps = 0
-        self._hold_round(self._fragments)
+        self._hold_round(self._fragments, tensors)
 
     @torch.no_grad()
-    def _hold_round(self, fragments: Sequence[Fragment]) -> None:
-        tensors = self._averaged.tensors()
+    def _hold_round(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
         brings = self._take_updates(fragments, tensors)
         try:
             self._exchange(fragments, share=float(brings))
@@ -433,9 +435,9 @@ class UpdateCompression(Handle):
     # ---- rounds in which the replica trains on -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def _depart(self, at: int) -> None:
+    def _depart(self, at: int, tensors: Mapping[str, Tensor]) -> None:
         """A fragment's updates are on their way."""
-        fragment, tensors = self._fragments[at], self._averaged.tensors()
+        fragment = self._fragments[at]
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
         sample = self._sample(fragment, float(brings))
         self._under_way = _UnderWay(at, self._send([fragment], waiting=False), sample)
