@@ -780,6 +780,29 @@ def test_an_outer_optimizer_of_other_groups_is_refused_before_anything_is_loaded
 # ---- errors and ends -------------------------------------------------------------------------------------------------
 
 
+def with_an_expanded_buffer():
+    model = mlp()
+    model.register_buffer("scales", torch.ones(1).expand(8))
+    return model, adamw(model)
+
+
+def keeps_an_expanded_buffer(rank, world_size):
+    model, optimizer = with_an_expanded_buffer()
+    model.register_buffer("row", torch.ones(8).expand(1, 8))  # of one row, which lies apart
+    handle = nb.compress_updates(model, optimizer, "none", min_numel=64, buffers="keep")
+    train(model, rank, [0], optimizer)
+    handle.remove()
+    del model.scales
+    nb.compress_updates(model, optimizer, "none", min_numel=64)
+    train(model, rank, [1], optimizer)
+    return flat(model)
+
+
+def test_a_buffer_to_which_nothing_can_be_written_may_be_kept():
+    mine, its = run_ranks(keeps_an_expanded_buffer, 2)
+    assert torch.equal(mine, its)
+
+
 def refused(rank, world_size):
     model = mlp()
     optimizer = adamw(model)
@@ -812,6 +835,7 @@ def refused(rank, world_size):
         asked(model, adamw(mlp()), "none"),
         asked(mlp().requires_grad_(False), optimizer, "none"),
         asked(model, optimizer, "nonsense"),
+        asked(*with_an_expanded_buffer(), "none"),
     ]
 
 
@@ -819,7 +843,7 @@ def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
         "TypeError", "TypeError", *["ValueError"] * 16, *["UnsupportedError"] * 3,
-        "ValueError", "ValueError", "ValueError",
+        "ValueError", "ValueError", "ValueError", "ValueError",
     ]  # fmt: skip
     words = [
         "takes a module",
@@ -844,7 +868,7 @@ def test_what_cannot_be_is_said_at_set_up():
         "momentum",
         "aq-sgd",
     ]
-    words += ["pass all optimizers", "nothing to average", "nonsense"]
+    words += ["pass all optimizers", "nothing to average", "nonsense", "elements of scales lie in the same memory"]
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text
 

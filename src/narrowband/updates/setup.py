@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from narrowband.averaging.flat import local
 from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
-from narrowband.updates.averaged import some
+from narrowband.updates.averaged import floating_buffers, some
 from narrowband.updates.elastic import ElasticUpdateCompression
 from narrowband.updates.rounds import Rounds, UpdateCompression, check_in_place, taken
 
@@ -121,8 +122,8 @@ def compress_updates(
 
     Raises:
         TypeError: something else than a module, or than optimizers.
-        ValueError: a number that cannot be, a spec that does not exist, a parameter that no optimizer steps, or an
-            optimizer that has a handle already.
+        ValueError: a number that cannot be, a spec that does not exist, a parameter that no optimizer steps, an
+            optimizer that has a handle already, or a buffer that no mean can be written to.
         UnsupportedError: no process group, one with ranks of the same replica, or a combination that cannot work.
         DisagreementError: ranks that gave different models or arguments.
 
@@ -194,6 +195,8 @@ def compress_updates(
         raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
     net = model.module if isinstance(model, DistributedDataParallel) else model
     _check_parameters(net, optimizers)
+    if buffers == "average":
+        _check_buffers(net)
     if peers is not None:
         if process_group is not None:
             raise ValueError("peers that come and go have no process_group: leave one of the two out")
@@ -285,6 +288,21 @@ def _seconds(text: str) -> float:
 
 def _is_number(x: object) -> TypeGuard[float]:
     return isinstance(x, (int, float))
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """A mean can be written to every buffer that is averaged.
+
+    Raises:
+        ValueError: one whose elements are the same memory.
+    """
+    for name, buffer in floating_buffers(model)[0]:
+        own = local(buffer)
+        if any(size > 1 and not stride for size, stride in zip(own.shape, own.stride(), strict=True)):
+            raise ValueError(
+                f"elements of {name} lie in the same memory, as after expand(), so no mean can be written there; "
+                "register its clone() as the buffer, or give buffers='keep'"
+            )
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
