@@ -106,7 +106,7 @@ def watch(
     @functools.wraps(update)
     def updated(*given: Any, **options: Any) -> None:
         # The update forgets it, and there is no public name for it.
-        asked = grad_scaler.is_enabled() and id(stepped()) in grad_scaler._per_optimizer_states  # noqa: SLF001
+        asked = grad_scaler.is_enabled() and id(stepped()) in grad_scaler._per_optimizer_states
         update(*given, **options)
         if not ended and (own := method()) is not None:
             own(asked)
