@@ -72,3 +72,20 @@ def test_a_transfer_that_broke_off_goes_on_where_it_was():
     received = [nbytes for _, nbytes in answers]
     assert received[:2] == [0, 0]
     assert 40_000 <= received[2] <= 40_000 + 2 * PIECE
+
+
+def in_another_format(rank, world_size, seeds):
+    """Nothing is trained here, so ranks need not have it in one format."""
+    torch.manual_seed(seeds[rank])
+    model = nn.Conv2d(6, 5, 3, bias=False).requires_grad_(False)
+    if rank:
+        model.to(memory_format=torch.channels_last)
+    received = replicas.begin_with_the_first(model, None)
+    return model.weight.clone(memory_format=torch.contiguous_format), received
+
+
+@pytest.mark.parametrize("seeds", [[1, 1], [1, 2]])
+def test_elements_find_their_places_in_another_memory_format(seeds):
+    (first, _), (second, received) = run_ranks(in_another_format, 2, seeds)
+    assert torch.equal(first, second)
+    assert (received > 0) is (seeds[0] != seeds[1])

@@ -895,6 +895,7 @@ def test_buffers_of_who_is_late_say_nothing_of_where_they_are_now(store):
         ("outer", {"outer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)}),
         ("optimizer's momentum", {"momentum": 0.9}),
         ("buffer extra", {}),
+        ("memory format of 0.weight", {}),
     ],
 )
 def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, options):
@@ -910,7 +911,9 @@ def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, opti
         return _facts(model, [sgd(model, momentum=momentum)], settings, Rounds(2, outer))
 
     other = mlp()
-    if not options:
+    if name == "buffer extra":
         other.register_buffer("extra", torch.zeros(3))
+    elif name == "memory format of 0.weight":
+        other[0].weight.data = other[0].weight.data.t().contiguous().t()
     mine, its = facts(mlp()), facts(other, **options)
     assert {key for key in {**mine, **its} if mine.get(key) != its.get(key)} == {name}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import narrowband as nb
+from narrowband.averaging.flat import form_of
 from narrowband.updates.fragments import Fragment
 from tests.gradients.training import flat, loss_of, mlp, refusal, sgd, train
 from tests.ranks import run_ranks
@@ -152,7 +153,7 @@ def test_what_rounding_leaves_stays_in_the_residual(dtype):
     x = torch.randn(40, 6, dtype=dtype).t()  # not in the order of its memory
     residual = 1e-3 * torch.randn(x.numel() * (2 if dtype.is_complex else 1))
     before, whole = x.clone(), residual.clone()
-    Fragment.put_in_place(x, residual)
+    Fragment.put_in_place(x, residual, form_of(x))
     moved = x.to(torch.complex128 if dtype.is_complex else torch.float64) - before
     moved = torch.view_as_real(moved.t().contiguous()) if dtype.is_complex else moved.t().contiguous()
     torch.testing.assert_close(moved.flatten() + residual, whole.double(), rtol=0, atol=1e-9)

@@ -937,12 +937,15 @@ def test_replicas_may_step_at_rates_of_their_own():
     assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
-def changed_behind_its_back(rank, world_size, every, check_every):
-    """One bit of one parameter changes after three rounds; how many more were held before somebody saw it."""
+def changed_behind_its_back(rank, world_size, every, check_every, change):
+    """A parameter changes after three rounds; how many more were held before somebody saw it."""
     model, optimizer, handle = begin("none", every=every, check_every=check_every)
     train(model, rank, range(3 * every), optimizer)
     with torch.no_grad():
-        model[0].weight.view(torch.int32)[0, 0] ^= rank
+        if rank and change == "order":
+            model[0].weight.copy_(model[0].weight.t().reshape(model[0].weight.shape))
+        elif rank:
+            model[0].weight.view(torch.int32)[0, 0] ^= 1
     error, step = None, 3 * every
     while error is None and handle.step < 40:
         error = refusal(lambda step=step: train(model, rank, [step], optimizer))
@@ -955,10 +958,16 @@ def changed_behind_its_back(rank, world_size, every, check_every):
 )
 def test_replicas_that_differ_by_a_bit_are_an_error(every, check_every, unseen):
     """Rounds of every step are looked at once in ten, those of ten steps and more each; of four, every third."""
-    for error, rounds in run_ranks(changed_behind_its_back, 2, every, check_every):
+    for error, rounds in run_ranks(changed_behind_its_back, 2, every, check_every, "bit"):
         assert error[0] == "DisagreementError"
         assert "parameters of the last round" in error[1]
         assert rounds == unseen
+
+
+def test_replicas_with_the_same_elements_in_another_order_are_an_error():
+    for error, rounds in run_ranks(changed_behind_its_back, 2, 1, 1, "order"):
+        assert error[0] == "DisagreementError"
+        assert rounds == 0
 
 
 def left(rank, world_size):

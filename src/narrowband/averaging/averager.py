@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real
+from narrowband.averaging.flat import Form, empty_like, groups_of, local, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of, sparse_of
 from narrowband.averaging.replicas import check_replica
@@ -29,10 +29,11 @@ __all__ = ["Averager", "deliver", "end_to_end"]
 class Averager(Handle):
     """Averages gradients over ranks when it is asked to, in a training loop without DistributedDataParallel.
 
-    Make it on all ranks, from the same model with the same parameters: unlike DDP, it broadcasts nothing. With the same
-    gradients, averages have the same bits as those of :func:`~narrowband.compress_gradients` under DDP, but for what
-    depends on the layout of DDP's buckets: sums of an all-reduce among more than two ranks, the norm that ``dgc``
-    clips, and batched products of PowerSGD without feedback.
+    Make it on all ranks, from the same model with the same parameters in the same memory format: unlike DDP, it
+    broadcasts nothing. With the same gradients, averages have the same bits as those of
+    :func:`~narrowband.compress_gradients` under DDP, but for what depends on the layout of DDP's buckets: sums of an
+    all-reduce among more than two ranks, the norm that ``dgc`` clips, and batched products of PowerSGD without
+    feedback.
 
     Args:
         tensors: a module, or (name, parameter) pairs, or a mapping of them, to be averaged. Only parameters that
@@ -113,13 +114,15 @@ class Averager(Handle):
         if self._engine.error is not None:
             raise RuntimeError(f"average: the exchange stopped at an earlier step: {self._engine.error}")
         self.layers.parameters.check_frozen()
-        groups = list(groups_of(self.layers.parameters.by_tensor, alone=self._is_sparse))
+        by_tensor = self.layers.parameters.by_tensor
+        groups = list(groups_of(by_tensor, alone=self._is_sparse))
         futures = []
         for at, parameters in enumerate(groups):
-            names = [self.layers.parameters.by_tensor[p].name for p in parameters]
-            futures.append(self.feed(end_to_end(parameters, self._sparse), names, last=at == len(groups) - 1))
+            buffer = end_to_end(parameters, [by_tensor[p].form for p in parameters], self._sparse)
+            names = [by_tensor[p].name for p in parameters]
+            futures.append(self.feed(buffer, names, last=at == len(groups) - 1))
         for parameters, future in zip(groups, futures, strict=True):
-            deliver(future.wait(), parameters)
+            deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters])
 
     def _step_facts(self) -> Facts:
         """Messages of sparse and of dense gradients must not meet."""
@@ -171,30 +174,30 @@ def _has_sparse_gradient(p: Tensor) -> bool:
     return p.grad is not None and p.grad.is_sparse
 
 
-def end_to_end(parameters: Sequence[Tensor], sparse: Collection[Tensor] = ()) -> Tensor:
+def end_to_end(parameters: Sequence[Tensor], forms: Sequence[Form], sparse: Collection[Tensor] = ()) -> Tensor:
     """A copy of these parameters' gradients in one flat tensor; or the sparse one that there is.
 
     Args:
         parameters: whose gradients these are. Those that have none get zeros, unless they are frozen.
+        forms: how each lies there.
         sparse: those whose gradients are always sparse; each of them comes alone.
     """
     alone = len(parameters) == 1
     if alone and (parameters[0] in sparse or _has_sparse_gradient(parameters[0])):
         return _gradient(parameters[0], sparse=True)
-    parts = [local(p) for p in parameters]
-    flat = empty_like(parts)
-    for p, part in zip(parameters, parts_of(flat, parts), strict=True):
+    flat = empty_like([local(p) for p in parameters])
+    for p, part in zip(parameters, parts_of(flat, forms), strict=True):
         part.copy_(real(local(_gradient(p))))
     return flat
 
 
-def deliver(averages: Tensor, parameters: Sequence[Tensor]) -> None:
+def deliver(averages: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form]) -> None:
     """What was :func:`end_to_end` becomes the gradients. A frozen parameter that had none still has none."""
     if averages.is_sparse:
         if not _lacks_for_good(parameters[0]):
             parameters[0].grad = averages
         return
-    for p, part in zip(parameters, parts_of(averages, [local(p) for p in parameters]), strict=True):
+    for p, part in zip(parameters, parts_of(averages, forms), strict=True):
         if not _lacks_for_good(p):
             real(local(_gradient(p))).copy_(part)
 

@@ -132,7 +132,8 @@ class Averaging:
         try:
             self._agreement.now(
                 self._set_up_facts(self._set_up_name),
-                f"Call {self._set_up_name} with the same arguments for the same model on all ranks",
+                f"Call {self._set_up_name} on all ranks with the same arguments for the same model, which has been "
+                "converted to the same memory format before",
             )
         except DisagreementError:  # all ranks know of it, and nothing is on its way in the group
             self._loan.give_back()

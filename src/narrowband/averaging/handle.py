@@ -239,6 +239,7 @@ class Handle(Averaging):
             "loss_scale": self._loss_scale.value,
             "rank": self._peers.rank,
             "world_size": self._peers.size,
+            "memory formats": self.layers.memory_formats,
             "feedback": self.layers.state.state_dict() if self.layers.state else {},
             "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
             "controller": self._controller.state_dict(),
@@ -329,7 +330,7 @@ class Handle(Averaging):
                 "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
             )
         residuals = kept(mine)
-        self.layers.check_load(mine["layers"], residuals, mine["spec"])
+        self.layers.check_load(mine["layers"], residuals, mine["spec"], mine.get("memory formats"))
         self._controller.check_state(mine["controller"])
         return mine, residuals
 
@@ -340,6 +341,6 @@ class Handle(Averaging):
         if len(states) == self._peers.size:
             return self._loadable(states[self._peers.rank])
         for state in states:
-            self.layers.check_load(state["layers"], kept(state), state["spec"])
+            self.layers.check_load(state["layers"], kept(state), state["spec"], state.get("memory formats"))
         self._controller.check_state(states[0]["controller"])
         return states[0], self.layers.merged([kept(state) for state in states], states[0]["spec"])

@@ -308,7 +308,16 @@ class Layers:
                 p.name: f"{tuple(p.shape)}, {p.vector.dtype}, {'compressed' if p.compressed else 'small'}"
                 for p in self.parameters.by_name.values()
             },
+            "memory format": {
+                p.name: p.form.memory_format for p in self.parameters.by_name.values() if len(p.shape) > 1
+            },
         }
+
+    @property
+    def memory_formats(self) -> dict[str, str]:
+        """Those of what is not contiguous, by name: the order in which residuals have their elements."""
+        formats = {p.name: p.form.memory_format for p in self.parameters.by_name.values()}
+        return {name: memory_format for name, memory_format in formats.items() if memory_format != "contiguous"}
 
     def override_texts(self) -> dict[str, str]:
         """The specs of layers that do not have the default, as a plan names them."""
@@ -337,8 +346,20 @@ class Layers:
         names = dict.fromkeys(name for state in states for name in state)
         return {name: kinds.get(name, State).merged([state.get(name, {}) for state in states]) for name in names}
 
-    def check_load(self, specs: Mapping[str, str], saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
+    def check_load(
+        self,
+        specs: Mapping[str, str],
+        saved: Mapping[str, Mapping[str, Tensor]],
+        saved_with: str,
+        formats: Mapping[str, str] | None,
+    ) -> None:
         """Raise ValueError unless :meth:`load` can take all of this; nothing changes.
+
+        Args:
+            specs: of layers.
+            saved: feedback, under each state's name.
+            saved_with: the spec of the model.
+            formats: :attr:`memory_formats` when it was saved; None where that is not known.
 
         Raises:
             ValueError: residuals that nothing here could send, of another model, or with values that are none.
@@ -349,6 +370,8 @@ class Layers:
                 f"the state was saved with {saved_with!r} and holds the residual; {str(self.default)!r} "
                 "has no feedback that could send it. Use a spec with a feedback, or clear state['feedback'] to drop it"
             )
+        if formats is not None and any(saved.values()):
+            self._check_formats(formats)
         self._check_names(specs)
         _, states = self._all_beside(specs.items(), {} if self.state is None else {"": self.state})
         for name, values in saved.items():
@@ -380,6 +403,18 @@ class Layers:
             f"the state was saved with {saved_with!r}, and what that keeps means nothing to {str(self.default)!r}; go "
             "on with the former, or clear state['feedback'] on all ranks to begin anew"
         )
+
+    def _check_formats(self, saved: Mapping[str, str]) -> None:
+        """Raise ValueError where a residual has its elements in another order."""
+        here = self.memory_formats
+        for name in {**saved, **here}:
+            was, now = (formats.get(name, "contiguous") for formats in (saved, here))
+            if was != now and name in self.parameters.by_name:
+                raise ValueError(
+                    f"the state's residuals are those of a model in which {name} was {was} when compression was set "
+                    f"up, and here it was {now}: convert the model to the same memory format before compression is set "
+                    "up, or clear state['feedback'] on all ranks to begin without residuals"
+                )
 
     def _check_fits(self, state: State, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError where a tensor has a size that no state of this model can have."""

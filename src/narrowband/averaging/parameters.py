@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from narrowband.averaging.flat import local
+from narrowband.averaging.flat import Form, form_of, local
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Parameter:
         name: in the model.
         index: among the model's parameters.
         shape: its own; of a sharded one that of this rank's part.
+        form: how that lies in flat tensors.
         compressed: whether it is a layer; otherwise it is small.
         vector: that of the small parameters it travels with, if it is small.
         at: where it lies in that.
@@ -71,6 +72,7 @@ class Parameter:
     name: str
     index: int
     shape: torch.Size
+    form: Form
     compressed: bool
     vector: Vector
     at: int
@@ -117,7 +119,7 @@ class Parameters:
             at = self.vectors.get(vector, 0)
             if not compressed:
                 self.vectors[vector] = at + shapes[p].numel()
-            self.by_tensor[p] = Parameter(name, index, shapes[p], compressed, vector, at)
+            self.by_tensor[p] = Parameter(name, index, shapes[p], form_of(local(p)), compressed, vector, at)
         self.by_name = {parameter.name: parameter for parameter in self.by_tensor.values()}
 
     @property

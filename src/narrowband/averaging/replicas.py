@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real
+from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real, rows_of
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
 
     Ranks compare fingerprints of pieces, and only pieces that differ travel: none where all have drawn the same
     numbers, and only the rest where an earlier attempt broke off. A piece goes from rank to rank among those that lack
-    it, so the first sends it once, however many these are; others send and receive nothing.
+    it, so the first sends it once, however many these are; others send and receive nothing. Tensors travel row by row:
+    what ranks do not average may lie in memory in another order on each.
 
     Where it breaks off, pieces that arrived are kept, so that only the rest travels the next time; until then a rank
     that lacked some has parameters of both, and must not go on with them.
@@ -93,15 +94,15 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
             received += _relay(_pieces(flat), lacking, rank, group)
         finally:
             if any(rank in chain for chain in lacking):
-                for x, part in zip(together, parts_of(flat, together), strict=True):
+                for x, part in zip(together, parts_of(flat, map(rows_of, together)), strict=True):
                     real(x).copy_(part)
     return received
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of tensors, end to end."""
+    """A copy of tensors, end to end, row by row."""
     flat = empty_like(tensors)
-    for x, part in zip(tensors, parts_of(flat, tensors), strict=True):
+    for x, part in zip(tensors, parts_of(flat, map(rows_of, tensors)), strict=True):
         part.copy_(real(x))
     return flat
 

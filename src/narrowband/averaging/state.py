@@ -55,7 +55,11 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, Mapping) and all(map(_is_mapping, value.values())),
     ),
     "controller": ("a dictionary", _is_mapping),
+    "memory formats": ("a dictionary", _is_mapping),
 }
+
+#: What states of earlier versions of this library do not have.
+_ADDED = ("memory formats",)
 
 #: What has to be the same in the states of all ranks.
 _SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")
@@ -72,7 +76,7 @@ def check_state(state: object) -> Mapping[str, Any]:
             f"a state is what handle.state_dict() returned, not {type(state).__name__}; pass this rank's own, or a "
             "list of all ranks' states"
         )
-    lacking = [key for key in ("version", *_FIELDS) if key not in state]
+    lacking = [key for key in ("version", *_FIELDS) if key not in state and key not in _ADDED]
     if "version" in state and state["version"] != VERSION:
         raise ValueError(
             f"the state has version {state['version']!r}, and version {VERSION} is read here; load it with the "
@@ -84,7 +88,7 @@ def check_state(state: object) -> Mapping[str, Any]:
             "of a model or an optimizer"
         )
     for key, (expected, fits) in _FIELDS.items():
-        if not fits(state[key]):
+        if key in state and not fits(state[key]):
             raise ValueError(f"the state has {_short(state[key])} for {key!r}, and {expected} belongs there")
     if state["rank"] >= state["world_size"]:
         raise ValueError(f"the state is of rank {state['rank']} of {state['world_size']}, which cannot be")

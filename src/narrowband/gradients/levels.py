@@ -214,7 +214,8 @@ class TwoLevelCompression(DDPCompression):
         for name, p in trained:
             span, shape = self._places[p][rank]
             if span.stop > span.start:
-                shard = torch.empty(shape, dtype=p.dtype, device=p.device).requires_grad_()
+                rows = p.detach().reshape(p.shape or (1,))[: shape[0]]
+                shard = torch.empty_like(rows).requires_grad_()  # in the parameter's memory format
                 self._shard_names[p] = name
                 named.append((name, shard))
                 small += [shard] if id(p) in norms else []

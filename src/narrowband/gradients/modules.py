@@ -152,7 +152,7 @@ class ModuleCompression(GradientCompression):
         at = len(self._futures)
         group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
         with torch.no_grad():
-            buffer = end_to_end(group, self._sparse)
+            buffer = end_to_end(group, [by_tensor[p].form for p in group], self._sparse)
         names = [by_tensor[p].name for p in group]
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
 
@@ -164,8 +164,9 @@ class ModuleCompression(GradientCompression):
                 return
             while len(self._futures) < len(self._groups):
                 self._send()
+            by_tensor = self.layers.parameters.by_tensor
             for group, future in zip(self._groups, self._futures, strict=True):
-                deliver(future.wait(), group)
+                deliver(future.wait(), group, [by_tensor[p].form for p in group])
         finally:
             self._reset()
 

@@ -55,6 +55,7 @@ def compress_gradients(
             ``process_group`` for the ranks that hold the same shard on every node. Nothing else of the training loop
             changes. Without DistributedDataParallel all ranks begin with the parameters and buffers of the first, later
             changes of buffers stay each rank's own, and a parameter that got no gradient counts as a gradient of zeros.
+            Convert it to another memory format (channels_last) before, on all ranks, and before it is wrapped.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
             has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.

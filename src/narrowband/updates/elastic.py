@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowband.averaging.flat import real
+from narrowband.averaging.flat import form_of, real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.collectives import new_group
@@ -498,7 +498,8 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, rounds: Rounds) -> dict[str, str]:
     """What has to be the same on all peers."""
-    left_out = floating_buffers(model)[1] if rounds.buffers == "average" else []
+    buffers, left_out = floating_buffers(model) if rounds.buffers == "average" else ([], [])
+    averaged = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *buffers]
     outer: Any = rounds.outer
     if callable(outer):
         made = outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
@@ -507,6 +508,7 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         f"parameter {name}": f"{tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in model.named_parameters()
     } | {f"buffer {name}": f"{tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()}
+    formats = {f"memory format of {name}": form_of(x).memory_format for name, x in averaged if x.dim() > 1}
     return {
         "spec": str(settings.compression),
         "min_numel": str(settings.min_numel),
@@ -527,4 +529,5 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
         "grad_scaler": "none" if rounds.grad_scaler is None else "given",
         **facts_of(model, optimizers),
         **parameters,
+        **formats,
     }

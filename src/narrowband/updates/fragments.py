@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowband import kernels
-from narrowband.averaging.flat import empty_like, groups_of, in_memory_order, parts_of, real
+from narrowband.averaging.flat import Form, empty_like, form_of, groups_of, in_memory_order, parts_of, real
 from narrowband.updates.length import MeasuredLength
 
 __all__ = ["Fragment", "OuterStep", "compile_loops", "due_after", "split"]
@@ -153,21 +153,25 @@ class Group:
     """Tensors of one dtype that travel together.
 
     Attributes:
-        names: of them.
+        forms: name → how it lies in flat tensors; in the order in which they lie there.
         anchor: end to end, what they were after the last round. In a round in which the replica waits it may hold the
             updates.
         update: in a round their updates, and then the means of these.
     """
 
-    names: list[str]
+    forms: Mapping[str, Form]
     anchor: Tensor
     update: Tensor
 
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return list(self.forms)
+
     def parts(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, tensor and part of a flat tensor, as real numbers."""
-        own = [tensors[name] for name in self.names]
-        for name, x, part in zip(self.names, own, parts_of(flat, own), strict=True):
-            yield name, real(x), part
+        for name, part in zip(self.forms, parts_of(flat, self.forms.values()), strict=True):
+            yield name, real(tensors[name]), part
 
 
 class Fragment:
@@ -199,7 +203,7 @@ class Fragment:
         self.groups = []
         for together in groups_of(tensors.values()):
             anchor = self._room(empty_like(together))
-            self.groups.append(Group([named[id(x)] for x in together], anchor, anchor))
+            self.groups.append(Group({named[id(x)]: form_of(x) for x in together}, anchor, anchor))
 
     def _room(self, flat: Tensor) -> Tensor:
         """Memory for anchors."""
@@ -207,13 +211,13 @@ class Fragment:
             return flat
         return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.device.type == "cuda")
 
-    def parameter_parts(self, tensors: Mapping[str, Tensor]) -> list[list[tuple[int, int]]]:
+    def parameter_parts(self) -> list[list[tuple[int, int]]]:
         """Where parameters lie in each group: (first element, number of elements)."""
         found = []
         for group in self.groups:
-            numels = [real(tensors[name]).numel() for name in group.names]
+            numels = [form.numel for form in group.forms.values()]
             begins = itertools.accumulate(numels, initial=0)
-            places = zip(group.names, begins, numels, strict=False)  # behind the last one begins nothing
+            places = zip(group.forms, begins, numels, strict=False)  # behind the last one begins nothing
             found.append([(begin, numel) for name, begin, numel in places if name not in self._buffers])
         return found
 
@@ -231,10 +235,10 @@ class Fragment:
         self.anchored |= parameters
 
     @staticmethod
-    def put_in_place(x: Tensor, residual: Tensor) -> None:
-        """Add a flat residual to a tensor. What rounding leaves of it stays in the residual."""
+    def put_in_place(x: Tensor, residual: Tensor, form: Form) -> None:
+        """Add a flat residual, of this form, to a tensor. What rounding leaves of it stays in the residual."""
         whole = real(x)
-        (part,) = parts_of(residual, [x])
+        (part,) = parts_of(residual, [form])
         before = whole.clone()
         whole.add_(part)
         part.sub_(whole - before)

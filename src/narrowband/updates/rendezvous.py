@@ -380,7 +380,7 @@ class Meeting:
             )
             raise DisagreementError(
                 f"this peer differs from the run {self._rules.run!r} at {self._rules.address} in {said}. Start it with "
-                "the same model, optimizer and arguments, or give another run="
+                "the same model in the same memory format, optimizer and arguments, or give another run="
             )
 
     def _looks(self, key: str) -> Iterator[float]:

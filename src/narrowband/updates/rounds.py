@@ -197,7 +197,7 @@ class UpdateCompression(Handle):
         away = self._rounds.offload and self.device.type != "cpu"
         fragment = Fragment(own, self._averaged.buffers, length=fixed, offload=away)
         if self._rounds.outer == "auto":
-            fragment.length = MeasuredLength(fragment.parameter_parts(own), self._settings.seed + at, self.device)
+            fragment.length = MeasuredLength(fragment.parameter_parts(), self._settings.seed + at, self.device)
         return fragment
 
     def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
@@ -250,13 +250,14 @@ class UpdateCompression(Handle):
 
     def _put_in_place(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
         """The residuals of layers go into the replica's own parameters, but for what rounding leaves of them."""
+        by_name = self.layers.parameters.by_name
         for state in self.layers.states.values():
             if isinstance(state, ErrorFeedback):
                 for name in fragment.names:
                     residual = state.residual(name)
                     if residual is not None:
                         residual.mul_(state.decay / self._scaled_by)
-                        fragment.put_in_place(tensors[name], residual)
+                        fragment.put_in_place(tensors[name], residual, by_name[name].form)
                         state.add_residual(name, residual.mul_(self._scaled_by))
 
     def _after_update(self, asked: bool) -> None:
@@ -424,11 +425,9 @@ class UpdateCompression(Handle):
         self._check_next = False
         tensors = self._averaged.tensors()
         fragments, waiting = self._in_round
-        sums = []
+        sums: list[Tensor] = []
         for fragment in fragments:
-            for x in fragment.in_common(tensors, waiting=waiting):
-                flat = x.contiguous().view(-1)
-                sums.append(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
+            sums.extend(map(_checksum, fragment.in_common(tensors, waiting=waiting)))
         digest = hashlib.sha256(repr(torch.stack(sums).tolist() if sums else []).encode())
         return {"parameters of the last round": digest.hexdigest()[:16]}
 
@@ -635,6 +634,20 @@ def said_of(optimizer: Optimizer) -> str:
     """Its kind and settings, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
 
+
+def _checksum(x: Tensor) -> Tensor:
+    """A sum of the bits of all elements, in which a position has a weight of its own among those around it."""
+    flat = x.contiguous().view(-1)
+    numbers = flat.view(_INTEGERS[flat.element_size()])
+    rest = numbers.numel() % _WEIGHTS
+    columns = numbers[rest:].view(-1, _WEIGHTS).sum(0, dtype=torch.int64)
+    columns[:rest] += numbers[:rest]
+    # Odd, so that none loses the uppermost bit.
+    return (columns * torch.arange(1, 2 * _WEIGHTS, 2, device=x.device)).sum()
+
+
+#: Prime: what moves by whole rows or columns of a matrix hardly ever moves by a multiple of it.
+_WEIGHTS = 251
 
 #: Of as many bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -75,6 +75,7 @@ def compress_updates(
     Args:
         model: a plain module; or one that the ranks of a replica train together, in DistributedDataParallel or sharded
             by ``fully_shard`` (FSDP2), with ``process_group`` for the ranks that hold the same part of each replica.
+            It has the same memory format on all ranks.
         optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
         every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
