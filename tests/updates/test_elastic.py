@@ -670,6 +670,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(store, at):
     assert run_ranks(resumed, 2, store, at, group=False) == [(True, 3, 5)] * 2
 
 
+def resumed_at_steps_of_its_own(rank, world_size, address):
+    """By time a fast peer comes to more steps than a slow one; both go on from there."""
+    model, optimizer, handle = join(address, rank, every="1h", begin_with=world_size)
+    train(model, rank, range(1 + 2 * rank), optimizer)
+    handle.load_state_dict(copy.deepcopy(handle.state_dict()))
+    steps = handle.steps
+    handle.average()
+    handle.remove()
+    return steps, flat(model)
+
+
+def test_peers_go_on_from_states_of_as_many_steps_as_each_has_taken(store):
+    (slow, one), (fast, other) = run_ranks(resumed_at_steps_of_its_own, 2, store, group=False)
+    assert (slow, fast) == (1, 3)
+    assert torch.equal(one, other)
+
+
 def resumed_and_joined(rank, world_size, address):
     """Peer 0 goes on from a checkpoint; peer 1 comes later, without one."""
     side = nb.Rendezvous(address).connect()

@@ -746,6 +746,49 @@ def test_states_that_do_not_fit_change_nothing():
     assert torch.equal(mine, its)
 
 
+def at_two_moments(rank, world_size, options, moments):
+    """States after so many steps each; and what is said where each rank loads that of a moment of its own."""
+    model, optimizer, handle = begin("qsgd:bits=4+ef", **options)
+    saved, done = [], 0
+    for moment in moments:
+        train(model, rank, range(done, moment), optimizer)
+        saved.append(copy.deepcopy(handle.state_dict()))
+        done = moment
+    before = handle.steps
+    error = refusal(lambda: handle.load_state_dict(saved[rank]))
+    assert handle.steps == before
+    handle.load_state_dict(saved[1])
+    handle.average()
+    return error, saved
+
+
+def from_a_list(rank, world_size, options, states):
+    _, _, handle = begin("qsgd:bits=4+ef", **options)
+    return refusal(lambda: handle.load_state_dict(states))
+
+
+@pytest.mark.parametrize(
+    ("options", "moments", "said"),
+    [
+        ({"every": 6}, (7, 9), "steps since the last round (1 on {0} 0; 3 on {0} 1)"),
+        ({"every": 6}, (6, 9), "steps since the last round (0 on {0} 0; 3 on {0} 1)"),
+        ({"every": 8, "fragments": 2, "overlap": 3}, (5, 6), "way (0, for 1 steps on {0} 0; 0, for 2 steps on {0} 1)"),
+    ],
+)
+def test_states_of_different_steps_since_one_round_are_refused_on_all(options, moments, said):
+    answers = run_ranks(at_two_moments, 2, options, moments)
+    assert len({saved["step"] for _, states in answers for saved in states}) == 1
+    for kind, text in (error for error, _ in answers):
+        assert kind == "DisagreementError"
+        assert said.format("rank") in text
+    torn = [states[rank] for rank, (_, states) in enumerate(answers)]
+    for kind, text in run_ranks(from_a_list, 2, options, torn):
+        assert kind == "ValueError"
+        assert "not of one moment" in text
+        if "fragments" not in options:
+            assert said.format("rank(s)") in text
+
+
 def short_rounds(rank, world_size):
     found = []
     for every, outer in ((3, "nesterov"), (10, "nesterov"), (3, "auto")):

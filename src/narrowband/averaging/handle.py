@@ -296,12 +296,12 @@ class Handle(Averaging):
                 "again, and load the state there"
             ) from self._engine.error
         # A list is the same on all ranks; what is wrong within it each finds out by itself.
-        states = None if isinstance(state, Mapping) else states_of_all_ranks(list(state))
+        states = None if isinstance(state, Mapping) else states_of_all_ranks(list(state), self._state_facts)
         error: ValueError | None = None
         facts: Facts = {"call": "load_state_dict"}
         try:
             mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
-            facts = {**facts, "problem": "none", **facts_of(mine)}
+            facts = {**facts, "problem": "none", **self._state_facts(mine)}
         except ValueError as problem:
             error = problem
             facts = {**facts, "problem": str(problem)}
@@ -319,6 +319,10 @@ class Handle(Averaging):
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"]
         self._total, self._last, self._errors, self._unread = StepStats(), StepStats(), {}, []
+
+    def _state_facts(self, state: Mapping[str, Any]) -> Facts:
+        """What has to be the same in the states that ranks load."""
+        return facts_of(state)
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """The state of this rank, and its residuals, if both can be loaded."""

@@ -61,7 +61,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 #: What states of earlier versions of this library do not have.
 _ADDED = ("memory formats",)
 
-#: What has to be the same in the states of all ranks.
+#: What has to be the same in the states of all ranks, beside what a place adds.
 _SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")
 
 
@@ -100,8 +100,14 @@ def check_state(state: object) -> Mapping[str, Any]:
     return state
 
 
-def states_of_all_ranks(states: Sequence[object]) -> list[Mapping[str, Any]]:
+def states_of_all_ranks(
+    states: Sequence[object], facts_of: Callable[[Mapping[str, Any]], Facts]
+) -> list[Mapping[str, Any]]:
     """The states of all ranks of one moment of one run, by rank.
+
+    Args:
+        states: in any order.
+        facts_of: a state, what has to be the same in all.
 
     Raises:
         ValueError: one is missing or twice, or they are of different moments or runs.
@@ -112,11 +118,11 @@ def states_of_all_ranks(states: Sequence[object]) -> list[Mapping[str, Any]]:
     ranks, size = [state["rank"] for state in checked], checked[0]["world_size"]
     if ranks != list(range(size)):
         raise ValueError(f"the states were saved by {size} ranks, but these are of ranks {ranks}; pass all, once")
-    for key in (*_SHARED, "layers"):
+    all_facts = [facts_of(state) for state in checked]
+    for key in dict.fromkeys(key for facts in all_facts for key in facts):
         values: dict[str, list[int]] = {}
-        for state in checked:
-            value = dict(state[key]) if key == "layers" else state[key]
-            values.setdefault(repr(value), []).append(state["rank"])
+        for rank, facts in enumerate(all_facts):
+            values.setdefault(str(facts.get(key, "nothing")), []).append(rank)
         if len(values) > 1:
             who = "; ".join(f"{_short(value)} on rank(s) {', '.join(map(str, at))}" for value, at in values.items())
             raise ValueError(
@@ -126,7 +132,7 @@ def states_of_all_ranks(states: Sequence[object]) -> list[Mapping[str, Any]]:
 
 
 def facts_of(state: Mapping[str, Any]) -> Facts:
-    """What ranks compare of the states that they are about to load."""
+    """What ranks compare of the states that they are about to load, wherever these are from."""
     return {
         "version": str(state["version"]),
         **{key: repr(state[key]) for key in _SHARED},

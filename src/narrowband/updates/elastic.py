@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from narrowband.averaging.agreement import Facts
     from narrowband.averaging.settings import Settings
     from narrowband.updates.fragments import Fragment
 
@@ -455,6 +456,10 @@ class ElasticUpdateCompression(UpdateCompression):
             raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
         if type(rounds := own.get("rounds", 0)) is not int or rounds < 0:
             raise ValueError(f"the state was saved after {rounds!r} rounds, which cannot be")
+
+    def _moment_of(self, state: Mapping[str, Any]) -> Facts:
+        """Peers step each for themselves: one may have come to more steps than another since the last round."""
+        return {}
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         """A peer's own state, whatever rank it had."""

@@ -39,7 +39,7 @@ from narrowband.kernels.compiling import announced
 from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
-from narrowband.updates.state import Expected, check_updates
+from narrowband.updates.state import Expected, check_updates, moment_of
 from narrowband.updates.stepping import facts_of, watch
 
 if TYPE_CHECKING:
@@ -556,7 +556,8 @@ class UpdateCompression(Handle):
         of a moment right after a round.
 
         Raises:
-            ValueError: a state that does not fit, on any rank. Nothing has changed then.
+            ValueError: a state that does not fit, on any rank, or states of different moments: of other rounds, or of
+                other steps since the last one. Nothing has changed then.
             RuntimeError: called inside a round, or after an exchange broke off.
         """
         super().load_state_dict(state)
@@ -584,6 +585,13 @@ class UpdateCompression(Handle):
             return cast("Mapping[str, Any]", state["updates"])
         by_rank = {each["rank"]: each["updates"] for each in state}
         return cast("Mapping[str, Any]", by_rank[self._peers.rank if len(by_rank) == self.size else 0])
+
+    def _state_facts(self, state: Mapping[str, Any]) -> Facts:
+        return {**super()._state_facts(state), **self._moment_of(state)}
+
+    def _moment_of(self, state: Mapping[str, Any]) -> Facts:
+        """Where between two rounds a state was saved, if replicas have to be there together."""
+        return moment_of(state, self._fragments)
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         found = super()._loadable(state)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from narrowband.updates.fragments import Fragment
 
-__all__ = ["Expected", "check_updates"]
+__all__ = ["Expected", "check_updates", "moment_of"]
 
 _KEYS = {"every", "fragments", "split", "steps", "anchor", "under way", "outer", "length", "skipped"}
 
@@ -90,6 +90,26 @@ def check_updates(
     if not (0 <= sent["at"] < len(anchored) and anchored[sent["at"]] and sent["steps"] < expected.overlap):
         raise ValueError("the state has a fragment that is under way, which cannot be")
     _check_saved("means", sent["means"], fragments[sent["at"]].names, fragments, tensors)
+
+
+def moment_of(state: Mapping[str, Any], fragments: Sequence[Fragment]) -> dict[str, str]:
+    """Where between two rounds a state was saved. Replicas that are at different places there do not come to the next
+    round together. Of what is no state of updates nothing is said here; :func:`check_updates` refuses it.
+
+    Args:
+        state: of the handle.
+        fragments: of the model, in their order.
+    """
+    own = state.get("updates")
+    if not isinstance(own, Mapping) or not own.keys() >= _KEYS:
+        return {}
+    there = [str(at) for at, fragment in enumerate(fragments) if fragment.names[0] in own["anchor"]]
+    sent = own["under way"]
+    return {
+        "steps since the last round": str(own["steps"]),
+        "fragments that were stepped since theirs": ", ".join(there) or "none",
+        "fragment under way": "none" if sent is None else f"{sent['at']}, for {sent['steps']} steps",
+    }
 
 
 def _check_saved(
