@@ -58,6 +58,53 @@ def test_gradients_are_the_same_on_all_ranks_and_as_computed_in_one_place(n, r, 
     torch.testing.assert_close(gradients[0], gradient(net), rtol=1e-5, atol=1e-7)
 
 
+def rows_of_any_width(rank, world_size):
+    found = []
+    for samples, inputs, hidden in ((13, 6, 8), (100, 13, 8), (64, 7, 10), (64, 30, 10)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+        model = nb.CodedDataParallel(net, 2)
+        for _ in range(3):
+            x, y = model.split(torch.randn(samples, inputs), torch.randint(3, (samples,)))
+            loss_of(model(x), y).backward()
+        found.append(gradient(model))
+    return torch.cat(found)
+
+
+def test_blocks_whose_rows_begin_anywhere_in_memory_are_the_same_on_all_ranks():
+    assert all_equal(run_ranks(rows_of_any_width, 3))
+
+
+class WithLoss(nn.Module):
+    """Its output is the loss of each sample, which rounds exponentials and logarithms."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, y):
+        return nn.functional.binary_cross_entropy_with_logits(self.net(x), y, reduction="none").mean(1)
+
+
+def loss_inside(rank, world_size):
+    model = nb.CodedDataParallel(WithLoss(), 2)
+    net = WithLoss()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, net)]
+    for step in range(20):
+        x, y = batch(step, 64)[0], (torch.rand(64, OUTPUTS) > 0.5).float()
+        for module, rows, optimizer in zip((model, net), (model.split(x, y), (x, y)), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(*rows).mean().backward()
+            optimizer.step()
+    return flat(model), flat(net)
+
+
+def test_a_loss_of_any_kind_is_the_same_on_all_ranks_inside_of_the_model():
+    results = run_ranks(loss_inside, 3)
+    assert all_equal([result[0] for result in results])
+    torch.testing.assert_close(*results[0], rtol=1e-5, atol=1e-6)
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,7 @@ class Run:
             for at, gradient in zip(tensors, gradients, strict=True):
                 if gradient is not None and block.outputs[at].requires_grad:
                     ends.append(block.outputs[at])
-                    starts.append(gradient[first : first + block.samples])
+                    starts.append(gradient[first : first + block.samples].clone())  # at no odd place in memory
             found: Sequence[Tensor | None] = [None] * len(self._parameters)
             if ends:
                 found = torch.autograd.grad(ends, self._parameters, starts, allow_unused=True)

@@ -97,8 +97,11 @@ def what_differs(trouble: int, headers: Mapping[int, Header], assignment: Assign
     return (
         f"block {trouble - 1} of the mini-batch has other gradients on some of the ranks that computed it, "
         f"{assignment.holders[trouble - 1]}, and packets of them cannot be taken apart. They have to be equal "
-        "to the bit: that takes the same samples, weights, versions and kind of processor on all ranks, a loss "
-        "that is a mean over rows, and no randomness but that of torch's own generators"
+        "to the bit. Either the loss rounds: on CPUs exponentials and logarithms of single elements, as in "
+        "BCEWithLogitsLoss, depend on where in the batch the element is, which is not the same on all ranks. Then "
+        "compute the loss of each sample inside of the model, and outside only .mean(). Or ranks differ: it takes the "
+        "same samples, weights, versions, threads and kind of processor on all of them, a loss that is a mean over "
+        "rows, and no randomness but that of torch's own generators"
     )
 
 

@@ -3,8 +3,9 @@
 Forward cuts the batch into this rank's blocks and runs the module on one block after the other, so that backward can
 ask for the gradient of each. The r ranks that compute a block have to find the same bits. So a block has the same shape
 on all of them, the loss is a mean over equally many rows everywhere, and random numbers come from block and step, not
-from the rank. (Rows that only repeat a rank's last sample are not computed, and their outputs are copies without a
-gradient.)
+from the rank. Where a tensor begins in memory may change how it is rounded, and a block is at another place in each
+rank's batch: so a block gets copies of its rows. (Rows that only repeat a rank's last sample are not computed, and
+their outputs are copies without a gradient.)
 
 Backward of the outputs is where the step happens: it runs backward of each block, hands the gradients to
 :class:`~narrowband.coded.average.BlockAverage`, exchanges, and writes the average into ``.grad``.
@@ -59,7 +60,10 @@ class CodedDataParallel(nn.Module):
     sent, in 4 bytes per parameter and ``bits`` on top.
 
     Args:
-        module: the model. Its outputs have a row for each sample; the loss, a mean over rows, is outside of it.
+        module: the model. Its outputs have a row for each sample; the loss, a mean over rows, is outside of it. On CPUs
+            that may be cross entropy of classes or squared error. What computes exponentials or logarithms of single
+            elements, such as ``BCEWithLogitsLoss``, goes inside: a model that returns the loss of each sample, and
+            outside only ``.mean()``.
         redundancy: on how many ranks each block is computed, r: 1 ≤ r < n.
         transport: ``multicast``; ``broadcast``, through the process group; ``auto``, multicast if it reaches all ranks,
             else broadcast; or a :class:`~narrowband.transport.Transport`.
@@ -279,7 +283,7 @@ class CodedDataParallel(nn.Module):
 
             def cut(leaf: Any, part: slice = part) -> Any:
                 is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == rows
-                return leaf[part] if is_batch else leaf
+                return leaf[part].clone() if is_batch else leaf
 
             own_args, own_kwargs = tree_map(cut, (args, kwargs))
             with self._randomness_of(block):
