@@ -144,6 +144,38 @@ def test_out_of_reach_is_seen_by_all_and_nothing_wraps(numbers, bits, times, cap
 
 
 @some
+@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize("span", [1.0, "auto"])
+def test_one_large_gradient_spoils_no_later_one(numbers, bits, span):
+    a = Assignment(*numbers)
+    _, averages = averages_of(a, [40], bits=bits, span=span)
+    fine = averages[0].unit.exponent
+    exchanges = []
+    for step, scale in enumerate([1.0, 1e10, 1.0, 1.0]):
+        gradients = gradients_of(a, [40], seed=step, scale=scale * 0.01 / a.blocks)
+        put(averages, gradients)
+        results = on_all(a.nodes, lambda rank: averages[rank].average(48))
+        assert_same(results, results[0])
+        exact = sum(block[0].double() for block in gradients)
+        largest = max(float(block[0].abs().max()) for block in gradients)
+        assert (results[0].double() - exact).abs().max() <= a.blocks * largest * (64 / averages[0].unit.limit + 1e-7)
+        exchanges.append(averages[0].last.exchanges)
+    assert exchanges[1:] == [2, 2, 1]
+    assert {node.unit.exponent for node in averages} == {averages[0].unit.exponent}
+    assert span == "auto" or averages[0].unit.exponent == fine
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+def test_a_span_that_is_wider_than_stated_stays_so_as_long_as_gradients_need_it(bits):
+    a = Assignment(4, 2)
+    _, averages = averages_of(a, [40], bits=bits, span=1.0)
+    for step, scale in enumerate([100.0, 40.0, 80.0, 30.0]):
+        put(averages, gradients_of(a, [40], seed=step, scale=scale))
+        on_all(4, lambda rank: averages[rank].average(48))
+        assert averages[0].last.exchanges == (2 if step == 0 else 1)
+
+
+@some
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_nan_on_all_nodes_in_that_step_and_forgotten_in_the_next(numbers, bad):
     a = Assignment(*numbers)

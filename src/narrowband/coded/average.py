@@ -1,7 +1,7 @@
 """From the gradients of a node's own blocks to the average over the whole mini-batch, the same bits on all nodes.
 
-A step rounds contributions to whole numbers (:mod:`.fixed_point`) and adds them up (:mod:`.exchange`), once more in a
-wider unit where one is out of reach. What is to be done when a node is lost, or returns, :mod:`.recovery` knows.
+A step rounds contributions to whole numbers (:mod:`.fixed_point`) and adds them up (:mod:`.exchange`), once more in
+another unit where that does not fit them. What is to be done when a node is lost, or returns, :mod:`.recovery` knows.
 """
 
 from __future__ import annotations
@@ -153,15 +153,15 @@ class BlockAverage:
         return out
 
     def _add_up(self, samples: int) -> float:
-        """The largest contribution; and the sum of all is there, in a wider unit if need be."""
+        """The largest contribution; and the sum of all is there, in another unit if need be."""
         magnitude = self._exchange.run(self.step, samples)
-        if math.isfinite(magnitude) and magnitude > self.unit.reach:
+        if math.isfinite(magnitude) and not self.unit.fits(magnitude):
             before = self.unit.reach
-            self.unit.widen(magnitude)
-            if not self.unit.follows:
+            self.unit.refit(magnitude)
+            if self.unit.reach > before and not self.unit.follows:
                 log.warning(
                     "step %d: a block contributes %.3g to the average gradient, out of reach of %.3g; the span is %d "
-                    "times as wide from here on, and this step is exchanged again",
+                    "times as wide until gradients are small again, and this step is exchanged again",
                     self.step, magnitude, before, round(self.unit.reach / before),
                 )  # fmt: skip
             magnitude = self._exchange.run(self.step, samples)

@@ -129,7 +129,7 @@ class BlockExchange:
     # ---- one exchange ------------------------------------------------------------------------------------------------
 
     def run(self, step: int, samples: int) -> float:
-        """Round, send, receive and add up; the largest contribution of all. There is no sum if that is out of reach.
+        """Round, send, receive and add up; the largest contribution of all. Without a sum, if the unit does not fit it.
 
         Raises:
             RuntimeError: on all nodes, when they are not in the same step, or computed other bits for the same block.
@@ -151,7 +151,7 @@ class BlockExchange:
             own_header = conclusion(headers, self.rank, self.assignment)
         if own_header.trouble:
             raise RuntimeError(what_differs(own_header.trouble, headers, self.assignment))
-        if own_header.magnitude <= self._unit.reach:
+        if self._unit.fits(own_header.magnitude):
             for segment in self._segments[1:]:
                 for this in self._rounds:
                     self._pass(this, segment, None)

@@ -14,6 +14,7 @@ So all nodes learn in the same step, and decide alike:
 
 * a contribution is inf or NaN: the average is NaN on all nodes, and a GradScaler skips the step on all of them;
 * one is out of reach: the unit grows on all nodes by powers of two, and the step is exchanged again, with nothing lost;
+* all are far below what the unit reaches: it shrinks on all nodes, and the step is exchanged again, likewise;
 * nodes that computed the same block have other bits, or another step or mini-batch: an error on all nodes.
 """
 

@@ -73,7 +73,8 @@ class CodedDataParallel(nn.Module):
             Ranks send equally much whatever their shares, and load equally many rows.
         bits: of a number on the wire: 32, or 16 or 8, which round more and sum as exactly.
         span: what averages reach, as in [−10, 10], the default with 32 bits; what exceeds it is seen by all ranks in
-            the same step, and widens it. ``auto``, the default with fewer bits: as far as the last step was in need of.
+            the same step, and widens it until gradients are small again. ``auto``, the default with fewer bits: as far
+            as the last step was in need of.
         process_group: the ranks; by default all.
         seed: of random numbers in the model (dropout).
         max_failures: how many ranks may be lost while the others go on, 0 or 1. One takes ``redundancy`` 2 or more, and

@@ -17,8 +17,8 @@ class CodedStepStats(StepRecord):
         raw_bytes: the model's gradient in float32, which a rank would send once without redundancy.
         sent_bytes: handed to the transport: packets and headers, each once however many ranks need it.
         steps: how many steps.
-        exchanges: how often gradients were exchanged: more often than there were steps where a contribution was out of
-            reach, or a rank was lost.
+        exchanges: how often gradients were exchanged: more often than there were steps where the unit did not fit
+            contributions, or a rank was lost.
         encode_s: seconds in rounding gradients and adding slices up.
         exchange_s: seconds in the transport, waiting for other ranks included.
         decode_s: seconds in taking packets apart.
