@@ -283,6 +283,59 @@ def test_no_sync_adds_up_and_so_does_grad():
         torch.testing.assert_close(results[0][first + 1], gradient(net), rtol=1e-4, atol=1e-6)
 
 
+def dropped(rank, world_size):
+    broken = [False]
+
+    def check(module, args, output):
+        if torch.is_grad_enabled():
+            output.register_hook(fail)
+
+    def fail(gradient):
+        if broken[0]:
+            raise ValueError("a bad batch")
+
+    net = mlp()
+    net[4].register_forward_hook(check)
+    model = nb.CodedDataParallel(net, 2)
+
+    def backward(step, samples=12, syncs=True):
+        x, y = model.split(*batch(step, samples))
+        with contextlib.nullcontext() if syncs else model.no_sync():
+            loss_of(model(x), y).backward()
+
+    found = []
+    backward(0, syncs=False)
+    model.zero_grad()
+    backward(1)
+    found.append(gradient(model))
+
+    backward(0, syncs=False)
+    broken[0] = True
+    with pytest.raises(ValueError, match="a bad batch"):
+        backward(0)
+    broken[0] = False
+    model.zero_grad()
+    backward(1)
+    found.append(gradient(model))
+
+    with pytest.raises(RuntimeError, match="ranks are not in the same step"):
+        backward(0, samples=9 if rank else 12)
+    model.zero_grad()
+    backward(1)
+    found.append(gradient(model))
+    return found
+
+
+def test_what_zero_grad_or_an_exception_ends_has_no_part_in_the_next_step():
+    results = run_ranks(dropped, 3)
+    net = mlp()
+    x, y = batch(1, 12)
+    loss_of(net(x), y).backward()
+    for found in results:
+        assert all_equal([*found, results[0][0]])
+        torch.testing.assert_close(found[0], gradient(net), rtol=1e-5, atol=1e-7)
+
+
 def broken(rank, world_size):
     model = nb.CodedDataParallel(mlp(), 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)

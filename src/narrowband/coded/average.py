@@ -94,6 +94,10 @@ class BlockAverage:
         """Add ``weight`` times the gradients of all parameters to the contribution of this node's ``row``-th block."""
         self._exchange.add(row, gradients, weight)
 
+    def clear(self) -> None:
+        """Contributions begin anew."""
+        self._exchange.clear()
+
     def average(self, samples: int) -> Tensor:
         """The sum of all blocks' contributions, float32, flat and new; NaN where one of them is not finite. All nodes
         call it in the same step, and get the same bits. Contributions begin anew afterwards.
@@ -116,7 +120,7 @@ class BlockAverage:
                     raise
                 self._recovery.return_after(error, self.step, has_sum=self._magnitude is not None)
                 out = self._next_given() if self._magnitude is None else self._finished()
-        self._exchange.clear()
+        self.clear()
         self.step += 1
         self.total.add(self.last)
         return out

@@ -42,6 +42,7 @@ class Run:
         samples: of the mini-batch.
         rows: of this rank's batch; those behind its blocks' samples repeat the last.
         finish: is called when backward is complete.
+        drop: is called when it, or ``finish``, raises.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Run:
         samples: int,
         rows: int,
         finish: Callable[[], None],
+        drop: Callable[[], None],
     ) -> None:
-        self._parameters, self._average, self._finish = parameters, average, finish
+        self._parameters, self._average = parameters, average
+        self._finish, self._drop = finish, drop
         self._samples, self._rows = samples, rows
         self._blocks: list[_BlockOutputs] = []
         self._spec: TreeSpec | None = None
@@ -87,6 +90,14 @@ class Run:
 
     def backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """From the gradients of all outputs to those of each block, and to the average."""
+        try:
+            self._backward(tensors, gradients)
+            self._finish()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         if not self._blocks:
             raise RuntimeError("backward a second time: the blocks' graphs are freed, retain_graph=True or not")
         blocks, self._blocks = self._blocks, []
@@ -106,7 +117,6 @@ class Run:
             block.outputs.clear()
             self._average.add(row, found, weight)
             first += block.samples
-        self._finish()
 
 
 class _Boundary(torch.autograd.Function):

@@ -225,12 +225,22 @@ class CodedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """What is computed inside is not exchanged: gradients add up until a backward whose forward was outside."""
+        """What is computed inside is not exchanged: gradients add up until a backward whose forward was outside.
+
+        They do so beside ``.grad``, where ``optimizer.zero_grad()`` does not find them. To do without them, call
+        :meth:`zero_grad` of this module on all ranks. A backward that raises drops them, too.
+        """
         before, self._syncs = self._syncs, False
         try:
             yield
         finally:
             self._syncs = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; and what has added up in :meth:`no_sync` is dropped."""
+        self._average.clear()
+        self._samples = 0
+        super().zero_grad(set_to_none)
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -277,7 +287,7 @@ class CodedDataParallel(nn.Module):
             raise UnsupportedError("inputs that want gradients cannot be cut into blocks; move what makes them inside")
         samples = self._samples_of(rows)
         finish = functools.partial(self._finish, samples, syncs=self._syncs)
-        run = Run(self._trained, self._average, samples, rows, finish)
+        run = Run(self._trained, self._average, samples, rows, finish, self._drop)
         sizes, end = self.assignment.sizes(samples), 0
         for block in self.assignment.held(self._rank):
             part, end = slice(end, end + sizes[block]), end + sizes[block]
@@ -332,6 +342,11 @@ class CodedDataParallel(nn.Module):
                 p.grad = part
             else:
                 p.grad += part
+
+    def _drop(self) -> None:
+        """A backward has raised: the next step begins without what was computed for this one."""
+        self._average.clear()
+        self._samples = self._forwards = 0
 
 
 def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
