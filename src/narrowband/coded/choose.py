@@ -184,7 +184,8 @@ def choose_redundancy(
         UnsupportedError: no process group.
 
     Example:
-        >>> choice = nb.choose_redundancy(net, lambda: loss(net(x), y).backward(), batch_size=256)
+        >>> share = 256 // dist.get_world_size()
+        >>> choice = nb.choose_redundancy(net, lambda: loss(net(x[:share]), y[:share]).backward(), batch_size=256)
         >>> print(choice.verdict)
         >>> model = nb.CodedDataParallel(net, choice.redundancy, choice.transport, group=choice.group)
     """
