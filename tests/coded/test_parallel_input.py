@@ -141,6 +141,34 @@ def test_ranks_with_other_data_are_found_by_all(what, message):
         assert what != "data" or "compute the loss of each sample inside of the model" in text
 
 
+def frozen_or_thawed(rank, world_size):
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = nb.CodedDataParallel(net, 2)
+    x, y = model.split(*batch(0, 12))
+    net[0].requires_grad_(True)
+    thawed = refusal(lambda: model(x))
+    net[0].requires_grad_(False)
+    loss_of(model(x), y).backward()
+    net[4].bias.requires_grad_(False)
+    frozen = refusal(lambda: model(x))
+    with torch.no_grad():
+        model(x)
+    again = nb.CodedDataParallel(model.module, 2)
+    again.zero_grad()
+    loss_of(again(again.split(*batch(0, 12))[0]), y).backward()
+    return thawed, frozen, [name for name, p in net.named_parameters() if p.grad is not None]
+
+
+def test_parameters_frozen_or_thawed_later_are_named_and_wrapping_anew_helps():
+    for thawed, frozen, averaged in run_ranks(frozen_or_thawed, 3):
+        assert [kind for kind, _ in (thawed, frozen)] == ["UnsupportedError"] * 2
+        assert "requires_grad of 0.weight, 0.bias has changed since the model was wrapped" in thawed[1]
+        assert "requires_grad of 4.bias has changed" in frozen[1]
+        assert "Wrap it anew on all ranks" in frozen[1]
+        assert averaged == ["3.weight", "3.bias", "4.weight"]
+
+
 def without_a_group(rank, world_size):
     dist.destroy_process_group()
     return refusal(lambda: nb.CodedDataParallel(mlp()))

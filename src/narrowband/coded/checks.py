@@ -15,9 +15,11 @@ from torch.nn.modules import batchnorm, instancenorm
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from narrowband.transport import Transport
 
-__all__ = ["NORMS", "check_agreement", "check_failures", "check_model", "no_batch_norm"]
+__all__ = ["NORMS", "check_agreement", "check_failures", "check_model", "no_batch_norm", "other_parameters"]
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,16 @@ def no_batch_norm(name: str, child: nn.Module) -> str:
         "and its running averages would be those of other samples on every rank. SyncBatchNorm is no way out: ranks "
         "compute different blocks at a time, so what it would add up is no statistic of the mini-batch. Use GroupNorm "
         "or LayerNorm, or freeze it with .eval()"
+    )
+
+
+def other_parameters(changed: Sequence[str]) -> str:
+    """The error for parameters that were frozen or thawed after set-up, in words."""
+    return (
+        f"requires_grad of {', '.join(changed[:3])}{' …' if len(changed) > 3 else ''} has changed since the model was "
+        "wrapped, and what is averaged was settled then. Wrap it anew on all ranks, as in "
+        "CodedDataParallel(model.module, ...), whenever parameters are frozen or thawed; or leave requires_grad as it "
+        "was, and take the parameters that are to rest out of the optimizer"
     )
 
 

@@ -32,7 +32,7 @@ from narrowband import kernels
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage
 from narrowband.coded.blocks import Run
-from narrowband.coded.checks import NORMS, check_agreement, check_failures, check_model, no_batch_norm
+from narrowband.coded.checks import NORMS, check_agreement, check_failures, check_model, no_batch_norm, other_parameters
 from narrowband.coded.fixed_point import DTYPES
 from narrowband.coded.stats import CodedStepStats
 from narrowband.collectives import new_group
@@ -143,7 +143,8 @@ class CodedDataParallel(nn.Module):
         self.assignment = Assignment(len(ranks), redundancy, group or 0, tuple(shares or ()))
         check_failures(max_failures, silence_timeout, rejoin_steps, redundancy, transport)
         self.module = module
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._as_set_up = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        self._trained = [p for _, p, is_trained in self._as_set_up if is_trained]
         named = module.named_modules()
         self._norms = {name: m for name, m in named if isinstance(m, NORMS) and m.track_running_stats}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -274,13 +275,17 @@ class CodedDataParallel(nn.Module):
 
         Raises:
             ValueError: rows that are not this rank's blocks.
-            UnsupportedError: outputs without a row for each sample.
+            UnsupportedError: outputs without a row for each sample, or parameters that were frozen or thawed after the
+                model was wrapped.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         for name, norm in self._norms.items():
             if norm.training:  # frozen before, and woken by model.train()
                 raise UnsupportedError(no_batch_norm(name, norm))
+        changed = [name for name, p, was_trained in self._as_set_up if p.requires_grad != was_trained]
+        if changed:
+            raise UnsupportedError(other_parameters(changed))
         leaves = tree_flatten((args, kwargs))[0]
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
