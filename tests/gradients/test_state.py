@@ -86,6 +86,55 @@ def test_a_run_that_was_stopped_and_resumed_has_the_same_bits():
         assert not torch.equal(forgetful[0][index], whole[0][index][0])
 
 
+SCALERS = {
+    "none": lambda: None,
+    "off": lambda: torch.amp.GradScaler("cpu", enabled=False),
+    "on": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**16),
+}
+
+
+def resumed_with_another_scaler(rank, world_size, spec):
+    """Parameters of a run without a scaler, and of those that begin with one and go on with another, by their names."""
+
+    def begin(kind, state=None):
+        scaler = SCALERS[kind]()
+        model, handle = start(spec, grad_scaler=scaler)
+        if state is not None:
+            model.module.load_state_dict(state[0])
+            handle.load_state_dict(state[1])
+        return model, handle, scaler or SCALERS["off"]()
+
+    def go_on(model, scaler, steps):
+        optimizer = sgd(model)
+        for step in steps:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    plain, _, scaler = begin("none")
+    go_on(plain, scaler, range(5))
+    ends = {}
+    for first in SCALERS:
+        for second in SCALERS:
+            model, handle, scaler = begin(first)
+            go_on(model, scaler, range(3))
+            saved = copy.deepcopy((model.module.state_dict(), handle.state_dict()))
+            if saved[1]["loss_scale"] == 1.0 and second == "on":
+                saved[1]["loss_scale"] = None  # which is what states without a scaler once had
+            model, _, scaler = begin(second, saved)
+            go_on(model, scaler, range(3, 5))
+            ends[first, second] = flat(model)
+    return flat(plain), ends
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.1+ef", "topk:density=0.1+ef21"])
+def test_a_run_resumed_with_the_scaler_switched_on_or_off_keeps_its_residuals(spec):
+    for plain, ends in run_ranks(resumed_with_another_scaler, 2, spec):
+        for kinds, end in ends.items():
+            assert torch.equal(end, plain), kinds  # scales are powers of two, which change no bit
+
+
 def states_after_two_steps(rank, world_size, spec):
     model, handle = start(spec)
     train(model, rank, range(2))

@@ -317,7 +317,7 @@ class Handle(Averaging):
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
         self._seed = mine["seed"]
-        self._loss_scale.value = mine["loss_scale"]
+        self._loss_scale.value = mine["loss_scale"] or 1.0  # older states have None for gradients that were not scaled
         self._total, self._last, self._errors, self._unread = StepStats(), StepStats(), {}, []
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:

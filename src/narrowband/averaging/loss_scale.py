@@ -18,20 +18,18 @@ class LossScale:
     """Follows the scale of a scaler, and keeps residuals in the unit of the gradients.
 
     Args:
-        scaler: None: gradients are not scaled.
+        scaler: None: gradients are not scaled, as if the scale were 1.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
-        #: The scale of the last step; None before the first, and without a scaler.
-        self.value: float | None = None
+        #: The scale that residuals have: that of the last step, and 1 before the first, when there are none.
+        self.value = 1.0
 
     def update(self, states: Iterable[State]) -> None:
-        """Multiply residuals by the change of the scale since the last step."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return
-        scale = float(self.scaler.get_scale())
-        if self.value is not None and self.value != scale:
+        """Multiply residuals by the change of the scale since the last step, which may be one before a checkpoint."""
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # which is 1 if it is switched off
+        if self.value != scale:
             for state in states:
                 state.scale(scale / self.value)
         self.value = scale

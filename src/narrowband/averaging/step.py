@@ -250,7 +250,7 @@ class Step:
             dist.all_reduce(square, group=self._parts.inside)
             norm = float(square.sqrt())
         threshold *= math.sqrt(self._peers.size)
-        threshold *= self._parts.loss_scale.value or 1.0
+        threshold *= self._parts.loss_scale.value
         if threshold < norm < math.inf:
             for group in self._unclipped:
                 group.buffer.mul_(threshold / norm)
@@ -453,7 +453,7 @@ class Step:
         """Show the averages of layers to whatever decides about these."""
         begin = time.perf_counter()
         averages = (average for group in self._dense for average in group.averages() if average[0].compressed)
-        self._parts.controller.look(averages, 1.0 / (self._parts.loss_scale.value or 1.0), self._number)
+        self._parts.controller.look(averages, 1.0 / self._parts.loss_scale.value, self._number)
         self._stats.decide_s += time.perf_counter() - begin
 
     def _account(self) -> None:
