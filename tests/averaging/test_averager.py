@@ -216,8 +216,35 @@ def test_parameters_frozen_later_get_no_gradient_and_those_thawed_are_an_error()
         assert len(before) == 5
         assert after == {"last.weight", "last.bias"}
         assert thawed[0] == "UnsupportedError"
-        assert thawed[1].startswith("first.bias did not require a gradient")
+        assert thawed[1].startswith("nothing averages first.bias, which did not require a gradient")
         assert "remove()" in thawed[1]
+
+
+def anew(rank, world_size, given):
+    """Parameters that are replaced, and a layer that is added: what the averager says, and what it has averaged."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def make():
+        return nb.Averager(model if given == "module" else model.named_parameters(), "none", min_numel=1)
+
+    averager = make()
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    said = [refusal(averager.average)]
+    averager.remove()
+    averager = make()
+    model.append(nn.Linear(8, 8))
+    del model[0]
+    said.append(refusal(averager.average))
+    return said, averager.step
+
+
+def test_parameters_that_are_new_in_a_module_are_an_error():
+    for (replaced, added), steps in run_ranks(anew, 2, "module"):
+        assert steps == 0
+        assert replaced[0] == added[0] == "UnsupportedError"
+        assert replaced[1].startswith("nothing averages 0.weight and 3 more, which did not require")
+        assert added[1].startswith("nothing averages 1.weight and 1 more, which did not require")
+    assert run_ranks(anew, 2, "parameters") == [([None, None], 1)] * 2  # nobody can know of others
 
 
 def layers_that_exclude_each_other(rank, world_size):

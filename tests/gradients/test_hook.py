@@ -104,6 +104,45 @@ def test_local_steps_other_models_and_several_optimizers_are_no_error():
         assert set(found.values()) == {None}, found
 
 
+def new_parameters(rank, world_size):
+    """What a step says after parameters were replaced, a layer was added or thawed; and how it goes on, set up anew."""
+    found = {}
+    for kind in ("replaced", "added", "thawed", "none"):
+        net = mlp()
+        net[0].requires_grad_(False)
+        model = wrap(net)
+        handle = compress(model, SPEC, min_numel=64)
+        train(model, rank, range(1))
+        if kind == "replaced":
+            net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
+        elif kind == "added":
+            net.append(nn.Linear(8, 8))
+        elif kind == "thawed":
+            net[0].requires_grad_(True)
+        found[kind] = refusal(lambda model=model: train(model, rank, range(1, 3)))
+        if found[kind] is not None:
+            handle.remove()
+            model = wrap(net)
+            handle = compress(model, SPEC, min_numel=64)
+            train(model, rank, range(1, 3))
+        found[kind, "step"] = handle.step
+        found[kind, "parameters"] = flat(net)
+    return found
+
+
+def test_new_parameters_are_an_error_before_an_optimizer_steps():
+    mine, its = run_ranks(new_parameters, 2)
+    for kind, first in (("replaced", "1.weight"), ("added", "7.weight"), ("thawed", "0.weight")):
+        for found in (mine, its):
+            assert found[kind][0] == "UnsupportedError", (kind, found[kind])
+            assert found[kind][1].startswith(f"nothing averages {first} and ")
+            assert "wrap the module in DistributedDataParallel again" in found[kind][1]
+            assert found[kind, "step"] == 2
+        assert torch.equal(mine[kind, "parameters"], its[kind, "parameters"])
+    assert mine["none"] is its["none"] is None
+    assert mine["none", "step"] == 3
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 

@@ -200,7 +200,7 @@ def test_tables_that_a_rank_does_not_use_and_parameters_that_are_frozen_or_thawe
         assert none is None
         assert hooks == 0  # of an output that is a parameter they would pile up
         assert thawed[0] == "UnsupportedError"
-        assert thawed[1].startswith("first.weight did not require a gradient")
+        assert thawed[1].startswith("nothing averages first.weight, which did not require a gradient")
     for at in (0, 1):
         assert torch.equal(mine[1][at].to_dense(), its[1][at].to_dense())
         assert mine[1][at].to_dense().any(1).nonzero().tolist() == [[2]]
@@ -300,6 +300,44 @@ def test_a_pass_that_broke_off_between_two_groups_is_never_gone_on_from():
         for kind, text in later:
             assert kind == "RuntimeError"
             assert "broke off while gradients were on their way" in text
+
+
+def anew(rank, world_size, kind):
+    """What a step says of parameters that were put in the place of others, and of a new layer; and one step more."""
+    model, options = mlp(), {}
+    if kind != "plain":
+        mesh = mesh_of(world_size, 1)
+        model = shard(model, mesh["shards"]) if kind == "layers" else fully_shard(model, mesh=mesh["shards"])
+        options["process_group"] = mesh["nodes"].get_group()
+    handle = compress(model, LOSSLESS, **options)
+    train(model, rank, range(1))
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    said = [refusal(lambda: train(model, rank, range(1, 2)))]
+    with handle.no_sync():
+        loss_of(model, 1, rank).backward()
+    said += [refusal(handle.average)] if kind == "plain" else []
+    handle.remove()
+    handle = compress(model, LOSSLESS, **options)
+    train(model, rank, range(1, 3))
+    if kind == "plain":
+        model.append(nn.Linear(8, 8))
+        said.append(refusal(lambda: train(model, rank, range(3, 4))))
+        handle.remove()
+        handle = compress(model, LOSSLESS)
+        train(model, rank, range(3, 4))
+    parameters = flat(model) if kind == "plain" else whole(model)
+    return said, parameters, handle.step
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("plain", 1), ("layers", 2), ("whole", 2)])
+def test_parameters_that_are_new_are_an_error_and_compression_can_be_set_up_again(kind, steps):
+    (_, mine, _), (_, its, _) = answers = run_ranks(anew, 2, kind)
+    assert torch.equal(mine, its)
+    for said, _, after in answers:
+        assert after == steps
+        assert {kind for kind, _ in said} == {"UnsupportedError"}
+        assert said[0][1].startswith("nothing averages 0.weight and ")
+        assert kind != "plain" or said[-1][1].startswith("nothing averages 7.weight and 1 more")
 
 
 class Checkpointed(nn.Module):

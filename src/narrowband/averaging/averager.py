@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
@@ -94,6 +95,7 @@ class Averager(Handle):
         settings = settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
         norms = norms_of(tensors) if isinstance(tensors, nn.Module) else []
         self._sparse = sparse_of(tensors) if isinstance(tensors, nn.Module) else set()
+        self._module = weakref.ref(tensors) if isinstance(tensors, nn.Module) else None
         super().__init__(pairs, norms, settings, group, set_up="Averager", step="average")
 
     @torch.no_grad()
@@ -107,13 +109,15 @@ class Averager(Handle):
             DisagreementError: ranks that are about to do different things; or a sparse gradient that some ranks lack,
                 of a parameter that was given without its module, whose layers tell of such gradients.
             UnsupportedError: a sparse gradient where feedback needs one for every element, or a parameter that requires
-                a gradient and did not when the averager was made.
+                a gradient and did not, or was not there, when the averager was made. (What is new in a model is seen
+                where the module was given, and not its parameters.)
             RuntimeError: the exchange broke off, or had done so at an earlier step. Gradients are then undefined.
         """
         self._check_between_steps("average")
         if self._engine.error is not None:
             raise RuntimeError(f"average: the exchange stopped at an earlier step: {self._engine.error}")
-        self.layers.parameters.check_frozen()
+        module = None if self._module is None else self._module()
+        self.layers.parameters.check_all_known(self._parameters if module is None else module.named_parameters())
         by_tensor = self.layers.parameters.by_tensor
         groups = list(groups_of(by_tensor, alone=self._is_sparse))
         futures = []

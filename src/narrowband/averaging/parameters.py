@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["COMPRESSIBLE", "Parameter", "Parameters", "Vector", "norms_of", "sparse_of"]
+__all__ = ["COMPRESSIBLE", "Parameter", "Parameters", "Vector", "norms_of", "refuse_unaveraged", "sparse_of"]
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,6 @@ class Parameters:
         fuse_small: bool,
         early_nbytes: int,
     ) -> None:
-        named = list(named)
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         trained = [(index, name, p) for index, (name, p) in enumerate(named) if p.requires_grad]
         shapes = {p: local(p).shape for _, _, p in trained}
         ids = {id(p) for p in norms}
@@ -121,6 +119,8 @@ class Parameters:
                 self.vectors[vector] = at + shapes[p].numel()
             self.by_tensor[p] = Parameter(name, index, shapes[p], form_of(local(p)), compressed, vector, at)
         self.by_name = {parameter.name: parameter for parameter in self.by_tensor.values()}
+        meshes = {getattr(p, "device_mesh", None) for p in self.by_tensor}
+        self._meshes = meshes - {None} or meshes  # of shards, if there are any
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -157,17 +157,21 @@ class Parameters:
                 self.vectors[vector] = at + own.shape.numel()
                 self.by_tensor[x] = self.by_name[own.name] = replace(own, vector=vector, at=at)
 
-    def check_frozen(self) -> None:
-        """What did not require a gradient at set-up still does not: nobody would average it.
+    def check_all_known(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """What requires a gradient now is what did so at set-up: nobody would average the rest.
+
+        Args:
+            named: name and tensor of each parameter that there is now. Whole ones of a model that is sharded do not
+                count: FSDP2 puts them in the place of their shards while it computes.
 
         Raises:
-            UnsupportedError: it does.
+            UnsupportedError: some of them were frozen then, or not there.
         """
-        if thawed := [name for name, p in self._frozen if p.requires_grad]:
-            raise UnsupportedError(
-                f"{', '.join(thawed)} did not require a gradient when compression was set up, and does now, so that no "
-                "rank would have its average; call remove() on all ranks, and set compression up again"
-            )
+        new = (name for name, p in named if p.requires_grad and p not in self.by_tensor and self._is_our_kind(p))
+        refuse_unaveraged(new, "call remove() on all ranks, and set compression up again")
+
+    def _is_our_kind(self, p: Tensor) -> bool:
+        return getattr(p, "device_mesh", None) in self._meshes
 
     def warnings(self) -> list[str]:
         """What users should know about them."""
@@ -219,6 +223,24 @@ def _vectors(
         if found[p].early and p in small:
             early[p.dtype] = early.get(p.dtype, 0) + shape.numel() * p.element_size()
     return {p: v._replace(early=v.early and early.get(p.dtype, 0) >= early_nbytes) for p, v in found.items()}
+
+
+def refuse_unaveraged(names: Iterable[str], then: str) -> None:
+    """Refuse to go on where a model has parameters that nobody averages.
+
+    Args:
+        names: of those, if there are any.
+        then: what to do.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
+    if found := list(names):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UnsupportedError(
+            f"nothing averages {found[0]}{more}, which did not require a gradient when compression was set up, or did "
+            f"not exist (load_state_dict(assign=True) makes all parameters anew); {then}"
+        )
 
 
 def norms_of(model: nn.Module) -> list[Tensor]:

@@ -6,7 +6,8 @@ copy gets a hook without a handle, and says so.
 
 The check is for scripts that wrap a model and go on to call the module inside. Nothing is averaged then, and nothing
 fails: the replicas part, silently. PyTorch tells of every optimizer step in the process; if several go by that use
-gradients of the model's parameters, and the model was not called once, the next step is an error.
+gradients of the model's parameters, and the model was not called once, the next step is an error. So is one where the
+model has gradients of parameters that it did not have at set-up, which DDP does not average.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, for type checkers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from narrowband.averaging.parameters import refuse_unaveraged
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -203,14 +205,27 @@ class _Watch:
         reference = self._ours.get(id(p))
         return reference is not None and reference() is p
 
+    def _check_all_known(self) -> None:
+        """DDP averages the parameters that it found when it was made, and says nothing of others."""
+        hook = self._hook()
+        model = None if hook is None else hook.model
+        if model is not None:
+            named = ((name, p) for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore)
+            refuse_unaveraged(
+                (name for name, p in named if p.grad is not None and p.requires_grad and not self._is_ours(p)),
+                "call remove() on all ranks, wrap the module in DistributedDataParallel again, and set compression up",
+            )
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step.
 
         Raises:
             RuntimeError: it did so several times in a row with gradients that nobody averaged.
+            UnsupportedError: the model has gradients of parameters that DDP does not know.
         """
-        if self.used:
-            self.used, self._ever_used = False, True
+        used, self.used = self.used, False
+        if used:
+            self._ever_used = True
             self._steps.clear()
         if self._is_over():
             _watches.discard(self)
@@ -218,6 +233,8 @@ class _Watch:
         handle = self._handle()
         if handle is not None and handle.paused:
             return
+        if used:
+            self._check_all_known()
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if not any(p.grad is not None and self._is_ours(p) for p in parameters):
             return

@@ -121,7 +121,6 @@ class ModuleCompression(GradientCompression):
                 "a backward pass broke off while gradients were on their way, so ranks may have averaged different "
                 "things; go on from a checkpoint on all ranks"
             )
-        self.layers.parameters.check_frozen()
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
@@ -160,15 +159,17 @@ class ModuleCompression(GradientCompression):
     def _end(self) -> None:
         """Backward has ended."""
         try:
-            if not self._any:  # its gradients are not the model's, or only add up
-                return
-            while len(self._futures) < len(self._groups):
-                self._send()
-            by_tensor = self.layers.parameters.by_tensor
-            for group, future in zip(self._groups, self._futures, strict=True):
-                deliver(future.wait(), group, [by_tensor[p].form for p in group])
+            if self._any:  # otherwise its gradients are not the model's, or only add up
+                while len(self._futures) < len(self._groups):
+                    self._send()
+                by_tensor = self.layers.parameters.by_tensor
+                for group, future in zip(self._groups, self._futures, strict=True):
+                    deliver(future.wait(), group, [by_tensor[p].form for p in group])
         finally:
             self._reset()
+        module = self._module()
+        if module is not None:  # not before: what breaks off a backward of FSDP2 leaves parameters whole for good
+            self.layers.parameters.check_all_known(module.named_parameters())
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class ModuleCompression(GradientCompression):
         Raises:
             RuntimeError: called inside backward, or after :meth:`remove`; or the exchange stopped earlier.
             UnsupportedError: FSDP2 keeps gradients that it has not reduced; or a parameter requires a gradient and did
-                not at set-up.
+                not, or was not there, at set-up.
 
         Example:
             >>> with handle.no_sync():  # doctest: +SKIP
@@ -219,7 +220,6 @@ class ModuleCompression(GradientCompression):
                 "average: FSDP2 reduces no gradients inside of no_sync, so this model's parameters have none of those "
                 "that have added up; run the last backward pass of a step outside of no_sync, and leave average out"
             )
-        self.layers.parameters.check_frozen()
         self._any = True
         self._end()
 

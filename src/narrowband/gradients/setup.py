@@ -79,6 +79,9 @@ def compress_gradients(
         early_nbytes: where the small parameters of a model's end take so many bytes, they are sent before backward
             ends.
 
+    A parameter that is replaced, added or thawed later is an error of the next step, since nobody would average it:
+    call the handle's ``remove()`` first, and this again afterwards.
+
     ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros, and keep their
     residuals (with ``ef21``, which has no residual, zero counts as their gradient). Its
     ``divide_by_initial_world_size=False`` is refused by the first backward.
