@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowband.averaging import flat as flat_module
 from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
 from tests.ranks import RankError, run_ranks
 
@@ -128,6 +130,77 @@ def test_a_program_whose_peer_died_goes_on_and_exits_cleanly(tmp_path):
     assert dead[0] == -9
     assert (survivor[0], survivor[1].strip()) == (0, str(SURVIVED)), survivor[2]
     assert "terminate called" not in survivor[2]
+
+
+class OutOfMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(*_):
+        raise MemoryError("no memory is left")
+
+
+class Large(torch.nn.Module):
+    """A model that has too little memory for one of its backward passes, when some gradients are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.fits = mlp(), True
+
+    def forward(self, x):
+        x = self.layers[:5](x)
+        return self.layers[5:](x if self.fits else OutOfMemory.apply(x))
+
+
+def out_of_memory(rank, world_size, kind):
+    """What every call says after a backward pass broke off; parameters of that run, set up anew, and of another."""
+    spec, options = "topk:density=0.05+ef", {"nodes": 2} if kind == "nodes" else {}
+
+    def begin(net):
+        model = net if kind == "plain" else wrap(net, cap=TINY)
+        return model, compress(model, spec, min_numel=32, **options)
+
+    before, flat_module.GROUP_NBYTES = flat_module.GROUP_NBYTES, 1
+    try:
+        whole, _ = begin(Large())
+        train(whole, rank, range(6))
+        net = Large()
+        model, handle = begin(net)
+        train(model, rank, range(3))
+        saved = copy.deepcopy((net.state_dict(), handle.state_dict()))
+        net.fits = False
+        said = {"this": refusal(lambda: loss_of(model, 3, rank).backward())}
+        net.fits = True
+        said["state"] = refusal(handle.state_dict)
+        said["load"] = refusal(lambda: handle.load_state_dict(saved[1]))
+        said["next"] = refusal(lambda: loss_of(model, 3, rank).backward())
+        said["again"] = refusal(lambda: compress(model, spec))
+        handle.remove()
+        said["removed"] = refusal(handle.state_dict)
+        net.zero_grad()
+        model, handle = begin(net)
+        net.load_state_dict(saved[0])
+        handle.load_state_dict(saved[1])
+        train(model, rank, range(3, 6))
+        return said, torch.equal(flat(net), flat(whole)), handle.step
+    finally:
+        flat_module.GROUP_NBYTES = before
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 2), ("ddp", 2), ("nodes", 4)])
+def test_after_a_backward_pass_that_broke_off_a_model_goes_on_from_its_checkpoint(kind, ranks):
+    for said, same_bits, step in run_ranks(out_of_memory, ranks, kind):
+        assert said["this"] == ("MemoryError", "no memory is left")
+        for call in ("state", "load", *(["next"] if kind == "plain" else [])):
+            assert "a step broke off while gradients were on their way" in said[call][1], call
+            assert "on all ranks call remove(), set compression up again, and go on from a checkpoint" in said[call][1]
+        assert said["next"][0] == "RuntimeError"  # with DDP it is DDP's own
+        assert "call its remove() first" in said["again"][1]
+        assert "was removed" in said["removed"][1]
+        assert same_bits
+        assert step == 6
 
 
 def stop_in_an_encoding(rank, world_size):

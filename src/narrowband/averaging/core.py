@@ -48,7 +48,14 @@ if TYPE_CHECKING:
     from narrowband.averaging.settings import Settings
     from narrowband.feedback import Compression
 
-__all__ = ["Averaging"]
+__all__ = ["BROKE_OFF", "Averaging", "is_in_backward"]
+
+#: What became of a step whose pass ended by an error of somebody else's, and what to do.
+BROKE_OFF = (
+    "a step broke off while gradients were on their way, so ranks may have averaged different things; on all "
+    "ranks call remove(), set compression up again, and go on from a checkpoint. (A DistributedDataParallel has to "
+    "be made again before, when the old one is gone)"
+)
 
 
 class Averaging:
@@ -360,9 +367,15 @@ class Averaging:
         if self._open_step is not None:
             self._open_step.abandon(error)
 
+    def _broke_off(self) -> bool:
+        """Whether a step was left in its middle: whoever feeds its tensors has gone, by an error of somebody else's."""
+        return self.in_step and not is_in_backward()
+
     def _check_between_steps(self, what: str) -> None:
         if self._removed:
             raise RuntimeError(f"{what}: this handle was removed; make a new one")
+        if self._broke_off():
+            raise RuntimeError(f"{what}: {BROKE_OFF}")
         if self._open_step is not None and not self._open_step.abandoned:
             raise RuntimeError(
                 f"{what} was called inside backward, where residuals are half-way; call it between steps"
@@ -372,6 +385,11 @@ class Averaging:
                 f"{what}: the exchange broke off while a step was being written, so part of the residuals is sent and "
                 "part is not; go on from the last checkpoint"
             )
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.autograd.graph does
 
 
 class _Unread:

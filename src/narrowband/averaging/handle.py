@@ -160,7 +160,7 @@ class Handle(Averaging):
         self._paused = False
 
     def remove(self) -> None:
-        """End compression. Call on all ranks, between steps.
+        """End compression. Call on all ranks, between steps, or after one that broke off.
 
         Residuals are dropped, so save :meth:`state_dict` before if you may want to go on. The process group, threads
         and memory are given back; :meth:`stats` remains. When this object is garbage, the same happens by itself. (The
@@ -172,9 +172,12 @@ class Handle(Averaging):
         """
         if self._removed:
             return
-        if self._open_step is None or not self._open_step.abandoned:
+        broke_off = self._broke_off()
+        if not broke_off and (self._open_step is None or not self._open_step.abandoned):
             self._check_between_steps("remove")
-        if self._engine.error is None:
+        if broke_off:  # other ranks may be anywhere
+            self._loan.broken = True
+        elif self._engine.error is None:
             try:
                 self._agreement.now({"call": "remove"}, ADVICE)
             except RuntimeError as error:  # a rank that has gone already is no reason to stay

@@ -88,7 +88,8 @@ class DDPCompression(GradientCompression):
         return nullcontext() if model is None else model.no_sync()
 
     def remove(self) -> None:
-        """Take compression off: the model averages as plain DDP does, to the bit. Call on all ranks, between steps.
+        """Take compression off: the model averages as plain DDP does, to the bit. Call on all ranks, between steps; or
+        after one that broke off, when the model has to be wrapped again.
 
         Residuals are dropped, so save :meth:`state_dict` before if you may want to go on. The process group, threads
         and memory of the handle are given back. :meth:`stats` remains, and

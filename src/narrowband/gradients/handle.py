@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 
+from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.handle import Handle
 
 __all__ = ["GradientCompression"]
@@ -19,6 +20,10 @@ class GradientCompression(Handle, ABC):
     def buckets(self) -> list[list[str]]:
         """The layers that travel together, in the order in which they are sent, as of the last step."""
         return [list(names) for names in self._buckets]
+
+    def _broke_off(self) -> bool:
+        """Backward returns when its step has ended, and not before."""
+        return self._open_step is not None and not self._open_step.abandoned and not is_in_backward()
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowband import kernels
+from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.parameters import Parameters, norms_of
 from narrowband.averaging.step import ADVICE, fill_with_nan
 from narrowband.collectives import SerialExecutor, borrow, group_of
@@ -357,10 +358,13 @@ class TwoLevelCompression(DDPCompression):
                 raise RuntimeError(f"gradient exchange stopped at an earlier step: {error}") from error
             raise error
 
+    def _broke_off(self) -> bool:
+        return super()._broke_off() or (bool(self._coming) and not is_in_backward())
+
     def remove(self) -> None:
         if self._removed:
             return
-        if self._stopped is None:
+        if self._stopped is None and not self._broke_off():
             super().remove()
         else:  # whoever is left on either level is not asked
             self._inside.broken = True

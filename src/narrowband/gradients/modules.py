@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowband.averaging.averager import deliver, end_to_end
+from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first
@@ -117,10 +118,7 @@ class ModuleCompression(GradientCompression):
             self._torn |= bool(self._futures)
             self._reset()
         if self._torn:
-            raise RuntimeError(
-                "a backward pass broke off while gradients were on their way, so ranks may have averaged different "
-                "things; go on from a checkpoint on all ranks"
-            )
+            raise RuntimeError(f"backward: {BROKE_OFF}")
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
@@ -211,7 +209,7 @@ class ModuleCompression(GradientCompression):
             >>> handle.average()  # doctest: +SKIP
         """
         self._check_between_steps("average")
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - as torch.autograd.graph does
+        if is_in_backward():
             raise RuntimeError("average was called inside backward; call it when backward has returned")
         if not self._syncing:
             return
@@ -223,8 +221,12 @@ class ModuleCompression(GradientCompression):
         self._any = True
         self._end()
 
+    def _broke_off(self) -> bool:
+        torn = self._torn or (self._backward is not None and bool(self._futures))
+        return super()._broke_off() or (torn and not is_in_backward())
+
     def remove(self) -> None:
-        """Take compression off: every rank goes on alone. Call on all ranks, between steps.
+        """Take compression off: every rank goes on alone. Call on all ranks, between steps, or when one broke off.
 
         Raises:
             RuntimeError: called inside backward.
