@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import signal
 from itertools import chain
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
 from narrowband.averaging import flat as flat_module
 from narrowband.averaging.flat import local
-from tests.gradients.training import LOSSLESS, flat, loss_of, mlp, refusal, sgd, train, train_in_two_passes, wrap
+from tests.gradients.training import LOSSLESS, flat, heard, loss_of, mlp, refusal, sgd, train, train_in_two_passes, wrap
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 
@@ -400,6 +402,39 @@ def test_without_its_handle_a_module_is_alone_and_can_have_another():
     assert torch.equal(after, its_after)
     assert twice[0] == "UnsupportedError"
     assert "compressed already" in twice[1]
+
+
+def copies(rank, world_size):
+    """A copy, an average of weights and a saved file of a compressed module, beside a plain module: all trained."""
+    model = mlp()
+    handle = compress(model, LOSSLESS)
+    train(model, rank, range(2))
+    with heard() as said:
+        twin = copy.deepcopy(model)
+        AveragedModel(model).update_parameters(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    for net in (plain, twin, read):
+        train(net, rank, range(2, 4))
+    alone = torch.equal(flat(twin), flat(plain)) and torch.equal(flat(read), flat(plain))
+    again = compress(read, LOSSLESS)  # a copy may have a handle of its own
+    train(read, rank, range(4, 5))
+    train(model, rank, range(2, 5))
+    return said, alone, flat(twin), flat(read), flat(model), (again.step, handle.step)
+
+
+def test_a_module_is_copied_and_saved_without_its_compression_and_says_so_once():
+    mine, its = run_ranks(copies, 2)
+    for said, alone, *_, steps in (mine, its):
+        assert len(said) == 1
+        assert "has no compression: nobody averages its gradients, unless" in said[0]
+        assert alone
+        assert steps == (1, 5)
+    assert [torch.equal(a, b) for a, b in zip(mine[2:5], its[2:5], strict=True)] == [False, True, True]
 
 
 def gone(rank, world_size):

@@ -1,8 +1,8 @@
 """What :func:`~narrowband.compress_gradients` leaves in a model: a communication hook, and a check that it is used.
 
 DDP keeps a communication hook for good. So the hook outlives its handle: after ``handle.remove()`` it averages as DDP
-does without one, and a new handle can take it over. DDP also copies and pickles whatever it was given with the hook. A
-copy gets a hook without a handle, and says so.
+does without one, and a new handle can take it over. DDP also copies and pickles whatever it was given with the hook
+(:mod:`narrowband.gradients.left`).
 
 The check is for scripts that wrap a model and go on to call the module inside. Nothing is averaged then, and nothing
 fails: the replicas part, silently. PyTorch tells of every optimizer step in the process; if several go by that use
@@ -13,7 +13,6 @@ model has gradients of parameters that it did not have at set-up, which DDP does
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowband.averaging.parameters import refuse_unaveraged
 from narrowband.errors import UnsupportedError
+from narrowband.gradients.left import Left
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from narrowband.averaging.layers import Layers
 
 __all__ = ["Averaging", "Hook", "hook_of"]
-
-log = logging.getLogger(__name__)
 
 #: An optimizer may step so often with gradients that did not come through the model. One may be a warm-up of somebody's
 #: own; three in a row are a training loop.
@@ -91,19 +89,25 @@ def hook_of(model: DistributedDataParallel) -> Hook:
     return hook
 
 
-class Hook:
+class Hook(Left):
     """The state of the communication hook, and the forward hook, of one model.
 
     Args:
         model: whose hook it is; None: of a copy, which does nothing.
     """
 
+    without = "it averages uncompressed"
+
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        super().__init__()
         self.handle: Averaging | None = None
         self.watch: _Watch | None = None  # among one rank nothing can part
         self._model = None if model is None else weakref.ref(model)
         self.group = None if model is None else model.process_group
-        self._warned_copied = False
+
+    @property
+    def has_handle(self) -> bool:
+        return self.handle is not None
 
     @property
     def model(self) -> DistributedDataParallel | None:
@@ -135,24 +139,6 @@ class Hook:
         """The model is called."""
         if self.watch is not None and torch.is_grad_enabled():
             self.watch.used = True
-
-    # ---- copies ------------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        self._say_copied()
-        return Hook()
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        self._say_copied()
-        return Hook, ()
-
-    def _say_copied(self) -> None:
-        if self.handle is not None and not self._warned_copied:
-            self._warned_copied = True
-            log.warning(
-                "the copy (or saved file) of a model has no compression: it averages uncompressed, unless "
-                "compress_gradients is called for it; save handle.state_dict() to keep the residuals"
-            )
 
 
 def _on_bucket(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:

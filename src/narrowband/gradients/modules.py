@@ -34,6 +34,7 @@ from narrowband.averaging.several import averaging_of, forget, remember
 from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
+from narrowband.gradients.left import Left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +92,7 @@ class ModuleCompression(GradientCompression):
         own = weakref.ref(self)
         register: Any = Tensor.register_post_accumulate_grad_hook
         self._hooks: list[Any] = [register(p, _arrival(own)) for p in by_tensor]
-        self._hooks.append(model.register_forward_hook(_output(own)))
+        self._hooks.append(model.register_forward_hook(Outputs(own)))
         remember(module, self)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -251,18 +252,37 @@ def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
     return unseen(arrived)
 
 
-def _output(handle: weakref.ref[ModuleCompression]) -> Any:
-    """A hook of the model's forward pass: backward begins at its outputs."""
+class Outputs(Left):
+    """A hook of the model's forward pass: backward begins at its outputs.
 
-    def began(_: Tensor) -> None:
-        if (own := handle()) is not None:
-            own.begin()
+    Args:
+        handle: None: of a copy, which does nothing.
+    """
 
-    def called(_: nn.Module, __: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled() and handle() is not None:
+    without = "nobody averages its gradients"
+
+    def __init__(self, handle: weakref.ref[ModuleCompression] | None = None) -> None:
+        super().__init__()
+        self._handle = handle
+
+    @property
+    def handle(self) -> ModuleCompression | None:
+        """The handle that it tells of backward passes."""
+        return None if self._handle is None else self._handle()
+
+    @property
+    def has_handle(self) -> bool:
+        return self.handle is not None
+
+    @unseen
+    def __call__(self, _: nn.Module, __: Any, outputs: Any) -> None:
+        """The model was called."""
+        if torch.is_grad_enabled() and self.handle is not None:
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
-                    cast("Any", x).register_hook(hidden)
+                    cast("Any", x).register_hook(self._began)
 
-    hidden = unseen(began)
-    return unseen(called)
+    @unseen
+    def _began(self, _: Tensor) -> None:
+        if (own := self.handle) is not None:
+            own.begin()
