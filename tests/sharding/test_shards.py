@@ -378,6 +378,25 @@ def test_parameters_that_somebody_replaced_are_sent_as_they_are():
     assert run_ranks(whole_again, 2) == [([True, True, True], True)] * 2
 
 
+def moved_within(rank, world_size):
+    """What a layer computes with after its rows, and then its columns, changed places; and what it should."""
+    model = shard(mlp(), mesh_of(world_size))
+    compress(model, **FINE)
+    computed_with(model)
+    found = []
+    for count, dim in ((1, 0), (2, 1)):
+        own = model[0].weight.to_local()
+        own.data.copy_(own.roll(count, dim))
+        found.append((computed_with(model)["0.weight"], model[0].weight.full_tensor().detach()))
+    return found
+
+
+def test_weights_that_change_places_are_a_change():
+    for found in run_ranks(moved_within, 2):
+        for computed, expected in found:
+            assert torch.equal(computed, expected)
+
+
 def without_references(rank, world_size):
     model = shard(mlp(), mesh_of(world_size))
     handle = compress(model, **FINE, references=False)
@@ -414,6 +433,37 @@ def test_references_that_differ_are_an_error_on_all_ranks():
     for kind, message in run_ranks(different_references, 2):
         assert kind == "RuntimeError"
         assert "different references" in message
+
+
+def odd():
+    """Shards of a number of bytes that words of 8 and of 4 do not divide."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 33), nn.ReLU(), nn.Linear(33, 8), nn.Linear(8, 8))
+
+
+def compared_and_resumed(rank, world_size, options):
+    """Losses beyond the second comparison of references, and those after a state was loaded."""
+
+    def made():
+        model = shard(odd(), mesh_of(world_size), **OPTIONS[options])
+        return model, compress(model, **FINE), adamw(model)
+
+    model, handle, optimizer = made()
+    train(model, rank, range(49), optimizer)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    losses = train(model, rank, range(49, 53), optimizer)
+    again, resumed, other = made()
+    for each, state in zip((again, other, resumed), kept, strict=True):
+        each.load_state_dict(state)
+    nbytes = {each["reference"].nbytes for each in kept[2]["sent"].values()}
+    return losses, train(again, rank, range(49, 53), other), nbytes
+
+
+@pytest.mark.parametrize("options", ["plain", "bf16"])
+def test_shards_of_any_size_are_compared_and_resumed(options):
+    for losses, resumed, nbytes in run_ranks(compared_and_resumed, 2, options):
+        assert any(each % 8 for each in nbytes)
+        assert resumed == losses
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ even.
 from __future__ import annotations
 
 from narrowband.kernels.backends import backend_for, fuses
+from narrowband.kernels.checksum import checksum
 from narrowband.kernels.compensation import (
     all_finite,
     all_zero,
@@ -104,6 +105,7 @@ __all__ = [
     "backend_for",
     "cheapest_within",
     "check_indices",
+    "checksum",
     "compensate",
     "compensate_kept",
     "compensate_project",

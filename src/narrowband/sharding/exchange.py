@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from narrowband import kernels
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import Peers, all_gather_nbytes, collective
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, all_to_all, reduce_scatter_single
@@ -179,8 +180,8 @@ class ParameterExchange(_Exchange):
     def look(self, rank: int) -> int:
         """What this rank has to send: how its shards have changed since they were last sent."""
         self._seen = 0
-        for _, own in self.layout.own():
-            self._seen = (self._seen * 31 + _sum_of_bits(own)) & _MASK
+        for one in torch.stack([kernels.checksum(own) for _, own in self.layout.own()]).tolist():
+            self._seen = (self._seen * 31 + one) & _MASK
         if self.reference is None:
             return WHOLE
         if self._seen == self.mark:
@@ -199,8 +200,8 @@ class ParameterExchange(_Exchange):
         self.due = WHOLE
 
     def sum_of_reference(self) -> int:
-        """Of its bits, to be compared between ranks: in half of the range of integers, so that it has a negative."""
-        return 0 if self.reference is None else _sum_of_bits(self.reference) >> 1
+        """A checksum, to be compared between ranks: in half of the range of integers, so that it has a negative."""
+        return 0 if self.reference is None else int(kernels.checksum(self.reference)) >> 1
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -256,7 +257,7 @@ class ParameterExchange(_Exchange):
                 message.update(part, row)
             self._count(raw, all_gather_nbytes(message.nbytes, peers.size))
         else:
-            if self._sent not in (None, _sum_of_bits(own)):
+            if self._sent not in (None, int(kernels.checksum(own))):
                 raise RuntimeError(
                     f"parameters of {self.layout.module or 'the model'} are no longer those that compress_shards was "
                     "given, or have changed in the middle of a step; call it after everything that replaces "
@@ -265,7 +266,7 @@ class ParameterExchange(_Exchange):
                 )
             self._count(raw, 0)
         if self.due != NOTHING:
-            self.mark, self._sent = self._seen, _sum_of_bits(own)
+            self.mark, self._sent = self._seen, int(kernels.checksum(own))
         self.due = NOTHING
         out.copy_(self.reference)
 
@@ -284,14 +285,6 @@ class ParameterExchange(_Exchange):
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.autograd.graph does
-
-
-def _sum_of_bits(x: Tensor) -> int:
-    """Of integers that the elements' bits make: any single change makes it another one."""
-    flat = x.contiguous().view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    total = int(flat[:whole].view(torch.int64).sum()) if whole and flat.data_ptr() % 8 == 0 else None
-    return int(flat.sum(dtype=torch.int64)) if total is None else total + int(flat[whole:].sum(dtype=torch.int64))
 
 
 def _gather(out: Tensor, x: Tensor, peers: Peers) -> None:

@@ -6,8 +6,10 @@ import logging
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from narrowband import kernels
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.warmup import use_all
 from narrowband.codecs import Codec, SelectingCodec
@@ -104,6 +106,7 @@ def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> None:
     with announced(" and ".join(dict.fromkeys(map(str, codecs)))):
         for device in devices:
             use_all(map(str, codecs), device)
+            kernels.checksum(torch.zeros(4, dtype=torch.uint8, device=device))
 
 
 def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | None:

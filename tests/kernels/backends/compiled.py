@@ -32,7 +32,7 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 #: Files of loops.
 FAMILIES = (
-    "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows",
+    "checksum", "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows",
     "selection", "shares", "sparse", "stores",
 )  # fmt: skip
 
@@ -78,6 +78,7 @@ def main(capability: int) -> None:
     cuda.dequantize_means(out[:6000].view(2, 3000), [slice(0, 3000)], [x], bits=4, group=128, scale="minmax")
     cuda.restore_all_if(torch.zeros(1, dtype=torch.int32), [x], [x])
     cuda.group_minmax(x, 8192)
+    cuda.checksum(out[:-1])
     cuda.keep_in_16(x, half, seed=1)
     codes, exponents = torch.empty(5000, dtype=torch.int8), torch.empty(79, dtype=torch.int8)
     for seed in (1, None):

@@ -13,6 +13,7 @@ round to the nearest, and sums are taken in float64.
 
 from __future__ import annotations
 
+from narrowband.kernels.cuda.checksum import checksum
 from narrowband.kernels.cuda.compensation import (
     all_finite,
     compensate,
@@ -68,6 +69,7 @@ __all__ = [
     "all_finite",
     "apply_mask",
     "check_indices",
+    "checksum",
     "compensate",
     "compensate_kept",
     "compensate_project",

@@ -44,7 +44,7 @@ BLOCK = 2048
 #: layer of a model has others, and would have loops compiled for itself.
 unspecific: Any = triton.jit(
     do_not_specialize=[
-        "k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "row", "apart", "count",
+        "k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "row", "apart", "count", "folded",
     ]
 )  # fmt: skip
 

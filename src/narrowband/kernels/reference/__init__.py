@@ -9,6 +9,7 @@ tensor it works on.
 
 from __future__ import annotations
 
+from narrowband.kernels.reference.checksum import checksum
 from narrowband.kernels.reference.compensation import (
     all_finite,
     all_zero,
@@ -67,6 +68,7 @@ __all__ = [
     "apply_mask",
     "cheapest_within",
     "check_indices",
+    "checksum",
     "compensate",
     "compensate_kept",
     "compensate_project",
