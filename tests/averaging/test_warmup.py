@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
+import narrowband as nb
 from narrowband.averaging import warmup
+from tests.gradients.training import refusal
+from tests.ranks import run_ranks
 
 
 def test_a_process_uses_the_loops_of_a_spec_once(monkeypatch):
@@ -27,3 +32,31 @@ def test_a_process_uses_the_loops_of_a_spec_once(monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert len(used) == 1 + len(sizes)
+
+
+def fails_on(rank, world_size, failing):
+    """What ranks raise where one of them cannot make its loops ready, and whether they go on together afterwards."""
+    net, former = nn.Linear(64, 64), warmup.use_all
+
+    def use_all(*arguments):
+        if rank == failing:
+            raise MemoryError("no room")
+        former(*arguments)
+
+    warmup.use_all = use_all
+    try:
+        refused = refusal(lambda: nb.Averager(net, "qsgd:bits=4"))
+    finally:
+        warmup.use_all = former
+    averager = nb.Averager(net, "qsgd:bits=4")
+    net(torch.ones(1, 64)).sum().backward()
+    averager.average()
+    averager.remove()
+    return refused
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_make_loops_ready_is_an_error_on_all(failing):
+    for refused in run_ranks(fails_on, 2, failing):
+        assert refused[0] == "DisagreementError"
+        assert f"MemoryError: no room on rank {failing}" in refused[1]

@@ -142,10 +142,10 @@ class Averaging:
                 f"Call {self._set_up_name} on all ranks with the same arguments for the same model, which has been "
                 "converted to the same memory format before",
             )
+            warm_up(kinds, settings.policy, device, everyone, self._agreement, self.layers.collectives)
         except DisagreementError:  # all ranks know of it, and nothing is on its way in the group
             self._loan.give_back()
             raise
-        warm_up(kinds, settings.policy, device, everyone, self.layers.collectives)
 
         observer = self.layers.observer
         clips = observer is not None and math.isfinite(observer.clip)

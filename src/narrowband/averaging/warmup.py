@@ -6,12 +6,12 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from narrowband import kernels
 from narrowband.codecs import TopK
 from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives import Operand, Peers, collective
+from narrowband.errors import DisagreementError
 from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.adapt import Policy
+    from narrowband.averaging.agreement import Agreement
     from narrowband.collectives import Exchange
     from narrowband.feedback import Compression
 
@@ -39,6 +40,7 @@ def warm_up(
     policy: Policy | None,
     device: torch.device,
     peers: Peers,
+    agreement: Agreement,
     collectives: Iterable[type[Exchange]] = (),
 ) -> None:
     """Have every loop compiled or loaded that a step may need. A collective.
@@ -50,20 +52,39 @@ def warm_up(
         policy: what decides about layers, if anything does.
         device: where the gradients are.
         peers: the ranks.
+        agreement: of these ranks.
         collectives: those by which layers travel.
+
+    Raises:
+        DisagreementError: it failed on some ranks; on all ranks.
     """
     sparse = "sparse_reduce" in {kind.name for kind in collectives}
     method = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
     first = os.environ.get("LOCAL_RANK", str(peers.rank)) == "0" or peers.rank == 0
     for turn in (True, False):
+        failure = None
         if turn == first:
-            with announced(method, say=peers.rank == 0):
-                use_all(kinds, device)
-                if sparse:
-                    use_shares(device)
-                if policy is not None:
-                    policy.warm_up()
-        dist.barrier(peers.group)
+            try:
+                with announced(method, say=peers.rank == 0):
+                    use_all(kinds, device)
+                    if sparse:
+                        use_shares(device)
+                    if policy is not None:
+                        policy.warm_up()
+            except Exception as error:  # others wait for this rank, and have to know
+                failure = error
+        _agree(agreement, failure)
+
+
+def _agree(agreement: Agreement, failure: Exception | None) -> None:
+    """Wait for all ranks; a failure of one is an error on all."""
+    problem = "none" if failure is None else f"{type(failure).__name__}: {failure}"
+    try:
+        agreement.now({"call": "warm_up", "problem": problem}, "What a step runs has to run at set-up on all ranks")
+    except DisagreementError as disagreement:
+        raise disagreement from failure
+    if failure is not None:
+        raise failure
 
 
 def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
