@@ -27,7 +27,7 @@ def groups(flat: Tensor, group: int) -> Tensor:
     numel = flat.shape[0]
     if not statically_known_true(numel % group == 0):
         # How much is missing is nowhere asked: with dynamic shapes each answer would be a graph of its own.
-        places = torch.arange((numel + group - 1) // group * group, device=flat.device)
+        places = torch.arange((numel + group - 1) // group * group, dtype=torch.int64, device=flat.device)
         flat = flat[places.clamp(max=numel - 1)]
     return flat.view(-1, group)
 
@@ -66,10 +66,10 @@ def encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[T
     codes = torch.where(codes > 0, codes, 0.0)  # NaN, which is no integer, is not above zero
     if signs:
         restored = low + codes * step
-        up = torch.where((x_GM > 0) & (restored <= 0), 1.0, 0.0)
-        down = torch.where((x_GM <= 0) & (restored > 0), 1.0, 0.0)
+        up = ((x_GM > 0) & (restored <= 0)).float()
+        down = ((x_GM <= 0) & (restored > 0)).float()
         within = codes.clamp(max=levels)
-        moved = within + torch.where((within > zero) | ((within == zero) & (x_GM > 0)), 1.0, 0.0)
+        moved = within + ((within > zero) | ((within == zero) & (x_GM > 0))).float()
         codes = torch.where(zeroed, moved, codes + up - down)
         low, step = torch.where(zeroed, zero, low), torch.where(zeroed, -step, step)
     return packed(codes.clamp(0, top).to(torch.int32), bits), low, step
@@ -80,7 +80,7 @@ def decode(codes_GM: Tensor, low: Tensor, step: Tensor) -> Tensor:
     codes = codes_GM.float()
     from_zero, width = codes - low, -step
     least = torch.clamp(width, max=_ABOVE_ZERO)
-    signed = torch.where(from_zero == 1, least, (from_zero - torch.where(from_zero > 0, 1.0, 0.0)) * width)
+    signed = torch.where(from_zero == 1, least, (from_zero - (from_zero > 0).float()) * width)
     return torch.where(step < 0, signed, low + codes * step)
 
 
@@ -116,7 +116,7 @@ def _noise(x_GM: Tensor) -> Tensor:
 
     A generator in the graph would move the one that dropout uses, and training would not be what it is without hooks.
     """
-    places = torch.arange(x_GM.numel(), device=x_GM.device).view(x_GM.shape)
+    places = torch.arange(x_GM.numel(), dtype=torch.int64, device=x_GM.device).view(x_GM.shape)
     # 32-bit arithmetic, in 64 bits: signed integers have no defined overflow in C++. Multiplied by 2³² / φ², places
     # that are neighbours are far apart.
     h = (x_GM.view(torch.int32) + places * 0x61C88647) & _UINT32

@@ -142,7 +142,7 @@ def _masked(x: Tensor, mask: Tensor, arrangement: Arrangement) -> Tensor:
 
 def _noise_of(mask: Tensor, arrangement: Arrangement, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One where the mask is set, zero elsewhere."""
-    ones = torch.ones(math.prod(arrangement.sizes), device=device)
+    ones = torch.ones(math.prod(arrangement.sizes), dtype=torch.float32, device=device)
     kernels.apply_mask(mask, ones, ones)
     return arrangement.unflat(ones.to(dtype))
 

@@ -110,7 +110,7 @@ class _Board:
         self.values: dict[str, float] = {}
         self._index: dict[str, int] = {}
         self._places: dict[str, Tensor] = {}
-        self._there = torch.zeros(self._ROOM, device=device)
+        self._there = torch.zeros(self._ROOM, dtype=torch.float32, device=device)
         self._on_its_way: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -129,7 +129,7 @@ class _Board:
             return
         there = self._there[: len(self._index)]
         if there.is_cuda:
-            self._on_its_way = torch.empty(there.shape, device="cpu", pin_memory=True)
+            self._on_its_way = torch.empty(there.shape, dtype=torch.float32, device="cpu", pin_memory=True)
             self._on_its_way.copy_(there, non_blocking=True)
             self._event = torch.cuda.current_stream(there.device).record_event()
         else:

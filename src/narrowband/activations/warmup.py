@@ -82,10 +82,12 @@ def _use_once(
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:
             kernels.mask_between(x, mask)
             kernels.apply_mask(mask, x, out)
-            ones = torch.ones(256, device="cpu")  # dropout's factors are made in float32, whatever they are for
+            # Dropout's factors are made in float32, whatever they are for.
+            ones = torch.ones(256, dtype=torch.float32, device="cpu")
             kernels.apply_mask(mask, ones, ones)
     if any(isinstance(module, _MAX_POOLS) for module in model.modules()):
         windows = Windows(1, 2, 2, 1, 4, 2, (2, 2), (0, 0))
-        places, position = torch.empty(4, dtype=torch.uint8, device="cpu"), torch.tensor([0, 2, 8, 10], device="cpu")
+        places = torch.empty(4, dtype=torch.uint8, device="cpu")
+        position = torch.tensor([0, 2, 8, 10], dtype=torch.int64, device="cpu")
         kernels.pool_places(position, places, windows)
         kernels.pool_positions(places, position, windows)

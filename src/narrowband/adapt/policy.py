@@ -143,7 +143,7 @@ class GlobalTopK(Policy):
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         flat = torch.cat([x.detach().reshape(-1).float() for x in gradients.values()])
         at = kernels.select_topk(flat, TopK(density=self.density).kept(flat.shape))
-        ends = torch.tensor([x.numel() for x in gradients.values()], device="cpu").cumsum(0)
+        ends = torch.tensor([x.numel() for x in gradients.values()], dtype=torch.int64, device="cpu").cumsum(0)
         up_to = torch.searchsorted(at.long().cpu(), ends)
         counts = torch.diff(up_to, prepend=up_to.new_zeros(1)).tolist()
         chosen = [

@@ -226,4 +226,4 @@ def _gradient(p: Tensor, *, sparse: bool = False) -> Tensor:
 def _no_rows(p: Tensor) -> Tensor:
     """Zeros, as a sparse gradient of an embedding."""
     none = torch.empty((1, 0), dtype=torch.int64, device=p.device)
-    return torch.sparse_coo_tensor(none, p.new_empty((0, *p.shape[1:])), p.shape, device=p.device)
+    return torch.sparse_coo_tensor(none, p.new_empty((0, *p.shape[1:])), p.shape, dtype=p.dtype, device=p.device)

@@ -113,7 +113,9 @@ class Controller:
             if not self._sums:
                 raise ValueError("no step that this policy looks at was finite")
             gradients = {
-                name: self._sums[name].view(shape) if name in self._sums else torch.zeros(shape, device=self._device)
+                name: self._sums[name].view(shape)
+                if name in self._sums
+                else torch.zeros(shape, dtype=torch.float32, device=self._device)
                 for name, shape in self._layers.parameters.shapes.items()
             }
             plan = self.policy.decide(gradients, step=step, traffic=self._layers.traffic)
@@ -171,7 +173,7 @@ class Controller:
 def _broadcast(text: bytes, peers: Peers, device: torch.device) -> bytes:
     """Rank 0's text, on all ranks."""
     source = dist.get_global_rank(peers.group, 0) if peers.group is not None else 0
-    length = torch.tensor([len(text)], device=device)
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
     dist.broadcast(length, source, group=peers.group)
     room = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     if peers.rank == 0 and text:

@@ -142,7 +142,7 @@ def _is_dense(x: Tensor) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _are_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether strides leave no gaps and overlaps: empty_like keeps such strides, and no others."""
-    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride() == stride
+    return torch.empty_like(torch.empty_strided(shape, stride, dtype=torch.float32, device="meta")).stride() == stride
 
 
 def local(x: Tensor) -> Tensor:

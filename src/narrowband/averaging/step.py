@@ -343,7 +343,7 @@ class Step:
             flagged = [flat for vector, flat in vectors.items() if not vector.early]
             if not flagged:
                 alone = Vector(torch.float32, compressed=False, early=False)
-                flagged = [torch.zeros(1, device=self.results[0][1].device)]
+                flagged = [torch.zeros(1, dtype=torch.float32, device=self.results[0][1].device)]
                 vectors[alone] = flagged[0]
             for flat in flagged:
                 flat[-1:].fill_(0.0 if self._encoded_finite else math.nan)

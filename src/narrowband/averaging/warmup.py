@@ -95,14 +95,14 @@ def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
         if (name, *kind) in _done:
             continue
         for side in _SIDES[: 1 if kind in _done else None]:  # of one kind, numbers may choose other loops, sizes do not
-            x = torch.randn(side, side, generator=torch.Generator().manual_seed(0), device="cpu")
+            x = torch.randn(side, side, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
             use_once(x.to(device), chosen)
         _done.update((kind, (name, *kind)))
 
 
 def use_shares(device: torch.device) -> None:
     """What elements take that go to their owners, beside what their codec takes."""
-    operand = Operand("", torch.randn(4096, device=device), (64, 64), TopK(0.1), None, lambda _: 0)
+    operand = Operand("", torch.randn(4096, dtype=torch.float32, device=device), (64, 64), TopK(0.1), None, lambda _: 0)
     exchange = collective("sparse_reduce")([operand], Peers(None, 0, 1), measure=False)
     exchange.encode()
     for transfer in exchange.job():

@@ -163,7 +163,7 @@ class Codec(ABC):
             payloads = [self._checked(payload, out.shape, out.dtype) for payload in payloads]
         if out.numel():
             direct = out.dtype == torch.float32 and out.is_contiguous()
-            flat = out.detach().view(-1) if direct else torch.empty(out.numel(), device=out.device)
+            flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
             self._decode_mean(payloads, flat, out.shape, out.dtype, seeds)
             if not direct:
                 out.detach().copy_(flat.view(out.shape))
@@ -492,7 +492,8 @@ class SelectingCodec(Codec):
 
     def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         at = self.places(payload, shape)
-        dense = self.decode(payload, torch.empty(numel_of(shape), device=payload.device).view(dims(shape)))
+        dense = torch.empty(numel_of(shape), dtype=torch.float32, device=payload.device).view(dims(shape))
+        self.decode(payload, dense)
         return at, dense.view(-1).index_select(0, at)
 
     @abstractmethod
@@ -542,7 +543,7 @@ def _lost_share(codec: Codec) -> float:
     """Measured on the CPU, of one draw."""
     rows, columns = _NORMAL_SHAPE
     rows = max(rows, -(-codec.granularity // columns))
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), device="cpu")
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     with announced(str(codec)):  # set-up asks for this first of all
         payload = codec.encode(x, seed=1)
         lost = codec.decode(payload, x.clone(), seed=1, weight=-1.0, accumulate=True)

@@ -50,8 +50,8 @@ def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(stops.any()):
         return at, values
     first = torch.cumsum(stops + 1, 0) - stops - 1  # where an element's own entries begin
-    owner = torch.repeat_interleave(torch.arange(at.numel(), device=at.device), stops + 1)
-    step = torch.arange(owner.numel(), device=at.device) - first[owner] + 1
+    owner = torch.repeat_interleave(torch.arange(at.numel(), dtype=torch.int64, device=at.device), stops + 1)
+    step = torch.arange(owner.numel(), dtype=torch.int64, device=at.device) - first[owner] + 1
     is_stop = step <= stops[owner]
     before = at.long() - gaps  # the element before
     places = torch.where(is_stop, before[owner] + step * _LONGEST_RUN, at.long()[owner])

@@ -42,7 +42,7 @@ def factors(shape: Shape, rank: int, min_ratio: float = 1.0) -> tuple[int, int, 
 def start(m: int, r: int, seed: int, device: torch.device) -> Tensor:
     """The r × m normal numbers that power iteration starts with; the same on every device."""
     generator = torch.Generator().manual_seed(seed & (2**64 - 1))
-    return torch.randn(r, m, generator=generator, device="cpu").to(device)
+    return torch.randn(r, m, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class TopK(SelectingCodec):
                 f"{tuple(payload.shape)}"
             )
         direct = out.dtype == torch.float32 and out.is_contiguous()
-        flat = out.detach().view(-1) if direct else torch.empty(out.numel(), device=out.device)
+        flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         _scatter(flat, places, self._read_values(payload, places.numel()), 1.0, accumulate=False)
         if not direct:
             out.detach().copy_(flat.view(out.shape))
@@ -279,7 +279,7 @@ class TopK(SelectingCodec):
 
     def _read_values(self, head: Tensor, k: int) -> Tensor:
         if self.values == "int8":
-            return _INT8.decode(head, torch.empty(k, device=head.device))
+            return _INT8.decode(head, torch.empty(k, dtype=torch.float32, device=head.device))
         if self.values in _LEVEL_BITS:
             return kernels.levels_decode(head, k, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
         if self.values == "fp16":

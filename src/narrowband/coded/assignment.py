@@ -253,10 +253,10 @@ class CodedSampler(Sampler[list[int]]):
             draw = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._numel, generator=draw, device="cpu")
         else:
-            order = torch.arange(self._numel, device="cpu")
+            order = torch.arange(self._numel, dtype=torch.int64, device="cpu")
         begin = 0
         for samples in self._batches:
-            yield order[begin:][torch.tensor(self._rows[samples], device="cpu")].tolist()
+            yield order[begin:][torch.tensor(self._rows[samples], dtype=torch.int64, device="cpu")].tolist()
             begin += samples
 
 

@@ -175,7 +175,7 @@ class BlockAverage:
         """The average, of the sum that is there; and the unit of the next step."""
         assert self._magnitude is not None
         began = time.perf_counter()
-        out = torch.empty(self._exchange.numel, device=self._exchange.device)
+        out = torch.empty(self._exchange.numel, dtype=torch.float32, device=self._exchange.device)
         if math.isfinite(self._magnitude):
             self._exchange.average_into(out)
             self.unit.follow(self._magnitude)

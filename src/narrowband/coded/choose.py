@@ -204,7 +204,7 @@ def choose_redundancy(
     numels = [p.numel() for p in trained]
     one_each, rank = Assignment(len(ranks), 1, group=1), dist.get_rank(own)
     plains = [BlockAverage(one_each, rank, numels, each, device=device) for each in transports]
-    whole = torch.zeros(sum(numels), device=device)
+    whole = torch.zeros(sum(numels), dtype=torch.float32, device=device)
     try:
         seconds = torch.tensor(
             [

@@ -61,7 +61,7 @@ class BlockExchange:
         self._segments = cut(self.numel, assignment, unit.dtype.itemsize, **self._sizes)
         stride = self._segments[-1].begin + self._segments[-1].numel
         held = assignment.blocks_per_node
-        self._contributions = torch.zeros(held, stride, device=device)
+        self._contributions = torch.zeros(held, stride, dtype=torch.float32, device=device)
         self._empty = [True] * held
         self._codes = torch.zeros(held * stride, dtype=unit.dtype, device=device)
         self._rounds: list[Round] = []

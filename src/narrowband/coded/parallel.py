@@ -147,7 +147,7 @@ class CodedDataParallel(nn.Module):
         self._trained = [p for _, p, is_trained in self._as_set_up if is_trained]
         named = module.named_modules()
         self._norms = {name: m for name, m in named if isinstance(m, NORMS) and m.track_running_stats}
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
         self._seed = seed
         self._syncs = True
         self._forwards = 0  # since the last step
@@ -222,7 +222,7 @@ class CodedDataParallel(nn.Module):
             raise ValueError(f"split takes tensors with equally many rows, not {sorted(lengths)}")
         samples = lengths.pop()
         rows = self.assignment.rows(self._rank, samples, self.assignment.length(samples, self._lengths))
-        return tuple(tensor[torch.tensor(rows, device=tensor.device)] for tensor in tensors)
+        return tuple(tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)] for tensor in tensors)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -365,7 +365,7 @@ def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def _use_once(bits: int, device: torch.device) -> None:
-    x, total = torch.ones(8, device=device), torch.zeros(8, dtype=torch.int32, device=device)
+    x, total = torch.ones(8, dtype=torch.float32, device=device), torch.zeros(8, dtype=torch.int32, device=device)
     codes = torch.empty(8, dtype=DTYPES[bits], device=device)
     kernels.fixed_quantize(x, codes, 1.0, 100)
     for out in (codes[:4], total[:4]):

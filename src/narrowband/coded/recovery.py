@@ -109,7 +109,7 @@ class Recovery:
         """Wait for all nodes that are there, and say of how many steps this one has the sum."""
         began = time.perf_counter()
         asks = self._kept is not None and self._transport.returning
-        mine = torch.tensor([2 * steps + asks], device=self._transport.device)
+        mine = torch.tensor([2 * steps + asks], dtype=torch.int64, device=self._transport.device)
         theirs = {node: torch.empty_like(mine) for node in range(self._assignment.nodes) if node != self._rank}
         nodes, whole = range(self._assignment.nodes), [(0, _MEETING_NBYTES)]
         there = [node for node in theirs if node not in self._transport.lost]

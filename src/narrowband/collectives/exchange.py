@@ -176,7 +176,7 @@ class Exchange(ABC):
         not count, NaN is delivered in its place.
         """
         out = operand.average
-        mean = out if operand.dtype == out.dtype else torch.empty(out.numel(), device=out.device)
+        mean = out if operand.dtype == out.dtype else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         yield mean.view(dims(operand.shape))
         if operand.feedback is not None and good:
             operand.feedback.deliver(operand.key, mean)

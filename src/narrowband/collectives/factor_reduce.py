@@ -128,7 +128,8 @@ class FactorReduce(Exchange):
         for (_, _, r, turned), alike in itertools.groupby(factored, key=self._form):
             for some, values in self._side_by_side(list(alike)):
                 values = values.mT if turned else values  # noqa: PLW2901
-                p, q = (torch.empty(len(some), r, length, device=values.device) for length in values.shape[1:])
+                count, sides = len(some), values.shape[1:]
+                p, q = (torch.empty(count, r, n, dtype=torch.float32, device=values.device) for n in sides)
                 block = Block(some, values, p, q, turned)
                 self._begin_with(some, q)
                 self._compensate(block)
@@ -247,7 +248,7 @@ class FactorReduce(Exchange):
         self.finite = kernels.all_finite(first)
         if not self.finite or not self._blocks:
             return  # on all ranks alike
-        second = torch.empty(sum(block.q.numel() for block in self._blocks), device=first.device)
+        second = torch.empty(sum(block.q.numel() for block in self._blocks), dtype=torch.float32, device=first.device)
         for block, place in zip(self._blocks, views(second, [block.q for block in self._blocks]), strict=True):
             block.q = place
         for rounds_left in reversed(range(self._state.iterations)):
@@ -263,7 +264,8 @@ class FactorReduce(Exchange):
             begin = time.perf_counter()
             second.div_(self.peers.size)
             if rounds_left:
-                first = torch.empty(sum(block.p.numel() for block in self._blocks), device=first.device)
+                numel = sum(block.p.numel() for block in self._blocks)
+                first = torch.empty(numel, dtype=torch.float32, device=first.device)
                 for block, place in zip(self._blocks, views(first, [block.p for block in self._blocks]), strict=True):
                     block.p = place
                     self._project(block)
@@ -318,7 +320,9 @@ class FactorReduce(Exchange):
         for block, left, right in self._averages():
             for matrix, p, q in zip(block.matrices, left, right, strict=True):
                 average = matrix.operand.average
-                out = average if average.dtype == torch.float32 else torch.empty(average.numel(), device=average.device)
+                out = average
+                if average.dtype != torch.float32:
+                    out = torch.empty(average.numel(), dtype=torch.float32, device=average.device)
                 kernels.low_rank_product(out, p, q)
                 if out is not average:
                     average.copy_(out)

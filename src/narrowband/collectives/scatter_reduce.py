@@ -139,7 +139,7 @@ class ScatterReduce(Exchange):
         self._errors: list[Tensor | None] = []  # what encoding the means loses, of each operand with feedback
         for operand, span in zip(self.operands, spans_of(self._columns[rank]), strict=True):
             cut = self._codec(operand).cut(operand.x.numel())[rank]
-            mean = torch.empty(cut.stop - cut.start, device=received.device)
+            mean = torch.empty(cut.stop - cut.start, dtype=torch.float32, device=received.device)
             operand.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
             feedback = operand.feedback
             if feedback is not None and kernels.all_zero(mean):

@@ -185,7 +185,7 @@ class SparseReduce(Exchange):
             return
         size, device = self.peers.size, rows.device
         self._own = torch.empty(size, self._room, dtype=torch.int32, device=device)
-        self._own_values = torch.empty(size, self._room, device=device)
+        self._own_values = torch.empty(size, self._room, dtype=torch.float32, device=device)
         parts = zip(self.operands, self._payloads, self._shares, self._rooms, strict=True)
         for i, (operand, payload, share, room) in enumerate(parts):
             if room.stop > room.start:
@@ -200,7 +200,7 @@ class SparseReduce(Exchange):
         second[-TRAILER:] = 1  # until it is known to be finite
         if bool(received[:, -1].any()):
             return
-        total = torch.empty(self._share, device=received.device)
+        total = torch.empty(self._share, dtype=torch.float32, device=received.device)
         kernels.sparse_sum_rows(total, received[:, : self._row], self._room, 1.0 / self.peers.size)
         if not kernels.all_finite(total):
             return

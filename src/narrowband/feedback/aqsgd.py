@@ -132,7 +132,7 @@ class AQSGD(SampleState):
             True
         """
         draw = torch.Generator().manual_seed(0)
-        first, x = torch.randn(2, 1, _SIDE, _SIDE, generator=draw, device="cpu")
+        first, x = torch.randn(2, 1, _SIDE, _SIDE, generator=draw, dtype=torch.float32, device="cpu")
         both, samples, arrived = AQSGD(), torch.zeros(1, dtype=torch.int64, device="cpu"), torch.empty_like(x)
         for visit in range(_VISITS):
             both.pack("missing", x if visit else first, codec, samples=samples, seed=visit, arrived=arrived)
@@ -285,7 +285,7 @@ class AQSGD(SampleState):
         """The difference to the buffer of a sample that has one."""
         difference = self._scratch.get(key)
         if difference is None or difference.device != x.device:
-            difference = self._scratch[key] = torch.empty(x.numel(), device=x.device)
+            difference = self._scratch[key] = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
         flat = x.reshape(-1)
         if flat.dtype != torch.float32:
             flat = difference.copy_(flat)

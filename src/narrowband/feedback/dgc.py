@@ -220,7 +220,7 @@ class DGC(Feedback):
             raise ValueError(f"a step of {x.dtype} can be committed only when it is decided")
         self._seeds[key] = seed
         if not self.holds(key):
-            self._close(key, torch.zeros(x.numel(), device=x.device), torch.zeros(x.numel(), device=x.device))
+            self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))
         now, before = self._opened(key)
         if now.numel() != x.numel():
             raise ValueError(
@@ -368,7 +368,7 @@ class DGC(Feedback):
         if not measure or at is None:
             return None
         lost = squared_norm(self._residual(key)) / unit**2
-        arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), device=x.device)))
+        arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), dtype=torch.float32, device=x.device)))
         return Norms(lost + arrived + 2.0 * overlap, lost)
 
     def _commit(self, key: str, x: Tensor, arrived: Tensor | None = None) -> None:

@@ -155,7 +155,7 @@ class ErrorFeedback(Feedback):
             ValueError: there is one, of another size.
         """
         if not self.holds(key):
-            self.add_residual(key, torch.zeros(x.numel(), device=x.device))
+            self.add_residual(key, torch.zeros(x.numel(), dtype=torch.float32, device=x.device))
         numel = self._residuals[key].numel() if self.store == "fp32" else self._kept[key].numel
         if numel != x.numel():
             raise ValueError(
@@ -301,7 +301,7 @@ class ErrorFeedback(Feedback):
         if self.owner_error(key, cut) is None:
             self.reclaim_owner_error(key)
         if not self.holds(key):  # an owner's error always has a residual to go into
-            self.add_residual(key, torch.zeros(numel, device=error.device))
+            self.add_residual(key, torch.zeros(numel, dtype=torch.float32, device=error.device))
         self._owner_errors[key] = _OwnerError(cut.start, ranks, error)
 
     def reclaim_owner_error(self, key: str) -> None:

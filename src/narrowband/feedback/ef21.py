@@ -120,7 +120,7 @@ class EF21(Feedback):
         """g or h, zeros at first."""
         state = states.get(key)
         if state is None:
-            state = states[key] = torch.zeros(x.numel(), device=x.device)
+            state = states[key] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
         elif state.numel() != x.numel():
             raise ValueError(
                 f"{state.numel()} elements were sent under {key!r}, so {x.numel()} cannot follow there; "

@@ -34,7 +34,7 @@ class Kept:
         self._exponents: Tensor | None = None
         self._device = x.device
         if store == "cpu":
-            self._codes = torch.empty(self.numel, device="cpu", pin_memory=x.is_cuda)
+            self._codes = torch.empty(self.numel, dtype=torch.float32, device="cpu", pin_memory=x.is_cuda)
         elif store == "int8":
             self._codes = torch.empty(self.numel, dtype=torch.int8, device=x.device)
             groups = -(-self.numel // kernels.STORE_GROUP)
@@ -77,7 +77,7 @@ class Kept:
         """What is kept, in float32, in memory of its own."""
         if self._exponents is None:
             return self._codes.to(self._device, torch.float32, non_blocking=True, copy=True)
-        out = torch.empty(self.numel, device=self._codes.device)
+        out = torch.empty(self.numel, dtype=torch.float32, device=self._codes.device)
         kernels.read_from_8(self._codes, self._exponents, out)
         return out
 

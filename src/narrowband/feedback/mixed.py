@@ -104,7 +104,7 @@ class MixedFeedback(ErrorFeedback):
         if self.sends == "sum":
             values = residual[at] * self.decay + x[at]
         else:
-            values = torch.zeros(at.numel(), device=x.device)
+            values = torch.zeros(at.numel(), dtype=torch.float32, device=x.device)
             for chosen, of in ((by_input, x[by_input]), (by_residual, residual[by_residual] * self.decay)):
                 values.index_add_(0, torch.searchsorted(at, chosen), of)
         payload = codec.pack(at, values, shape=shape, out=out)

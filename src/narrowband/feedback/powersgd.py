@@ -138,7 +138,7 @@ class PowerSGD(State):
             if r and not self.has_residual(layer.key):
                 alike.setdefault((n, m), []).append(layer)
         for (n, m), some in alike.items():
-            room = torch.zeros(len(some), n, m, device=some[0].device)
+            room = torch.zeros(len(some), n, m, dtype=torch.float32, device=some[0].device)
             self._places.update({layer.key: (room, at) for at, layer in enumerate(some)})
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
@@ -161,7 +161,7 @@ class PowerSGD(State):
     def matrix(self, key: str, n: int, m: int, device: torch.device) -> Tensor:
         """The residual under ``key``, n × m, zeros at first; :meth:`sent_factors` are still to be subtracted."""
         if key not in self._places:
-            self._places[key] = (torch.zeros(1, n, m, device=device), 0)
+            self._places[key] = (torch.zeros(1, n, m, dtype=torch.float32, device=device), 0)
         room, at = self._places[key]
         if room[at].numel() != n * m:
             raise ValueError(

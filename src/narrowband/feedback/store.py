@@ -112,7 +112,7 @@ class SampleStore:
         self._token = uuid.uuid4().hex
         self._updates = 0
         self._file: _File | None = None
-        self._scratch = torch.empty(0 if keep == "fp32" else numel, device="cpu")
+        self._scratch = torch.empty(0 if keep == "fp32" else numel, dtype=torch.float32, device="cpu")
         self._warned_full = False
         self._hold({}, [])
 

@@ -327,7 +327,7 @@ class TwoLevelCompression(DDPCompression):
         if last:
             if self._kept_back is not None:
                 sent, names = self._kept_back
-            flag = torch.tensor(float(self._finite), device=buffer.device)
+            flag = torch.tensor(float(self._finite), dtype=torch.float32, device=buffer.device)
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside.group)
             assert sent.own is not None
             if not bool(flag):  # on all ranks of the node

@@ -96,7 +96,7 @@ class Node:
 
     def _wait(self) -> None:
         """Until all ranks have written."""
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=self.group)
 
     def _reserve(self, nbytes: int) -> None:
         """Memory for rows of so many bytes of each rank. Where any of them cannot have it, because it is on another
@@ -116,7 +116,7 @@ class Node:
         if said[0] is not None:
             with contextlib.suppress(OSError, ValueError), Path(said[0]).open("r+b") as file:
                 mapped = torch.frombuffer(mmap.mmap(file.fileno(), 2 * self.size * nbytes), dtype=torch.uint8)
-        all_have = torch.tensor(float(mapped is not None), device="cpu")
+        all_have = torch.tensor(float(mapped is not None), dtype=torch.float32, device="cpu")
         dist.all_reduce(all_have, dist.ReduceOp.MIN, group=self.group)
         if path is not None:
             path.unlink(missing_ok=True)  # it lives as long as somebody has it mapped

@@ -34,7 +34,7 @@ def exchange_bytes(
 
 
 def _send(message: bytes, peer: int, group: ProcessGroup | None, device: torch.device) -> None:
-    dist.send(torch.tensor([len(message)], device=device), dst=peer, group=group)
+    dist.send(torch.tensor([len(message)], dtype=torch.int64, device=device), dst=peer, group=group)
     if message:
         dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device), dst=peer, group=group)
 

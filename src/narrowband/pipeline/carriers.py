@@ -124,7 +124,7 @@ class Compensated(Carrier):
         else:
             finite, payload = True, codec.encode(scratch.view(shape), seed=seed)
         if not finite:  # whatever it was that overflowed, the other end has to see that this message says nothing
-            payload = codec.encode(torch.full(shape, torch.nan, device=x.device), seed=seed)
+            payload = codec.encode(torch.full(shape, torch.nan, dtype=torch.float32, device=x.device), seed=seed)
         if arrived is not None:
             if feedback.incremental and finite and training:
                 reference = feedback.sent_reference(key)
@@ -140,7 +140,7 @@ class Compensated(Carrier):
         if not (feedback.incremental and message.training):
             self._decode_onto(feedback.received_reference(_key(out)), payload, out, message.seed)
             return
-        change = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
+        change = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         codec.decode(payload, change, seed=message.seed)
         if codec.is_finite(payload, tuple(out.shape)):
             feedback.deliver(_key(out), change.view(-1))
@@ -153,7 +153,7 @@ class Compensated(Carrier):
 
     def _decode_onto(self, base: Tensor | None, payload: Tensor, out: Tensor, seed: int) -> None:
         """``out ← base + decoded``, in float32."""
-        decoded = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
+        decoded = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self.codec.decode(payload, decoded, seed=seed)
         if base is not None:
             decoded.add_(base.view(out.shape))

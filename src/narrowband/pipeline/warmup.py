@@ -33,7 +33,7 @@ def warm_up(forward: str | Codec | Compression, backward: str | Codec | Compress
         for shape in _SHAPES:
             there = Channel(forward)
             back = Channel(backward, forward=there)
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
             for channel in (there, back):
                 _use_once(channel, x)
     _done.add(what)

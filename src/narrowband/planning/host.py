@@ -50,7 +50,7 @@ def measure_host() -> Host:
     _both(make)
 
     def gather(rank: int) -> float:
-        x, out = torch.zeros(_SMALL, device="cpu"), torch.zeros(2 * _SMALL, device="cpu")
+        x, out = (torch.zeros(n, dtype=torch.float32, device="cpu") for n in (_SMALL, 2 * _SMALL))
         taken = []
         for _ in range(_TIMES_SMALL):
             time.sleep(PAUSE_S)
@@ -60,7 +60,7 @@ def measure_host() -> Host:
         return statistics.fmean(taken)
 
     hop_s = max(_both(gather))
-    x = [torch.zeros(_LARGE, device="cpu") for _ in groups]
+    x = [torch.zeros(_LARGE, dtype=torch.float32, device="cpu") for _ in groups]
 
     def reduce(rank: int) -> None:
         for _ in range(_TIMES_LARGE):

@@ -273,7 +273,8 @@ def _buckets(names: Sequence[Sequence[str]], ready: Sequence[float], parameters:
         for vector in done:
             del missing[vector]
         numel = sum(of[name].shape.numel() for name in own)
-        x, y = torch.ones(numel, device="cpu"), torch.empty(numel, device="cpu")
+        x = torch.ones(numel, dtype=torch.float32, device="cpu")
+        y = torch.empty_like(x)
         found.append(
             Bucket(
                 ready_s,

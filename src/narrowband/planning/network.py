@@ -113,7 +113,7 @@ def measure_trips(wire: Wire, peer: int, *, sends: bool) -> tuple[float, float]:
     Returns:
         Their mean and the least of them, in seconds, where this rank sends; zeros on the other.
     """
-    short = torch.zeros(1, device="cpu")
+    short = torch.zeros(1, dtype=torch.float32, device="cpu")
     trips = []
     for _ in range(_ROUND_TRIPS):
         if sends:
@@ -137,7 +137,8 @@ def measure_rate(wire: Wire, peer: int, trip_s: float = 0.0, *, sends: bool) -> 
     Returns:
         Bits per second of payload, where this rank sends; zero on the other.
     """
-    short, word = torch.zeros(1, device="cpu"), torch.full((1,), _LONGER, device="cpu")
+    short = torch.zeros(1, dtype=torch.float32, device="cpu")
+    word = torch.full((1,), _LONGER, dtype=torch.float32, device="cpu")
     nbytes = FIRST_NBYTES
     took = 0.0
     while word.item() != _OVER:

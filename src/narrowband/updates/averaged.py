@@ -86,7 +86,7 @@ class Averaged:
         """Whether something holds on all ranks that have a part of the same replica. A collective among these."""
         if not self._meshes:
             return good
-        flag = torch.tensor(float(good), device=device)
+        flag = torch.tensor(float(good), dtype=torch.float32, device=device)
         for mesh in self._meshes:
             for dim in range(mesh.ndim):
                 dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))

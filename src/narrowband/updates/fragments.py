@@ -396,7 +396,7 @@ class Fragment:
 
 def compile_loops(device: torch.device) -> None:
     """Make what rounds use ready."""
-    _take_difference(*(torch.zeros(1, device=device) for _ in range(2)))
+    _take_difference(*(torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2)))
 
 
 def _take_difference(x: Tensor, base: Tensor) -> bool:

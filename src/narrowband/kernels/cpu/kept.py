@@ -45,6 +45,7 @@ from narrowband.kernels.cpu.selection import (
     look_again,
     lowest,
     most_survivors,
+    nothing,
     reaching,
     room_for,
     room_for_sample,
@@ -354,7 +355,7 @@ def compensate_kept(
     finite, survivors = step.keep(threshold, most, most_survivors(k, step.n))
     if not finite:
         step.undo()
-        return False, torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, device="cpu")
+        return False, *nothing()
     if survivors is None or (survivors[0].size < k and not sampled):
         step.undo()
         return step.with_all_sums(k, seed)
@@ -433,7 +434,7 @@ class _Step:
         spread(self.n, self.n, lambda a, b: _sums_range(*self.arrays, sums, a, b))
         total, bits = torch.from_numpy(sums), sums.view(np.int32)
         if not all_finite(total):
-            return False, torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, device="cpu")
+            return False, *nothing()
         found = np.arange(k, dtype=np.int32)
         if k < self.n:
             found, _ = finish_topk(bits, look_again(bits, k, seed), k, seed, sampled=False)

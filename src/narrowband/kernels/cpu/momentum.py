@@ -33,6 +33,7 @@ from narrowband.kernels.cpu.selection import (
     look_again,
     lowest,
     most_survivors,
+    nothing,
     reaching,
     room_for,
     room_for_sample,
@@ -191,7 +192,7 @@ def momentum_topk(
 
     parts = spread(-(-n // BLOCK), 2 * n, work)
     if not all(finite for finite, _ in parts):
-        return False, torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, device="cpu"), threshold
+        return False, *nothing(), threshold
     survivors = joined([part for _, part in parts]) if room else None
     bits = new.view(np.int32)
     if survivors is None or (
@@ -229,6 +230,6 @@ def _forget(now, before, at, momentum, nesterov, masking, old):
 def forget(
     now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
 ) -> Tensor:
-    old = torch.empty(indices.numel(), device="cpu")
+    old = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
     _forget(now.numpy(), before.numpy(), indices.numpy(), F32(momentum), nesterov, masking, old.numpy())
     return old

@@ -420,7 +420,7 @@ def _sections(payload: Tensor, numel: int, group: int, scale: Scale) -> tuple[Ar
 
 def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     groups = -(-x.numel() // group)
-    low, high = torch.empty(groups, device="cpu"), torch.empty(groups, device="cpu")
+    low, high = (torch.empty(groups, dtype=torch.float32, device="cpu") for _ in range(2))
     arrays = x.numpy().view(np.int32), group, low.numpy().view(np.int32), high.numpy().view(np.int32)
     spread(groups, x.numel(), lambda a, b: _minmax_range(*arrays, a, b))
     return low, high

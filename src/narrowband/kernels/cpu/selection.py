@@ -362,6 +362,11 @@ class Survivors(NamedTuple):
     kept: Array
 
 
+def nothing() -> tuple[Tensor, Tensor]:
+    """Indices and values where none are selected."""
+    return torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu")
+
+
 def room_for(room: int) -> tuple[Array, Array]:
     return np.empty(room, np.int32), np.empty(room, np.int32)
 

@@ -130,7 +130,7 @@ def levels_encode(values: Tensor, out: Tensor, *, bits: int, group: int) -> None
 
 
 def levels_decode(payload: Tensor, k: int, *, bits: int, group: int) -> Tensor:
-    out = torch.empty(k, device=payload.device)
+    out = torch.empty(k, dtype=torch.float32, device=payload.device)
     codes = payload[4 * -(-k // group) :]
     run(_decode, -(-k // BLOCK), payload, codes, out, k, group, on=payload, BITS=bits, WIDTH=BLOCK)
     return out

@@ -73,7 +73,7 @@ def forget(
     now: Tensor, before: Tensor, indices: Tensor, *, momentum: float, nesterov: bool = False, masking: bool = True
 ) -> Tensor:
     k = indices.numel()
-    old = torch.empty(k, device=now.device)
+    old = torch.empty(k, dtype=torch.float32, device=now.device)
     form = {"NESTEROV": nesterov, "MASKING": masking, "WIDTH": BLOCK}
     run(_forget, -(-k // BLOCK), now, before, indices, old, k, float(momentum), on=now, **form)
     return old

@@ -349,7 +349,8 @@ def _cut(rows: Rows, bits: int) -> tuple[int, int, int, dict[str, int]]:
 def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     size, device = rows.parts * rows.groups, x.device
     if not rows.numel:
-        return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
+        low = torch.full((size,), torch.nan, dtype=torch.float32, device=device)
+        return low, low.clone()
     x, apart = _spaced(x, rows)
     least, most = (torch.empty(rows.total, dtype=torch.int32, device=device) for _ in range(2))
     tile = _tile(rows.inner)

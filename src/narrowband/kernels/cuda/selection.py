@@ -607,7 +607,8 @@ def _write_all(
     source: Source, scratch: Tensor, numbers: Tensor, k: int, shared: _Shared, number: int, *, given: bool, every: bool
 ) -> tuple[Tensor, Tensor]:
     on = source.a
-    indices, values = torch.empty(number, dtype=torch.int32, device=on.device), torch.empty(number, device=on.device)
+    indices = torch.empty(number, dtype=torch.int32, device=on.device)
+    values = torch.empty(number, dtype=torch.float32, device=on.device)
     form = {"KIND": source.kind, "GIVEN": given, "ALL": every, "FOUND": shared.room > 0, "WIDTH": BLOCK}
     arrays = *source.arguments, scratch, numbers, indices, values
     form["SHARERS"] = triton.next_power_of_2(shared.sharers)
@@ -620,7 +621,8 @@ def choose(source: Source, k: int, width: int, rows: int = 1) -> Chosen:
     on = source.a
     if width <= _SHORT:
         indices, tops = (torch.empty(size, dtype=torch.int32, device=on.device) for size in (rows * k, rows))
-        values, tile = torch.empty(rows * k, device=on.device), max(16, triton.next_power_of_2(width))
+        values = torch.empty(rows * k, dtype=torch.float32, device=on.device)
+        tile = max(16, triton.next_power_of_2(width))
         form = {"KIND": source.kind, "WIDTH": tile, "num_warps": min(16, max(4, tile // _PER_WARP))}
         run(_short, rows, *source.arguments, indices, values, tops, k, width, on=on, **form)
         return Chosen(indices, values, tops)
@@ -644,7 +646,7 @@ def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
     """
     on, n = source.a, source.a.numel()
     size, rank = sample_size(n, k), sample_rank(n, k)
-    sample = torch.empty(size, device=on.device)
+    sample = torch.empty(size, dtype=torch.float32, device=on.device)
     form = {"KIND": source.kind, "WIDTH": BLOCK}
     run(_draw, -(-size // BLOCK), *source.arguments, sample, n, size, fold_seed(seed), on=on, **form)
     scratch = _tally_all(Source.plain(sample), rank, _Shared.of(size), 1)
@@ -673,7 +675,8 @@ def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, give
     number = int(scratch[_FOUND.value])
     if number > room:
         return None
-    indices, values = torch.empty(number, dtype=torch.int32, device=on.device), torch.empty(number, device=on.device)
+    indices = torch.empty(number, dtype=torch.int32, device=on.device)
+    values = torch.empty(number, dtype=torch.float32, device=on.device)
     run(_take, own.sharers, scratch, *own.places, indices, values, room, own.tiles, on=on, **own.form)
     return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1].clone())
 

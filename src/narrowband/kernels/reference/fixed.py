@@ -25,7 +25,8 @@ __all__ = [
 
 def fixed_quantize(x: Tensor, out: Tensor, unit: float, limit: int) -> tuple[float, int]:
     top = torch.tensor(float(limit), dtype=torch.float32, device="cpu")
-    top = (top if int(top) <= limit else torch.nextafter(top, torch.zeros((), device="cpu"))).to(x.device)
+    zero = torch.zeros((), dtype=torch.float32, device="cpu")
+    top = (top if int(top) <= limit else torch.nextafter(top, zero)).to(x.device)
     largest = torch.zeros((), dtype=torch.int32, device=x.device)
     checksum = torch.zeros((), dtype=torch.int64, device=x.device)
     for begin in range(0, x.numel(), common.CHUNK):
@@ -35,7 +36,7 @@ def fixed_quantize(x: Tensor, out: Tensor, unit: float, limit: int) -> tuple[flo
         scaled = torch.where(scaled < top, scaled, top)
         codes = torch.where(scaled > -top, scaled, -top).to(torch.int32)
         out[begin : begin + common.CHUNK] = codes
-        odd = torch.arange(begin, begin + part.numel(), device=x.device).mul_(2).add_(1)
+        odd = torch.arange(begin, begin + part.numel(), dtype=torch.int64, device=x.device).mul_(2).add_(1)
         checksum += (codes * odd).sum()
     return float(largest.view(torch.float32)), int(checksum) & UINT32
 

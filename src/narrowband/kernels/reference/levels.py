@@ -58,7 +58,7 @@ def levels_encode(values: Tensor, out: Tensor, *, bits: int, group: int) -> None
 def levels_decode(payload: Tensor, k: int, *, bits: int, group: int) -> Tensor:
     top, head = (1 << (bits - 1)) - 1, 4 * -(-k // group)
     if not k:
-        return torch.empty(0, device=payload.device)
+        return torch.empty(0, dtype=torch.float32, device=payload.device)
     low, step = _low_and_step(payload[:head].clone().view(torch.bfloat16).view(-1, 2), k, group, top)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=payload.device)
     packed = payload[head : head - (-k * bits // 8)]

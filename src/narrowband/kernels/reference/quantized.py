@@ -45,7 +45,9 @@ def _centre(bits: int) -> int:
 def _header(x_GM: Tensor, bits: int, scale: Scale) -> tuple[Tensor, Tensor]:
     """(lo, step) of each group; lo is zero in the symmetric scales."""
     # A divisor that lives on the device: CUDA would turn a division by a Python number into a product.
-    levels = torch.tensor((1 << bits) - 1 if scale == "minmax" else _centre(bits), device=x_GM.device)
+    levels = torch.tensor(
+        (1 << bits) - 1 if scale == "minmax" else _centre(bits), dtype=torch.int64, device=x_GM.device
+    )
     if scale == "minmax":
         low_G, high_G = _extremes(x_GM)
         return low_G, (high_G - low_G) / levels
@@ -55,7 +57,9 @@ def _header(x_GM: Tensor, bits: int, scale: Scale) -> tuple[Tensor, Tensor]:
     elif scale == "l2":
         step_G = (x_GM.double().square_().sum(1).sqrt_() / levels).float()
     else:
-        step_G = (2.0 * x_GM.double().abs_().sum(1) / torch.tensor(x_GM.shape[1], device=x_GM.device)).float()
+        step_G = (
+            2.0 * x_GM.double().abs_().sum(1) / torch.tensor(x_GM.shape[1], dtype=torch.int64, device=x_GM.device)
+        ).float()
     return torch.zeros_like(step_G), torch.where(top_G < NON_FINITE, step_G, torch.nan)
 
 

@@ -43,7 +43,7 @@ def _runs(rows: Rows, device: torch.device) -> Iterator[tuple[int, int, Tensor]]
     run = max(common.CHUNK // max(rows.inner, 1), 1)
     for first in range(0, rows.total, run):
         last = min(first + run, rows.total)
-        row_R = torch.arange(first, last, device=device)
+        row_R = torch.arange(first, last, dtype=torch.int64, device=device)
         part_R = row_R.div(rows.outer * rows.groups, rounding_mode="floor")
         yield first, last, part_R * rows.groups + row_R % rows.groups
 
@@ -57,7 +57,8 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     size, device = rows.parts * rows.groups, x.device
     x = x.contiguous()
     if rows.numel == 0:
-        return torch.full((size,), torch.nan, device=device), torch.full((size,), torch.nan, device=device)
+        low = torch.full((size,), torch.nan, dtype=torch.float32, device=device)
+        return low, low.clone()
     least = torch.empty(rows.total, dtype=torch.int32, device=device)
     most = torch.empty_like(least)
     for first, last, _ in _runs(rows, device):
@@ -189,7 +190,7 @@ def affine_rows(
     bits: int,
 ) -> None:
     """Decode by a loop that knows no affine part, and apply that to what it wrote."""
-    wide = out if out.dtype == torch.float32 else torch.empty(rows.numel, device=out.device)
+    wide = out if out.dtype == torch.float32 else torch.empty(rows.numel, dtype=torch.float32, device=out.device)
     dequantize(codes, wide, rows, ranges, bits=bits)
     if affine is not None:
         value_NL, form = wide.view(-1, affine.length), (-1, 1) if affine.by_row else (-1,)

@@ -31,7 +31,7 @@ def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: 
     counts = torch.bincount(owner, minlength=ranks)
     first = counts.cumsum(0) - counts
     row = owner[order]
-    place = torch.arange(order.numel(), device=order.device) - first[row]
+    place = torch.arange(order.numel(), dtype=torch.int64, device=order.device) - first[row]
     fits = place < room
     row, place, order = row[fits], place[fits], order[fits]
     local.fill_(max(0, share_numel(n, ranks) - 1))
@@ -45,6 +45,6 @@ def from_share(local: Tensor, *, turn: int) -> Tensor:
     ranks = local.shape[0]
     at = local.long()
     rows = at // SHARE_BLOCK
-    owner = torch.arange(ranks, device=local.device)[:, None]
+    owner = torch.arange(ranks, dtype=torch.int64, device=local.device)[:, None]
     block = (owner - _shift(rows, ranks, turn)) % ranks
     return ((rows * ranks + block) * SHARE_BLOCK + at % SHARE_BLOCK).to(torch.int32)

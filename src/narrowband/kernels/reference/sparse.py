@@ -68,7 +68,7 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
     low_bits = elias_fano_low_bits(k, n)
     cut = -(-2 * k // 8)
     upper = torch.zeros(2 * k, dtype=torch.uint8, device=indices.device)
-    upper[(indices >> low_bits).long() + torch.arange(k, device=indices.device)] = 1
+    upper[(indices >> low_bits).long() + torch.arange(k, dtype=torch.int64, device=indices.device)] = 1
     out[:cut] = _bits_to_bytes(upper)
     shifts_L = torch.arange(low_bits, dtype=torch.int32, device=indices.device)
     for first, last, begin, end in _low_bits_pieces(k, low_bits):
@@ -86,7 +86,7 @@ def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     positions = _bytes_to_bits(payload[:cut]).nonzero().view(-1)
     if positions.numel() != k:
         raise damaged
-    upper = positions.sub_(torch.arange(k, device=payload.device))
+    upper = positions.sub_(torch.arange(k, dtype=torch.int64, device=payload.device))
     if upper[-1] << low_bits >= n:
         raise damaged
     shifts_L = torch.arange(low_bits, dtype=torch.int32, device=payload.device)

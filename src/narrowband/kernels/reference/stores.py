@@ -44,5 +44,5 @@ def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) 
 
 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
-    scale = torch.ldexp(torch.ones(exponents.shape, device=out.device), exponents.int())
+    scale = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32, device=out.device), exponents.int())
     torch.mul(codes.float(), scale.repeat_interleave(STORE_GROUP)[: out.numel()], out=out)
