@@ -24,9 +24,9 @@ def parts(number):
     return [nn.Linear(10, 24), *later]
 
 
-def batch(step):
+def batch(step, size=BATCH):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 10, generator=generator), torch.randn(BATCH, 24, generator=generator)
+    return torch.randn(size, 10, generator=generator), torch.randn(size, 24, generator=generator)
 
 
 def ids(step):
@@ -39,12 +39,12 @@ def loss_fn(output, target):
     return (output - target).square().mean()
 
 
-def schedule_of(name, stages):
+def schedule_of(name, stages, microbatches=MICROBATCHES):
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     kind = get_schedule_class(name)
     given = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    return kind(given, MICROBATCHES, loss_fn=loss_fn)
+    return kind(given, microbatches, loss_fn=loss_fn)
 
 
 def run_step(schedule, stages, x, y, train=True):

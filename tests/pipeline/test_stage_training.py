@@ -155,6 +155,72 @@ def test_a_sample_that_one_end_lost_travels_in_full_again():
     assert sent == 11 * full + (4 * BATCH - 11) * few
 
 
+# ---- several schedules -----------------------------------------------------------------------------------------------
+
+
+#: Micro-batches of each step. PyTorch refuses backward passes of more than the schedule has that began last.
+NUMBERS = (2, 4, 2, 4)
+SPECS = "topk:density=0.3+aq-sgd", "topk:density=0.3+ef21"
+
+
+def by_several_schedules(rank, world_size, name):
+    """Losses, parameters and evaluation where two schedules share the stages of a rank."""
+    mine = [rank] if name in ("GPipe", "1F1B") else [rank, world_size + rank]
+    cut = parts(world_size * len(mine))
+    stages = [nb.CompressedStage(cut[at], at, len(cut), CPU, forward=SPECS[0], backward=SPECS[1]) for at in mine]
+    schedules = {number: schedule_of(name, stages, number) for number in NUMBERS}
+    own = nn.ModuleList(cut[at] for at in mine)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    losses = []
+    for step, number in enumerate(NUMBERS):
+        optimizer.zero_grad()
+        for stage in stages:
+            stage.samples = torch.arange(2 * number)
+        losses += run_step(schedules[number], stages, *batch(step, 2 * number))
+        optimizer.step()
+    own.eval()
+    for number in NUMBERS:
+        losses += run_step(schedules[number], stages, *batch(9, 2 * number), train=False)
+    return losses, {at: [p.detach() for p in cut[at].parameters()] for at in mine}
+
+
+def by_boundaries(rank, world_size, number_of_parts):
+    cut = parts(number_of_parts)
+    boundaries = [nb.Boundary(*SPECS, index=at) for at in range(number_of_parts - 1)]
+    model = nn.Sequential(cut[0], *(layer for pair in zip(boundaries, cut[1:], strict=True) for layer in pair))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+
+    def run(number, step):
+        for microbatch, (x, y) in enumerate(zip(*(t.split(2) for t in batch(step, 2 * number)), strict=True)):
+            for boundary in boundaries:
+                boundary.samples = torch.arange(2 * microbatch, 2 * microbatch + 2)
+            losses.append(loss_fn(model(x), y))
+            if model.training:
+                losses[-1].backward()
+
+    for step, number in enumerate(NUMBERS):
+        optimizer.zero_grad()
+        run(number, step)
+        for p in model.parameters():
+            p.grad.div_(number)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for number in NUMBERS:
+            run(number, 9)
+    return [loss.item() for loss in losses], [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_schedules_with_different_numbers_of_microbatches_share_a_stage(name):
+    ranks = run_ranks(by_several_schedules, 2, name)
+    found = {at: own for _, stages in ranks for at, own in stages.items()}
+    ((losses, parameters),) = run_ranks(by_boundaries, 1, len(found))
+    assert next(losses for losses, _ in ranks if losses) == losses
+    assert all(map(torch.equal, [p for at in sorted(found) for p in found[at]], parameters))
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -162,12 +228,14 @@ def wrong(rank, world_size, what):
     specs = {"forward": "qsgd:bits=4", "backward": "qsgd:bits=4"}
     if what == "specs" and rank == 1:
         specs["forward"] = "qsgd:bits=2"
-    if what == "samples":
+    if what in ("samples", "too many"):
         specs["forward"] = "qsgd:bits=4+aq-sgd"
     if what == "number":
         specs["forward"] = ["qsgd:bits=4", "none"]
     stage = nb.CompressedStage(parts(world_size)[rank], rank, world_size, CPU, **specs)
     schedule = schedule_of("1F1B", [stage])
+    if what == "too many":
+        stage.samples = torch.arange(BATCH + 1)
     run_step(schedule, [stage], *batch(0))
     if what == "state":
         stage.load_state_dict(stage.state_dict())
@@ -184,6 +252,7 @@ def wrong(rank, world_size, what):
     [
         ("specs", "do not agree"),
         ("samples", "set stage.samples"),
+        ("too many", "9 ids, and a batch is 4 micro-batches of 2 samples"),
         ("number", "2 specs, and there are 1 boundaries"),
         ("state", "before its first step"),
         ("shape", "shape mismatch" if OLDEST else "static shapes"),

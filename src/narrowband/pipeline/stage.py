@@ -8,7 +8,8 @@ On the CPU the stage sends and receives by itself, and schedules are told that t
 message when both ends have asked for it, and 1F1B asks for what it needs next and waits, for its own sends, too: links
 would idle while stages compute, and stages while links work. So a stage asks for the next messages before it needs
 them, and waits for its sends when the step ends. Each message has a tag of its own, so their order is free. On GPUs
-waiting holds up a stream and not the process, and schedules do it all.
+waiting holds up a stream and not the process, and schedules do it all. So they do on the CPU once schedules with
+different numbers of micro-batches run a stage, which then cannot know how many messages the next step has.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class CompressedStage(PipelineStage):
 
     Takes the place of ``torch.distributed.pipelining.PipelineStage`` under every schedule. What crosses a boundary may
     be several tensors; those that are not floating point travel as they are. Shapes are static, as the engine wants
-    them. Where a schedule puts two neighbouring stages on one rank, nothing travels and nothing is compressed.
+    them. Where a schedule puts two neighbouring stages on one rank, nothing travels and nothing is compressed. Several
+    schedules may share a stage. If they have different numbers of micro-batches, it no longer sends while it computes.
 
     Args:
         submodule: the part of the model that runs here. Its replicas may be averaged by DDP, with or without
@@ -141,12 +143,12 @@ class CompressedStage(PipelineStage):
                 warm_up(there[at], back[at])
         self.compress_in_eval = compress_in_eval
         self._step = -1
-        self._microbatches = 1
+        #: How many micro-batches a step of each schedule has that runs this stage.
+        self._numbers: set[int] = set()
         self._agreed = False
         self.samples: Tensor | None = None
-        #: Those of this step's batch, and of its micro-batches.
+        #: Those of this step's batch.
         self._whole: Tensor | None = None
-        self._parts: tuple[Tensor, ...] | None = None
         #: By direction and micro-batch: what is on its way; all that was asked for in this step.
         self._arriving: dict[tuple[int, int], list[_Arriving]] = {}
         self._asked: set[tuple[int, int]] = set()
@@ -196,7 +198,7 @@ class CompressedStage(PipelineStage):
         self._unpack(_BACKWARD, bwd_chunk_id)
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._backwards += 1
-        if self._backwards == self._microbatches:
+        if self._by_itself and self._backwards == self._microbatches:
             self._wait_for_sends(_FORWARD)  # gradients came back: activations have long arrived
         return result
 
@@ -250,7 +252,6 @@ class CompressedStage(PipelineStage):
                     "(int64, one for each) before every step"
                 )
             self._whole, self.samples = self.samples, None
-            self._parts = None
         self._step += 1
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +262,7 @@ class CompressedStage(PipelineStage):
                 "a CompressedStage sends plain tensors, and a DTensor crosses this boundary: convert it, or use "
                 "PipelineStage"
             )
-        self._microbatches = num_microbatches
+        self._numbers.add(num_microbatches)
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -300,7 +301,7 @@ class CompressedStage(PipelineStage):
             if self._compresses(x):
                 assert side is not None
                 channel = side.of(number)[direction]
-                samples = self._samples(channel, microbatch)
+                samples = self._samples(channel, microbatch, x)
                 op.tensor = channel.pack(x, self._at(microbatch), samples=samples, training=self.has_backward)
             else:
                 op.tensor = x.contiguous()
@@ -355,7 +356,7 @@ class CompressedStage(PipelineStage):
                 channel = side.of(number)[direction]
                 nbytes = channel.payload_nbytes(
                     tuple(place.shape), place.dtype, self._at(microbatch),
-                    samples=self._samples(channel, microbatch), training=self.has_backward,
+                    samples=self._samples(channel, microbatch, place), training=self.has_backward,
                 )  # fmt: skip
                 op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
             work = _started(dist.irecv, op, tag, group_src=op.group_peer) if self._by_itself else None
@@ -368,19 +369,29 @@ class CompressedStage(PipelineStage):
             if work is not None:
                 work.wait()
             if channel is not None:
-                samples = self._samples(channel, microbatch)
+                samples = self._samples(channel, microbatch, place)
                 channel.unpack(
                     payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
                 )  # fmt: skip
 
     @property
     def _by_itself(self) -> bool:
-        """Whether this stage sends and receives, and not its schedule."""
-        return self.device.type == "cpu"
+        """Whether this stage sends and receives, and not its schedule.
+
+        For that it has to know how many micro-batches a step has. A schedule says so before its first step, and never
+        says which of several schedules runs a later one.
+        """
+        return self.device.type == "cpu" and len(self._numbers) == 1
+
+    @property
+    def _microbatches(self) -> int:
+        """How many a step has, where all schedules agree on it."""
+        (number,) = self._numbers
+        return number
 
     def _tag(self, boundary: int, direction: int, microbatch: int) -> int:
         """Of a message: no other one of a step has it. PyTorch's own have 0."""
-        return 1 + (2 * boundary + direction) * self._microbatches + microbatch
+        return 1 + 2 * (microbatch * (self.num_stages - 1) + boundary) + direction
 
     def _compresses(self, x: Tensor) -> bool:
         return compressible(x) and (self.has_backward or self.compress_in_eval)
@@ -388,14 +399,19 @@ class CompressedStage(PipelineStage):
     def _at(self, microbatch: int) -> At:
         return At(self._step, microbatch)
 
-    def _samples(self, channel: Channel, microbatch: int) -> Tensor | None:
-        """The ids of a micro-batch, cut as the schedule cuts the batch."""
+    def _samples(self, channel: Channel, microbatch: int, x: Tensor) -> Tensor | None:
+        """The ids of a micro-batch, of which ``x`` crosses; all micro-batches are of one size."""
         if not channel.by_sample or not self.has_backward:
             return None
-        if self._parts is None:
-            assert self._whole is not None
-            self._parts = torch.tensor_split(self._whole, self._microbatches)
-        return self._parts[microbatch]
+        assert self._whole is not None
+        size = x.shape[0] if x.dim() else 1
+        if len(self._whole) not in [number * size for number in self._numbers]:
+            numbers = " or ".join(map(str, sorted(self._numbers)))
+            raise ValueError(
+                f"stage.samples has {len(self._whole)} ids, and a batch is {numbers} micro-batches of {size} samples: "
+                "set it to one id for each sample of the whole batch"
+            )
+        return self._whole[microbatch * size : (microbatch + 1) * size]
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
