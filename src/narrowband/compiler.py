@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -19,6 +19,7 @@ from narrowband.errors import UnsupportedError
 
 __all__ = ["refuse_compiled_autograd", "unseen"]
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 #: Its part in C++, which is there before Dynamo is imported.
@@ -38,7 +39,7 @@ def _skipping() -> Any:
 _SKIP: Any = _skipping()
 
 
-def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
+def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Let Dynamo look no further: what is decorated runs as it is written, and so does what it calls.
 
     Dynamo comes upon a function in two ways, and both are closed. Where it *traces* the caller, it finds the attribute
@@ -67,7 +68,7 @@ def unseen(function: Callable[..., _T]) -> Callable[..., _T]:
         6
     """
     if _SKIP is None:
-        ours: Callable[..., _T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        ours: Callable[_P, _T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return ours
 
     hidden = function if _has_code_of_its_own(function) else _called(function)
@@ -80,9 +81,9 @@ def _has_code_of_its_own(function: Any) -> bool:
     return isinstance(function, FunctionType) and "<locals>" not in function.__qualname__
 
 
-def _called(function: Callable[..., _T]) -> Callable[..., _T]:
+def _called(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> _T:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return function(*args, **kwargs)
 
     return wrapper

@@ -171,6 +171,53 @@ def test_evaluation_goes_backward_at_the_places_of_each_pass_and_changes_nothing
     assert torch.equal(first.grad, (trained != 0).float())
 
 
+class Unrolled(nn.Module):
+    """The layers of a sequence without its loop, of which Dynamo makes no graphs once one is interrupted."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        one, two, three, four = self.layers
+        return four(three(two(one(x))))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [("uniform:bits=8", "qsgd:bits=4"), ("sign", "sign+ef"), ("topk:density=0.2", "topk:density=0.2,reuse=forward")],
+)
+@pytest.mark.parametrize("compiled", ["model", "step"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_compiled_model_has_the_same_bits(forward, backward, compiled):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    ours, theirs = (model(nb.Boundary(forward, backward)) for _ in range(2))
+    called = Unrolled(theirs)
+    if compiled == "model":
+        called = torch.compile(called, backend=counter)
+
+    def train(x):
+        loss = called(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    run = torch.compile(train, backend=counter) if compiled == "step" else train
+    graphs = []
+    for seed in range(4):
+        loss, gradients = step(ours, seed)
+        theirs.zero_grad()
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(run(x), loss)
+        assert all(torch.equal(p.grad, g) for p, g in zip(theirs.parameters(), gradients, strict=True))
+        graphs.append(counter.frame_count)
+    assert graphs[1:] == graphs[1:2] * 3, "nothing is compiled anew from step to step"
+    assert graphs[0] >= 2, "layers in front of the boundary, and those behind it"
+    assert ours[2].stats() == theirs[2].stats()
+
+
 def test_double_backward_is_refused():
     boundary = nb.Boundary("qsgd:bits=4", "qsgd:bits=4")
     x = torch.randn(4, 4, requires_grad=True)

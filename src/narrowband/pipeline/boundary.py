@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from narrowband.compiler import unseen
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.pairs import ChannelPairs, compressible
 from narrowband.pipeline.warmup import warm_up
@@ -60,8 +61,10 @@ class Boundary(nn.Module):
         >>> loss(model(x), y).backward()
         >>> print(model[4].stats())
 
-    Buffers are in the module's ``state_dict``. Do not put a boundary inside a part that activation checkpointing runs
-    twice. A boundary that compresses in neither direction logs a warning, once.
+    Buffers are in the module's ``state_dict``. Under ``torch.compile`` a graph ends in front of a boundary, and another
+    one begins behind it. Dynamo makes no graphs of a loop that is interrupted so, such as that of ``nn.Sequential``:
+    compile the parts in front and behind instead. Do not put a boundary inside a part that activation checkpointing
+    runs twice. A boundary that compresses in neither direction logs a warning, once.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Boundary(nn.Module):
         """Say which epoch begins, from 0 on, where warm-up counts epochs."""
         self._channels.set_epoch(epoch)
 
+    @unseen
     def forward(self, *tensors: Tensor) -> Any:
         """What arrives on the other side: a tensor for a tensor, a tuple for several."""
         at = At(*divmod(self._passes, self._microbatches))
@@ -155,6 +159,7 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @unseen
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         arrived = torch.empty_like(gradient)
         ctx.back.pack(gradient, ctx.at, arrived=arrived, places=ctx.places, **ctx.config)
