@@ -107,6 +107,22 @@ def test_a_model_resumes_to_the_bit_from_its_state_dict(spec, tmp_path):
         assert all(map(torch.equal, gradients, expected[k][1]))
 
 
+@pytest.mark.parametrize("spec", ["topk:density=0.2+ef", "topk:density=0.2+ef21", "topk:density=0.2+aq-sgd"])
+def test_an_early_state_makes_buffers_of_tensors_that_came_later_empty_again(spec):
+    boundary = nb.Boundary(spec, "none")
+    early = boundary.state_dict()
+    x, y = torch.randn(4, 50), torch.randn(4, 60)
+    run = []
+    for _ in range(2):
+        for _ in range(3):
+            boundary.samples = torch.arange(4)
+            run.append(boundary(x, y))
+        boundary.load_state_dict(early)
+    for first, again in zip(run[:3], run[3:], strict=True):
+        assert all(map(torch.equal, first, again))
+    assert boundary.stats()["forward"].messages == 12
+
+
 def test_warm_up_is_counted_in_steps():
     boundary = nb.Boundary("topk:density=0.1", "none", warmup_steps=2, microbatches=3)
     x = torch.randn(10, 10)

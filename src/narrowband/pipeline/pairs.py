@@ -115,11 +115,12 @@ class ChannelPairs:
         return [[channel.state_dict() for channel in pair] for pair in self._pairs]
 
     def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Go on from a state.
+        """Go on from a state. Channels of tensors that had not come yet when it was taken begin anew.
 
         Raises:
             ValueError: the state of another spec.
         """
-        for tensor, pair in enumerate(state):
+        for tensor in range(max(len(state), len(self._pairs))):
+            pair = state[tensor] if tensor < len(state) else [new.state_dict() for new in self._pair(tensor)]
             for channel, one in zip(self.of(tensor), pair, strict=True):
                 channel.load_state_dict(one)
