@@ -173,6 +173,14 @@ def test_a_gradient_that_is_not_asked_for_is_not_made():
     assert torch.equal(x.grad, (y != 0).float())
 
 
+@pytest.mark.parametrize("store", ["fp32", "bf16", "int8"])
+def test_a_gradient_of_one_element_that_is_expanded(store):
+    boundary = nb.Boundary("none", f"topk:density=0.1+ef:store={store}")
+    x = torch.randn(1, 1, requires_grad=True)
+    boundary(x).sum().backward()
+    assert x.grad == 1
+
+
 def test_evaluation_goes_backward_at_the_places_of_each_pass_and_changes_nothing_in_training():
     boundary = nb.Boundary("topk:density=0.5", "topk:density=0.5,reuse=forward")
     first = torch.randn(4, 4, requires_grad=True)

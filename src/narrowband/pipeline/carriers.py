@@ -113,7 +113,8 @@ class Compensated(Carrier):
     def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
         codec, feedback, key, shape = self.codec, self._feedback, _key(x), tuple(x.shape)
         training, seed = message.training, message.seed
-        scratch = x.reshape(-1).to(torch.float32, copy=True)
+        # A copy of a single element that was expanded would have a stride of 0, too.
+        scratch = torch.empty(x.numel(), dtype=torch.float32, device=x.device).copy_(x.reshape(-1))
         if training or self._has_buffer(key):
             commit = training and feedback.can_roll_back(scratch)
             finite, payload = feedback.encode(key, scratch, codec, shape=shape, seed=seed, commit=commit)
