@@ -173,6 +173,21 @@ def test_a_gradient_that_is_not_asked_for_is_not_made():
     assert torch.equal(x.grad, (y != 0).float())
 
 
+def test_calls_before_one_backward_are_microbatches():
+    """As in a siamese net, where one boundary serves both branches."""
+    specs = "topk:density=0.5", "topk:density=0.5,reuse=forward"
+    boundary = nb.Boundary(*specs)
+    with pytest.raises(nb.UnsupportedError, match=r"another step has begun since.* microbatches=2 for two calls"):
+        sum(boundary(torch.randn(4, 4, requires_grad=True)) for _ in range(2)).sum().backward()
+    boundary = nb.Boundary(*specs, microbatches=2)
+    for _ in range(2):
+        inputs = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+        outputs = [boundary(x) for x in inputs]
+        sum(outputs).sum().backward()
+        for x, y in zip(inputs, outputs, strict=True):
+            assert torch.equal(x.grad, (y != 0).float())
+
+
 @pytest.mark.parametrize("store", ["fp32", "bf16", "int8"])
 def test_a_gradient_of_one_element_that_is_expanded(store):
     boundary = nb.Boundary("none", f"topk:density=0.1+ef:store={store}")

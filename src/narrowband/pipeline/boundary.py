@@ -44,7 +44,7 @@ class Boundary(nn.Module):
         seed: of stochastic rounding.
         warmup_steps: so many training steps are uncompressed at first.
         warmup_epochs: the same, counted in epochs: call :meth:`set_epoch` at the beginning of each.
-        microbatches: passes that make a training step.
+        microbatches: passes that make a training step; also calls before one backward, as in a siamese net.
         compress_in_eval: whether to compress in ``model.eval()``, too, with buffers as they are. A model that was
             trained with compression needs it when it is evaluated (Rudakov et al. 2023, arXiv 2401.07788).
 

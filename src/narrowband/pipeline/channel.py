@@ -346,8 +346,9 @@ class Channel:
         places = self._places.pop((at, shape), None)
         if places is None:
             raise UnsupportedError(
-                f"no tensor of shape {shape} went forward at step {at.step}, micro-batch {at.microbatch}, whose "
-                "indices the gradient could reuse"
+                f"no indices are left for a gradient of shape {shape} at step {at.step}, micro-batch {at.microbatch}: "
+                "nothing of that shape went forward there, or another step has begun since. A Boundary that is called "
+                "several times before backward has to know how often: microbatches=2 for two calls"
             )
         return places
 
