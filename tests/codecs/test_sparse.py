@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import narrowband as nb
 from narrowband import kernels
 from narrowband.collectives import check, choose
-from narrowband.errors import UnsupportedError
+from narrowband.errors import PayloadError, UnsupportedError
 from tests.codecs.common import backend, tensors, values
 
 densities = st.floats(1e-4, 1.0)
@@ -437,6 +437,45 @@ def test_runs_that_16_bits_cannot_say(n, places, values):
     density = len(places) / n
     codec, plain = (nb.codec(f"topk:density={density},values={values}{form}") for form in (",indices=runs", ""))
     assert torch.equal(codec.roundtrip(x), plain.roundtrip(x))
+    assert codec.places(codec.encode(x), x.shape).tolist() == places, "stops are no elements"
+    assert all(map(torch.equal, codec.elements(codec.encode(x), x.shape), plain.elements(plain.encode(x), x.shape)))
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("large", [{}, {0: 1.0}, {399_999: 1.0}, {5: torch.inf, 300_000: 1.0}])
+def test_runs_name_as_many_places_as_are_kept(large, values):
+    """Also where elements that are chosen are zero, as stops are, and where nothing is finite."""
+    x = torch.zeros(400_000)
+    for place, value in large.items():
+        x[place] = value
+    x[200_000:200_010] = 1e-9  # zero in 8 bits beside 1
+    codec, plain = (nb.codec(f"topk:density=3e-5,values={values}{form}") for form in (",indices=runs", ""))
+    assert torch.equal(codec.places(codec.encode(x), x.shape), plain.places(plain.encode(x), x.shape))
+
+
+def test_runs_of_less_than_k_elements_name_places_that_another_tensor_can_be_taken_at():
+    """Sampling may find less than k: the last place fills up, as in the other forms."""
+    codec, plain = (nb.codec(f"topk:density=2e-5,select=sampled{form}") for form in (",indices=runs", ""))
+    x, y = torch.zeros(300_000), torch.rand(300_000) + 1
+    found = torch.tensor([3, 100_000, 200_000], dtype=torch.int32)
+    x[found] = 1.0
+    payload = codec.pack(found, x[found], shape=x.shape)
+    places = codec.places(payload, x.shape)
+    assert places.tolist() == [3, 100_000, 200_000, 299_999, 299_999, 299_999]
+    same = plain.elements(plain.pack(found, x[found], shape=x.shape), x.shape)
+    assert all(map(torch.equal, codec.elements(payload, x.shape), same))
+    arrived = codec.decode_at(codec.encode_at(y, places), places, torch.empty_like(y))
+    assert torch.equal(arrived[places], y[places])
+    assert int(arrived.count_nonzero()) == 4
+
+
+def test_runs_of_more_elements_than_are_kept_are_damaged():
+    codec, x = nb.codec("topk:density=1.5e-5,indices=runs"), torch.zeros(200_000)
+    payload = codec.encode(x)
+    payload[:24].view(torch.float32).fill_(1.0)
+    payload[24:28].view(torch.int32)[0] = 5
+    with pytest.raises(PayloadError, match="names 5 elements, where"):
+        codec.places(payload, x.shape)
 
 
 def test_runs_are_the_papers_format():

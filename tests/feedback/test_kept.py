@@ -107,6 +107,24 @@ def test_one_pass_keeps_and_sends_the_bits_that_two_do(store, select, numel):
 
 
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("select", ["exact", "sampled"])
+def test_what_waits_where_runs_are_long_is_kept_by_two_calls_as_by_one(store, select):
+    """A zero that a payload names only to lead on to the next element is nothing that was sent."""
+    codec, numel = nb.codec(f"topk:density=1e-5,select={select},indices=runs"), 400_000
+    g = torch.randn(numel, generator=torch.Generator().manual_seed(0)) / 10
+    g[[0, 1, 2, -1]] = torch.tensor([9.0, 8.0, 7.0, 10.0])
+    at_once, later = ErrorFeedback(store=store), ErrorFeedback(store=store)
+    at_once.encode("p", g.clone(), codec, shape=(numel,), seed=1, commit=True)
+    x = g.clone()
+    _, payload = later.encode("p", x, codec, shape=(numel,), seed=1)
+    later.commit("p", x, codec, payload, shape=(numel,), seed=1, measure=True)
+    assert torch.equal(at_once.residual("p"), later.residual("p"))
+    stops = range(2 + 65_536, numel - 1, 65_536)
+    assert codec.decode(payload, torch.empty(numel))[list(stops)].count_nonzero() == 0 < len(stops)
+    assert (later.residual("p")[list(stops)] - g[list(stops)]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("store", STORES)
 def test_a_state_is_loaded_to_the_bit_and_moves_to_other_stores(store):
     codec, feedback = nb.codec("topk:density=0.05"), ErrorFeedback(store=store)
     steps_of(feedback, codec, 4)

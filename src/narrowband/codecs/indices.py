@@ -15,7 +15,16 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.errors import PayloadError
 
-__all__ = ["entries", "index_nbytes", "read_indices", "read_runs", "with_stops", "write_indices", "write_runs"]
+__all__ = [
+    "entries",
+    "index_nbytes",
+    "read_indices",
+    "read_runs",
+    "with_stops",
+    "without_stops",
+    "write_indices",
+    "write_runs",
+]
 
 #: Elements that an entry of 16 bits can lead on: 65,535 zeros and itself.
 _LONGEST_RUN = 1 << 16
@@ -56,6 +65,24 @@ def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     before = at.long() - gaps  # the element before
     places = torch.where(is_stop, before[owner] + step * _LONGEST_RUN, at.long()[owner])
     return places.to(torch.int32), torch.where(is_stop, 0.0, values[owner])
+
+
+def without_stops(at: Tensor, values: Tensor, k: int, *, fewer: bool) -> tuple[Tensor, Tensor]:
+    """What :func:`with_stops` was given.
+
+    An element of value zero that ends a longest run looks like a stop, so their number decides.
+
+    Args:
+        at: what :func:`read_runs` has read.
+        values: one for each.
+        k: how many elements there were.
+        fewer: whether there may have been less; then one that is zero counts as a stop where it looks like one.
+    """
+    longest = torch.diff(at, prepend=at.new_full((1,), -1)) == _LONGEST_RUN
+    stops = longest & ~(values.abs() > 0.0)  # a zero of a group that is not finite comes back as NaN
+    if not fewer:
+        stops &= torch.cumsum(stops, 0) <= at.numel() - k
+    return at[~stops], values[~stops]
 
 
 def write_runs(at: Tensor, out: Tensor) -> None:

@@ -20,6 +20,7 @@ from narrowband.codecs.indices import (
     read_indices,
     read_runs,
     with_stops,
+    without_stops,
     write_indices,
     write_runs,
 )
@@ -194,7 +195,14 @@ class TopK(SelectingCodec):
         return self.elements(payload, shape)[0]
 
     def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        return self._read(self._checked(payload, shape, torch.float32), shape, numel_of(shape))
+        k, n = self.kept(shape), numel_of(shape)
+        at, values = self._read(self._checked(payload, shape, torch.float32), shape, n)
+        if self.indices != "runs":
+            return at, values
+        at, values = without_stops(at, values, k, fewer=self.sampled)
+        if at.numel() > k:
+            raise PayloadError(f"the payload names {at.numel()} elements, where {self} keeps {k}: it is damaged")
+        return _padded(at, values, k, n)
 
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
         values = x.detach().reshape(-1).index_select(0, places).float()
