@@ -134,6 +134,21 @@ def test_what_is_reused_are_the_places():
     assert str(back[0]) == f"{spec},reuse=forward"
 
 
+@pytest.mark.parametrize("gap", [65_536, 65_537, 150_000])
+def test_runs_that_16_bits_cannot_say_are_no_places_to_reuse(gap):
+    """A stage makes room for k values, whatever lies between them."""
+    forward, back = [], []
+    for _ in range(2):
+        forward.append(Channel("topk:density=1e-5,indices=runs"))
+        back.append(Channel("topk:density=1e-5,reuse=forward", forward=forward[-1]))
+    x, at = torch.zeros(1, 200_000), At(0, 0)
+    x[0, [3, 3 + gap]] = 1.0
+    send(*forward, x, at)
+    _, arrived, values = send(back[1], back[0], torch.randn_like(x), at)
+    assert values.numel() == back[0].payload_nbytes((1, 200_000), torch.float32, at)
+    assert torch.equal(arrived != 0, x != 0)
+
+
 def test_places_of_a_sampled_selection_may_repeat_and_count_once():
     spec = "topk:density=0.3,select=sampled"
     forward = Channel(spec)

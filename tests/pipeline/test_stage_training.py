@@ -155,6 +155,37 @@ def test_a_sample_that_one_end_lost_travels_in_full_again():
     assert sent == 11 * full + (4 * BATCH - 11) * few
 
 
+class Far(nn.Module):
+    """Scales features, of which the first and the last are far from each other, and larger than all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.full((70_000,), 1e-3))
+        self.scales.data[[0, -1]] = 1.0
+
+    def forward(self, x):
+        return x * self.scales
+
+
+def reused_behind_long_runs(rank, world_size, indices):
+    stage = nb.CompressedStage(
+        Far(), rank, world_size, CPU,
+        forward=f"topk:density=2.9e-5,indices={indices}", backward="topk:density=2.9e-5,reuse=forward",
+    )  # fmt: skip
+    x = torch.ones(2, 70_000)
+    losses = run_step(schedule_of("GPipe", [stage], 2), [stage], x, torch.zeros_like(x))
+    return losses, stage.submod.scales.grad
+
+
+def test_indices_of_long_runs_serve_for_gradients_as_others_do():
+    """Runs of more than 65,535 have zeros in between, whose gradients nobody expects."""
+    runs, others = (run_ranks(reused_behind_long_runs, 2, indices) for indices in ("runs", "elias-fano"))
+    for (losses, gradient), (expected, other) in zip(runs, others, strict=True):
+        assert losses == expected
+        assert torch.equal(gradient, other)
+    assert runs[0][1].nonzero().flatten().tolist() == [0, 69_999]
+
+
 # ---- several schedules -----------------------------------------------------------------------------------------------
 
 
