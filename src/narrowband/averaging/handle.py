@@ -228,8 +228,8 @@ class Handle(Averaging):
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on to the bit. Every rank has its own: save one file per rank.
 
-        Under DDP among more than two ranks, sums of an all-reduce, as with ``none``, ``fp16`` and ``bf16``, may differ in
-        the last bits: a resumed process begins with DDP's first layout of buckets, on which their order depends.
+        Under DDP among more than two ranks, sums of an all-reduce, as with ``none``, ``fp16`` and ``bf16``, may differ
+        in the last bits: a resumed process begins with DDP's first layout of buckets, on which their order depends.
 
         Tensors are those in use, not copies; save or clone them before the next step.
         """
