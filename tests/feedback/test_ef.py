@@ -13,6 +13,8 @@ from narrowband.codecs.base import squared_norm
 from narrowband.feedback import ErrorFeedback
 from tests.codecs.common import SPECS, backend, bits_of, seeds, tensors
 
+MOST = torch.finfo(torch.float32).max
+
 every_codec = pytest.mark.parametrize(
     "spec",
     [
@@ -413,12 +415,48 @@ def test_new_feedback_has_no_state():
 
 @pytest.mark.parametrize(
     ("spec", "value"),
-    [("fp16", 7e4), ("uniform:bits=4", 3.3e38), ("sign", 3e38), ("qsgd:bits=2,norm=l2", 1e38)],
+    [
+        ("fp16", 7e4),
+        ("uniform:bits=4", 3.3e38),
+        ("sign", 3e38),
+        ("qsgd:bits=2,norm=l2", 1e38),
+        ("qsgd:bits=8", MOST),
+        ("uniform:bits=8,symmetric=true", MOST),
+        ("topk:density=0.1,values=int8", MOST),
+    ],
 )
 def test_a_payload_that_overflows_counts_as_not_finite(spec, value):
     """Every element is finite, what the codec makes of them is not: absorbing it would poison the residual for good."""
     x = torch.full((256,), value)
     x[::2] *= -1
     feedback = ErrorFeedback()
-    finite, _ = feedback.encode("w", x.clone(), nb.codec(spec), shape=256, seed=0)
+    for commit in (False, True):
+        finite, _ = feedback.encode("w", x.clone(), nb.codec(spec), shape=256, seed=0, commit=commit)
+        assert not finite
+
+
+@pytest.mark.parametrize("method", ["topk:density=0.1,values=int8+ef-mixed", "dgc:density=0.1,values=int8"])
+@pytest.mark.parametrize("commit", [False, True])
+def test_values_in_8_bits_that_overflow_change_nothing(method, commit):
+    """127 steps of 1/127 of the largest float are more than that."""
+    compression = nb.compression(method)
+    feedback, usual = compression.new_feedback(), torch.randn(256, generator=torch.Generator().manual_seed(0))
+    assert feedback.encode("w", usual.clone(), compression.codec, shape=256, seed=0, commit=True)[0]
+    before = bits_of(feedback.residual("w"))
+    x = usual.clone()
+    x[7] = MOST
+    finite, _ = feedback.encode("w", x, compression.codec, shape=256, seed=1, commit=commit)
+    feedback.roll_back("w", x)
     assert not finite
+    assert bits_of(feedback.residual("w")) == before
+
+
+def test_a_step_of_parameters_that_is_too_large_as_a_gradient_is_not_finite():
+    """What waits is a step; divided by its learning rate it may leave float32."""
+    compression = nb.compression("dgc:density=0.1,accumulate=steps,momentum=0")
+    feedback = compression.new_feedback()
+    feedback.set_learning_rates({"w": 1.0})
+    x = torch.full((256,), 1e38)
+    assert feedback.encode("w", x, compression.codec, shape=256, seed=0, commit=True)[0]
+    feedback.set_learning_rates({"w": 0.1})
+    assert not feedback.encode("w", torch.zeros(256), compression.codec, shape=256, seed=1, commit=True)[0]

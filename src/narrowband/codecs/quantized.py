@@ -64,9 +64,10 @@ class GroupedCodec(Codec):
         return aligned(self._header_nbytes(numel) + kernels.packed_nbytes(numel, g.bits, g.group))
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        """A span or a norm may leave float32 where no element does."""
-        header = payload[: self._header_nbytes(numel_of(shape))]
-        return kernels.holds(header.view(torch.float32).isfinite().all())
+        """A span, a norm or a level may leave float32 where no element does."""
+        numel = numel_of(shape)
+        g, header = self._grouping(numel), payload[: self._header_nbytes(numel)].view(torch.float32)
+        return kernels.holds(kernels.levels_are_finite(header, bits=g.bits, scale=g.scale))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         g = self._grouping(x.numel())

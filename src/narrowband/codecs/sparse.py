@@ -255,7 +255,8 @@ class TopK(SelectingCodec):
             self._write(at, values, shape, target)
             if target is not out:
                 out.copy_(target)
-            if subtract:
+            finite = self.values != "int8" or self._is_finite(target, shape)
+            if finite and subtract:
                 kernels.sparse_accumulate(residual, *self._read(target, shape, x.numel()), -1.0)
         return finite, out
 
@@ -296,7 +297,10 @@ class TopK(SelectingCodec):
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
         k, cut = _layout(self, dims(shape))
-        return kernels.all_finite(self._read_values(payload[:cut], entries(k, numel_of(shape), self.indices)))
+        head, number = payload[:cut], entries(k, numel_of(shape), self.indices)
+        if self.values == "int8":
+            return _INT8.is_finite(head, number)
+        return kernels.all_finite(self._read_values(head, number))
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool

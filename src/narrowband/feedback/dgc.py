@@ -285,6 +285,8 @@ class DGC(Feedback):
         )
         sent = values if unit == 1.0 else values / unit
         arrives = codec.rounded(sent) if finite else sent
+        if arrives is not values:  # dividing and rounding may leave float32
+            finite = finite and kernels.all_finite(arrives)
         left = None if arrives is sent else values - arrives * unit
         forgotten: list[Tensor] = []
 
@@ -307,7 +309,7 @@ class DGC(Feedback):
                 before.copy_(x)
             self._now[key], self._before[key] = now, before
 
-        overlap = 0.0 if left is None else float(torch.dot(arrives, left)) / unit
+        overlap = 0.0 if left is None or not finite else float(torch.dot(arrives, left)) / unit
         self._sent[key] = _Sent(undo, commit, at, unit, overlap)
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)

@@ -108,7 +108,7 @@ class MixedFeedback(ErrorFeedback):
             for chosen, of in ((by_input, x[by_input]), (by_residual, residual[by_residual] * self.decay)):
                 values.index_add_(0, torch.searchsorted(at, chosen), of)
         payload = codec.pack(at, values, shape=shape, out=out)
-        finite = kernels.compensate(x, residual, decay=self.decay)
+        finite = kernels.compensate(x, residual, decay=self.decay) and codec.is_finite(payload, shape)
         if finite and subtract:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return finite, payload

@@ -25,6 +25,7 @@ byte holds elements j and j + 64, not 2j and 2j + 1, which lets every loop vecto
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, cast
 
 from narrowband.kernels.backends import backend_of
@@ -39,6 +40,7 @@ __all__ = [
     "dequantize_groups",
     "dequantize_means",
     "group_minmax",
+    "levels_are_finite",
     "packed_nbytes",
     "plane_widths",
     "quantize_all",
@@ -64,6 +66,21 @@ def packed_nbytes(numel: int, bits: int, group: int) -> int:
 def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each group: two float32 tensors of ceil(numel / group); NaN where not finite."""
     return cast("tuple[Tensor, Tensor]", backend_of(x).group_minmax(x, group))
+
+
+def levels_are_finite(header: Tensor, *, bits: int, scale: Scale) -> Tensor:
+    """Whether every level of every group is finite: one bool. Of the largest floats, rounding a step may lead to inf.
+
+    Args:
+        header: float32, as it stands in a payload.
+        bits, scale: of the payload. Of ``l2`` the last level counts, ``‖x‖₂``, wherever elements are.
+    """
+    if scale == "minmax":
+        low, step = header.view(2, -1).unbind()
+        last = step.mul((1 << bits) - 1).add_(low)
+    else:
+        last = header.mul(1 if scale == "mean" else (1 << (bits - 1)) - 1)
+    return last.abs_().lt(math.inf).all()  # which NaN is not, either
 
 
 def quantize_groups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ from tests.kernels.backends.common import (
     seeds,
 )
 from tests.thorough import examples
+
+MOST = torch.finfo(torch.float32).max
 
 
 @given(x=inputs, group=groups)
@@ -138,6 +141,30 @@ def test_several_tensors_at_once_are_one_after_the_other(
         assert torch.equal(payloads[0, places[at]], out)
         if feedback:
             assert_same(held[at], residuals[at])
+
+
+@pytest.mark.parametrize("noting", [False, True])
+@pytest.mark.parametrize("n", [4096, 100])  # whole tiles; and rests
+@pytest.mark.parametrize(
+    ("scale", "bits", "value"),
+    [("minmax", 5, MOST), ("absmax", 8, MOST), ("l2", 7, MOST), ("minmax", 8, 1.0), ("mean", 1, 1.0)],
+)
+def test_levels_that_leave_float32_are_not_finite(scale: str, bits: int, value: float, n: int, noting: bool) -> None:
+    """Every step is finite here."""
+    x = torch.zeros(n)
+    x[0] = value
+    if scale == "l2":
+        x[:] = value
+    options: dict[str, Any] = {"bits": bits, "group": 128, "scale": scale, "stochastic": False, "seeds": [1]}
+    nbytes = header_nbytes(n, 128, scale) + kernels.packed_nbytes(n, bits, 128)
+    for backend in BACKENDS:
+        own, residual = place(backend, x), place(backend, torch.zeros(n))
+        out = place(backend, torch.zeros(nbytes, dtype=torch.uint8))
+        findings = kernels.Findings(out.device)
+        with findings.noting(findings.OWN) if noting else nullcontext():
+            finite = backend.quantize_all([own], [out], **options, residuals=[residual])
+        assert finite is (noting or value == 1.0)
+        assert findings.places.tolist() == [int(noting and value != 1.0), 0, 0]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -21,7 +21,7 @@ from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, TINY, cod
 from narrowband.kernels.cuda.compensation import compensate
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.findings import holds, open_place
-from narrowband.kernels.quantized import packed_nbytes
+from narrowband.kernels.quantized import levels_are_finite, packed_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -271,7 +271,10 @@ def _quantize_segments(
     if NOTES:
         bad = (step != step) | (low != low)  # noqa: PLR0124 - NaN
         if FEEDBACK:
-            bad = bad | (tl.abs(step) == float("inf")) | (tl.abs(low) == float("inf"))
+            last = step  # level; see levels_are_finite
+            if SCALE != _MEAN:
+                last = step * levels + low
+            bad = bad | (last != last) | (tl.abs(last) == float("inf"))  # noqa: PLR0124 - NaN
         tl.atomic_or(place, 1, mask=tl.max(bad.to(tl.int32), 0) > 0)
     code = _write_codes(
         v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
@@ -526,7 +529,7 @@ def quantize_all(
             form.dequantize_rest(floats, steps, codes, residual, done, -1.0, accumulate=True)
     finite = True
     for floats in headers if place is None else (rest[2] for rest in rests):
-        finite &= holds((floats.isfinite() if residuals else ~floats.isnan()).all())
+        finite &= holds(levels_are_finite(floats, bits=bits, scale=scale) if residuals else ~floats.isnan().any())
     return finite
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowband.kernels.findings import holds
-from narrowband.kernels.quantized import plane_widths
+from narrowband.kernels.quantized import levels_are_finite, plane_widths
 from narrowband.kernels.reference.common import (
     NON_FINITE,
     TINY,
@@ -148,7 +148,7 @@ def quantize_all(
             compensate(x, total, decay=decay)
         quantize_groups(total, out, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed)
         header = out[: 4 * -(-x.numel() // group) * (2 if scale == "minmax" else 1)].clone().view(torch.float32)
-        finite &= holds((header.isfinite() if residuals else ~header.isnan()).all())
+        finite &= holds(levels_are_finite(header, bits=bits, scale=scale) if residuals else ~header.isnan().any())
         if residuals:
             dequantize_groups(out, total, bits=bits, group=group, scale=scale, weight=-1.0, accumulate=True)
     return finite
