@@ -460,3 +460,38 @@ def test_a_step_of_parameters_that_is_too_large_as_a_gradient_is_not_finite():
     assert feedback.encode("w", x, compression.codec, shape=256, seed=0, commit=True)[0]
     feedback.set_learning_rates({"w": 0.1})
     assert not feedback.encode("w", torch.zeros(256), compression.codec, shape=256, seed=1, commit=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "arrived"),
+    [
+        *itertools.product(["topk:density=0.1+ef", "topk:density=0.1+ef-mixed", "dgc:density=0.1"], [False, True]),
+        ("uniform:bits=8+ef", False),
+        ("none", False),
+    ],
+)
+def test_what_has_waited_leaves_room_for_averages_in_float16(method, arrived):
+    """What is sent fits into the gradient's dtype, and what does not fit waits on: nothing is lost."""
+    compression = nb.compression(method)
+    codec, feedback = compression.codec, compression.new_feedback() or ErrorFeedback()
+    if method.startswith("dgc"):
+        feedback = nb.compression("dgc:density=0.1,momentum=0").new_feedback()
+    state = {"w": torch.linspace(-2e5, 2e5, 100)}
+    feedback.load_state_dict({"now/w": state["w"], "before/w": state["w"]} if feedback.name == "dgc" else state)
+    x = torch.full((100,), 1000.0, dtype=torch.float16)
+    finite, payload = feedback.encode("w", x, codec, shape=(100,), seed=0)
+    assert finite
+    sent = codec.decode(payload, torch.empty(100, dtype=x.dtype if codec.exact else torch.float32), seed=0).float()
+    assert sent.half().isfinite().all()
+    assert sent.abs().max() > 65_000
+    if arrived:
+        at, values = (part[::2] for part in codec.elements(payload, (100,)))
+        feedback.commit_arrived("w", x, at, values)
+        sent = torch.zeros(100).index_add_(0, at, values)
+    else:
+        feedback.commit("w", x, codec, payload, shape=(100,), seed=0)
+    torch.testing.assert_close(sent + feedback.residual("w"), state["w"] + 1000.0, rtol=1e-6, atol=0.1)
+    for bad in (torch.inf, torch.nan):
+        x[3] = bad
+        assert not feedback.encode("w", x, codec, shape=(100,), seed=1)[0]
+        feedback.roll_back("w", x)

@@ -57,6 +57,8 @@ _ROOMS = ("now", "before", "velocity", "uncompressed")
 #: Change a seed, so that rounding what is kept does not draw what encoding has drawn, nor twice the same.
 _OF_SUMS, _OF_VELOCITIES = 0x6C078965, 0x5D588B65
 
+_FP16_MAX = torch.finfo(torch.float16).max
+
 #: What the velocity of a parameter that travels uncompressed may be kept in: the dtype of its gradient.
 _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -283,11 +285,13 @@ class DGC(Feedback):
             sampled=codec.sampled,
             seed=seed,
         )
-        sent = values if unit == 1.0 else values / unit
+        whole = sent = values if unit == 1.0 else values / unit
+        if x.dtype == torch.float16:  # averages are, too
+            sent = whole.clamp(-_FP16_MAX, _FP16_MAX)
         arrives = codec.rounded(sent) if finite else sent
         if arrives is not values:  # dividing and rounding may leave float32
-            finite = finite and kernels.all_finite(arrives)
-        left = None if arrives is sent else values - arrives * unit
+            finite = finite and kernels.all_finite(whole) and kernels.all_finite(arrives)
+        left = None if arrives is whole else values - arrives * unit
         forgotten: list[Tensor] = []
 
         def commit(arrived: Tensor | None) -> None:
@@ -297,8 +301,9 @@ class DGC(Feedback):
             )
             forgotten.append(old)
             if left is not None:
-                newest.index_add_(0, at, left)
-                now.index_add_(0, at, left)
+                late = left if arrived is None else torch.where(torch.isin(at, arrived), left, 0.0)
+                newest.index_add_(0, at, late)
+                now.index_add_(0, at, late)
             self._close(key, newest, now)
             self._hints[key] = hint
 
@@ -357,8 +362,8 @@ class DGC(Feedback):
             self._now[key], self._before[key] = now, before
 
         self._sent[key] = _Sent(undo, commit, rate=unit)
-        payload = codec.encode((step / unit).to(x.dtype).view(dims(shape)), seed=seed, out=out)
-        return kernels.all_finite(step), payload
+        sent = (step / unit).to(x.dtype)
+        return kernels.all_finite(sent.float()), codec.encode(sent.view(dims(shape)), seed=seed, out=out)
 
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False

@@ -62,6 +62,14 @@ _OF_STORES = 0x6C078965
 _OWNER = re.compile(r"owner/(?P<start>\d+)/(?P<ranks>\d+)/(?P<key>.+)")
 
 
+def _what_fits(residual: Tensor, x: Tensor, decay: float) -> Tensor:
+    """As much of a residual as keeps ``decay · residual + x`` in the range of x, in memory of its own. Where x is not
+    finite, the sum is not, either.
+    """
+    most, own = torch.finfo(x.dtype).max, x.float()
+    return residual.clamp((-most - own).div_(decay), (most - own).div_(decay))
+
+
 class _OwnerError(NamedTuple):
     """What a rank lost of a mean that it encoded: of a chunk that begins at ``start``, among so many ranks."""
 
@@ -81,6 +89,8 @@ class _OwnerError(NamedTuple):
 @dataclass(unsafe_hash=True)  # equal configurations hash alike; the residuals are not part of it
 class ErrorFeedback(Feedback):
     """What a codec leaves out is added to the next gradient; costs one float32 per element, or less.
+
+    Of what waits, float16 gradients take along as much as leaves the sum in their range; the rest waits on.
 
     For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
     which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
@@ -135,6 +145,8 @@ class ErrorFeedback(Feedback):
             return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
         residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
         if x.dtype != torch.float32:
+            if x.dtype == torch.float16:
+                residual = _what_fits(residual, x, self.decay)
             if codec.exact:  # sends what has 16 bits in 16 bits
                 total = (residual * self.decay + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
