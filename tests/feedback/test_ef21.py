@@ -323,3 +323,11 @@ def test_what_would_add_its_own_error_is_refused(spec):
         check(codec, "all_reduce")
         with pytest.raises(UnsupportedError, match="to 16 bits, and with ef21"):
             check(codec, "all_reduce", EF21())
+
+
+def test_means_over_senders_are_refused():
+    """Their sum is not the mean of what ranks have added up: what is delivered would settle somewhere else."""
+    with pytest.raises(UnsupportedError, match="leave out mean=senders"):
+        nb.compression("topk:density=0.05,mean=senders+ef21")
+    assert EF21().behind(nb.codec("topk:density=0.05,mean=senders")) is None
+    assert nb.compression("topk:density=0.05+ef21").codec.means_add_up

@@ -286,6 +286,13 @@ class Codec(ABC):
         """Tensors may be cut at multiples of this many elements without changing what a piece decodes to."""
         return 1
 
+    @property
+    def means_add_up(self) -> bool:
+        """Whether :meth:`decode_mean` gives the mean of what the payloads decode to, as it usually does; so that the
+        sum of all means is the mean of all sums.
+        """
+        return True
+
     # ---- what policies ask -------------------------------------------------------------------------------------------
 
     @property

@@ -143,6 +143,10 @@ class TopK(SelectingCodec):
     def keeps_elements(self) -> bool:
         return self.kept_largest((4, 4)) is not None and self.mean == "ranks"
 
+    @property
+    def means_add_up(self) -> bool:
+        return self.mean == "ranks"
+
     def variations(self) -> tuple[str, list[float]]:
         shares = [self.density if tenths == 10 else self.density * tenths / 10 for tenths in range(1, 101)]
         return "density", shares

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
+from narrowband.errors import UnsupportedError
 from narrowband.feedback.base import Feedback, Norms
 
 if TYPE_CHECKING:
@@ -72,6 +73,13 @@ class EF21(Feedback):
     def received_reference(self, key: str) -> Tensor | None:
         """The sum of all changes that arrived under ``key`` (h, flat float32), or None if nothing ever did."""
         return self._received_references.get(key)
+
+    def check(self, codec: Codec) -> None:
+        if not codec.means_add_up:
+            raise UnsupportedError(
+                f"ef21 adds up the means of changes, which are the mean of all gradients only where means are over all "
+                f"ranks, and '{codec}' has others; leave out mean=senders, or write '{codec}+ef'"
+            )
 
     # ---- the sender --------------------------------------------------------------------------------------------------
 
