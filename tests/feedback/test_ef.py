@@ -495,3 +495,17 @@ def test_what_has_waited_leaves_room_for_averages_in_float16(method, arrived):
         x[3] = bad
         assert not feedback.encode("w", x, codec, shape=(100,), seed=1)[0]
         feedback.roll_back("w", x)
+
+
+@pytest.mark.parametrize("name", ["encode", "commit", "can_roll_back", "roll_back"])
+def test_a_step_that_a_subclass_changes_is_not_taken_by_others(name):
+    """On a GPU loops commit by themselves, which would leave out what the subclass does."""
+    codec, own = nb.codec("qsgd:bits=4"), ErrorFeedback()
+    assert own.goes_ahead
+    assert own.encodes_all(codec)
+    changed = type("Changed", (ErrorFeedback,), {name: lambda self, *arguments: False})()  # noqa: ARG005
+    assert not changed.goes_ahead
+    assert not changed.encodes_all(codec)
+    kept = type("Kept", (ErrorFeedback,), {"scale": lambda self, factor: None})()  # noqa: ARG005
+    assert kept.goes_ahead, "what is no part of a step changes nothing"
+    assert kept.encodes_all(codec)

@@ -32,6 +32,7 @@ encoded.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -68,6 +69,13 @@ def _what_fits(residual: Tensor, x: Tensor, decay: float) -> Tensor:
     """
     most, own = torch.finfo(x.dtype).max, x.float()
     return residual.clamp((-most - own).div_(decay), (most - own).div_(decay))
+
+
+@functools.cache
+def _steps_as_ef(kind: type[ErrorFeedback]) -> bool:
+    """Whether a step of this class is that of ``ef``, which loops on a device may take and undo by themselves."""
+    calls = ("encode", "commit", "can_roll_back", "roll_back", "roll_back_if")
+    return all(getattr(kind, name) is getattr(ErrorFeedback, name) for name in calls)
 
 
 class _OwnerError(NamedTuple):
@@ -272,13 +280,15 @@ class ErrorFeedback(Feedback):
 
     @property
     def goes_ahead(self) -> bool:
-        return self.store == "fp32"
+        return self.store == "fp32" and _steps_as_ef(type(self))
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
         kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
 
     def encodes_all(self, codec: Codec) -> bool:
-        return self.store == "fp32" and isinstance(codec, GroupedCodec) and codec.takes_several
+        if not isinstance(codec, GroupedCodec) or not codec.takes_several:
+            return False
+        return self.store == "fp32" and _steps_as_ef(type(self))
 
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
