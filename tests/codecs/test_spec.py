@@ -230,6 +230,7 @@ def test_a_codec_stands_for_itself():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
+        ("threshold:value=1e+3+ef", ["behind '+'", "not '3'", "'threshold:value=1e3+ef'"]),
         ("topk+", ["unknown feedback ''", "ef"]),
         ("topk+eff", ["unknown feedback 'eff'", "did you mean 'ef'"]),
         ("topk+momentum", ["unknown feedback 'momentum'", "there are: ef"]),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -139,6 +140,12 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
     if not isinstance(spec, str):
         return Compression(codecs.codec(spec))
     text, plus, feedback = spec.partition("+")
+    power = re.match(r"\d+", feedback)
+    if power is not None and re.search(r"\d\.?[eE]$", text):
+        raise ValueError(
+            f"behind '+' in {spec!r} a feedback is expected, and not {power[0]!r}; write numbers without it: "
+            f"{(text + feedback)!r}"
+        )
     behind = _feedback(feedback) if plus else None
     name = codecs.name_of(text)
     if codecs.find(name) is not None:
