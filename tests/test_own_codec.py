@@ -90,6 +90,25 @@ def test_it_works_over_ddp_in_checkpoints_and_in_plans(site, monkeypatch):
     assert torch.equal(grad, other)
 
 
+FADE = """
+import torch
+import narrowband as nb
+x = torch.ones(1000)
+for store in ("fp32", "bf16", "int8", "cpu"):
+    method = nb.compression(f"topk:density=0.1+decayed:store={store},keep=0.5")
+    state = method.new_feedback()
+    _, payload = state.encode("w", x.clone(), method.codec, shape=(1000,), seed=0)
+    state.commit("w", x.clone(), method.codec, payload, shape=(1000,), seed=0)
+    print(round(float(state.residual("w").sum())))
+"""
+
+
+def test_its_residual_fades_wherever_it_is_kept(path):
+    answer = run("-c", FADE)
+    assert answer.returncode == 0, answer.stderr
+    assert [int(line) for line in answer.stdout.split()] == [450] * 4  # half of the 900 that top-k left
+
+
 BROKEN = {
     "METADATA": "Metadata-Version: 2.1\nName: broken-codecs\nVersion: 1.0\n",
     "entry_points.txt": "[narrowband.codecs]\nshattered = there_is_no_such_module:Codec\n",

@@ -66,5 +66,5 @@ class DecayedFeedback(ErrorFeedback):
 
     def commit(self, key: str, x: Tensor, codec: nb.Codec, payload: Tensor, **options: Any) -> Any:
         norms = super().commit(key, x, codec, payload, **options)
-        self.residual(key).mul_(self.keep)
+        self.add_residual(key, self.residual(key).mul_(self.keep))  # which may be a copy
         return norms

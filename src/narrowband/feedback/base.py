@@ -161,7 +161,9 @@ class State(ABC):
 
     @abstractmethod
     def residual(self, key: str) -> Tensor | None:
-        """The residual under ``key`` (flat float32, to be changed in place with care), or None if there is none."""
+        """The residual under ``key``, flat float32, or None if there is none. Where it is kept in another dtype or on
+        another device, this is a copy: :meth:`add_residual` takes it back when it has changed.
+        """
 
     def holds(self, key: str) -> bool:
         """Whether there is a :meth:`residual` under ``key``."""
@@ -203,7 +205,7 @@ class State(ABC):
         raise TypeError(f"what {self.name} keeps has no meaning elsewhere")
 
     def add_residual(self, key: str, residual: Tensor) -> None:
-        """Let this be the residual under ``key``, where there is none."""
+        """Let this be the residual under ``key``, flat float32, whether or not there was one."""
         raise TypeError(f"{self.name} cannot take over a residual")
 
     @abstractmethod
