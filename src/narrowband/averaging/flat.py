@@ -87,7 +87,7 @@ def form_of(x: Tensor) -> Form:
 def rows_of(x: Tensor) -> Form:
     """Row by row, as in a contiguous tensor, wherever its elements lie in memory."""
     shape = real(x.detach()).shape
-    return Form(shape, torch.empty(shape, device="meta").stride())
+    return Form(shape, torch.empty(shape, dtype=x.dtype, device="meta").stride())
 
 
 def groups_of(

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from narrowband import kernels
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
@@ -427,7 +428,7 @@ class UpdateCompression(Handle):
         fragments, waiting = self._in_round
         sums: list[Tensor] = []
         for fragment in fragments:
-            sums.extend(map(_checksum, fragment.in_common(tensors, waiting=waiting)))
+            sums.extend(map(kernels.checksum, fragment.in_common(tensors, waiting=waiting)))
         digest = hashlib.sha256(repr(torch.stack(sums).tolist() if sums else []).encode())
         return {"parameters of the last round": digest.hexdigest()[:16]}
 
@@ -641,21 +642,3 @@ def check_in_place(specs: Iterable[str | Compression]) -> None:
 def said_of(optimizer: Optimizer) -> str:
     """Its kind and settings, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """A sum of the bits of all elements, in which a position has a weight of its own among those around it."""
-    flat = x.contiguous().view(-1)
-    numbers = flat.view(_INTEGERS[flat.element_size()])
-    rest = numbers.numel() % _WEIGHTS
-    columns = numbers[rest:].view(-1, _WEIGHTS).sum(0, dtype=torch.int64)
-    columns[:rest] += numbers[:rest]
-    # Odd, so that none loses the uppermost bit.
-    return (columns * torch.arange(1, 2 * _WEIGHTS, 2, device=x.device)).sum()
-
-
-#: Prime: what moves by whole rows or columns of a matrix hardly ever moves by a multiple of it.
-_WEIGHTS = 251
-
-#: Of as many bytes.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
