@@ -387,7 +387,7 @@ def truncated(rank, world_size, address):
             return sent[-1]
 
         dist.isend = sending
-    model, optimizer, handle = join(address, rank, model=model, begin_with=2, grace_s=1.0, exchange_s=4.0)
+    model, optimizer, handle = join(address, rank, model=model, begin_with=2, grace_s=3.0, exchange_s=4.0)
     seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
     return seen, got
