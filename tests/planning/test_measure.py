@@ -144,6 +144,40 @@ def test_ranks_follow_plans_and_send_the_predicted_bytes(measurement, ranks, spe
         assert found == {spec: pytest.approx(told[spec], abs=SLACK * ranks) for spec in specs}
 
 
+def uneven():
+    """Shards that are small or have more rows on one rank than on the other, a norm, and a matrix with few rows."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 33), nn.Linear(33, 96), nn.LayerNorm(96), nn.Linear(96, 24), nn.Linear(24, 256), nn.Linear(256, 3)
+    )
+
+
+def sent_on_two_levels(rank, world_size, plans):
+    """Bytes of a step and of residuals."""
+    found = {}
+    for spec, text in plans.items():
+        model = DistributedDataParallel(uneven(), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+        handle = nb.compress_gradients(model, nb.Plan.from_json(text), nodes=2)
+        for _ in range(3):
+            model(torch.randn(8, 64)).square().mean().backward()
+        found[spec] = handle.stats().last.sent_bytes, handle.residual_nbytes
+    return found
+
+
+@pytest.mark.parametrize("per_node", [2, *thorough(4)])
+def test_on_two_levels_the_busiest_rank_sends_the_predicted_bytes(per_node):
+    specs = ["fp16", "qsgd:bits=4", "topk:density=0.05+ef", "powersgd:rank=2,min_ratio=1"]
+    options, where = [Option(spec, levels=True) for spec in specs], Cluster(2, per_node)
+    profile = measured(measure(uneven()), {where: options}, lambda _: None)
+    plans = {option.spec: plan_of(profile, option, where).to_json() for option in options}
+    ranks = run_ranks(sent_on_two_levels, 2 * per_node, plans)
+    for option in options:
+        told = predict(profile, option, network(2, per_node))
+        sent, residual = max(found[option.spec] for found in ranks)
+        assert sent == pytest.approx(told.sent_nbytes, abs=SLACK)
+        assert residual == told.residual_nbytes
+
+
 def test_what_codecs_take_is_measured_bucket_by_bucket(measurement):
     options = [Option("topk:density=0.05+ef"), Option("powersgd:rank=2,min_ratio=1")]
     told = []

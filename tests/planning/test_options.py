@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,11 +20,14 @@ from narrowband.planning import (
     Option,
     Piece,
     Profile,
+    Share,
+    Trained,
     predict,
     way_of,
 )
 from narrowband.planning.choices import options, plan_of
 from narrowband.planning.links import PAYLOAD_SHARE
+from narrowband.planning.options import averaged_by_rank
 
 SHAPE = (1000, 1000)
 NUMEL = 1_000_000
@@ -36,7 +40,8 @@ GATHERED = Codec(
     residual_nbytes=400,
 )
 #: One bucket, at the end of backward.
-PROFILE = Profile(1.0, 2.0, 0.5, (Bucket(2.0, (("weight", SHAPE),), NUMEL),), (GATHERED,))
+BUCKET = Bucket(2.0, (("weight", SHAPE),), NUMEL, names=("weight",))
+PROFILE = Profile(1.0, 2.0, 0.5, (BUCKET,), (GATHERED,), (Trained("weight", SHAPE),))
 
 
 def rate_of(nbytes, seconds):
@@ -80,6 +85,47 @@ def test_on_two_levels_a_machine_sends_what_one_rank_would():
     assert levels.sent_nbytes == pytest.approx(NUMEL, abs=agreement)  # 2·(2−1)/2 of a quarter of 4 bytes each
     assert levels.link_nbytes == pytest.approx(4 * NUMEL, abs=4 * agreement)
     assert flat.link_nbytes == pytest.approx(2 * 7 / 8 * 4 * NUMEL)
+
+
+def one_bucket(spec, name, shape, share):
+    """A matrix in one bucket, and a codec that takes no time, measured of shares alone."""
+    calls = ("all_reduce", "all_reduce") if name == "factor_reduce" else (name,)
+    piece = Piece(calls=calls, shares=tuple(1.0 / len(calls) for _ in calls), work=tuple(Line() for _ in calls))
+    bucket = Bucket(1.0, (("w", shape),), math.prod(shape), names=("w",))
+    codec = Codec(spec, name, (piece,), residual_nbytes=0, share=share)
+    return Profile(1.0, 1.0, 1.0, (bucket,), (codec,), (Trained("w", shape),))
+
+
+def test_on_two_levels_factors_are_those_of_a_shard():
+    """Of 2048 columns and 16 of 64 rows, at rank 4: not a quarter of the whole matrix's."""
+    spec, cluster, agreement = "powersgd:rank=4", network(2, 1e6, 1.0, per_node=4), 8
+    profile = one_bucket(spec, "factor_reduce", (64, 2048), Share(0, 4))
+    found = predict(profile, Option(spec, levels=True), cluster)
+    assert found.sent_nbytes == pytest.approx(4 * 4 * (16 + 2048), abs=2 * agreement)
+    plan = plan_of(profile, Option(spec, levels=True), cluster.cluster)
+    assert plan.layers[0].nbytes == 4 * 4 * (16 + 2048)
+    plan.check({"w": (64, 2048)})  # a plan is for whole parameters
+
+
+def test_on_two_levels_a_small_shard_is_not_compressed():
+    """A quarter of 2048 elements is less than what training compresses."""
+    spec, cluster, agreement = "qsgd:bits=4", network(2, 1e6, 1.0, per_node=4), 8
+    profile = one_bucket(spec, "all_gather", (16, 128), Share(0, 4))
+    found = predict(profile, Option(spec, levels=True), cluster)
+    assert found.sent_nbytes == pytest.approx(4 * 512, abs=2 * agreement)
+    assert found.residual_nbytes == 0
+    assert plan_of(profile, Option(spec, levels=True), cluster.cluster).layers[0].nbytes == 4 * 512
+    with pytest.raises(KeyError, match="was not measured"):  # what was measured of shares is not of all
+        predict(profile, Option(spec), network(2, 1e6, 1.0))
+
+
+def test_on_two_levels_the_rank_counts_that_sends_most():
+    """Of 63 rows one rank of two has 31, which are too few to be compressed, and the other 32."""
+    bucket = Bucket(1.0, (("w", (63, 32)),), 63 * 32, names=("w",))
+    profile = Profile(1.0, 1.0, 1.0, (bucket,), trained=(Trained("w", (63, 32)),))
+    for spec, rows in (("qsgd:bits=4", 31), ("none", 32)):
+        own, size = averaged_by_rank(profile, Option(spec, levels=True), Cluster(3, 2))
+        assert (own.numel, own.trained, size) == (rows * 32, (Trained("w", (rows, 32)),), 3)
 
 
 def test_a_round_is_shared_by_its_steps_and_hides_behind_nothing():

@@ -50,6 +50,8 @@ from narrowband.planning import (
     Option,
     Piece,
     Profile,
+    Share,
+    Trained,
     measure_step,
     measured,
     predict,
@@ -283,14 +285,24 @@ def _measured(config: Config, rate: str, nodes: int) -> tuple[Profile, Network]:
 def _profile(fields: dict[str, Any]) -> Profile:
     """The profile that a rank has sent as JSON."""
     buckets = tuple(
-        Bucket(**{**each, "layers": tuple((n, tuple(s)) for n, s in each["layers"]), "vectors": tuple(each["vectors"])})
+        Bucket(
+            **{
+                **each,
+                "layers": tuple((n, tuple(s)) for n, s in each["layers"]),
+                "vectors": tuple(each["vectors"]),
+                "names": tuple(each["names"]),
+            }
+        )
         for each in fields["buckets"]
     )
-    return Profile(**{**fields, "buckets": buckets, "codecs": tuple(map(_codec, fields["codecs"]))})
+    trained = tuple(Trained(name, tuple(shape), norm) for name, shape, norm in fields["trained"])
+    codecs = tuple(map(_codec, fields["codecs"]))
+    share = Share(*fields["share"])
+    return Profile(**{**fields, "buckets": buckets, "trained": trained, "codecs": codecs, "share": share})
 
 
 def _codec(fields: dict[str, Any]) -> Codec:
-    return Codec(**{**fields, "pieces": tuple(map(_piece, fields["pieces"]))})
+    return Codec(**{**fields, "pieces": tuple(map(_piece, fields["pieces"])), "share": Share(*fields["share"])})
 
 
 def _piece(fields: dict[str, Any]) -> Piece:

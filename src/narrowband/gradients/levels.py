@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from narrowband.collectives import Loan
     from narrowband.gradients.hook import Hook
 
-__all__ = ["Levels", "TwoLevelCompression", "levels_of", "shards_of"]
+__all__ = ["Levels", "TwoLevelCompression", "levels_of", "own_shards", "shards_of"]
 
 # ---- who is on which node --------------------------------------------------------------------------------------------
 
@@ -149,6 +149,23 @@ def shards_of(shape: Sequence[int], ranks: int, turn: int) -> list[tuple[slice, 
     return found
 
 
+def own_shards(trained: Sequence[Tensor], ranks: int, rank: int) -> dict[Tensor, Tensor]:
+    """An empty tensor for the shard of each parameter of which a rank has a part; with these it is averaged.
+
+    Args:
+        trained: the parameters that require gradients, in the model's order.
+        ranks: of a node.
+        rank: among them.
+    """
+    found = {}
+    for index, p in enumerate(trained):
+        span, shape = shards_of(p.shape, ranks, index)[rank]
+        if span.stop > span.start:
+            rows = p.detach().reshape(p.shape or (1,))[: shape[0]]
+            found[p] = torch.empty_like(rows).requires_grad_()  # in the parameter's memory format
+    return found
+
+
 def _plan_of_shards(
     plan: Plan, model: nn.Module, shards: Sequence[tuple[str, Tensor]], norms: Sequence[Tensor], settings: Settings
 ) -> Plan | None:
@@ -209,17 +226,10 @@ class TwoLevelCompression(DDPCompression):
         size, rank = dist.get_world_size(levels.inside), dist.get_rank(levels.inside)
         trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
         self._places = {p: shards_of(p.shape, size, index) for index, (_, p) in enumerate(trained)}
-        norms = {id(p) for p in norms_of(model.module)}
-        self._shard_names: dict[Tensor, str] = {}
-        named, small = [], []
-        for name, p in trained:
-            span, shape = self._places[p][rank]
-            if span.stop > span.start:
-                rows = p.detach().reshape(p.shape or (1,))[: shape[0]]
-                shard = torch.empty_like(rows).requires_grad_()  # in the parameter's memory format
-                self._shard_names[p] = name
-                named.append((name, shard))
-                small += [shard] if id(p) in norms else []
+        shards = own_shards([p for _, p in trained], size, rank)
+        self._shard_names = {p: name for name, p in trained if p in shards}
+        named = [(name, shards[p]) for p, name in self._shard_names.items()]
+        small = [shards[p] for p in norms_of(model.module) if p in shards]
         shares = [
             sum(span.stop - span.start for span, _ in by_rank) for by_rank in zip(*self._places.values(), strict=True)
         ]

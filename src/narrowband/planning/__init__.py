@@ -15,7 +15,7 @@ from narrowband.planning.host import measure_host
 from narrowband.planning.links import Cluster, Host, Link
 from narrowband.planning.measure import Measured, measure_codec, measure_step, optimizer_of
 from narrowband.planning.options import DDP, Network, Option, Predicted, predict, way_of
-from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile
+from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile, Share, Trained
 from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Outcome, Step, Transfer, simulate
 
 __all__ = [
@@ -42,7 +42,9 @@ __all__ = [
     "Predicted",
     "Profile",
     "Row",
+    "Share",
     "Step",
+    "Trained",
     "Transfer",
     "advise",
     "call_of",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from narrowband.adapt import LayerPlan, Plan
+from narrowband.adapt.traffic import dense_nbytes
 from narrowband.collectives import LayerCollectives
 from narrowband.feedback import compression
 from narrowband.planning.facts import facts
 from narrowband.planning.links import Cluster
 from narrowband.planning.measure import Measured, measure_codec
-from narrowband.planning.options import Option, sent_whole, way_of
-from narrowband.planning.profile import Codec, Profile
+from narrowband.planning.options import Option, averaged_by_rank, way_of
+from narrowband.planning.profile import Codec, Profile, Share
+from narrowband.planning.shares import sent_whole
 
 __all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of"]
 
@@ -86,21 +88,20 @@ def measured(
         on_codec: called with each spec before it is measured.
     """
     profile = measurement.profile
-    needed = dict.fromkeys(pair for cluster, own in chosen.items() for pair in _needed(profile, own, cluster))
-    codecs: list[Codec] = []
-    for spec, name in needed:
-        on_codec(spec)
-        codecs.append(measure_codec(measurement, spec, name))
-    return replace(profile, codecs=tuple(codecs))
-
-
-def _needed(profile: Profile, chosen: Sequence[Option], cluster: Cluster) -> Iterator[tuple[str, str]]:
-    for option in chosen:
-        size = cluster.nodes if option.levels else cluster.ranks
-        if option.spec is None or size == 1 or not profile.layers:
-            continue
-        if not sent_whole(compression(option.spec)):
-            yield option.spec, way_of(profile, option.spec, size).name
+    found: dict[tuple[str, str, Share], Codec] = {}
+    for cluster, own in chosen.items():
+        for option in own:
+            spec = str(option.spec)
+            if option.spec is None or sent_whole(compression(spec)):
+                continue
+            shared, size = averaged_by_rank(profile, option, cluster)
+            if size == 1 or not shared.layers:
+                continue
+            key = spec, way_of(shared, spec, size).name, shared.share
+            if key not in found:
+                on_codec(spec)
+                found[key] = measure_codec(measurement.part(shared), *key[:2])
+    return replace(profile, codecs=tuple(found.values()))
 
 
 def plan_of(profile: Profile, option: Option, cluster: Cluster) -> Plan:
@@ -116,9 +117,14 @@ def plan_of(profile: Profile, option: Option, cluster: Cluster) -> Plan:
         )
     spec = "none" if option.spec is None else option.spec
     chosen = compression(spec)
-    size = cluster.nodes if option.levels else cluster.ranks
-    collectives = LayerCollectives([(chosen, shape) for _, shape in profile.layers], size)
-    layers = [
-        LayerPlan(name, shape, spec, collectives.sent_nbytes(chosen, shape), None) for name, shape in profile.layers
-    ]
+    own, size = averaged_by_rank(profile, option, cluster)
+    compressed, held = dict(own.layers), {each.name: each.shape for each in own.trained}
+    collectives = LayerCollectives([(chosen, shape) for shape in compressed.values()], size)
+
+    def sent_nbytes(name: str) -> int:
+        if name in compressed:
+            return collectives.sent_nbytes(chosen, compressed[name])
+        return dense_nbytes(held[name], size)
+
+    layers = [LayerPlan(name, shape, spec, sent_nbytes(name), None) for name, shape in profile.layers]
     return Plan(tuple(layers), policy="narrowband plan", world_size=size, model=spec)

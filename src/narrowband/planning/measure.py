@@ -22,19 +22,17 @@ from torch._C._distributed_c10d import HashStore  # what dist.HashStore is, for 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from narrowband.averaging.parameters import Parameters, norms_of
-from narrowband.averaging.settings import EARLY_NBYTES
+from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.warmup import use_all, use_shares
 from narrowband.collectives import Exchange, Operand, Peers, collective
 from narrowband.errors import users_errors
 from narrowband.feedback import Compression, Feedback, Layout, compression
+from narrowband.gradients.levels import shards_of
 from narrowband.planning.echo import EchoGroup
-from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile
+from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile, Trained
+from narrowband.planning.shares import contents, parameters_of
 
-__all__ = ["MIN_NUMEL", "Measured", "OptimizerName", "measure_codec", "measure_step", "optimizer_of", "scalar_of"]
-
-#: As in :func:`narrowband.compress_gradients`.
-MIN_NUMEL = 1024
+__all__ = ["Measured", "OptimizerName", "measure_codec", "measure_step", "optimizer_of", "scalar_of"]
 
 #: What codecs are measured among: two points make a line.
 RANKS = (2, 8)
@@ -108,6 +106,18 @@ class Measured:
     profile: Profile
     gradients: dict[str, Tensor]
 
+    def part(self, profile: Profile) -> Measured:
+        """The same of one rank's shards.
+
+        Args:
+            profile: of them.
+        """
+        place, ranks = profile.share
+        spans = {
+            each.name: shards_of(each.shape, ranks, turn)[place][0] for turn, each in enumerate(self.profile.trained)
+        }
+        return Measured(profile, {name: self.gradients[name][spans[name]] for name, _ in profile.layers})
+
 
 def measure_step(
     model: nn.Module,
@@ -150,22 +160,18 @@ def measure_step(
         made = [made] if isinstance(made, torch.optim.Optimizer) else made
         found = [_timed(wrapped, inputs, made, watch, loss) for _ in range(_WARM_UP_STEPS + steps)][_WARM_UP_STEPS:]
     names = {id(p): name for name, p in trained}
-    parameters = Parameters(
-        list(model.named_parameters()),
-        norms_of(model),
-        min_numel=MIN_NUMEL,
-        fuse_small=False,
-        early_nbytes=EARLY_NBYTES,
-    )
+    norms = {id(p) for p in norms_of(model)}
+    described = tuple(Trained(name, tuple(p.shape), id(p) in norms) for name, p in trained)
     median = {key: statistics.median(each[key] for each in found) for key in ("forward", "backward", "optimizer")}
     ready = [statistics.median(times) for times in zip(*(each["ready"] for each in found), strict=True)]
     totals = sorted(each["forward"] + each["backward"] + each["optimizer"] for each in found)
-    buckets = _buckets([[names[id(p)] for p in bucket] for bucket in watch.buckets], ready, parameters)
+    buckets = _buckets([[names[id(p)] for p in bucket] for bucket in watch.buckets], ready, described)
     profile = Profile(
         median["forward"],
         max(median["backward"], ready[-1]),
         median["optimizer"],
         buckets,
+        trained=described,
         threads=torch.get_num_threads(),
         spread=totals[3 * len(totals) // 4] / totals[len(totals) // 4] - 1.0,
     )
@@ -258,31 +264,20 @@ def _timed(
     }
 
 
-def _buckets(names: Sequence[Sequence[str]], ready: Sequence[float], parameters: Parameters) -> tuple[Bucket, ...]:
-    """Which layers are in each bucket, and after which the vectors of small parameters are complete."""
-    of = parameters.by_name
-    missing = dict(parameters.vectors)
+def _buckets(names: Sequence[Sequence[str]], ready: Sequence[float], trained: Sequence[Trained]) -> tuple[Bucket, ...]:
     found = []
-    for at, (own, ready_s) in enumerate(zip(names, ready, strict=True)):
-        last = at == len(names) - 1
-        for name in own:
-            if not of[name].compressed:
-                missing[of[name].vector] -= of[name].shape.numel()
-        done = [vector for vector in missing if last or (vector.early and not missing[vector])]
-        vectors = tuple(parameters.vectors[vector] * vector.dtype.itemsize for vector in done)
-        for vector in done:
-            del missing[vector]
-        numel = sum(of[name].shape.numel() for name in own)
-        x = torch.ones(numel, dtype=torch.float32, device="cpu")
+    for own, ready_s, content in zip(names, ready, contents(names, parameters_of(trained)), strict=True):
+        x = torch.ones(content.numel, dtype=torch.float32, device="cpu")
         y = torch.empty_like(x)
         found.append(
             Bucket(
                 ready_s,
-                tuple((name, tuple(of[name].shape)) for name in own if of[name].compressed),
-                numel,
+                content.layers,
+                content.numel,
                 _median(lambda x=x: x.div_(2.0)),  # type: ignore[misc]
                 _median(lambda x=x, y=y: y.copy_(x)),  # type: ignore[misc]
-                vectors,
+                content.vectors,
+                tuple(own),
             )
         )
     return tuple(found)
@@ -319,7 +314,7 @@ def measure_codec(measured: Measured, spec: str, name: str) -> Codec:
     for at, bucket in enumerate(measured.profile.buckets):
         timings = {ranks: run.timings[at] for ranks, run in runs.items()}
         pieces.append(_piece(timings) if bucket.layers else Piece())
-    return Codec(spec, name, tuple(pieces), runs[RANKS[0]].residual_nbytes)
+    return Codec(spec, name, tuple(pieces), runs[RANKS[0]].residual_nbytes, measured.profile.share)
 
 
 @dataclass(eq=False)

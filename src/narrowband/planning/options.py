@@ -15,9 +15,10 @@ from narrowband.collectives import Exchange, LayerCollectives, all_gather_nbytes
 from narrowband.feedback import Compression, compression
 from narrowband.planning.links import PAYLOAD_SHARE, Cluster, Host, Link
 from narrowband.planning.profile import Bucket, Line, Piece, Profile, side_by_side, total
+from narrowband.planning.shares import sent_whole, share_of
 from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Outcome, Step, Transfer, simulate
 
-__all__ = ["DDP", "Network", "Option", "Predicted", "predict", "sent_whole", "way_of"]
+__all__ = ["DDP", "Network", "Option", "Predicted", "averaged_by_rank", "predict", "way_of"]
 
 #: The name of DistributedDataParallel without a hook: what everybody has.
 DDP = "DDP, float32"
@@ -102,15 +103,18 @@ class Predicted:
     residual_nbytes: int
 
 
+def averaged_by_rank(profile: Profile, option: Option, cluster: Cluster) -> tuple[Profile, int]:
+    """What one rank averages with an option, and among how many that have the same: all, or on two levels its share."""
+    if not (option.levels and cluster.per_node > 1):
+        return profile, cluster.ranks
+    chosen = compression("none" if option.spec is None else option.spec)
+    return share_of(profile, chosen, cluster.nodes, cluster.per_node), cluster.nodes
+
+
 def way_of(profile: Profile, spec: str, ranks: int) -> type[Exchange]:
     """The collective that training would choose for all layers with a spec."""
     chosen = compression(spec)
     return LayerCollectives([(chosen, shape) for _, shape in profile.layers], ranks).of(chosen)
-
-
-def sent_whole(chosen: Compression) -> bool:
-    """Whether gradients travel as they are, so that there is nothing to measure; feedback works also without a loss."""
-    return chosen.codec.exact and chosen.feedback is None
 
 
 def predict(profile: Profile, option: Option, network: Network) -> Predicted:
@@ -137,12 +141,9 @@ class _Plan:
     """The messages of one option."""
 
     def __init__(self, profile: Profile, option: Option, network: Network) -> None:
-        self._profile, self._option, self._network = profile, option, network
-        cluster = network.cluster
-        self._levels = option.levels and cluster.per_node > 1
-        #: Among how many ranks payloads travel, and what part of the model each of them has.
-        self._size = cluster.nodes if self._levels else cluster.ranks
-        self._part = cluster.per_node if self._levels else 1
+        self._option, self._network = option, network
+        self._levels = option.levels and network.cluster.per_node > 1
+        self._profile, self._size = averaged_by_rank(profile, option, network.cluster)
         self._chosen = None if option.spec is None else compression(option.spec)
         self.stateful = self._chosen is not None and self._chosen.feedback is not None
         self._whole = self._chosen is None or sent_whole(self._chosen)
@@ -161,7 +162,7 @@ class _Plan:
         self._kind = collectives.of(chosen)
         if size > 1 and profile.layers:
             codec = profile.codec(str(self._option.spec), self._kind.name)
-            self._pieces, self.residual_nbytes = codec.pieces, codec.residual_nbytes // self._part
+            self._pieces, self.residual_nbytes = codec.pieces, codec.residual_nbytes
         self._layer_nbytes = lambda shape: collectives.sent_nbytes(chosen, shape)
 
     @property
@@ -203,9 +204,9 @@ class _Plan:
             last = at == len(buckets) - 1
             messages = [self._agreement()] if not at and self._chosen is not None else []
             piece = self._pieces[at]
-            if self._whole:
+            if self._whole and bucket.numel:
                 messages.append(self._dense(4 * bucket.numel, bucket.divide_s))
-            else:
+            elif not self._whole:
                 held += [(bucket, piece)] if bucket.layers else []
                 vectors = list(bucket.vectors)
                 if last and early:
@@ -224,15 +225,15 @@ class _Plan:
 
     def _dense(self, nbytes: int, begin_s: float = 0.0) -> Message:
         """An all-reduce of what is not compressed."""
-        sent = all_reduce_nbytes(nbytes // self._part, self._size)
-        return Message(begin_s / self._part, (self._transfer("all_reduce", sent),), (0.0,))
+        sent = all_reduce_nbytes(nbytes, self._size)
+        return Message(begin_s, (self._transfer("all_reduce", sent),), (0.0,))
 
     def _sent(self, held: Sequence[tuple[Bucket, Piece]]) -> list[float]:
         """Bytes that a rank sends in each collective of a message."""
         longest = max((piece.calls for _, piece in held), key=len)
         sent = [0.0] * len(longest)
         for bucket, piece in held:
-            nbytes = sum(self._layer_nbytes(shape) for _, shape in bucket.layers) / self._part
+            nbytes = sum(self._layer_nbytes(shape) for _, shape in bucket.layers)
             for at, share in enumerate(piece.shares):
                 sent[at] += share * nbytes
         return sent
@@ -257,7 +258,7 @@ class _Plan:
         )
 
     def _seconds(self, line: Line) -> float:
-        return line.at(self._size) / self._part
+        return line.at(self._size)
 
     def _transfer(self, name: str, nbytes: float, *, in_pairs: bool = False) -> Transfer:
         """One collective, by its name and the bytes that a rank sends, maybe by messages from rank to rank."""
@@ -275,5 +276,6 @@ class _Plan:
     def _inside(self, bucket: Bucket) -> Inside | None:
         if not self._levels:
             return None
-        waits_s = 2 * (self._part - 1) * self._network.host.hop_s  # a small all-reduce, after which all have written
+        hops = 2 * (self._network.cluster.per_node - 1)
+        waits_s = hops * self._network.host.hop_s  # a small all-reduce, after which all have written
         return Inside(_COPIES_IN * bucket.copy_s + waits_s, _COPIES_OUT * bucket.copy_s + waits_s)

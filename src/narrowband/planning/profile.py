@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-__all__ = ["Bucket", "Codec", "Line", "Piece", "Profile", "total"]
+__all__ = ["Bucket", "Codec", "Content", "Line", "Piece", "Profile", "Share", "Trained", "total"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,17 @@ class Piece:
         return replace(self, work=work, **lines)
 
 
+class Share(NamedTuple):
+    """Which shards of the parameters: those of the rank at a place, of so many ranks that share them."""
+
+    place: int
+    ranks: int
+
+
+#: All of the parameters.
+WHOLE = Share(0, 1)
+
+
 @dataclass(frozen=True)
 class Codec:
     """A spec, by one collective.
@@ -76,12 +88,36 @@ class Codec:
         collective: the name.
         pieces: one per bucket.
         residual_nbytes: memory that its feedback takes on a rank.
+        share: of the profile whose gradients it was measured with.
     """
 
     spec: str
     collective: str
     pieces: tuple[Piece, ...]
     residual_nbytes: int
+    share: Share = WHOLE
+
+
+class Trained(NamedTuple):
+    """A parameter that is averaged.
+
+    Attributes:
+        name: in the model.
+        shape: of all of it.
+        norm: whether it belongs to a normalization layer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    norm: bool = False
+
+
+class Content(NamedTuple):
+    """What a rank averages of a bucket; see :class:`Bucket`."""
+
+    layers: tuple[tuple[str, tuple[int, ...]], ...]
+    numel: int
+    vectors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +131,7 @@ class Bucket:
         divide_s: what dividing it by the number of ranks takes, which is all that is done to it uncompressed.
         copy_s: what copying it takes; on two levels it is copied a few times.
         vectors: bytes of the small parameters that travel once this bucket is there, one entry per message.
+        names: of all parameters that DDP puts into it.
     """
 
     ready_s: float
@@ -103,6 +140,7 @@ class Bucket:
     divide_s: float = 0.0
     copy_s: float = 0.0
     vectors: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +150,8 @@ class Profile:
     Attributes:
         forward_s, backward_s, optimizer_s: alone, with nothing sent.
         buckets: in the order in which backward completes them.
+        trained: what they hold, in the model's order; ranks of a machine share it by that on two levels.
+        share: which part of the model's parameters that is.
         codecs: what was measured, by spec and collective.
         threads: that arithmetic had.
         spread: by how much the middle half of the measured steps differed; what to expect of noise.
@@ -122,6 +162,8 @@ class Profile:
     optimizer_s: float
     buckets: tuple[Bucket, ...]
     codecs: tuple[Codec, ...] = ()
+    trained: tuple[Trained, ...] = ()
+    share: Share = WHOLE
     threads: int = 1
     spread: float = 0.0
 
@@ -162,13 +204,13 @@ class Profile:
         )
 
     def codec(self, spec: str, collective: str) -> Codec:
-        """What was measured of a spec.
+        """What was measured of a spec with this share of the parameters.
 
         Raises:
             KeyError: it was not, by this collective.
         """
         for codec in self.codecs:
-            if (codec.spec, codec.collective) == (spec, collective):
+            if (codec.spec, codec.collective, codec.share) == (spec, collective, self.share):
                 return codec
         raise KeyError(f"{spec} was not measured by {collective}")
 

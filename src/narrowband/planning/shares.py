@@ -1,0 +1,131 @@
+"""What one rank of a machine averages on two levels: its shards of the parameters, by the rules of training.
+
+A shard is not simply a part of what its parameter would send. Factors of low rank do not shrink with its rows, and a
+shard with few elements is not compressed at all. Ranks of a machine have shards of different sizes, so the one that
+sends most stands for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from narrowband.averaging.parameters import Parameters
+from narrowband.averaging.settings import EARLY_NBYTES
+from narrowband.collectives import LayerCollectives, all_reduce_nbytes
+from narrowband.feedback import Compression
+from narrowband.gradients.levels import own_shards
+from narrowband.planning.profile import Content, Profile, Share, Trained
+
+__all__ = ["MIN_NUMEL", "contents", "parameters_of", "sent_whole", "share_of"]
+
+#: As in :func:`narrowband.compress_gradients`.
+MIN_NUMEL = 1024
+
+
+def sent_whole(chosen: Compression) -> bool:
+    """Whether gradients travel as they are, so that there is nothing to measure; feedback works also without a loss."""
+    return chosen.codec.exact and chosen.feedback is None
+
+
+def parameters_of(trained: Sequence[Trained], ranks: int = 1, place: int = 0) -> Parameters:
+    """Which parameters are layers and which are small, as training decides it.
+
+    Args:
+        trained: all parameters, in the model's order.
+        ranks: of a machine that share them.
+        place: which of these ranks.
+    """
+    shards = _shards(trained, ranks, place)
+    return Parameters(
+        [(each.name, shard) for each, shard in shards],
+        [shard for each, shard in shards if each.norm],
+        min_numel=MIN_NUMEL,
+        fuse_small=False,
+        early_nbytes=EARLY_NBYTES,
+    )
+
+
+def _shards(trained: Sequence[Trained], ranks: int, place: int) -> list[tuple[Trained, torch.Tensor]]:
+    """What the rank has a part of, and that part."""
+    whole = [
+        (each, torch.empty(each.shape, dtype=torch.float32, device="meta", requires_grad=True)) for each in trained
+    ]
+    shards = own_shards([p for _, p in whole], ranks, place)
+    return [(each, shards[p]) for each, p in whole if p in shards]
+
+
+def contents(buckets: Sequence[Sequence[str]], parameters: Parameters) -> Iterator[Content]:
+    """Which layers are in each bucket, and after which the vectors of small parameters are complete.
+
+    Args:
+        buckets: the names of what DDP puts into each.
+        parameters: which of them are layers. What is not among them is left out.
+    """
+    of, missing = parameters.by_name, dict(parameters.vectors)
+    for at, names in enumerate(buckets):
+        last, own = at == len(buckets) - 1, [of[name] for name in names if name in of]
+        for parameter in own:
+            if not parameter.compressed:
+                missing[parameter.vector] -= parameter.shape.numel()
+        done = [vector for vector in missing if last or (vector.early and not missing[vector])]
+        yield Content(
+            tuple((parameter.name, tuple(parameter.shape)) for parameter in own if parameter.compressed),
+            sum(parameter.shape.numel() for parameter in own),
+            tuple(parameters.vectors[vector] * vector.dtype.itemsize for vector in done),
+        )
+        for vector in done:
+            del missing[vector]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank averages, bucket by bucket."""
+
+    place: int
+    contents: tuple[Content, ...]
+
+    def sent_nbytes(self, chosen: Compression, nodes: int) -> int:
+        """What the rank sends in a step, but for the few bytes that a message has of its own."""
+        if sent_whole(chosen):
+            return all_reduce_nbytes(4 * sum(each.numel for each in self.contents), nodes)
+        shapes = [shape for each in self.contents for _, shape in each.layers]
+        collectives = LayerCollectives([(chosen, shape) for shape in shapes], nodes)
+        small = sum(nbytes for each in self.contents for nbytes in each.vectors)
+        return sum(collectives.sent_nbytes(chosen, shape) for shape in shapes) + all_reduce_nbytes(small, nodes)
+
+
+@functools.lru_cache(maxsize=32)
+def _shares(trained: tuple[Trained, ...], buckets: tuple[tuple[str, ...], ...], ranks: int) -> tuple[_Share, ...]:
+    return tuple(
+        _Share(place, tuple(contents(buckets, parameters_of(trained, ranks, place)))) for place in range(ranks)
+    )
+
+
+def share_of(profile: Profile, chosen: Compression, nodes: int, per_node: int) -> Profile:
+    """The profile of what that rank of a machine averages that sends most.
+
+    Args:
+        profile: of the model.
+        chosen: what its layers are compressed with.
+        nodes: machines.
+        per_node: ranks of each.
+    """
+    shares = _shares(profile.trained, tuple(bucket.names for bucket in profile.buckets), per_node)
+    most = max(shares, key=lambda share: share.sent_nbytes(chosen, nodes))
+    buckets = tuple(
+        replace(
+            bucket,
+            layers=own.layers,
+            numel=own.numel,
+            vectors=own.vectors,
+            divide_s=bucket.divide_s * own.numel / max(1, bucket.numel),
+        )
+        for bucket, own in zip(profile.buckets, most.contents, strict=True)
+    )
+    shards = _shards(profile.trained, per_node, most.place)
+    trained = tuple(each._replace(shape=tuple(shard.shape)) for each, shard in shards)
+    return replace(profile, buckets=buckets, trained=trained, share=Share(most.place, per_node))
