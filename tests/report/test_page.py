@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -146,6 +147,31 @@ def test_the_sentence_says_what_compression_did_and_when_it_was_not_worth_it():
     faster = verdict(run_page(a_run(), "x", beside=better))
     assert "made steps 4.00 times as fast. The loss of the last steps is 25.0% above" in faster
     assert verdict(run_page(a_run(losses=False), "x", beside=a_run(seconds=0.8))).endswith("4.00 times as fast.")
+
+
+def test_a_run_that_diverged_is_called_so_before_all_else():
+    def shown(run, beside=None):
+        page = run_page(run, "x", beside=beside)
+        cards = {what: value for value, what in re.findall(r'<b>(.*?)</b><span class="soft">(.*?)</span>', page)}
+        verdict = re.search(r'<p class="verdict">(.*?)</p>', page)[1]
+        return verdict, cards, page.count("no longer finite since step")
+
+    diverged, spiked = a_run(seconds=0.1), a_run()
+    for step in range(13, 21):
+        diverged.steps[step].update(loss=math.nan, relative_error=math.inf)
+    spiked.steps[12]["loss"] = spiked.steps[19]["loss"] = math.inf  # and then goes on
+    said, cards, times = shown(diverged, a_run())
+    assert said.startswith("This run diverged: its loss is no longer finite since step 13. A step sent 20 kB")
+    assert "The loss of the last steps" not in said
+    assert (cards["last loss"], cards["last loss, uncompressed"]) == ("diverged", "0.1")
+    assert cards["relative error"] == "not finite"
+    assert times > 1  # beside the chart, which cannot show it, too
+    said, cards, _ = shown(a_run(), diverged)
+    assert said.startswith("The run without compression diverged: its loss is no longer finite since step 13. A step")
+    assert cards["last loss, uncompressed"] == "diverged"
+    said, cards, times = shown(spiked, a_run())
+    assert said.endswith("The loss of the last steps is 2.6% below that without compression.")  # of the finite ones
+    assert (cards["last loss"], times) == ("0.1", 0)
 
 
 def test_what_was_not_recorded_has_no_chart_and_a_run_that_goes_on_says_so():

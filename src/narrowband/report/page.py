@@ -264,14 +264,35 @@ def _verdict(run: Run, beside: Run | None) -> str:
         if (own := _last_loss(run)) is not None and (other := _last_loss(beside)) is not None and other > 0:
             side = "above" if own >= other else "below"
             said += f". The loss of the last steps is {abs(own / other - 1):.1%} {side} that without compression"
-    return f"{said}."
+    return " ".join((*_divergences(run, beside), f"{said}."))
+
+
+def _divergences(run: Run, beside: Run | None) -> Iterator[str]:
+    """What has to be said before all else: bytes and seconds of what does not train are of no use."""
+    for who, each in (("This run", run), ("The run without compression", beside)):
+        if each is not None and (step := _diverged_at(each)) is not None:
+            yield f"{who} diverged: its loss is no longer finite since step {step:,}."
+
+
+def _losses(run: Run) -> dict[int, float]:
+    return {step: values["loss"] for step, values in run.steps.items() if "loss" in values}
+
+
+def _diverged_at(run: Run) -> int | None:
+    """The step since which no loss is finite; None where the last one is."""
+    found = None
+    for step, loss in reversed(_losses(run).items()):
+        if math.isfinite(loss):
+            break
+        found = step
+    return found
 
 
 def _last_loss(run: Run) -> float | None:
-    """Of the last tenth of the steps."""
-    losses = [values["loss"] for values in run.steps.values() if math.isfinite(values.get("loss", math.nan))]
-    last = losses[-max(1, len(losses) // 10) :]
-    return math.fsum(last) / len(last) if last else None
+    """Of the last tenth of the steps; None where it is no longer finite."""
+    losses = list(_losses(run).values())
+    last = [loss for loss in losses[-max(1, len(losses) // 10) :] if math.isfinite(loss)]
+    return math.fsum(last) / len(last) if last and _diverged_at(run) is None else None
 
 
 def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
@@ -286,11 +307,9 @@ def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
     error = [values["relative_error"] for values in run.steps.values() if "relative_error" in values]
     if error:
         yield "relative error", _number(error[-1])
-    losses = [values["loss"] for values in run.steps.values() if "loss" in values]
-    if losses:
-        yield "last loss", _number(losses[-1])
-    if beside is not None and (plain := [values["loss"] for values in beside.steps.values() if "loss" in values]):
-        yield "last loss, uncompressed", _number(plain[-1])
+    for what, each in (("last loss", run), (f"last loss, {_PLAIN}", beside)):
+        if each is not None and (losses := list(_losses(each).values())):
+            yield what, _number(losses[-1]) if math.isfinite(losses[-1]) else "diverged"
     skipped = sum(values.get("skipped", 0.0) for values in run.steps.values())
     yield "skipped steps", format_count(round(skipped))
 
@@ -319,7 +338,7 @@ def _seconds(x: float) -> str:
 
 
 def _number(x: float | None) -> str:
-    return "–" if x is None else f"{x:.3g}"
+    return "–" if x is None else f"{x:.3g}" if math.isfinite(x) else "not finite"
 
 
 def _in_script(code: str) -> str:
@@ -459,7 +478,8 @@ def _loss(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
     if beside is not None:
         rows += _points(beside, {"loss": _PLAIN})
     if rows:
-        yield _Chart("loss", "Loss", "As the training loop gave it.", _lines(alt, rows, "loss"))
+        says = " ".join(("As the training loop gave it.", *_divergences(run, beside)))
+        yield _Chart("loss", "Loss", says, _lines(alt, rows, "loss"))
     if rows and beside is not None:
         clocks = {"this run": _clock(run), _PLAIN: _clock(beside)}
         for row in rows:
