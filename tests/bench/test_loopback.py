@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from narrowband.bench import loopback
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -15,6 +19,64 @@ log = Path(sys.argv[1])
 log.touch()
 sys.exit(run_on_loopback("platform", [], 2, log))
 """
+
+
+def test_ctrl_c_while_ranks_start_is_ctrl_c(tmp_path, monkeypatch):
+    """Whatever has not started by then is nobody's to wait for."""
+    starts = []
+
+    def start(self):
+        starts.append(self.name)
+        if len(starts) == 2:
+            raise KeyboardInterrupt  # as the signal's handler would
+        own(self)
+
+    kind = loopback._context().Process
+    own = kind.start
+    monkeypatch.setattr(kind, "start", start)
+    log = tmp_path / "log"
+    log.touch()
+    with pytest.raises(KeyboardInterrupt):
+        loopback.run_on_loopback("http.server", [], 2, log)
+    assert len(starts) == 2
+
+
+STOPPED = """
+import os, signal, sys, tempfile
+from multiprocessing import forkserver
+from pathlib import Path
+from narrowband.bench import loopback
+
+own = getattr(forkserver, sys.argv[1])
+
+def stopped(*args):
+    if sys.argv[1] == "ensure_running":
+        own(*args)
+    os.killpg(0, signal.SIGINT)  # Ctrl-C, while the server begins to import
+    return own(*args)
+
+setattr(forkserver, sys.argv[1], stopped)
+with tempfile.TemporaryDirectory() as folder:
+    log = Path(folder, "log")
+    log.touch()
+    loopback.run_on_loopback("platform", [], 2, log)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no fork server")
+@pytest.mark.parametrize("at", ["ensure_running", "read_signed"])  # the server's start; that of a rank, before its pid
+def test_neither_the_server_nor_a_rank_says_anything_of_ctrl_c(at):
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, at],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stderr.count("Traceback") == 1, done.stderr  # of the script itself
+    assert done.stderr.strip().endswith("KeyboardInterrupt")
 
 
 def test_nothing_is_printed_after_the_command_has_ended(tmp_path):

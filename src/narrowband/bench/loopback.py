@@ -9,6 +9,7 @@ Everyone ends with the parent, however that ends: a rank watches it, and so does
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -17,11 +18,12 @@ import socket
 import sys
 import threading
 import time
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
@@ -81,7 +83,23 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])  # counts where the server does not run yet
+    resource_tracker.ensure_running()  # the server would start it, and let SIGINT through behind that
+    with _without_ctrl_c():
+        forkserver.ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are started meanwhile, for good; this one hears it later.
+
+    The server imports for seconds before it ignores the signal by itself, and would print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _first_failure(ranks: Sequence[BaseProcess]) -> int:
@@ -98,6 +116,7 @@ def _first_failure(ranks: Sequence[BaseProcess]) -> int:
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
     """End the ranks that are left, and what these started: first by asking."""
+    ranks = [rank for rank in ranks if rank.pid is not None]  # the others were interrupted as they started
     groups = [rank.pid for rank in ranks if rank.pid is not None]
     for how in (signal.SIGTERM, signal.SIGKILL):
         for group in groups:
@@ -129,7 +148,11 @@ def _signal(group: int, how: int) -> bool:
 def _rank(module: str, arguments: list[str], environment: dict[str, str], directory: str, log: str) -> None:
     """A rank's life."""
     os.setsid()  # Ctrl-C reaches the parent alone, which then ends all ranks
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server has it blocked
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    except FileNotFoundError:  # the parent was stopped as this rank started, and has taken its log along
+        os._exit(1)
     for standard in (1, 2):
         os.dup2(output, standard)
     end_with_parent()
