@@ -57,7 +57,7 @@ class Demo:
                 show = _Show(progress, self.config)
                 summary = demo.run(self.config, self.out, resume=self.resume, on_event=show)
         except KeyboardInterrupt:
-            console.print("Rows that were finished are kept: `narrowband demo --resume` goes on from there.")
+            console.print("Rows that were finished are kept: the same command with --resume goes on from there.")
             raise
         console.print(demo_table(summary["rows"]))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
