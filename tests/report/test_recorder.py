@@ -186,6 +186,22 @@ def test_a_line_that_was_cut_off_is_left_out_also_where_a_new_process_went_on(tm
     assert {step: values["loss"] for step, values in read_run(path).steps.items()} == {1: 0.9, 2: 0.5}
 
 
+START = lines(ended=False)
+
+
+@pytest.mark.parametrize("content", ["", START, START[:1], START[:30], START[:-3]])
+def test_a_file_without_a_whole_record_has_no_earlier_part(tmp_path, content):
+    """A process may have died as it began."""
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="no records yet"):
+        read_run(path)
+    with nb.Recorder(Still(), path) as recorder:
+        recorder.step(loss=0.5)
+    run = read_run(path)
+    assert (list(run.steps), run.ended, run.torn) == ([1], True, False)
+
+
 class Still:
     """A handle that has nothing to tell."""
 

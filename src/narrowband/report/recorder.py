@@ -55,7 +55,8 @@ class Recorder:
     Args:
         handle: of ``nb.compress_gradients``, ``nb.compress_updates``, ``nb.compress_shards``, or an ``nb.Averager``.
         path: of the file, say ``run.jsonl``. An earlier part of the same run that is there is kept, and appended to:
-            where the handle does not say how many steps there were, behind its last one. None: nothing but the writer.
+            where the handle does not say how many steps there were, behind its last one. An empty file, or one of a
+            process that died before its first record, has no earlier part. None: nothing but the writer.
         every: steps from one record to the next, which then has means over these.
         layers_every: steps from one record of all layers to the next; it reads all residuals once.
         writer: of TensorBoard (``add_scalar``), or a run of Weights & Biases (``log``): gets the same numbers.
@@ -99,9 +100,10 @@ class Recorder:
         self._path = None if path is None or not self._writes else Path(path)
         self._last, self._most = 0, math.inf  # steps that an earlier part of the file has, and may have had
         if self._path is not None and self._path.exists():
-            earlier = read_run(self._path)  # it would be a pity to spoil another file
-            self._last = earlier.last
-            self._most = earlier.last + (0 if earlier.ended else every - 1)
+            earlier = _earlier(self._path)  # it would be a pity to spoil another file
+            if earlier is not None and earlier.steps:
+                self._last = earlier.last
+                self._most = earlier.last + (0 if earlier.ended else every - 1)
         self._taken_before = _taken(handle) or 0
         self._file: Any = None
         self._number: int | None = None
@@ -293,13 +295,25 @@ def read_run(path: str | Path) -> Run:
         ValueError: it holds no records, or something else.
         OSError: it cannot be read.
     """
-    path = Path(path)
+    run = _earlier(Path(path))
+    if run is None or not run.steps:
+        raise ValueError(f"{path} has no records yet: call recorder.step() after every optimizer step")
+    return run
+
+
+def _earlier(path: Path) -> Run | None:
+    """What a file has so far; None where a recorder that died had not even written how the run starts.
+
+    Raises:
+        ValueError, OSError: as :func:`read_run`.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no file of an nb.Recorder: {error}; {_MAKE}") from error
     run: Run | None = None
     for number, line in enumerate(lines, 1):
+        begins_anew = number < len(lines) and lines[number].startswith(_BEGINS)
         try:
             record = json.loads(line)
             if run is None and not (isinstance(record, dict) and record.get("kind") == "start"):
@@ -310,21 +324,24 @@ def read_run(path: str | Path) -> Run:
                 f"{path} was written by a newer version of narrowband ({error}): install that one"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            begins_anew = number < len(lines) and '"kind": "start"' in lines[number]
+            last = number == len(lines) or begins_anew
             if run is None:
+                if isinstance(error, json.JSONDecodeError) and last and line[: len(_BEGINS)] == _BEGINS[: len(line)]:
+                    continue
                 raise ValueError(
                     f"{path} is no file of an nb.Recorder: its first line is no start of a run; {_MAKE}"
                 ) from error
-            if number == len(lines) or begins_anew:
+            if last:
                 run.torn = True  # the process died as it wrote
                 continue
             raise ValueError(
                 f"{path} is damaged: line {number} is no record ({_what(error)}); take that line out to read the rest"
             ) from error
-    if run is None or not run.steps:
-        raise ValueError(f"{path} has no records yet: call recorder.step() after every optimizer step")
     return run
 
+
+#: The first line of every process.
+_BEGINS = '{"kind": "start"'
 
 #: What to do about a file that is no run.
 _MAKE = (
