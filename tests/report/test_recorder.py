@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -200,6 +201,20 @@ def test_a_file_without_a_whole_record_has_no_earlier_part(tmp_path, content):
         recorder.step(loss=0.5)
     run = read_run(path)
     assert (list(run.steps), run.ended, run.torn) == ([1], True, False)
+
+
+def test_whoever_goes_on_after_an_exception_is_recorded(tmp_path):
+    path = tmp_path / "run.jsonl"
+    recorder = nb.Recorder(Still(), path)
+    with contextlib.suppress(RuntimeError), recorder:
+        recorder.step(loss=1.0)
+        raise RuntimeError("out of memory")
+    assert not read_run(path).ended
+    with recorder:
+        recorder.step(loss=0.5)
+    run = read_run(path)
+    assert {step: values["loss"] for step, values in run.steps.items()} == {1: 1.0, 2: 0.5}
+    assert run.ended
 
 
 class Still:

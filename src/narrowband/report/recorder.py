@@ -166,8 +166,9 @@ class Recorder:
     ) -> None:
         if error is None:
             self.close()
-        elif self._file is not None:
+        elif self._file is not None:  # whoever goes on has it opened again
             self._file.close()
+            self._file = None
 
     def _earlier_steps(self) -> int:
         """How many steps were taken before the one that just was, by this process or earlier ones."""
