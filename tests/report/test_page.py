@@ -219,6 +219,9 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
         file.write('{"kind": "step", "st')  # it is still going
     assert main(["report", str(path)]) == 0
     assert '<h1>run</h1>\n<p class="soft">This run is still going' in (tmp_path / "run.html").read_text()
+    named = written(tmp_path / "named.json", a_run())  # a recorder takes any name
+    assert main(["report", str(named), "--beside", str(path)]) == 0
+    assert "A step sent" in (tmp_path / "named.html").read_text()
     record = tmp_path / "bench.json"
     record.write_text(json.dumps({"rows": [{"codec": "a", "ms": 1.0}, {"codec": "b", "ms": 2.0}]}))
     assert main(["report", str(record), "--output", str(tmp_path / "b.html")]) == 0
@@ -234,6 +237,7 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
         ("run.jsonl", '{"kind": "step"}\n', "its first line is no start of a run"),
         ("run.jsonl", '{"rows": []}', "its first line is no start of a run; nb.Recorder"),
         ("bench.json", '{"rows": [', "torn or no JSON"),
+        ("bench.json", "[]", "another program wrote it; give the file of an nb.Recorder, or what a benchmark wrote"),
         ("bench.json", '{"config": {}}', "has no rows"),
         (
             "bench.json",
@@ -247,7 +251,9 @@ def test_a_file_that_cannot_be_shown_is_one_sentence_and_nothing_is_written(tmp_
     if content is not None:
         path.write_text(content)
     assert main(["report", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert "delete" not in said
     assert [each.name for each in tmp_path.iterdir()] == ([] if content is None else [name])
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Report"]
 
+_REMEDY = "give the file of an nb.Recorder, or what a benchmark wrote with --json"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -31,7 +33,7 @@ class Report:
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    """File that the recorder wrote (.jsonl), or a benchmark (.json)."""
+    """File that the recorder wrote, or a benchmark (.json)."""
     beside: Path | None = None
     """The same training without compression (spec none), to be shown beside it."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
@@ -41,14 +43,14 @@ class Report:
         from narrowband.files import write_text
         from narrowband.report.page import record_page, run_page
         from narrowband.report.record import read_json
-        from narrowband.report.recorder import read_run
+        from narrowband.report.recorder import is_run, read_run
 
         output = self.run.with_suffix(".html") if self.output is None else self.output
         check_output(output, reads=(self.run, self.beside))
-        if self.run.suffix == ".json":
+        if self.run.suffix == ".json" and not is_run(self.run):
             if self.beside is not None:
                 raise ValueError(f"--beside is for recorded runs, and {self.run} is of a benchmark: leave it out")
-            page = record_page(read_json(self.run), self.run.stem)
+            page = record_page(read_json(self.run, remedy=_REMEDY), self.run.stem)
         else:
             page = run_page(read_run(self.run), self.run.stem, None if self.beside is None else read_run(self.beside))
         write_text(output, page)

@@ -122,8 +122,15 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
+def read_json(
+    path: Path, keys: Iterable[str] = (), *, remedy: str = "delete it to have it made again"
+) -> dict[str, Any]:
     """What :func:`write_json` wrote, if it holds a JSON object with these keys.
+
+    Args:
+        path: of the file.
+        keys: that the object has to have.
+        remedy: what to do about a file that does not hold it; the default is for what is made again by itself.
 
     Raises:
         ValueError: the file is torn, is something else, or comes from a version that recorded other things; says what
@@ -133,14 +140,14 @@ def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # JSON's and UTF-8's
-        raise ValueError(f"{path} is torn or no JSON file: {error}; delete it to have it made again") from error
+        raise ValueError(f"{path} is torn or no JSON file: {error}; {remedy}") from error
     if not isinstance(content, dict):
         lacks = "is no JSON object"
     elif missing := [key for key in keys if key not in content]:
         lacks = f"lacks {', '.join(missing)}"
     else:
         return content
-    raise ValueError(f"{path} {lacks}: another version or another program wrote it; delete it to have it made again")
+    raise ValueError(f"{path} {lacks}: another version or another program wrote it; {remedy}")
 
 
 def _cpu_model() -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["LayerRecord", "Recorder", "Run", "read_run"]
+__all__ = ["LayerRecord", "Recorder", "Run", "is_run", "read_run"]
 
 #: Of the file's format.
 _VERSION = 1
@@ -300,6 +300,16 @@ def read_run(path: str | Path) -> Run:
     if run is None or not run.steps:
         raise ValueError(f"{path} has no records yet: call recorder.step() after every optimizer step")
     return run
+
+
+def is_run(path: Path) -> bool:
+    """Whether a file begins as those of a :class:`Recorder` do, whatever its name is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return file.read(len(_BEGINS)) == _BEGINS.encode()
 
 
 def _earlier(path: Path) -> Run | None:
