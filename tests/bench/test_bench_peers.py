@@ -39,6 +39,7 @@ def test_a_short_run_survives_both_and_counts():
         ({"kill": 50, "rejoin": 40}, "have to follow in order"),
         ({"freeze": 500}, "freeze=500 is no round of 200"),
         ({"step_s": -1.0}, "step_s=-1.0"),
+        ({"freeze_s": float("inf")}, "freeze_s=inf must be a number of seconds"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

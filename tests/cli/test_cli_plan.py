@@ -176,6 +176,8 @@ def test_a_range_of_machines_is_behind_the_link_that_is_said(narrow, model, tmp_
         (("--optimizer", "lora"), "every parameter of this model requires gradients: freeze all but the adapters"),
         (("--every", "0"), "every=0 must be at least 1"),
         (("--tolerance", "-1"), "must be a share of the loss"),
+        (("--tolerance", "inf"), "must be a share of the loss"),
+        (("--bucket-cap-mb", "inf"), "bucket_cap_mb=inf must be a number above 0"),
         (("--plot", "x.png"), "--plot draws a range of machines"),
         (("--measure",), "ranks that torchrun has started"),
         (("--measure", "--link", "1gbit"), "measure finds out link by itself"),

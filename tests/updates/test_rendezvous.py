@@ -262,6 +262,7 @@ def test_facts_that_differ_are_named():
         ({"least": 3, "begin_with": 2}, "begin_with=2 is less than least=3"),
         ({"grace_s": 0.0}, "grace_s=0.0 must be above 0"),
         ({"exchange_s": float("nan")}, "exchange_s=nan must be above 0"),
+        ({"exchange_s": float("inf")}, "exchange_s=inf: an exchange has to break off some time"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

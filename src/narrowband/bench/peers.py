@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -80,8 +81,8 @@ class Config:
         if self.freeze and self.peers < 3:
             raise ValueError(f"peers={self.peers}: one is killed, another frozen, and one has to be left; give 3")
         for name in ("step_s", "freeze_s", "grace_s", "exchange_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
         if self.kill and not 1 < self.kill < self.rejoin < self.rounds:
             raise ValueError(f"kill={self.kill}, rejoin={self.rejoin} and rounds={self.rounds} have to follow in order")
         if self.freeze and not 1 < self.freeze < self.rounds:

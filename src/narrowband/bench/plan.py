@@ -101,9 +101,9 @@ class Config:
         for name in ("batch", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be above 0")
-        if not self.tolerance >= 0:
+        if not 0 < self.bucket_cap_mb < math.inf:
+            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be a number above 0")
+        if not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance={self.tolerance} must be a share of the loss, such as 0.02")
         check_seed(self.seed)
         check_specs(self.codecs, self.every)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import time
 import uuid
@@ -97,6 +98,8 @@ class Rendezvous:
         for name in ("grace_s", "exchange_s", "patience_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0: seconds")
+        if math.isinf(self.exchange_s):  # PyTorch takes no such time-out
+            raise ValueError(f"exchange_s={self.exchange_s}: an exchange has to break off some time; give many seconds")
 
     def connect(self) -> Any:
         """A client of the store, which may come up a little later than this peer.
