@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from narrowband import kernels
+from narrowband.averaging.core import is_in_backward
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import Peers, all_gather_nbytes, collective
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, all_to_all, reduce_scatter_single
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.sharding.layout import Layout
 
-__all__ = ["DIFFERENCES", "NOTHING", "WHOLE", "GradientExchange", "ParameterExchange", "in_backward"]
+__all__ = ["DIFFERENCES", "NOTHING", "WHOLE", "GradientExchange", "ParameterExchange"]
 
 #: What is sent of a module's parameters. A larger one has precedence, where ranks say different ones.
 NOTHING, DIFFERENCES, WHOLE = 0, 1, 2
@@ -239,7 +240,7 @@ class ParameterExchange(_Exchange):
     def _refer(self, out: Tensor, own: Tensor, peers: Peers, raw: int) -> None:
         """Bring the reference up to date, and give it out."""
         assert self._codec is not None
-        if not in_backward():
+        if not is_in_backward():
             self._agree(self)
         if self.due == WHOLE or self.reference is None or self.reference.dtype != own.dtype:
             if self.reference is None:
@@ -280,11 +281,6 @@ class ParameterExchange(_Exchange):
         """See :meth:`_Exchange.close`."""
         super().close()
         self.reference = None
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is running on this thread."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.autograd.graph does
 
 
 def _gather(out: Tensor, x: Tensor, peers: Peers) -> None:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowband.averaging.agreement import Agreement
+from narrowband.averaging.core import is_in_backward
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
 from narrowband.compiler import refuse_compiled_autograd, unseen
-from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange, in_backward
+from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import format_bytes
 
@@ -224,7 +225,7 @@ class ShardCompression:
 
     def _begin(self, _: nn.Module, __: Any) -> None:
         """The model is called."""
-        if in_backward():  # a checkpoint computes it again
+        if is_in_backward():  # a checkpoint computes it again
             return
         self._last = ShardStats()
         self._count(ShardStats(steps=1))
@@ -233,7 +234,7 @@ class ShardCompression:
 
     def _end(self, _: nn.Module, __: Any, outputs: Any) -> None:
         self._forward = False
-        if not in_backward():
+        if not is_in_backward():
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
                     cast("Any", x).register_hook(_BACKWARD_BEGINS)
