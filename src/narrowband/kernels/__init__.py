@@ -24,7 +24,7 @@ even.
 from __future__ import annotations
 
 from narrowband.kernels.backends import backend_for, fuses
-from narrowband.kernels.checksum import checksum
+from narrowband.kernels.checksums import checksum
 from narrowband.kernels.compensation import (
     all_finite,
     all_zero,

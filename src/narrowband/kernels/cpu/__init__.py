@@ -6,7 +6,7 @@ float is its bits without the sign), no temporaries as large as the tensor, and 
 
 from __future__ import annotations
 
-from narrowband.kernels.cpu.checksum import checksum
+from narrowband.kernels.cpu.checksums import checksum
 from narrowband.kernels.cpu.compensation import (
     all_finite,
     all_zero,

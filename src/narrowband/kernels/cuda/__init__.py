@@ -13,7 +13,7 @@ round to the nearest, and sums are taken in float64.
 
 from __future__ import annotations
 
-from narrowband.kernels.cuda.checksum import checksum
+from narrowband.kernels.cuda.checksums import checksum
 from narrowband.kernels.cuda.compensation import (
     all_finite,
     compensate,

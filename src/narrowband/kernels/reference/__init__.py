@@ -9,7 +9,7 @@ tensor it works on.
 
 from __future__ import annotations
 
-from narrowband.kernels.reference.checksum import checksum
+from narrowband.kernels.reference.checksums import checksum
 from narrowband.kernels.reference.compensation import (
     all_finite,
     all_zero,

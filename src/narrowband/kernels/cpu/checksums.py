@@ -9,7 +9,7 @@ import torch
 
 from narrowband.kernels.cpu.loops import U32, At, fold_seed, loop, mix
 from narrowband.kernels.cpu.threads import spread
-from narrowband.kernels.reference.checksum import words_of
+from narrowband.kernels.reference.checksums import words_of
 
 if TYPE_CHECKING:
     from torch import Tensor

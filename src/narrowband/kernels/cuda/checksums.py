@@ -9,7 +9,7 @@ import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, fold_seed, mix, unspecific
 from narrowband.kernels.cuda.launching import run
-from narrowband.kernels.reference.checksum import words_of
+from narrowband.kernels.reference.checksums import words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
