@@ -132,6 +132,7 @@ def test_what_bears_no_rounding_is_kept_as_it_is(name):
         lambda x: F.silu(x).square(),  # a quotient, as Inductor takes it apart
         lambda x: F.relu(x).square(),
         lambda x: torch.cat([half.relu().square() for half in x.chunk(2, -1)]),
+        lambda x: torch.cat([F.gelu(half) for half in (2 * x + 1).chunk(2, -1)]),  # parts of what is computed again
     ],
 )
 def test_what_is_far_from_zero_or_has_the_same_signs_is_packed_all_the_same(function):

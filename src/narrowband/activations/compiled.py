@@ -401,6 +401,8 @@ def _is_far_from_zero(x: Any) -> bool:
 
 def _asks_for_sign(node: Node) -> bool:
     aten = torch.ops.aten
+    if node.target is operator.getitem:  # of an operator's several results, which are followed
+        return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # a graph in the graph may ask
     packet = node.target.overloadpacket
