@@ -32,7 +32,7 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 
 #: Files of loops.
 FAMILIES = (
-    "checksum", "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows",
+    "checksums", "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows",
     "selection", "shares", "sparse", "stores",
 )  # fmt: skip
 
