@@ -20,8 +20,8 @@ from tests.thorough import thorough
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("capability", [80, *thorough(90)])
-def test_every_loop_compiles_for_a_gpu_and_rounds_every_operation(capability, tmp_path):
+@pytest.mark.parametrize("capability", [90, *thorough(80)])
+def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_stack(capability, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.kernels.backends.compiled", str(capability)]

@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 
-#: Elements of a program that has hardly ever anything to do.
+#: Elements of a program that has hardly ever anything to do. It takes them one tile after the other: all at once are
+#: more than its registers hold, and a GPU sets memory aside for what does not fit, for all threads that it can run.
 _RARE = 1 << 14
 
 
@@ -88,16 +89,24 @@ def _take_difference(x, base, tops, n, WIDTH: tl.constexpr):
 
 
 @kernel
-def _restore(bad, out, x, n, WIDTH: tl.constexpr):
+def _restore(bad, out, x, n, WIDTH: tl.constexpr, SHARE: tl.constexpr):
     if tl.load(bad) != 0:
-        i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+        _copy(out, x, n, tl.program_id(0).to(tl.int64), WIDTH, SHARE)
+
+
+@kernel
+def _copy(out, x, n, part, WIDTH: tl.constexpr, SHARE: tl.constexpr):
+    """A program's share of a tensor, tile by tile."""
+    for first in range(0, SHARE, WIDTH):
+        i = part * SHARE + first + tl.arange(0, WIDTH)
         tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
 
 
 @kernel
 def _poison_segments(
     table, count, bad, notes,
-    NAN: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NOTES: tl.constexpr,
+    NAN: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
+    NOTES: tl.constexpr,
 ):  # fmt: skip
     """The bits of NaN, as whole numbers of so many bits, into all elements."""
     note = tl.arange(0, NOTES)
@@ -105,30 +114,29 @@ def _poison_segments(
         own, part = segment(table, count, 3, SEGMENTS)
         x = tl.load(own + 1).to(tl.pointer_type(TYPE))
         n = tl.load(own + 2)
-        i = part * WIDTH + tl.arange(0, WIDTH)
-        tl.store(x + i, tl.full((WIDTH,), NAN, TYPE), mask=i < n)
+        for first in range(0, SHARE, WIDTH):
+            i = part * SHARE + first + tl.arange(0, WIDTH)
+            tl.store(x + i, tl.full((WIDTH,), NAN, TYPE), mask=i < n)
 
 
 @kernel
-def _restore_segments(table, count, bad, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
+def _restore_segments(table, count, bad, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr):
     if tl.load(bad) != 0:
         own, part = segment(table, count, 4, SEGMENTS)
         out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
         x = tl.load(own + 2).to(tl.pointer_type(tl.float32))
-        n = tl.load(own + 3)
-        i = part * WIDTH + tl.arange(0, WIDTH)
-        tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
+        _copy(out, x, tl.load(own + 3), part, WIDTH, SHARE)
 
 
 def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     segments = Segments(outs[0])
     for out, x in zip(outs, xs, strict=True):
         segments.add(-(-out.numel() // _RARE), out.data_ptr(), x.data_ptr(), out.numel())
-    segments.run(_restore_segments, bad, WIDTH=_RARE)
+    segments.run(_restore_segments, bad, WIDTH=BLOCK, SHARE=_RARE)
 
 
 def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
-    run(_restore, -(-out.numel() // _RARE), bad, out, x, out.numel(), on=out, WIDTH=_RARE)
+    run(_restore, -(-out.numel() // _RARE), bad, out, x, out.numel(), on=out, WIDTH=BLOCK, SHARE=_RARE)
 
 
 #: Of each dtype, the bits of NaN, and whole numbers that have as many.
@@ -150,7 +158,7 @@ def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
         for x in own:
             segments.add(-(-x.numel() // _RARE), x.data_ptr(), x.numel())
         form = {"NAN": nan, "TYPE": kind, "NOTES": triton.next_power_of_2(bad.numel())}
-        segments.run(_poison_segments, bad, bad.numel(), WIDTH=_RARE, **form)
+        segments.run(_poison_segments, bad, bad.numel(), WIDTH=BLOCK, SHARE=_RARE, **form)
 
 
 def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -> bool:

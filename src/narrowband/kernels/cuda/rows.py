@@ -52,7 +52,9 @@ _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 #: Counts that differ from layer to layer, and whose being 1 or divisible by 16 is of no use to a loop.
-counting: Any = triton.jit(do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "folded"])
+counting: Any = triton.jit(
+    do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "pieces", "folded"]
+)
 
 
 @kernel
@@ -73,24 +75,43 @@ def _bits(place, HALF: tl.constexpr):
 
 
 @kernel
-def _place(blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """This program's rows, the range of each, and its bytes of a row."""
-    at = tl.program_id(0).to(tl.int64)
-    r = at // blocks * ROWS + tl.arange(0, ROWS)
-    t = at % blocks * WIDTH + tl.arange(0, WIDTH)
-    return r, r // (outer * groups) * groups + r % groups, t
+def _first(piece, ROWS: tl.constexpr, FEW: tl.constexpr):
+    """The numbers of a piece's rows, and the same in 64 bits, for places in memory. What is divided has 32 bits if
+    that is enough: a GPU takes four times as long for 64.
+    """
+    r = piece.to(tl.int32 if FEW else tl.int64) * ROWS + tl.arange(0, ROWS)
+    return r, r.to(tl.int64)
+
+
+@kernel
+def _place(blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr):
+    """This program's rows, also in 64 bits, the range of each, and its bytes of a row."""
+    at = tl.program_id(0)
+    piece = at // blocks
+    r, wide = _first(piece, ROWS, FEW)
+    t = (at - piece * blocks).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    line = r // groups
+    return r, wide, line // outer * groups + (r - line * groups), t
+
+
+@kernel
+def _begin(r, groups, inner, apart):
+    """Where rows begin in the tensor."""
+    line = r // groups
+    return line.to(tl.int64) * apart + (r - line * groups).to(tl.int64) * inner
 
 
 @kernel
 def _quantize(
     x, out, lows, steps, count, outer, groups, inner, apart, stride, blocks, folded,
     HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
-    r, which, t = _place(blocks, outer, groups, ROWS, WIDTH)
+    r, wide, which, t = _place(blocks, outer, groups, ROWS, WIDTH, FEW)
     low = tl.load(lows + which, mask=r < count, other=0.0)
     step = tl.load(steps + which, mask=r < count, other=0.0)
     inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-    begin = r // groups * apart + r % groups * inner
+    begin = _begin(r, groups, inner, apart)
     there = (r < count)[:, None] & (t < stride)[None, :]
     byte = tl.zeros((ROWS, WIDTH), tl.int32)
     for part in tl.static_range(8 // BITS):
@@ -99,25 +120,25 @@ def _quantize(
         v = load(x + begin[:, None] + j[None, :], ok, HALF)
         shift = tl.zeros_like(v) + 0.5
         if STOCHASTIC:
-            h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
+            h = mix((wide[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
             shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
         code = code_of(v, low[:, None], inverse[:, None], shift, (1 << BITS) - 1.0)
         byte |= tl.where(ok, code << (part * BITS), 0)
-    tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
+    tl.store(out + wide[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
 
 
 @counting
 def _dequantize(
-    codes, out, ranges, factor, term, count, outer, groups, inner, stride, blocks, length,
+    codes, out, ranges, factor, term, count, outer, groups, inner, stride, blocks, pieces,
     FACTOR: tl.constexpr, TERM: tl.constexpr, MOVES: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    r, which, t = _place(blocks, outer, groups, ROWS, WIDTH)
+    r, wide, which, t = _place(blocks, outer, groups, ROWS, WIDTH, FEW)
     low = tl.load(ranges + which, mask=r < count, other=0.0)
     step = tl.load(ranges + count // outer + which, mask=r < count, other=0.0)
     there = (r < count)[:, None] & (t < stride)[None, :]
-    first = r * inner % length if MOVES else r * inner // length  # rows of codes lie within one row of the tensor
-    byte = tl.load(codes + r[:, None] * stride + t[None, :], mask=there, other=0).to(tl.int32)
+    first = (r % pieces).to(tl.int64) * inner if MOVES else (r // pieces).to(tl.int64)  # of a row of the tensor
+    byte = tl.load(codes + wide[:, None] * stride + t[None, :], mask=there, other=0).to(tl.int32)
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
         ok = there & (j < inner)[None, :]
@@ -128,15 +149,16 @@ def _dequantize(
             value = value * tl.load(factor + at, mask=ok, other=0.0)
         if TERM:
             value = value + tl.load(term + at, mask=ok, other=0.0)
-        store(_bits(out, HALF) + r[:, None] * inner + j[None, :], value, ok, HALF)
+        store(_bits(out, HALF) + wide[:, None] * inner + j[None, :], value, ok, HALF)
 
 
 @kernel
 def _extremes(
-    x, least, most, count, groups, inner, apart, HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x, least, most, count, groups, inner, apart,
+    HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    begin = r // groups * apart + r % groups * inner
+    r, _ = _first(tl.program_id(0), ROWS, FEW)
+    begin = _begin(r, groups, inner, apart)
     low = tl.full((ROWS,), _MOST, tl.int32)
     high = tl.full((ROWS,), _LEAST, tl.int32)
     for first in range(0, inner, WIDTH):
@@ -178,13 +200,13 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
 
 @counting
 def _quantize_group(
-    x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, length,
+    x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, pieces,
     levels, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Codes of some tiles of a group by its estimate, and their extremes."""
-    at = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(0)
     g, worker = at // workers, at % workers
     low, step = tl.load(estimates + groups + g), tl.div_rn(tl.load(estimates + g), levels)
     least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
@@ -192,7 +214,7 @@ def _quantize_group(
     for turn in range(turns):
         least, most = _quantize_tile(
             x, out, mean, deviation, low, step, least, most, worker + turn * workers, g, outer, groups, inner, apart,
-            stride, blocks, length, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
+            stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
         )  # fmt: skip
     seen = _ints(made) + 4 * groups + 2 * at
     tl.store(seen, tl.min(tl.min(least, 1), 0))
@@ -202,14 +224,14 @@ def _quantize_group(
 @counting
 def _quantize_group_again(
     x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
-    length, levels, folded, decay, rest, drift, jump,
+    pieces, levels, folded, decay, rest, drift, jump,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, TURN: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """The range of a group, which each of its programs settles for itself and one of them writes; and codes of some
     tiles, if they are to be made again.
     """
-    at = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(0)
     g, worker = at // workers, at % workers
     low = tl.full((TURN,), _MOST, tl.int32)
     high = tl.full((TURN,), _LEAST, tl.int32)
@@ -251,26 +273,27 @@ def _quantize_group_again(
         for turn in range(turns):
             _quantize_tile(
                 x, out, mean, deviation, chosen_low, step, least, least, worker + turn * workers, g, outer, groups,
-                inner, apart, stride, blocks, length, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH,
+                inner, apart, stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
             )  # fmt: skip
 
 
 @kernel
 def _quantize_tile(
-    x, out, mean, deviation, low, step, least, most, tile, g, outer, groups, inner, apart, stride, blocks, length,
+    x, out, mean, deviation, low, step, least, most, tile, g, outer, groups, inner, apart, stride, blocks, pieces,
     folded, STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Codes of some bytes of some rows of a group, and by place in the tile the extremes so far."""
-    o = tile // blocks * ROWS + tl.arange(0, ROWS)
-    t = tile % blocks * WIDTH + tl.arange(0, WIDTH)
+    piece = tile // blocks
+    o = piece.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    t = (tile - piece * blocks).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     r = o * groups + g
     inverse = tl.where(step < TINY, 0.0, tl.div_rn(1.0, step))
-    begin = o * apart + g * inner
+    begin = o * apart + g.to(tl.int64) * inner
     there = (o < outer)[:, None] & (t < stride)[None, :]
     byte = tl.zeros((ROWS, WIDTH), tl.int32)
     if STANDARD:
-        row = r * inner // length
+        row = (r.to(tl.int32) if FEW else r) // pieces
         center = tl.load(mean + row, mask=o < outer, other=0.0)
         scale = tl.load(deviation + row, mask=o < outer, other=0.0)
     for part in tl.static_range(8 // BITS):
@@ -301,10 +324,10 @@ def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
     return x.contiguous(), line
 
 
-def _tile(length: int) -> dict[str, int]:
-    """Rows and columns of a program's tile, where rows are so long."""
+def _tile(length: int, rows: Rows) -> dict[str, int]:
+    """Rows and columns of a program's tile, where rows are so long; and whether 32 bits count all rows."""
     width = min(BLOCK, triton.next_power_of_2(max(length, 1)))
-    return {"ROWS": max(1, BLOCK // width), "WIDTH": width}
+    return {"ROWS": max(1, BLOCK // width), "WIDTH": width, "FEW": int(rows.total <= (1 << 31) - 2 * BLOCK)}
 
 
 def quantize_rows(
@@ -329,7 +352,7 @@ def dequantize_rows(
         affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
         return
     programs, stride, blocks, tile = _cut(rows, bits)
-    numbers = rows.total, rows.outer, rows.groups, rows.inner, stride, blocks, length
+    numbers = rows.total, rows.outer, rows.groups, rows.inner, stride, blocks, length // rows.inner
     run(
         _dequantize, programs, codes, out, ranges, ranges if factor is None else factor,
         ranges if term is None else term, *numbers, on=out, FACTOR=factor is not None, TERM=term is not None,
@@ -341,7 +364,7 @@ def dequantize_rows(
 def _cut(rows: Rows, bits: int) -> tuple[int, int, int, dict[str, int]]:
     """Programs, bytes of a row, pieces of these, and a tile, where each program has one."""
     stride = -(-rows.inner * bits // 8)
-    tile = _tile(stride)
+    tile = _tile(stride, rows)
     blocks = -(-stride // tile["WIDTH"])
     return -(-rows.total // tile["ROWS"]) * blocks, stride, blocks, tile
 
@@ -353,7 +376,7 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return low, low.clone()
     x, apart = _spaced(x, rows)
     least, most = (torch.empty(rows.total, dtype=torch.int32, device=device) for _ in range(2))
-    tile = _tile(rows.inner)
+    tile = _tile(rows.inner, rows)
     form = rows.total, rows.groups, rows.inner, apart
     own, half = raw(x)
     run(_extremes, -(-rows.total // tile["ROWS"]), own, least, most, *form, on=x, HALF=half, **tile)
@@ -400,7 +423,7 @@ _PROGRAMS = 4096
 def _shared(rows: Rows, bits: int) -> tuple[int, int, int, int, dict[str, int]]:
     """Bytes of a row, pieces of these, programs of a group and how many tiles each has, and a tile."""
     stride = -(-rows.inner * bits // 8)
-    tile = _tile(stride)
+    tile = _tile(stride, rows)
     blocks = -(-stride // tile["WIDTH"])
     tiles = -(-rows.outer // tile["ROWS"]) * blocks
     turns = -(-tiles // max(1, _PROGRAMS // rows.groups))
@@ -436,8 +459,9 @@ def quantize_rows_adapting(
     # Low, step, and the new estimates; and behind these, what programs have seen.
     made = torch.empty(4 * groups + 2 * groups * workers, dtype=torch.float32, device=x.device)
     levels = float((1 << bits) - 1)
-    mean, deviation, length = standard or (estimates, estimates, 1)
-    shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, length, levels, fold_seed(seed)
+    mean, deviation, length = standard or (estimates, estimates, rows.inner)
+    pieces = length // rows.inner
+    shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, pieces, levels, fold_seed(seed)
     form = {
         "STANDARD": standard is not None, "HALF": x.dtype == torch.bfloat16, "BITS": bits, "STOCHASTIC": stochastic,
         **tile,

@@ -31,22 +31,23 @@ def _shift(row, ranks, folded):
     """By how many ranks the owners of a row's blocks are shifted."""
     h = row.to(tl.uint32) * 0x9E3779B1 + folded.to(tl.uint32)
     h = (h ^ (h >> 15)) * 0x2C1B3C6D
-    return (h ^ (h >> 13)).to(tl.int64) % ranks
+    return ((h ^ (h >> 13)) % (row * 0 + ranks).to(tl.uint32)).to(tl.int32)
 
 
 @kernel
 def _owner(at, ranks, folded):
-    """Whose element this is, and which of that owner's."""
+    """Whose element this is, and which of that owner's: of indices in 32 bits, whose division is a quarter as long."""
     block = at // _SHARE
     row = block // ranks
-    return (block % ranks + _shift(row, ranks, folded)) % ranks, row * _SHARE + at % _SHARE
+    owner = block - row * ranks + _shift(row, ranks, folded)
+    return tl.where(owner < ranks, owner, owner - ranks), row * _SHARE + at % _SHARE
 
 
 @kernel
 def _belongs(indices, k, ranks, folded, RANKS: tl.constexpr, WIDTH: tl.constexpr):
     """Of this program's elements: numbers, owners and places; and a table of who owns which, (elements, ranks)."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    owner, local = _owner(tl.load(indices + i, mask=i < k, other=0).to(tl.int64), ranks, folded)
+    owner, local = _owner(tl.load(indices + i, mask=i < k, other=0), ranks, folded)
     owns = (owner[:, None] == tl.arange(0, RANKS)[None, :]) & (i < k)[:, None]
     return i, owner, local, owns.to(tl.int32)
 
@@ -71,7 +72,8 @@ def _deal(
     first = end - tl.load(counts + column, mask=rank < ranks, other=0)
     place = tl.sum(owns * (first[None, :] + tl.cumsum(owns, 0) - 1), 1)
     fits = (i < k) & (place < room)
-    tl.store(local + owner * apart + place, own.to(tl.int32), mask=fits)
+    owner = owner.to(tl.int64)
+    tl.store(local + owner * apart + place, own, mask=fits)
     tl.store(sorted_values + owner * values_apart + place, tl.load(values + i, mask=i < k, other=0.0), mask=fits)
 
 
@@ -79,10 +81,11 @@ def _deal(
 def _whole(local, out, n, ranks, room, apart, folded, WIDTH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     owner = i // room
-    at = tl.load(local + owner * apart + i % room, mask=i < n, other=0).to(tl.int64)
+    at = tl.load(local + owner * apart + (i - owner * room), mask=i < n, other=0)
     row = at // _SHARE
-    block = (owner + ranks - _shift(row, ranks, folded)) % ranks
-    tl.store(out + i, ((row * ranks + block) * _SHARE + at % _SHARE).to(tl.int32), mask=i < n)
+    block = owner.to(tl.int32) - _shift(row, ranks, folded)
+    block = tl.where(block < 0, block + ranks, block)
+    tl.store(out + i, (row * ranks + block) * _SHARE + at % _SHARE, mask=i < n)
 
 
 def _folded(turn: int) -> int:
