@@ -59,7 +59,7 @@ def test_losses_are_those_of_the_record():
     assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
     assert f"[cost {gradients}]" in (ROOT / "docs/how-to/choose-a-codec.md").read_text()
     rounds_of_two_bits = f"{100 * above_gradients('every 15, 2 bits, in place'):.0f} %"
-    of_updates = f"of updates the largest 1 % lost [{updates}](docs/results/local.md) in 2,282"
+    of_updates = f"in 2,282 steps: the largest 1 % of them [{updates}](docs/results/local.md)"
     on_another = f"(on another text {100 * compared('every 15, 2 bits, in place', task='gpt').mean:.0f} %)"
     said = f"{of_updates}, and rounds in 2 bits {rounds_of_two_bits} {on_another}"
     assert said in (ROOT / "README.md").read_text()
