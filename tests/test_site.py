@@ -364,7 +364,7 @@ def test_pages_say_what_the_largest_hundredth_costs():
     lines = json.loads((ROOT / "reproduce" / "results" / "optimizers" / "summary.json").read_text())["lines"]
     gap = {line["optimizer"]: line["gap"] for line in lines if line["spec"] == "topk:density=0.01+ef"}
     page = " ".join((DOCS / "explanation" / "gradient-compression.md").read_text().split())
-    assert f"a loss {gap['sgd']:.1f} % above dense training with SGD, and {gap['adamw']:.1f} % above it" in page
+    assert f"a loss {gap['sgd']:.1f} % above uncompressed training with SGD, and {gap['adamw']:.1f} % above it" in page
     said = f"a small GPT then lost {gap['sgd']:.0f} % with SGD and {gap['adamw']:.0f} % with AdamW"
     assert said in (DOCS / "index.md").read_text()
 
