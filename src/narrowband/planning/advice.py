@@ -1,9 +1,10 @@
 """Which option to take, in a plain sentence: it may be "do not compress".
 
 An option is advised if it saves a twentieth of the step against the best that everybody can have, DDP in 32 or 16 bits,
-and if its loss is known to stay within a tolerance with that optimizer. 16 bits have to be beaten whatever may be lost,
-and also where they save too little to be advised. Of what is faster, and loses more or was never measured, two are
-named beside it, so that nobody has to guess what was left out: what loses least, and the fastest.
+and if the mean loss that was measured with that optimizer is within a tolerance, whatever the margin of that mean. 16
+bits have to be beaten whatever may be lost, and also where they save too little to be advised. Two options that are
+faster, but lose more or were never measured, are named beside it, so that nobody has to guess what was left out: the
+one that loses least, and the fastest.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Row:
         return f"{name}, two levels" if option.levels else name
 
     def within(self, tolerance: float) -> bool:
-        """Whether its loss is known to stay within a tolerance; what everybody can have needs no measurement."""
+        """Whether its mean loss is within a tolerance; what everybody can have needs no measurement."""
         if self.option.spec in (None, "none", "fp16") and not self.option.every:
             return True
         return self.fact is not None and self.fact.within(tolerance)
