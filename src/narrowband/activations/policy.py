@@ -57,11 +57,11 @@ class ActivationPolicy:
     """What is kept in how many bits, and how its range is found.
 
     Attributes:
-        bits: of what nothing below names: 8, 4, 2, or "off" for as PyTorch keeps it. Normalization of layers keeps 8
-            where this is 4 or 2, unless it is named: most of the error would come from it, and few of the bytes do.
+        bits: for all that is not named below: 8, 4, 2, or "off" to keep it as PyTorch does. Layer normalization keeps 8
+            bits if this is 4 or 2, unless it is named: most of the error would come from it, and few of the bytes do.
         operators: operator → bits; see :data:`OPERATORS`. Autograd functions of others ("custom") are off unless named:
-            they may save what bears no rounding. What several operators save is kept once, as the first has it, unless
-            a later one has more bits.
+            rounding might spoil their gradients. A tensor that several operators save is kept once, with the bits of
+            the first, unless a later one has more.
         modules: pattern of module names → bits. Names are as in ``model.named_modules()``; ``*`` stands for anything,
             and ``[0-3]`` for one of these characters. With ``:operator`` behind it, of that operator alone. The last
             pattern that matches decides. "custom" has to be named here, too. "checkpoint": nothing that these modules
@@ -70,24 +70,24 @@ class ActivationPolicy:
             "checkpoint" has there, or in those that are named with it, as in "checkpoint:bits=8". The model itself is
             a module, too: it is named "", and "*" matches it.
         min_numel: smaller tensors are kept as they are.
-        granularity: ``group``: a range per attention head, or per group of channels; of what a checkpoint keeps, per
-            row, or even share of a row, of at most 256 elements. ``layer``: one for all. A number, a multiple of 8: one
-            for so many neighbours in memory, whatever they belong to. Ranges of rows and neighbours are taken from
-            every tensor and kept beside its codes, 8 bytes each, and outliers are not looked for. Graphs of
-            ``torch.compile`` always have neighbours, 256 unless there is a number here.
-        heads: of attention; None: the module's own ``num_heads``, ``n_head``, …
-        groups: of channels where there are no heads; None: as many as heads (8 where there is no attention). A channel
-            that is a group of its own takes whole bytes, whatever the bits, where channels lie side by side.
+        granularity: which elements share a range. ``group``: those of an attention head, or of a group of channels; of
+            an input that a checkpoint keeps, a row or an even part of it, of at most 256 elements. ``layer``: the
+            whole tensor. A number, a multiple of 8: so many neighbours in memory. Ranges of rows and neighbours are
+            taken from every tensor and kept beside its codes, 8 bytes each, without looking for outliers. Graphs of
+            ``torch.compile`` always have neighbours: 256, unless there is a number here.
+        heads: number of attention heads; None: the module's own ``num_heads``, ``n_head``, …
+        groups: number of groups of channels where there are no heads; None: as many as heads (8 without attention). A
+            channel that is a group of its own takes whole bytes, whatever the bits, if channels lie side by side.
         statistics: ``running``: ranges are estimated from all batches so far, equations 6 and 7 of the paper;
             ``sample``: taken from every sample and kept beside it.
-        decay: of running estimates, the paper's μ; 0 takes every batch's own range. A batch has the ranges of those
-            before it, which saves a pass, unless taking it in moves an end by more than 2 % of the width.
-        symmetric: ranges are as wide below zero as above.
-        rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` errs less in a single element.
-        derive: results of GELU, SiLU, ReLU, layer, RMS and batch normalization whose input is kept are computed from it
-            again in backward, where it has at least as many bits, instead of being kept. Of layer normalization's
-            input the normalized form is kept then, and each channel of batch normalization's has a range of its own.
-            Not in the paper, which is ``derive=False``.
+        decay: of running estimates, the paper's μ; 0 takes every batch's own range. A batch is quantized with the
+            ranges of those before it, which saves a pass, unless it moves an end by more than 2 % of the width.
+        symmetric: make ranges as wide below zero as above.
+        rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` has smaller errors in single elements.
+        derive: do not keep the results of GELU, SiLU, ReLU, layer, RMS and batch normalization, but compute them again
+            from their inputs in backward, if these have at least as many bits. Of layer normalization's input the
+            normalized form is kept then, and each channel of batch normalization's has a range of its own. The paper
+            does not have this: ``derive=False``.
 
     Raises:
         ValueError: an operator or a number of bits that does not exist, a number out of its range, or "checkpoint" for

@@ -38,16 +38,16 @@ class StepStats(StepRecord):
         steps: how many steps.
         raw_bytes: what this rank would have sent uncompressed: 2·(N−1)/N of its gradients' bytes, as a ring
             all-reduce does.
-        sent_bytes: what it sent: payloads, trailers, and what travelled uncompressed; network headers are not counted.
+        sent_bytes: what this rank sent, payloads and uncompressed tensors; network headers are not counted.
         encode_s: seconds in encoding, on the engine's thread.
         wire_s: seconds from issuing a collective to its arrival, summed over collectives; most of it passes during
             backward.
         decode_s: seconds in decoding and feedback, on the engine's thread.
-        waiting_s: seconds between the end of backward's own work and the last average: what compression costs you.
+        waiting_s: seconds that the optimizer had to wait: from the end of backward's own work to the last average.
         exchange_s: seconds between the first bucket and the last average.
-        decide_s: seconds in which a policy decided, or was waited for; on rank 0 also those in which averages were
-            added up for it.
-        skipped: steps in which a compressed gradient was inf or NaN on some rank. They changed no residual.
+        decide_s: seconds that a policy took to decide; on rank 0 also those in which averages were added up for it.
+        skipped: steps in which a compressed gradient was inf or NaN on some rank. They changed no residual. Their
+            averages are not finite, so that a gradient scaler skips the step on all ranks.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: the residual
             included), of the latest step that measured it (the first, and every 50th); None before.
     """

@@ -64,21 +64,22 @@ class Config:
 
     Attributes:
         batch: Samples of one rank.
-        link: Rate of each machine's link: 200mbit, or 20mbit/100mbit where it sends slower than it receives; left out:
+        link: Rate of each machine's link: 200mbit, or 20mbit/100mbit if it sends slower than it receives. Left out:
             1gbit, and for a range of nodes 10mbit to 100gbit.
         delay: One-way delay between machines: 20ms, …
         measure: Measure the links, and the step on every rank, among ranks that torchrun has started: torchrun … -m
             narrowband.cli plan model.py:build --measure. Then link, delay, nodes and per_node are not given.
-        nodes: Machines: 4; or from some to many, 1..10000, for a table of what to do among how many, on which links;
-            left out: 2.
+        nodes: Number of machines: 4; or a range, 1..10000, for a table of what to do for each number and link. Left
+            out: 2.
         per_node: Ranks on each; they share its link and its cores. Left out: 1.
-        optimizer: Whose step is measured, and with which losses were: adamw; sgd, with momentum; muon, for matrices
-            that are no embeddings; or lora, AdamW on a model whose adapters alone require gradients.
+        optimizer: The optimizer that you train with: adamw; sgd, with momentum; muon, for matrices that are no
+            embeddings; or lora, AdamW on a model whose adapters alone require gradients. Its step is measured, and its
+            known losses are shown.
         codecs: Specs to choose from, for gradients.
-        every: Optimizer steps from one round of updates to the next; one or several. Those that were measured with the
-            optimizer are there, too. For machines of one rank.
+        every: Optimizer steps from one round of updates to the next; one or several, beside those whose losses were
+            measured. For machines of one rank.
         bucket_cap_mb: DDP's bucket size.
-        tolerance: What may be lost, as a share of the loss.
+        tolerance: How far the mean loss may be above that of uncompressed training, as a share of it.
         steps: How many steps of the model are measured.
         seed: Seed of parameters and data.
     """

@@ -22,8 +22,8 @@ __all__ = ["Plan"]
 class Plan:
     """Does compression pay: predict a step with each codec on your link, before you train.
 
-    Measures your model's step and what codecs take with its gradients, in this process; then plays a step through among
-    as many ranks as you have. The answer may be "do not compress". Nothing is sent anywhere.
+    It measures the step of your model, and how long codecs take with its gradients, in this process. Then it simulates
+    a step among your ranks. The answer may be "do not compress". Nothing is sent anywhere.
 
     Examples:
       narrowband plan model.py:build --link 200mbit --nodes 4

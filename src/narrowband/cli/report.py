@@ -20,11 +20,11 @@ _REMEDY = "give the file of an nb.Recorder, or what a benchmark wrote with --jso
 
 @dataclass(frozen=True)
 class Report:
-    """Make one HTML page of a recorded run: bytes, times, errors and residuals by layer, what policies chose when.
+    """Make one HTML page of a recorded run: loss, times, bytes, errors and residuals by layer, and what policies chose.
 
     Two lines in the training loop record a run: ``recorder = nb.Recorder(handle, "run.jsonl")`` before it, and
-    ``recorder.step(loss=loss)`` after every optimizer step. The page needs no network and no other files. A run that
-    is still going may be looked at, too. Of what a benchmark wrote with --json, a page is made as well.
+    ``recorder.step(loss=loss)`` after every optimizer step. The page needs no network and no other files. It can be
+    made while the run goes on. Files that a benchmark wrote with --json work, too.
 
     Examples:
       narrowband report run.jsonl

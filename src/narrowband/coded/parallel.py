@@ -69,12 +69,12 @@ class CodedDataParallel(nn.Module):
             else broadcast; or a :class:`~narrowband.transport.Transport`.
         group: how many ranks share blocks, g: all by default. Groups of g = r compute the same and send least.
         shares: how much of the work each rank does, in rank order and any unit, such as the samples that it computes in
-            a second; all do equally much by default. None may exceed 1/r of the sum (of its group's, with groups).
-            Ranks send equally much whatever their shares, and load equally many rows.
+            a second; by default all do the same. No share may exceed 1/r of the sum (of its group's, with groups).
+            Ranks send the same number of bytes whatever their shares, and load the same number of rows.
         bits: of a number on the wire: 32, or 16 or 8, which round more and sum as exactly.
-        span: what averages reach, as in [−10, 10], the default with 32 bits; what exceeds it is seen by all ranks in
-            the same step, and widens it until gradients are small again. ``auto``, the default with fewer bits: as far
-            as the last step was in need of.
+        span: the largest magnitude of averages, 10 by default with 32 bits. If a gradient exceeds it, all ranks widen
+            it in the same step, until gradients are small again. ``auto``, the default with fewer bits: as much as the
+            last step needed.
         process_group: the ranks; by default all.
         seed: of random numbers in the model (dropout).
         max_failures: how many ranks may be lost while the others go on, 0 or 1. One takes ``redundancy`` 2 or more, and

@@ -50,37 +50,37 @@ def compress_gradients(
     """Average gradients over ranks, compressed. Call it on all ranks, once, before the first backward.
 
     Args:
-        model: a model in DistributedDataParallel, whose averages then are compressed; or one whose gradients nobody
-            averages: a plain module, or one that the ranks of a node shard by ``fully_shard`` (FSDP2), with
-            ``process_group`` for the ranks that hold the same shard on every node. Nothing else of the training loop
-            changes. Without DistributedDataParallel all ranks begin with the parameters and buffers of the first, later
-            changes of buffers stay each rank's own, and a parameter that got no gradient counts as a gradient of zeros.
-            Convert it to another memory format (channels_last) before, on all ranks, and before it is wrapped.
+        model: a model in DistributedDataParallel, whose averages are then compressed. Or a plain module, or one that
+            the ranks of a node shard by ``fully_shard`` (FSDP2), with ``process_group`` for the ranks that hold the
+            same shard on every node. Without DistributedDataParallel all ranks begin with the parameters and buffers of
+            the first, later changes of buffers stay each rank's own, and a parameter without a gradient counts as a
+            gradient of zeros. Convert the model to channels_last on all ranks, before it is wrapped and given here.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
             has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.
-        small: what happens to these: ``"uncompressed"``, they travel as they are; ``"fused"``, they make one vector of
-            the whole model, compressed like any layer; or a codec for that vector which keeps more, such as
-            ``"topk:density=0.03"``. Where 1 in 1,000 is sent, the small ones are most of the bytes otherwise.
-        warmup_steps: average uncompressed until this many steps are done; early gradients change fast.
+        small: what happens to small parameters: ``"uncompressed"``, they travel as they are; ``"fused"``, they make one
+            vector of the whole model, compressed like any layer; or a codec for that vector that sends more of it, such
+            as ``"topk:density=0.03"``. If 1 in 1,000 is sent of all else, small parameters are most of the bytes.
+        warmup_steps: the first so many steps are averaged uncompressed; early gradients change fast.
         process_group: the ranks to average over; by default DistributedDataParallel's own, or all. Of a mesh of nodes ×
             shards, ``mesh["nodes"].get_group()``.
-        nodes: of a model in DistributedDataParallel whose machines have several ranks each: how many machines, with
-            successive ranks on each; ``"auto"``, by torchrun's word or the names of hosts; or a mesh of nodes × ranks.
-            Inside a machine gradients are then summed exactly, and each of its L ranks compresses and sends a part in
-            L (:mod:`narrowband.gradients.levels`). By default every rank is a node.
+        nodes: for a model in DistributedDataParallel, if machines have several ranks each: the number of machines, with
+            successive ranks on each; ``"auto"``, to count them by what torchrun says or by the names of hosts; or a
+            mesh of nodes × ranks. Inside a machine gradients are then summed exactly, and each of its L ranks
+            compresses and sends one of L parts (:mod:`narrowband.gradients.levels`). By default every rank is a node.
         seed: for stochastic rounding and sampling. Equal seeds, equal runs.
         collective: ``"auto"`` takes the one that sends least (see :mod:`narrowband.collectives.choice`).
         grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
             gradients, and is rescaled when the scale changes.
         optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
             wire).
-        message_nbytes: payloads of several buckets travel in one message until a rank has so many bytes to send.
-        early_nbytes: where the small parameters of a model's end take so many bytes, they are sent before backward
-            ends.
+        message_nbytes: payloads of several buckets are collected into one message until a rank has so many bytes to
+            send.
+        early_nbytes: if the small parameters at a model's end have at least so many bytes, they are sent before
+            backward ends.
 
-    A parameter that is replaced, added or thawed later is an error of the next step, since nobody would average it:
-    call the handle's ``remove()`` first, and this again afterwards.
+    If a parameter is replaced, added or thawed later, nobody would average it, so the next step is an error. Call the
+    handle's ``remove()`` before such a change, and this function again afterwards.
 
     ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros, and keep their
     residuals (with ``ef21``, which has no residual, zero counts as their gradient). Its

@@ -61,16 +61,16 @@ class Rendezvous:
     Args:
         address: of the store, ``host:port``, which ``narrowband rendezvous`` serves.
         run: a name for the run, so that one store serves several.
-        least: peers without which no round is held: fewer wait for more.
-        grace_s: seconds that a round waits for peers of the round before. Who is later is left out of it.
-        exchange_s: seconds after which an exchange breaks off at the latest, as with a peer that does not answer, and
-            is held again without that. It has to be well above what an exchange takes, for which see
-            ``stats().last.exchange_s``. It holds for the first exchange among the same peers. Later ones break off
-            after ten times the longest before them, but not before ``grace_s`` or five seconds. The wait for all votes
-            is as long.
-        begin_with: peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are there.
+        least: the least number of peers in a round: fewer wait for more.
+        grace_s: seconds that a round waits for peers of the round before. A peer that comes later is left out of it.
+        exchange_s: seconds after which the first exchange among the same peers breaks off, if one does not answer, and
+            is held again without that one. It has to be well above the time that an exchange takes
+            (``stats().last.exchange_s``). Later exchanges break off after ten times the longest before them, but not
+            before ``grace_s`` or five seconds. The wait for all votes is as long.
+        begin_with: number of peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are
+            there.
         patience_s: seconds after which a peer that waits for a round gives up; longer than the others train in between.
-        name: what logs call this peer, and what peers are ordered by; by default drawn.
+        name: the peer's name in logs, by which peers are ordered, too; by default drawn at random.
 
     Example:
         >>> peers = nb.Rendezvous("10.0.0.1:29400", least=3, grace_s=60)

@@ -80,11 +80,11 @@ def compress_updates(
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
         every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
             ``min`` or ``h``), so that fast and slow peers come to it together, each with the steps it has taken.
-        outer: how far the parameters go along the mean of the updates; ``"auto"``, for Adam and its kin: as far as one
-            optimizer with all batches would, by measurement (:mod:`narrowband.updates.length`); ``"nesterov"``, for
-            rounds of ten steps and more: DiLoCo's, SGD with learning rate 0.7 and Nesterov's momentum 0.9
-            (arXiv 2311.08105, table 5); or a function that makes an optimizer for the parameters, which gets −mean as
-            their gradients.
+        outer: how far the parameters move along the mean of the updates: so many times the mean; ``"auto"``, for Adam
+            and its kin: as far as one optimizer with all batches would move, by measurement
+            (:mod:`narrowband.updates.length`); ``"nesterov"``, for rounds of ten steps and more: DiLoCo's SGD with
+            learning rate 0.7 and Nesterov's momentum 0.9 (arXiv 2311.08105, table 5); or a function that makes an
+            optimizer for the parameters, which gets −mean as their gradients.
         buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
             replica has them. They travel as they are, whatever ``small`` is. Buffers of whole numbers, and those that
             hold an inf or NaN now, such as a mask, stay as they are.
@@ -96,17 +96,17 @@ def compress_updates(
         alpha: how much of a replica's own parameters is left when a mean arrives ``overlap`` steps late: they become
             alpha · own + (1 − alpha) · common. With 1 replicas never meet; the paper's is 0.5.
         offload: keep the copy of the parameters in the memory of the CPU when the model is on a GPU.
-        residuals: where the residuals of ``+ef`` wait for the next round: apart from the model; or in the replica's own
-            parameters, which are then where its optimizer had brought them, but for what was sent. So a replica does
-            not learn again what it has not sent yet: with few bytes and many steps from one round to the next the loss
-            is lower (:mod:`narrowband.updates.fragments`). Right after a round replicas are equal in either way.
+        residuals: where the residuals of ``+ef`` wait for the next round: ``"apart"`` from the model; or
+            ``"in-place"``, in the replica's own parameters, so that it does not learn again what it has not sent yet.
+            With few bytes and many steps from one round to the next the loss is then lower
+            (:mod:`narrowband.updates.fragments`). Right after a round replicas are equal either way.
         warmup_rounds: rounds at the beginning that are not compressed.
         process_group: the replicas; by default all ranks are one each. Where several ranks train one replica, those
             that hold the same part of each: of a mesh of replicas × shards, ``mesh["replicas"].get_group()``.
-        grad_scaler: the scaler that may skip the optimizer's step, as replicas do at different times. A step that was
-            skipped counts then, when ``grad_scaler.update()`` is called, so that all come to the round together. For
-            optimizers that skip by themselves (``fused=True``) nothing changes. Several models may share a scaler: an
-            update before which it was not asked to step this optimizer counts nothing.
+        grad_scaler: the scaler that may skip the optimizer's step, at different times on different replicas. A step
+            that it skips counts, too, when ``grad_scaler.update()`` is called, so that all replicas come to the round
+            together. Several models may share a scaler: an update counts only if the scaler was asked to step this
+            optimizer before.
         peers: where replicas meet that come and go (:class:`~narrowband.Rendezvous`), in place of a process group.
             ``torch.distributed`` has to be left alone then: the handle makes and ends its default group. Returns when
             this replica has been in a round, with the others' parameters.
