@@ -209,6 +209,40 @@ def test_tensors_are_inputs_wherever_they_are_in_the_arguments():
     assert saved.by_module["part"].kept_bytes == 5 * (20 * 32 + 20 * 8)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda h: h[:, 1:],
+        lambda h: h.chunk(2, -1)[1],
+        lambda h: h[..., ::2],
+        lambda h: h.transpose(1, 2)[:, ::2],
+        lambda h: h.unfold(-1, 16, 4)[:, :, 1],
+        lambda h: h.as_strided((4, 16, 16), (512, 17, 2)),
+        lambda h: h[:, :1].expand(4, 16, 32),
+    ],
+    ids=["without first", "half", "every other", "transposed", "part of windows", "windows that overlap", "expanded"],
+)
+def test_an_input_that_is_a_view_with_gaps_comes_back_with_them(view, by_hand):
+    """A linear layer with a bias saves other tensors of an input that it cannot take as one matrix."""
+
+    class Part(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.first, self.part = nn.Linear(32, 32), nn.Sequential(nn.Linear(dim, 24), nn.GELU())
+
+        def forward(self, x):
+            h = view(self.first(x))
+            return checkpoint(self.part, h, use_reentrant=False) if by_hand else self.part(h)
+
+    x = torch.randn(4, 16, 32)
+    model = made(lambda: Part(view(x).shape[-1]))
+    y, grads, _ = step(model, (x,), bits=8, modules={} if by_hand else {"part": "checkpoint"})
+    plain_y, plain, _ = step(model, (x,))
+    assert same(y, plain_y)
+    assert error(grads, plain) < 0.05
+
+
 def test_running_statistics_see_a_batch_once():
     """Where torch.utils.checkpoint has them see it twice."""
     modules = {"layer*": "checkpoint"}

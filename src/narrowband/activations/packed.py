@@ -443,24 +443,34 @@ class Packed(_Watched):
         source: its codes, or that.
         place: operator and module that saved it.
         clocks: are told the seconds that restoring took.
+        gaps: whether what is restored has the gaps in memory that the tensor has. Without them, a checkpoint's second
+            run may go another way: what PyTorch makes of a tensor may depend on its strides.
     """
 
-    __slots__ = ("_arrangement", "_clocks", "_source")
+    __slots__ = ("_arrangement", "_clocks", "_source", "_strides")
 
     def __init__(
-        self, x: Tensor, arrangement: Arrangement, source: Source, place: Place, clocks: Sequence[Clock]
+        self,
+        x: Tensor,
+        arrangement: Arrangement,
+        source: Source,
+        place: Place,
+        clocks: Sequence[Clock],
+        *,
+        gaps: bool = False,
     ) -> None:
         self._watch = watch = x.detach()  # counts versions along with x
         watch.data = _nothing(x.dtype, x.device)  # and lets go of its memory
         self._version, self._place = x._version, place
         self._arrangement, self._source, self._clocks = arrangement, source, clocks
+        self._strides = x.stride() if gaps and not arrangement.without_gaps else None
 
     @property
     def _shape(self) -> Sequence[int]:
         return self._arrangement.shape
 
     def restore(self) -> Tensor:
-        """About what was saved: same shape, same order in memory."""
+        """About what was saved: same shape, same order in memory; and same gaps, if so wanted."""
         begin = time.perf_counter()
         if self._watch._version != self._version:
             self._refuse()
@@ -468,6 +478,9 @@ class Packed(_Watched):
         restored = self._source.decode(arrangement.sizes)
         if not arrangement.is_usual:
             restored = arrangement.ordered(restored)
+        if self._strides is not None:
+            form = restored.shape, self._strides
+            restored = torch.empty_strided(*form, dtype=restored.dtype, device=restored.device).copy_(restored)
         taken = time.perf_counter() - begin
         for clock in self._clocks:
             clock.seconds += taken

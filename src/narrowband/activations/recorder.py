@@ -297,7 +297,7 @@ class Recorder:
             if source is not None:
                 if operator is CHECKPOINT and source.bits != Original.bits:
                     says_what_rounding_does()
-                packed = Packed(x, arrangement, source, place, tallies)
+                packed = Packed(x, arrangement, source, place, tallies, gaps=operator is CHECKPOINT)
                 self.packed += 1
                 taken = time.perf_counter() - begin
                 for tally in tallies:

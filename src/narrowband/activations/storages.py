@@ -163,11 +163,14 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_expanded(x: Tensor) -> bool:
-    """Whether elements share memory: it is smaller than it looks."""
-    return not x.is_contiguous() and (
-        x.nbytes > x.untyped_storage().nbytes()
-        or any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    )
+    """Whether elements share memory, as far as strides tell."""
+    reach = 0  # of what the dimensions that lie further in span
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def is_of_a_parameter(x: Tensor) -> bool:
