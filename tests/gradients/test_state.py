@@ -34,6 +34,7 @@ RUNS = [
     ("uniform:bits=4,rounding=stochastic+ef", "scatter_reduce"),
     ("randomk:density=0.1+ef", "all_gather"),
     ("lowrank:rank=2+ef", "auto"),
+    ("dgc:density=0.05,clip=0.05", "auto"),  # clipped by a norm of all buckets, which are others after the first step
 ]
 
 

@@ -77,6 +77,16 @@ class Group:
             span = slice(at, at := at + parameter.shape.numel())
             yield parameter, self.buffer[span], None if self.out is None else self.out[span]
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What its norm is made of: each parameter's part, or all of it where it is sparse or of complex numbers."""
+        x = self.buffer
+        if x.is_sparse:
+            yield x._values()
+        elif self.parameters and x.dtype == self.parameters[0].vector.dtype:
+            yield from (part for _, part, _ in self.pieces())
+        else:
+            yield x
+
     def averages(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Each parameter with its average, once that is there."""
         for parameter, part, out in self.pieces():
@@ -155,7 +165,6 @@ class Step:
         self.compressing = compressing
         self._unclipped: list[Group] = []  # wait for the norm of all
         self._dense: list[Group] = []  # of real numbers
-        self._norm = 0.0
         #: Of each group of tensors: its future, and the memory that the averages go to.
         self.results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         #: Whether :meth:`raise_error` will be called later: futures then get NaN in place of an error.
@@ -205,9 +214,7 @@ class Step:
             self._begin()
         observer = self._layers.observer
         if observer is not None and math.isfinite(observer.clip):
-            x = group.buffer
             self._unclipped.append(group)
-            self._norm = math.hypot(self._norm, _norm(x._values() if x.is_sparse else x))
             if last:
                 self._clip(observer.clip)
                 groups, self._unclipped = self._unclipped, []
@@ -244,7 +251,7 @@ class Step:
         Where the ranks of a node have parts of a gradient, a node is what the paper calls one: N counts nodes, and the
         norm is that of all parts.
         """
-        norm = self._norm
+        norm = _norm([x for group in self._unclipped for x in group.tensors()])
         if self._parts.inside is not None:
             square = torch.tensor(norm, dtype=torch.float64, device=self._unclipped[0].buffer.device).square_()
             dist.all_reduce(square, group=self._parts.inside)
@@ -512,7 +519,12 @@ def fill_with_nan(buffer: Tensor) -> None:
     (buffer._values() if buffer.is_sparse else buffer).fill_(math.nan)
 
 
-def _norm(x: Tensor) -> float:
-    """The norm, in float64 where float32 is too small for it."""
-    norm = float(torch.linalg.vector_norm(x.float()))
-    return norm if math.isfinite(norm) else math.sqrt(squared_norm(x))
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """The norm of all together, in float64 where float32 is too small for it. To the bit it is the same in whatever
+    order and groups they come, since DDP has others in a run that is resumed.
+    """
+    if not tensors:
+        return 0.0
+    norms: list[float] = torch.stack(torch._foreach_norm([x.float() for x in tensors])).tolist()
+    own = (x if math.isfinite(x) else math.sqrt(squared_norm(of)) for x, of in zip(norms, tensors, strict=True))
+    return math.hypot(*sorted(own))
