@@ -174,6 +174,25 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_steps_back(tmp_path):
     assert run.ended
 
 
+class Compared(int):
+    """A number of a step that counts how often it is compared."""
+
+    times = 0
+
+    def __ge__(self, other):
+        Compared.times += 1
+        return int(self) >= other
+
+
+def test_a_record_is_not_compared_with_all_before_it(tmp_path, monkeypatch):
+    """The time to read a file grows with the length of the run, and not with its square."""
+    path = tmp_path / "run.jsonl"
+    path.write_text(lines(*((step, 0.5) for step in range(1, 301)), (250, 0.4), (251, 0.3)))
+    monkeypatch.setattr("narrowband.report.recorder._whole", Compared)
+    assert list(read_run(path).steps) == list(range(1, 252))
+    assert Compared.times < 2 * 302
+
+
 @pytest.mark.parametrize("cut", [1, 20, 40])
 def test_a_line_that_was_cut_off_is_left_out_also_where_a_new_process_went_on(tmp_path, cut):
     path = tmp_path / "run.jsonl"

@@ -414,6 +414,9 @@ def _what(error: Exception) -> str:
 
 
 def _take_back(records: dict[int, Any], step: int) -> None:
-    """Forget what was recorded of this step and later ones, before the run went on from a checkpoint."""
-    for later in [number for number in records if number >= step]:
-        del records[later]
+    """Forget what was recorded of this step and later ones, before the run went on from a checkpoint.
+
+    So steps always ascend, and those to forget are the last.
+    """
+    while records and next(reversed(records)) >= step:
+        records.popitem()
