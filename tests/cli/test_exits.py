@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -328,6 +329,25 @@ def test_the_convention_stands_in_the_help(narrow):
 
 def test_a_path_that_looks_like_a_smiley_stays_a_path(narrow, given):
     assert "model.py:ok" in narrow("memory", "model.py:ok")[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("adapt good.pt --output told.json", "told.json"),
+        ("bench ddp --nodes 2 --rate none --model gpt-tiny --codecs none --rounds 1 --steps 1 --json x.json", "x.json"),
+        ("doctor --json doctor.json", "doctor.json"),
+        ("memory model.py:fits --batch 2 --json memory.json", "memory.json"),
+    ],
+)
+def test_what_was_measured_is_kept_though_it_cannot_be_shown(narrow, given, monkeypatch, line, written):
+    full = open("/dev/full", "w")  # noqa: SIM115 -- that it cannot be closed without an error is its use
+    monkeypatch.setattr("sys.stdout", full)
+    code, _, err = narrow(*line.split())
+    with contextlib.suppress(OSError):
+        full.close()
+    assert (code, "No space left on device" in err) == (1, True)
+    assert json.loads((given / written).read_text())
 
 
 def test_what_can_be_written_is_not_refused(tmp_path):

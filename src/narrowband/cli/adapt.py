@@ -95,6 +95,8 @@ class Adapt:
             _check_same(layers, before, self.gradients, self.before)
             policy.decide(before, step=0, traffic=traffic)
         plan = policy.decide(layers, step=0, traffic=traffic)
+        if self.output is not None:
+            plan.save(self.output)
         console.print(plan_table(plan, {name: float(x.double().norm()) for name, x in layers.items()}))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         if plan.reference_nbytes is not None and plan.nbytes:
@@ -105,7 +107,6 @@ class Adapt:
                 highlight=False,
             )
         if self.output is not None:
-            plan.save(self.output)
             console.print(f"written: {self.output}", style="dim", markup=False, highlight=False)
         if self.plot is not None:
             plan_profile(plan, self.plot)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rich.console import Console
+    from rich.progress import Progress
 
 __all__ = [
     "BenchAdapt", "BenchDDP", "BenchGPU", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan",
@@ -46,21 +47,20 @@ class BenchKernels:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import kernels_table
 
         _check_record(self.json)
         keep = _keeping(self.json, asdict(self.config))
         rows = []
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("measuring", total=kernels.count(self.config))
             for row in kernels.run(self.config):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["loop"])
                 keep(rows)
+        written = _record(self.json, asdict(self.config), rows)
         console.print(kernels_table(rows))
-        _record(console, self.json, asdict(self.config), rows)
+        _say(console, written)
         return DONE
 
 
@@ -89,25 +89,24 @@ class BenchDDP:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
         _check_record(self.json, self.config.codecs)
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("starting ranks", total=None)
 
             def show(event: dict[str, Any]) -> None:
                 progress.update(task, completed=event["done"], total=event["of"], description=event["codec"])
 
             rows = ddp.run(self.config, show)
+        written = _record(self.json, asdict(self.config) | {"rate": self.config.link}, rows)
         console.print(ddp_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         for row in rows:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
-        _record(console, self.json, asdict(self.config) | {"rate": self.config.link}, rows)
+        _say(console, written)
         own = self.config.codecs
         failed = any("error" in row for row in rows if row["codec"].startswith(own))
         return FAILED if failed else DONE  # a hook of PyTorch's that fails is a result
@@ -132,12 +131,10 @@ class BenchPlan:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import foretold_table, verdicts_table
 
         _check_record(self.json)
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("starting ranks", total=foretold.count(self.config))
             rows = foretold.run(
                 self.config,
@@ -145,6 +142,8 @@ class BenchPlan:
                 known=_known(self.json, asdict(self.config)),
                 keep=_keeping(self.json, asdict(self.config)),
             )
+        found = foretold.verdicts(rows)
+        written = _record(self.json, asdict(self.config), rows, verdicts=found)
         for nodes, rate in dict.fromkeys((row["nodes"], row["rate"]) for row in rows):
             console.print(foretold_table([row for row in rows if (row["nodes"], row["rate"]) == (nodes, rate)]))
         for key, what in (("error", "Predictions are off"), ("at_that_speed_error", "At the speed of the measurement")):
@@ -153,7 +152,6 @@ class BenchPlan:
                 console.print(
                     f"{what}: {statistics.median(errors):.1%} (median), {errors[-1]:.1%} (worst)", highlight=False
                 )
-        found = foretold.verdicts(rows)
         console.print(verdicts_table(found))
         right = sum(verdict["is_right"] for verdict in found)
         sides = [side["is_right"] for verdict in found for side in verdict["sides"] if side["is_right"] is not None]
@@ -163,7 +161,7 @@ class BenchPlan:
             "the right side of it.",
             highlight=False,
         )
-        _record(console, self.json, asdict(self.config), rows, verdicts=found)
+        _say(console, written)
         return FAILED if any(row["error"] is None for row in rows) else DONE
 
 
@@ -185,21 +183,20 @@ class BenchPipeline:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
         _check_record(self.json)
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("starting ranks", total=None)
 
             def show(event: dict[str, Any]) -> None:
                 progress.update(task, completed=event["done"], total=event["of"], description=event["name"])
 
             rows = pipeline.run(self.config, show)
+        written = _record(self.json, asdict(self.config), rows)
         console.print(pipeline_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-        _record(console, self.json, asdict(self.config), rows)
+        _say(console, written)
         return DONE
 
 
@@ -223,18 +220,17 @@ class BenchAdapt:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import RELATIVE_ERROR, adapt_table
 
         _check_record(self.json)
         check_folder(self.plans)
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("training", total=adapt.count(self.config))
             rows = adapt.run(self.config, lambda what: progress.update(task, advance=1, description=what), self.plans)
+        written = _record(self.json, asdict(self.config), rows)
         console.print(adapt_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-        _record(console, self.json, asdict(self.config), rows)
+        _say(console, written)
         return DONE
 
 
@@ -270,8 +266,6 @@ class BenchMemory:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import memory_table
 
         _check_record(self.json, [self.config.model])
@@ -283,7 +277,7 @@ class BenchMemory:
             raise ValueError("--shares is for the zoo: give --zoo, too; narrowband memory --budget is for one model")
         keep, rounds = _keeping(self.json, asdict(self.config)), 0
         seen: set[str] = set()
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
 
             def tell(name: str) -> None:
@@ -302,13 +296,12 @@ class BenchMemory:
                     console.print(said, style="dim", markup=False, highlight=False)
 
             rows = memory.run(self.config, tell, after_round)
+        written = _record(self.json, asdict(self.config), rows)
         console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
-        _record(console, self.json, asdict(self.config), rows)
+        _say(console, written)
         return DONE
 
     def _measure_tensors(self, console: Console) -> int:
-        from rich.progress import track
-
         from narrowband.report.tables import tensors_table
 
         own = self.config
@@ -316,14 +309,14 @@ class BenchMemory:
             raise ValueError("--tensors measures no model: leave out --zoo, --shares and --only")
         config = tensors.Config(bits=(*own.bits, 8)[0], rounds=own.rounds, seed=own.seed)  # type: ignore[arg-type]
         measured = tensors.run(config)
-        rows = list(track(measured, "measuring", len(config.sizes), console=console, transient=True))
+        with _bar(console) as progress:
+            rows = list(progress.track(measured, len(config.sizes), description="measuring"))
+        written = _record(self.json, asdict(config) | {"sizes": list(config.sizes)}, rows)
         console.print(tensors_table(rows, config.bits))
-        _record(console, self.json, asdict(config) | {"sizes": list(config.sizes)}, rows)
+        _say(console, written)
         return DONE
 
     def _measure_zoo(self, console: Console, names: tuple[str, ...]) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import budgets_table, zoo_profile_table, zoo_table
 
         own, seconds = self.config, 0.05 if self.shares else 0.3
@@ -335,18 +328,26 @@ class BenchMemory:
         known = _known(self.json, asdict(config))
         rows: list[dict[str, Any]] = []
         keep = _keeping(self.json, asdict(config))
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("measuring", total=zoo.count(config))
             for row in zoo.run(config, known):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["name"])
                 keep(rows)
+        written = _record(self.json, asdict(config), rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         if not self.shares:
             console.print(zoo_profile_table(zoo.profile(rows)))
         console.print(zoo.foretold(rows), highlight=False)
-        _record(console, self.json, asdict(config), rows)
+        _say(console, written)
         return DONE
+
+
+def _bar(console: Console) -> Progress:
+    """What is done, on a terminal. A log or a pipe gets nothing of it; nobody may read that any more."""
+    from rich.progress import Progress
+
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
@@ -388,27 +389,37 @@ def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[s
     return lambda rows: write_json(path, before | {"rows": rows})
 
 
-def _record(
-    console: Console, path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any
-) -> None:
-    """Write rows, and ``more`` beside them, with where they come from; and a page of it."""
+def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> dict[str, str]:
+    """Write rows, and ``more`` beside them, with where they come from; and a page of it.
+
+    Before anything is shown of them: nobody may read what is shown any more, or its device may be full, and a
+    measurement is not lost by that.
+
+    Returns:
+        What :func:`_say` says of it behind the tables: sentence → style.
+    """
     if path is None:
-        return
+        return {}
     from narrowband.files import write_text
     from narrowband.report.page import can_make_pages, record_page
     from narrowband.report.record import provenance, write_json
 
     record = provenance(config["seed"]) | {"config": config, "rows": rows, **more}
     write_json(path, record)
-    console.print(f"written to {path}", style="dim", markup=False, highlight=False)
+    written = {f"written to {path}": "dim"}
     if can_make_pages():
         page = path.with_suffix(".html")
         try:
             write_text(page, record_page(record, path.stem))
         except UnsupportedError as error:  # the measurement is safe, and worth more than its page
-            console.print(f"no page of it: {error}", style="yellow", markup=False, highlight=False)
-            return
-        console.print(f"a page of it: {page}", style="dim", markup=False, highlight=False)
+            return written | {f"no page of it: {error}": "yellow"}
+        written[f"a page of it: {page}"] = "dim"
+    return written
+
+
+def _say(console: Console, written: dict[str, str]) -> None:
+    for sentence, style in written.items():
+        console.print(sentence, style=style, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -428,18 +439,17 @@ class BenchPeers:
     """Also write the rows to this file, with machine, versions and command."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        from rich.progress import Progress
-
         from narrowband.report.tables import peers_table
 
         _check_record(self.json)
-        with Progress(console=console, transient=True) as progress:
+        with _bar(console) as progress:
             task = progress.add_task("peers meet", total=None)
 
             def show(event: dict[str, Any]) -> None:
                 progress.update(task, completed=event["round"], total=event["of"], description=event["name"])
 
             rows = peers.run(self.config, show)
+        written = _record(self.json, asdict(self.config), rows)
         console.print(peers_table(rows))
         torn, equal = rows[-1], all(row["equal"] for row in rows)
         console.print(
@@ -447,7 +457,7 @@ class BenchPeers:
             f"of what those present could do. After every round peers were {'' if equal else 'NOT '}equal to the bit.",
             highlight=False,
         )
-        _record(console, self.json, asdict(self.config), rows)
+        _say(console, written)
         return DONE if equal else FAILED
 
 

@@ -52,10 +52,12 @@ class Demo:
         check_folder(self.out)
         if self.config.nodes == 1:
             console.print("One rank sends nothing: what follows shows what codecs cost, and not what they save.")
+        written = [self.out / "summary.json"]
         try:
             with _progress(console) as progress:
                 show = _Show(progress, self.config)
                 summary = demo.run(self.config, self.out, resume=self.resume, on_event=show)
+                write_json(written[0], provenance(self.config.seed) | summary)  # first: nobody may read what is shown
         except KeyboardInterrupt:
             console.print("Rows that were finished are kept: the same command with --resume goes on from there.")
             raise
@@ -71,8 +73,6 @@ class Demo:
                 highlight=False,
             )
         console.print(Panel(summary["verdict"], title="Verdict", title_align="left"), highlight=False, markup=False)
-        written = [self.out / "summary.json"]
-        write_json(written[0], provenance(self.config.seed) | summary)
         if plots.can_plot():
             written.append(self.out / "loss.png")
             plots.loss_curves(summary["rows"], written[1])

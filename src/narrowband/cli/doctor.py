@@ -99,11 +99,12 @@ class Doctor:
         for finding in findings:
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
+        self._write({"findings": [asdict(finding) for finding in findings]})
         about = machine()
         console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
         console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
         console.print(table)
-        self._write(console, {"findings": [asdict(finding) for finding in findings]})
+        self._say_where(console)
         if self.compile:
             _compile()
         return DONE
@@ -130,6 +131,7 @@ class Doctor:
         troubles, notes = troubles_of(found), notes_of(found)
         code = FAILED if troubles else DONE
         if meeting.rank == 0:  # all ranks know the same, and one says it
+            self._write({"troubles": troubles, "notes": notes, **asdict(found)})
             console.print(seats_table([asdict(seat) for seat in found.seats]))
             if found.ways:
                 console.print(ways_table([asdict(way) for way in found.ways]))
@@ -138,16 +140,19 @@ class Doctor:
                     console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=True)
             if not troubles:
                 console.print("All ranks reach each other.", style="green", highlight=False)
-            self._write(console, {"troubles": troubles, "notes": notes, **asdict(found)})
+            self._say_where(console)
             console.file.flush()
         meeting.leave(code)
         return code
 
-    def _write(self, console: Console, found: dict[str, Any]) -> None:
+    def _write(self, found: dict[str, Any]) -> None:
         if self.json is not None:
             from narrowband.report.record import provenance, write_json
 
             write_json(self.json, provenance() | found)
+
+    def _say_where(self, console: Console) -> None:
+        if self.json is not None:
             console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
 
 

@@ -80,6 +80,7 @@ class Memory:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.activations import ActivationPolicy
         from narrowband.bench import budget
+        from narrowband.files import write_text
         from narrowband.report.tables import saved_table, takes_table
 
         self._check()
@@ -95,6 +96,8 @@ class Memory:
                 policy = ActivationPolicy(bits=bits)
                 surveys[f"{bits} bits"] = memory.survey(model, inputs, policy, amp=self.amp)
         activations = {"plain": surveys["8 bits"].raw_bytes} | {bits: each.kept_bytes for bits, each in surveys.items()}
+        if self.json is not None:  # first, so that no measurement is lost with what is shown
+            self._record(tensors, surveys, None)
         console.print(takes_table(tensors, activations))
         console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
         for note in _notes(surveys):
@@ -107,9 +110,12 @@ class Memory:
             job = budget.Job(build, self.amp, self.optimizer, self.codec, self.device)
             with console.status("") as status:
                 found = budget.fit(job, parse_bytes(self.budget), lambda what: status.update(f"measuring {what}"))
+            if self.output is not None and found.reached:
+                write_text(self.output, found.policy.to_toml())
+            if self.json is not None:
+                self._record(tensors, surveys, found)
             self._say(console, found)
         if self.json is not None:
-            self._record(tensors, surveys, found)
             console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
         return DONE if found is None or found.reached else FAILED
 
@@ -159,9 +165,6 @@ class Memory:
                 style="yellow", markup=False, highlight=False,
             )  # fmt: skip
         if self.output is not None and found.reached:
-            from narrowband.files import write_text
-
-            write_text(self.output, found.policy.to_toml())
             console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
 
     def _record(self, tensors: dict[str, int], surveys: dict[str, Saved], found: Fit | None) -> None:
