@@ -350,6 +350,16 @@ def test_what_was_measured_is_kept_though_it_cannot_be_shown(narrow, given, monk
     assert json.loads((given / written).read_text())
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_that_lacks_characters_gets_question_marks(narrow, monkeypatch, encoding):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding))
+    assert narrow("codecs")[0] == 0
+    said = shown.getvalue().decode(encoding)
+    assert "5,000 × 5,000 float32" in said.replace("?", "×")
+    assert ("×" in said) == (encoding != "ascii")
+
+
 def test_what_can_be_written_is_not_refused(tmp_path):
     (tmp_path / "old.json").touch()
     words = ["python", "-c", "print(1);" * 1000, "a\0b", None]

@@ -19,8 +19,10 @@ Nobody has to read a traceback to learn what to change; who wants one sets ``NAR
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -58,6 +60,8 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
         stopped: what to say after Ctrl-C, behind "Stopped."
         debug: raise errors instead; so does the environment variable ``NARROWBAND_DEBUG``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know fewer characters than tables and names have
+        sys.stdout.reconfigure(errors="replace")
     try:
         return work()
     except KeyboardInterrupt:
