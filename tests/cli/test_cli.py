@@ -281,7 +281,7 @@ def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):
 def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     target = tmp_path / "lab.json"
     # Rank 1 waits for rank 0's word: once a rank has failed, all are ended.
-    told = """[ $RANK = 0 ] && echo '{"loss": 1.5}' > $NARROWBAND_TOLD/0.json
+    told = """[ $RANK = 0 ] && echo '{"loss": 1.5, "worst": NaN}' > $NARROWBAND_TOLD/0.json
         until [ -s $NARROWBAND_TOLD/0.json ]; do sleep 0.02; done; exit $RANK"""
     code, out, _ = narrow("lab", "--nodes", "2", "--json", str(target), "--", "sh", "-c", told)
     assert code == 1
@@ -289,7 +289,7 @@ def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     written = json.loads(target.read_text())
     assert [rank["rank"] for rank in written["ranks"]] == [0, 1]
     assert written["exit_code"] == 1
-    assert written["told"] == [{"loss": 1.5}, None]
+    assert written["told"] == [{"loss": 1.5, "worst": None}, None]  # JSON has no NaN
 
 
 def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):

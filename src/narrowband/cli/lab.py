@@ -82,14 +82,16 @@ class Lab:
         with tempfile.TemporaryDirectory(prefix="narrowband-told-") as folder:
             report = run(config, behind, {"NARROWBAND_TOLD": folder})
             told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
-        console.print(lab_table(report))
         write_json(self.json, provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told})
+        console.print(lab_table(report))
         return report.exit_code
 
 
 def _told(path: Path) -> object:
-    """What a rank has written; None where that is nothing, or not JSON."""
+    """What a rank has written; None where that is nothing, or not JSON, and for a NaN or inf in it, which JSON lacks
+    and Python writes.
+    """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError):
         return None
