@@ -86,6 +86,10 @@ def test_what_a_run_has_written_does_not_make_the_code_another(tmp_path):
     assert commit_of(code.parent) == head
     code.write_text("2")
     assert commit_of(code.parent) == f"{head}-dirty"
+    installed = tmp_path / ".venv" / "narrowband"
+    installed.mkdir(parents=True)
+    (installed / "code.py").touch()
+    assert commit_of(installed) is None, "the commit is that of another project"
 
 
 def test_a_folder_outside_of_a_checkout_has_no_commit(tmp_path):

@@ -62,9 +62,11 @@ def commit() -> str | None:
 
 def commit_of(folder: Path) -> str | None:
     """The commit that a folder was checked out from, with ``-dirty`` after it if anything in that checkout was changed
-    which is no result: what one run has written does not change the next one. None outside a checkout.
+    which is no result: what one run has written does not change the next one. None outside a checkout, and for a folder
+    that no commit holds: an installation in a virtual environment may lie in the checkout of another project.
     """
     try:
+        _git(folder, "ls-files", "--error-unmatch", ".")  # fails where none of it is in a commit
         found = _git(folder, "rev-parse", "HEAD")
         results = [f":(top,exclude){name}" for name in _RESULTS]
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", *results)
