@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def test_what_fails_on_its_way_leaves_the_file_that_was_there(tmp_path):
         assert path.read_text(encoding="utf-8") == "before ü", "not yet"
     assert path.read_bytes() == b"after"
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_no_file_takes_the_place_of_a_pipe_or_of_a_link(tmp_path):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "elsewhere" / "file.txt"
+    os.mkfifo(pipe)
+    with pytest.raises(FileExistsError, match="is no regular file"):
+        write_text(pipe, "x")
+    assert pipe.is_fifo()
+    link.symlink_to(target)
+    for content in ("first", "second"):
+        write_text(link, content)
+        assert link.is_symlink()
+        assert target.read_text() == content
 
 
 def test_a_plan_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -62,6 +63,7 @@ def folder(tmp_path_factory):
     (place / "folder").mkdir()
     (place / "folder.json").mkdir()
     (place / "file").write_text("x")
+    os.mkfifo(place / "pipe")
     (place / "text.pt").write_text("Beautiful is better than ugly.\n")
     (place / "bytes.pt").write_bytes(bytes(range(256)) * 20)
     (place / "empty.pt").touch()
@@ -107,6 +109,8 @@ WRONG = [
     # gradients
     ("adapt nowhere.pt", "there is no file nowhere.pt; torch.save({name: p.grad"),
     ("adapt folder", "folder is a folder; give the file in it"),
+    ("doctor --json pipe", "pipe is a device or a pipe, and no file may take its place"),
+    ("report .", ". is a folder; give the file of an nb.Recorder"),
     *((f"adapt {name}.pt", f"{name}.pt is no file of gradients: torch.save did not write it")
       for name in ("text", "bytes", "empty", "torn", "head", "pickle", "module")),
     ("adapt nan.pt", "the gradient of 'a.weight' is not finite"),

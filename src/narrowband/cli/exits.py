@@ -125,8 +125,8 @@ def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -
             ``file.py:function``.
 
     Raises:
-        ValueError: a path is a folder, or nothing can be written there; it is a file that the command reads, or two of
-            them are one.
+        ValueError: a path is a folder or a device, or nothing can be written there; it is a file that the command
+            reads, or two of them are one.
 
     Example:
         >>> check_output(Path("run.jsonl"), reads=["run.jsonl"])
@@ -143,7 +143,9 @@ def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -
             raise ValueError(f"{path} would be written twice, and hold the last of two things only; {_ANOTHER}")
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file to write, such as {path / 'result'}")
-        _check_folder(path.absolute().parent, path)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is a device or a pipe, and no file may take its place; {_ANOTHER}")
+        _check_folder(Path(os.path.realpath(path)).parent, path)
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{path} cannot be written: it may not be changed; {_ANOTHER}")
 

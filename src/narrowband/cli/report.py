@@ -45,6 +45,8 @@ class Report:
         from narrowband.report.record import read_json
         from narrowband.report.recorder import is_run, read_run
 
+        if not self.run.name:
+            raise ValueError(f"{self.run} is a folder; {_REMEDY}")
         output = self.run.with_suffix(".html") if self.output is None else self.output
         check_output(output, reads=(self.run, self.beside))
         if self.run.suffix == ".json" and not is_run(self.run):
