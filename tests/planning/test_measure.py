@@ -212,6 +212,14 @@ class Sparse(nn.Module):
         return self.table(torch.zeros(len(x), dtype=torch.int64))
 
 
+class Diverged(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 64)
+
+    def forward(self, x):
+        return super().forward(x) * float("nan")
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -219,6 +227,7 @@ class Sparse(nn.Module):
         (mlp().double(), "float64"),
         (Unused(), "no gradient to other.weight, other.bias"),
         (Sparse(), "the gradient of table.weight is sparse"),
+        (Diverged(), "the gradient of weight, bias has an inf or NaN"),
     ],
 )
 def test_a_model_that_cannot_be_measured_is_refused_in_words(model, says):

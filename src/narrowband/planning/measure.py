@@ -140,7 +140,7 @@ def measure_step(
 
     Raises:
         ValueError: a model that has nothing to train, or not in float32, or returns nothing to go backward from, or
-            whose backward leaves something out.
+            whose backward leaves something out, or gives an inf or NaN.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -206,6 +206,12 @@ def _try(
     sparse = [name for name, p in trained if p.grad is not None and p.grad.is_sparse]
     if sparse:
         raise ValueError(f"the gradient of {', '.join(sparse)} is sparse, which is not measured: give sparse=False")
+    odd = [name for name, p in trained if p.grad is not None and not torch.isfinite(p.grad).all()]
+    if odd:
+        raise ValueError(
+            f"the gradient of {', '.join(odd[:3])}{' …' if len(odd) > 3 else ''} has an inf or NaN, with which no "
+            "codec can be measured: see that parameters, inputs and loss are finite"
+        )
     model.zero_grad(set_to_none=True)
 
 
