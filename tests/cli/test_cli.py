@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import subprocess
@@ -339,6 +340,17 @@ def test_doctor_says_which_allocator_hands_out_memory(mapped, libc, said, monkey
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: (libc, ""))
     details = [finding.detail for finding in doctor._allocator()]
     assert [detail.startswith(said) for detail in details] == ([True] if said else [])
+
+
+def test_doctor_says_that_numba_does_not_work(tmp_path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "narrowband.cli", "doctor"]
+    env = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"no +loops on CPU +Numba needs NumPy 2.3 or less", done.stdout)
 
 
 def test_doctor_finds_the_project_that_has_our_name_on_pypi(narrow, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from narrowband.cli.exits import DONE, FAILED, check_output
-from narrowband.errors import DISTRIBUTION, pip_install
+from narrowband.errors import DISTRIBUTION, UnsupportedError, pip_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,9 +215,13 @@ def _backends() -> Iterator[_Finding]:
     from narrowband.report.gpu import gpu, loops_of, nccl_version
 
     threads = torch.get_num_threads()
-    backend = kernels.backend_for("cpu").name
-    loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
-    yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
+    try:
+        backend = kernels.backend_for("cpu").name
+    except (ImportError, UnsupportedError) as error:  # Numba is missing, goes with another NumPy, or compiles nothing
+        yield _Finding("loops on CPU", False, f"{error} (NARROWBAND_KERNELS=reference does without, slowly)")
+    else:
+        loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
+        yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
     found = gpu()
     if found is not None:
         fast = kernels.backend_for("cuda").name == "cuda"

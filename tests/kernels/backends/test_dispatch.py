@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -72,3 +73,10 @@ def test_what_runs_on_the_cpu_does_not_import_triton() -> None:
 def test_importing_the_package_does_not_import_numba() -> None:
     code = "import sys, narrowband.kernels; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_where_numba_compiles_nothing_that_is_said() -> None:
+    code = "from narrowband import kernels; kernels.backend_for('cpu')"
+    env = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True)
+    assert "UnsupportedError: Numba is told to compile nothing (NUMBA_DISABLE_JIT)" in done.stderr

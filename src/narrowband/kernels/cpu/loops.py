@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.extending import intrinsic, overload
 
+from narrowband.errors import UnsupportedError
 from narrowband.kernels.cpu.cache import keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+if config.DISABLE_JIT:  # type: ignore[attr-defined] # set as the module is loaded
+    raise UnsupportedError(
+        "Numba is told to compile nothing (NUMBA_DISABLE_JIT), and loops on CPU are nothing without that: unset it, or "
+        "set NARROWBAND_KERNELS=reference, which takes plain PyTorch"
+    )
 
 F32, I32, U8, U32 = np.float32, np.int32, np.uint8, np.uint32
 #: An index known not to be negative: Numba then leaves out the wrap-around, and the loop vectorizes.
