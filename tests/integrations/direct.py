@@ -68,12 +68,13 @@ def direct(rank, fp16=False, accumulate=ACCUMULATE):
 
 def outcome(model, losses, handle):
     """What two runs are compared by."""
+    kept = None if handle.removed else sorted(residuals(handle).items())
     return {
         "losses": losses,
         "parameters": flat(model),
         "bytes": handle.stats().total.sent_bytes,
         "steps": handle.step,
-        "residuals": None if handle.removed else torch.cat([each.flatten() for each in residuals(handle).values()]),
+        "residuals": None if kept is None else torch.cat([each.flatten() for _, each in kept]),
     }
 
 

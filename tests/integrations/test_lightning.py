@@ -254,6 +254,29 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
         assert steps == STEPS // 2
 
 
+def with_and_without_trials(rank, world_size, folder):
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    class Later(LearningRateFinder):
+        """Searches when an epoch begins, as Lightning's documentation shows."""
+
+        def on_fit_start(self, trainer, module):
+            pass
+
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                self.lr_find(trainer, module)
+
+    finders = [kind(num_training_steps=STEPS, update_attr=False) for kind in (LearningRateFinder, Later)]
+    return [fit(rank, world_size, folder, callbacks=callbacks) for callbacks in ([], finders[:1], finders[1:])]
+
+
+def test_steps_of_a_trial_leave_nothing_in_the_residuals(tmp_path):
+    for without, before, between in on_two_ranks(with_and_without_trials, str(tmp_path)):
+        assert agree(without, before, but=("losses",)) == []
+        assert agree(without, between, but=("losses", "bytes")) == []
+
+
 def removed(rank, world_size, folder):
     from lightning.fabric import Fabric
     from lightning.pytorch import Callback

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from narrowband import gradients
 from narrowband.errors import need
 from narrowband.integrations.states import gather, load
-from narrowband.integrations.wrapped import check_clipping, ddp_in
+from narrowband.integrations.wrapped import check_clipping, ddp_in, is_wrapped
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:  # the same, under its former name
     need("pytorch-lightning", "2.4", "2", extra="lightning")
@@ -66,6 +66,7 @@ class CompressGradients(Callback):
     ) -> None:
         self._spec, self._strict, self._options = spec, strict, options
         self._handle: GradientCompression | None = None
+        self._begun = False  # whether the model of this fit is compressed
         self._found: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None  # in a checkpoint, not loaded yet
 
     @property
@@ -79,10 +80,25 @@ class CompressGradients(Callback):
             raise RuntimeError("there is no handle before trainer.fit has put the model into DistributedDataParallel")
         return self._handle
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew: what an earlier fit was, or found and did not begin with, is over."""
+        if stage == "fit":
+            self._begun, self._found = False, None
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep what will be loaded: Lightning reads a checkpoint before it wraps the model."""
-        if trainer.state.fn == "fit":
-            self._found = _mine(checkpoint.get(KEY), trainer.global_rank, trainer.world_size)
+        """Keep what will be loaded: to resume, Lightning reads a checkpoint before it wraps the model.
+
+        One that is read later takes back the steps of a trial, such as a search of the learning rate. Trials before
+        ``on_fit_start`` are uncompressed, and their checkpoints are none of compression. After a later one its state is
+        taken back, too.
+        """
+        if trainer.state.fn != "fit":
+            return
+        found = _mine(checkpoint.get(KEY), trainer.global_rank, trainer.world_size)
+        if self._begun:
+            load(self.handle, found, "the checkpoint that was read in training", strict=self._strict)
+        elif not is_wrapped(trainer.strategy.model):
+            self._found = found
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compress the model that Lightning has wrapped.
@@ -100,6 +116,7 @@ class CompressGradients(Callback):
         found, self._found = self._found, None
         if found is not None:
             load(self._handle, found, str(trainer.ckpt_path), strict=self._strict)
+        self._begun = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Refuse to train uncompressed.

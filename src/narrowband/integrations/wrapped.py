@@ -12,7 +12,7 @@ from narrowband.errors import UnsupportedError
 if TYPE_CHECKING:
     from narrowband.gradients import GradientCompression
 
-__all__ = ["check_clipping", "ddp_in"]
+__all__ = ["check_clipping", "ddp_in", "is_wrapped"]
 
 
 def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
@@ -25,13 +25,22 @@ def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
     Raises:
         UnsupportedError: there is none, or more than one.
     """
-    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    found = _all_ddp_in(model)
     if len(found) == 1:
         return found[0]
     given = f"{type(model).__name__} {f'with {len(found)} of them' if found else 'without one'}"
     raise UnsupportedError(
         f"compression needs a model in DistributedDataParallel, and the trainer has a {given}; {advice}"
     )
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether there is a DistributedDataParallel in what a trainer calls."""
+    return bool(_all_ddp_in(model))
+
+
+def _all_ddp_in(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def check_clipping(handle: GradientCompression, max_norm: float | None, setting: str) -> None:
