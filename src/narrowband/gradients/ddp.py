@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.parameters import norms_of
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
+from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -74,6 +76,7 @@ class DDPCompression(GradientCompression):
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
+        self._steps = Steps(self, model.module.parameters()) if self.size > 1 else None
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:
@@ -81,6 +84,11 @@ class DDPCompression(GradientCompression):
         backward, takes part with zeros.
         """
         return self._all_used and in_backward
+
+    def called(self) -> None:
+        """The model was called outside of ``no_sync``; for the hook."""
+        if self._steps is not None:
+            self._steps.called()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See :meth:`GradientCompression.no_sync`; it is the model's own."""
@@ -111,12 +119,18 @@ class DDPCompression(GradientCompression):
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket; for the hook, which DDP calls when a bucket's gradients are ready."""
         if not self.in_step:
-            self._check_join()
+            self._begin()
         parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
         self._coming.append([parameter.name for parameter in parameters if parameter.compressed])
         if bucket.is_last():
             self._buckets, self._coming = [names for names in self._coming if names], []
         return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=bucket.is_last())
+
+    def _begin(self) -> None:
+        """The first bucket of a step is here."""
+        self._check_join()
+        if self._steps is not None and is_in_backward():  # a rank that has run out of data has none
+            self._steps.averaging()
 
     def _check_join(self) -> None:
         model = self._model()

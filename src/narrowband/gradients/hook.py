@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class Averaging(Protocol):
     @property
     def paused(self) -> bool:
         """Whether averages are uncompressed for now."""
+
+    def called(self) -> None:
+        """The model was called, and DDP will average the gradients of that."""
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """A bucket of gradients is complete; its average."""
@@ -139,6 +142,8 @@ class Hook(Left):
         """The model is called."""
         if self.watch is not None and torch.is_grad_enabled():
             self.watch.used = True
+            if self.handle is not None and cast("DistributedDataParallel", module).require_backward_grad_sync:
+                self.handle.called()
 
 
 def _on_bucket(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -256,7 +256,7 @@ class TwoLevelCompression(DDPCompression):
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
         if not self._coming:
-            self._check_join()
+            self._begin()
             self._raises_later = at_the_end_of_backward(self._raise)
         names = [self._shard_names[p] for p in parameters if p in self._shard_names]
         by_name = self.layers.parameters.by_name

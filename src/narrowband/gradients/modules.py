@@ -35,6 +35,7 @@ from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
 from narrowband.gradients.left import Left
+from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +90,7 @@ class ModuleCompression(GradientCompression):
         self._sharded = any(hasattr(p, "device_mesh") for p in by_tensor)
         self._unreduced = False  # whether FSDP2 keeps whole gradients of passes in no_sync
         self._reset()
+        self._steps = Steps(self, by_tensor) if self.size > 1 else None
         own = weakref.ref(self)
         register: Any = Tensor.register_post_accumulate_grad_hook
         self._hooks: list[Any] = [register(p, _arrival(own)) for p in by_tensor]
@@ -103,6 +105,11 @@ class ModuleCompression(GradientCompression):
         self._lacking = [set(group) for group in self._groups]
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._any = False
+
+    def called(self) -> None:
+        """The model was called."""
+        if self._syncing and self._steps is not None:
+            self._steps.called()
 
     def begin(self) -> None:
         """A backward pass that will reach the model's parameters; to be called in it, before it does."""
@@ -148,6 +155,8 @@ class ModuleCompression(GradientCompression):
     def _send(self) -> None:
         """Feed the next group."""
         at = len(self._futures)
+        if at == 0 and self._steps is not None:
+            self._steps.averaging()
         group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
         with torch.no_grad():
             buffer = end_to_end(group, [by_tensor[p].form for p in group], self._sparse)
@@ -277,7 +286,8 @@ class Outputs(Left):
     @unseen
     def __call__(self, _: nn.Module, __: Any, outputs: Any) -> None:
         """The model was called."""
-        if torch.is_grad_enabled() and self.handle is not None:
+        if torch.is_grad_enabled() and (own := self.handle) is not None:
+            own.called()
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
                     cast("Any", x).register_hook(self._began)

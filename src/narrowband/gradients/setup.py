@@ -79,8 +79,9 @@ def compress_gradients(
         early_nbytes: if the small parameters at a model's end have at least so many bytes, they are sent before
             backward ends.
 
-    If a parameter is replaced, added or thawed later, nobody would average it, so the next step is an error. Call the
-    handle's ``remove()`` before such a change, and this function again afterwards.
+    If a parameter is replaced, added or thawed later, nobody would average it, so the next step is an error. So it is
+    if the model is converted to another dtype. Call the handle's ``remove()`` before such a change, and this function
+    again afterwards. An optimizer that steps inside backward, in a hook of a parameter, is an error, too.
 
     ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros, and keep their
     residuals (with ``ef21``, which has no residual, zero counts as their gradient). Its

@@ -1,0 +1,179 @@
+"""Whether an optimizer's steps and a handle's averages take turns, as feedback supposes.
+
+Feedback counts on every average being used, once. Some training loops break that, and nothing fails:
+
+* the optimizer steps inside backward, parameter by parameter, before the average of any of them is there;
+* gradients add up over several backward passes that are all averaged. Averages then come in again as if they were new
+  gradients, and ``dgc`` applies momentum to them once more;
+* averages are thrown away: those of a GAN's discriminator, when its generator learns. What feedback has not sent of
+  them goes along with later gradients;
+* the model is called, and its gradients come another way than averages do: from ``torch.autograd.grad``, or through a
+  module that was converted (``.half()``, ``.to()``) inside of DistributedDataParallel, which then hears of none.
+
+PyTorch tells of every optimizer's steps in the process. The first and the last are errors; the others, which may be
+meant, a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from narrowband.averaging.core import is_in_backward
+from narrowband.compiler import unseen
+from narrowband.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import Tensor
+
+    from narrowband.averaging.layers import Layers
+    from narrowband.averaging.stats import StepStats
+    from narrowband.stats import Stats
+
+__all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "Steps"]
+
+#: An optimizer may step so often with gradients that nobody averaged. One may be a warm-up of somebody's own; three in
+#: a row are a training loop.
+STEPS_WITHOUT_AVERAGE = 3
+
+
+class Averages(Protocol):
+    """What is asked of a handle."""
+
+    @property
+    def layers(self) -> Layers:
+        """What is averaged."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether averages are uncompressed for now."""
+
+    @property
+    def removed(self) -> bool:
+        """Whether nothing is averaged any more."""
+
+    def stats(self) -> Stats[StepStats]:
+        """Of the steps so far."""
+
+
+class Steps:
+    """The steps that optimizers make with the gradients of one handle.
+
+    Args:
+        handle: that averages them. It keeps this, and this does not keep it.
+        parameters: whose gradients these are, as optimizers know them.
+    """
+
+    def __init__(self, handle: Averages, parameters: Iterable[Tensor]) -> None:
+        self._handle = weakref.ref(handle)
+        self._ours = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
+        self._called = False  # whether averages are to be expected
+        self._unused = False  # whether there is an average that no optimizer has used
+        self._ever = False  # whether an optimizer has stepped: there are other ways to train
+        self._inside: int | None = None  # the optimizer that steps now, and may run backward in its closure
+        self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        _listen()
+        _all.add(self)
+
+    def called(self) -> None:
+        """The model was called, and the gradients of that will be averaged."""
+        self._called = True
+
+    def averaging(self) -> None:
+        """A step's gradients are about to be averaged."""
+        if self._unused and self._ever and self._inside is None:
+            self._warn()
+        self._unused, self._called = True, False
+        self._local.clear()
+
+    def _warn(self) -> None:
+        handle = self._handle()
+        if handle is None or not handle.layers.stateful:
+            return
+        observer = handle.layers.observer
+        if (handle.paused and observer is None) or handle.stats().last.skipped:  # then a scaler skips the step
+            return
+        momentum = " (dgc applies momentum to what has arrived already)" if observer is not None else ""
+        handle.layers.warn_once(
+            "backward was averaged twice, and no optimizer stepped in between. Where gradients add up over several "
+            f"passes, run all but the last in handle.no_sync(){momentum}. Where nobody uses them, as those of a GAN's "
+            "discriminator when its generator learns, run that pass in it, too: what compression has not sent of them "
+            "is added to later ones"
+        )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            UnsupportedError: inside backward.
+            RuntimeError: it did so several times in a row with gradients that nobody averaged.
+        """
+        handle = self._handle()
+        if handle is None or handle.removed:
+            _all.discard(self)
+            return
+        ours = (p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p))
+        first = next(ours, None)
+        if first is None:
+            return
+        self._inside = id(optimizer)
+        if first.grad is None and all(p.grad is None for p in ours):  # those of a closure are still to come
+            return
+        name = type(optimizer).__name__
+        if is_in_backward():
+            raise UnsupportedError(
+                f"{name} steps inside backward (in a hook of a parameter), before the averages arrive; step it when "
+                "backward has returned"
+            )
+        called, self._called, self._ever = self._called, False, True
+        if self._unused:
+            self._unused = False
+            return
+        if not called or handle.paused:
+            return
+        self._local[optimizer] = steps = self._local.get(optimizer, 0) + 1
+        if steps < STEPS_WITHOUT_AVERAGE:
+            return
+        raise RuntimeError(
+            f"nothing is averaged: {name} is about to make step {steps} in a row with gradients of the compressed "
+            "model, which was called, but no backward pass through it was averaged. Convert a model (half(), to()) "
+            "before it is wrapped, and let gradients come from backward(): those of torch.autograd.grad and torch.func "
+            "stay with their rank, unless an nb.Averager averages them. If these steps are local on purpose, call "
+            "handle.pause() or handle.remove() first"
+        )
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped, by the averages of its closure if it has one."""
+        if self._inside == id(optimizer):
+            self._inside, self._unused, self._ever = None, False, True
+
+    def _is_ours(self, p: Tensor) -> bool:
+        reference = self._ours.get(id(p))
+        return reference is not None and reference() is p
+
+
+_all: weakref.WeakSet[Steps] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of every optimizer's steps, for as long as the process lives."""
+
+    @unseen
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for each in tuple(_all):
+            each.before_step(optimizer)
+
+    @unseen
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for each in tuple(_all):
+            each.after_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)

@@ -1,0 +1,160 @@
+"""Averages and optimizers' steps take turns; what breaks that is an error, or said once."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+
+import narrowband as nb
+from tests.gradients.training import compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
+from tests.ranks import run_ranks
+
+KINDS = pytest.mark.parametrize("kind", ["ddp", "module"])
+SPEC = "topk:density=0.05+ef"
+
+
+def model_of(kind):
+    return wrap(mlp()) if kind == "ddp" else mlp()
+
+
+def in_two_passes(kind, spec, rank, *, waits=False, gradients="used"):
+    """Every step has two backward passes; what was said of it."""
+    model = model_of(kind)
+    handle = compress(model, spec, min_numel=64)
+    optimizer = nb.DGCSGD(model.parameters(), lr=0.05) if spec.startswith("dgc") else sgd(model)
+    with heard() as messages:
+        for step in range(3):
+            with handle.no_sync() if waits else contextlib.nullcontext():
+                loss_of(model, 100 + step, rank).backward()
+            if gradients == "thrown away":
+                optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [message for message in messages if "averaged twice" in message]
+
+
+def said_of_two_passes(rank, world_size, kind):
+    found = {
+        (waits, gradients): in_two_passes(kind, SPEC, rank, waits=waits, gradients=gradients)
+        for waits in (False, True)
+        for gradients in ("used", "thrown away")
+    }
+    found["nothing is kept"] = in_two_passes(kind, "qsgd:bits=4", rank)
+    found["momentum"] = in_two_passes(kind, "dgc:density=0.1", rank)
+    return found
+
+
+@KINDS
+def test_averages_that_no_optimizer_uses_are_a_warning_of_one_rank(kind):
+    first, second = run_ranks(said_of_two_passes, 2, kind)
+    assert set(map(tuple, second.values())) == {()}
+    for case in ("used", "thrown away"):
+        assert first[True, case] == []
+        (message,) = first[False, case]
+        assert "run all but the last in handle.no_sync()." in message
+    assert first["nothing is kept"] == []
+    assert "dgc applies momentum to what has arrived already" in first["momentum"][0]
+
+
+def what_takes_no_turns_by_right(rank, world_size, kind):
+    """A step that is skipped, those that run backward themselves, once or often, and a loop without an optimizer."""
+    with heard() as messages:
+        model, scaler = model_of(kind), torch.amp.GradScaler("cpu", init_scale=4.0)
+        compress(model, SPEC, min_numel=64, grad_scaler=scaler)
+        optimizer = sgd(model)
+        for step in range(4):
+            loss = loss_of(model, step, rank)
+            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        for search in (torch.optim.SGD, partial(torch.optim.LBFGS, max_iter=3)):
+            model = model_of(kind)
+            handle = compress(model, SPEC, min_numel=64)
+            optimizer = search(model.parameters(), lr=0.1)
+            for step in range(5):
+
+                def closure(model=model, optimizer=optimizer, step=step):
+                    optimizer.zero_grad()
+                    loss = loss_of(model, step, rank)
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+                if step == 3:  # as Lightning does before it validates
+                    optimizer.zero_grad()
+        passes = handle.step
+
+        model = model_of(kind)
+        compress(model, SPEC, min_numel=64)
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.05)
+                    p.grad = None
+    return messages, passes > 5
+
+
+@KINDS
+def test_skipped_steps_line_searches_and_loops_without_an_optimizer_are_nothing_to_warn_of(kind):
+    assert run_ranks(what_takes_no_turns_by_right, 2, kind) == [([], True)] * 2
+
+
+def steps_inside_backward(rank, world_size, kind):
+    model = model_of(kind)
+    compress(model, SPEC, min_numel=64)
+    own = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: own[p].step()) for p in own]
+    before = flat(model)
+    error = refusal(lambda: loss_of(model, 0, rank).backward())
+    for hook in hooks:
+        hook.remove()
+    return error, torch.equal(flat(model), before)
+
+
+@KINDS
+def test_an_optimizer_that_steps_inside_backward_is_an_error(kind):
+    for error, unchanged in run_ranks(steps_inside_backward, 2, kind, fresh=True):
+        assert error[0] == "UnsupportedError"
+        assert "SGD steps inside backward (in a hook of a parameter), before the averages arrive" in error[1]
+        assert unchanged
+
+
+def gradients_that_nobody_averages(rank, world_size, kind):
+    model = model_of(kind)
+    handle = compress(model, SPEC, min_numel=64)
+    optimizer = sgd(model)
+
+    def step_with(number):
+        x, y = data(number, rank)
+        gradients = torch.autograd.grad((model(x) - y).square().mean(), list(model.parameters()))
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient
+        return refusal(optimizer.step)
+
+    errors = [step_with(number) for number in range(3)]
+    handle.pause()
+    paused = [step_with(number) for number in range(4)]
+    handle.resume()
+    if kind == "module":  # DDP is in the middle of the passes that it prepared
+        train(model, rank, range(2), optimizer)
+    with handle.no_sync():
+        local = [step_with(number) for number in range(4)]
+    handle.remove()
+    removed = [step_with(number) for number in range(4)]
+    return errors, {*paused, *local, *removed}
+
+
+@KINDS
+def test_a_model_whose_gradients_come_another_way_than_averages_do_is_an_error(kind):
+    for errors, others in run_ranks(gradients_that_nobody_averages, 2, kind):
+        assert errors[:2] == [None, None]
+        assert errors[2][0] == "RuntimeError"
+        assert "nothing is averaged: SGD is about to make step 3 in a row" in errors[2][1]
+        assert others == {None}
