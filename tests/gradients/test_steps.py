@@ -158,3 +158,29 @@ def test_a_model_whose_gradients_come_another_way_than_averages_do_is_an_error(k
         assert errors[2][0] == "RuntimeError"
         assert "nothing is averaged: SGD is about to make step 3 in a row" in errors[2][1]
         assert others == {None}
+
+
+def converted(rank, world_size, kind):
+    """A model in another dtype than at set-up; and in the dtype that it then had, set up anew."""
+    model = model_of(kind)
+    handle = compress(model, SPEC, min_numel=64)
+    train(model, rank, range(1))
+    model.to(torch.bfloat16)
+    error = refusal(lambda: train(model, rank, range(3), dtype=torch.bfloat16))
+    handle.remove()
+    model = wrap(model.module) if kind == "ddp" else model
+    handle = compress(model, SPEC, min_numel=64)
+    train(model, rank, range(2), dtype=torch.bfloat16)
+    return error, handle.step
+
+
+@KINDS
+def test_a_model_that_is_converted_after_set_up_is_an_error(kind):
+    for error, steps in run_ranks(converted, 2, kind):
+        if kind == "ddp":
+            assert "nothing is averaged: SGD is about to make step 3 in a row" in error[1]
+            assert "Convert a model (half(), to()) before it is wrapped" in error[1]
+        else:
+            assert error[0] == "UnsupportedError"
+            assert "6.bias comes in torch.bfloat16, and was in torch.float32 when compression was set up" in error[1]
+        assert steps == 2

@@ -36,7 +36,7 @@ from narrowband.averaging.step import MEASURE_EVERY, Group, Parts, Step, fill_wi
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow, can_send_from
-from narrowband.errors import DisagreementError, PayloadError
+from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
@@ -252,7 +252,11 @@ class Averaging:
 
         Returns:
             Resolved, with what holds the averages, when the whole step has been averaged.
+
+        Raises:
+            UnsupportedError: the tensors have another dtype than at set-up.
         """
+        self._check_dtype(buffer, names)
         devices = [buffer.device] if buffer.device.type == "cuda" else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         result = buffer if out is None else out
@@ -269,6 +273,16 @@ class Averaging:
         group = Group(buffer, [self.layers.parameters.by_name[name] for name in names], out)
         self._engine.post(lambda: step.add(group, last=last))
         return future
+
+    def _check_dtype(self, buffer: Tensor, names: Sequence[str]) -> None:
+        """What was converted since set-up would travel uncompressed, past what feedback keeps."""
+        for first in names[:1]:
+            dtype = self.layers.parameters.by_name[first].vector.dtype
+            if buffer.dtype != dtype and not dtype.is_complex:  # complex gradients come as pairs of real numbers
+                raise UnsupportedError(
+                    f"{first} comes in {buffer.dtype}, and was in {dtype} when compression was set up; convert a model "
+                    "before it is wrapped and compression is set up, or call remove() on all ranks, and set it up again"
+                )
 
     def _step_facts(self) -> Facts:
         """What a place has ranks compare before a step, beside what the core does."""
