@@ -7,6 +7,7 @@ import copy
 import io
 import os
 import signal
+from dataclasses import dataclass
 from itertools import chain
 
 import pytest
@@ -21,7 +22,19 @@ from torch.utils.checkpoint import checkpoint
 import narrowband as nb
 from narrowband.averaging import flat as flat_module
 from narrowband.averaging.flat import local
-from tests.gradients.training import LOSSLESS, flat, heard, loss_of, mlp, refusal, sgd, train, train_in_two_passes, wrap
+from tests.gradients.training import (
+    LOSSLESS,
+    data,
+    flat,
+    heard,
+    loss_of,
+    mlp,
+    refusal,
+    sgd,
+    train,
+    train_in_two_passes,
+    wrap,
+)
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 
@@ -356,6 +369,41 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = checkpoint(lambda x, b=block: torch.tanh(b(x)), x, use_reentrant=self.reentrant)
         return self.head(x)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    parts: dict[str, list[torch.Tensor]]
+
+
+class WithOutput(Checkpointed):
+    """The last layer is checkpointed, and the model's output is a dataclass."""
+
+    def forward(self, x, y):
+        x = checkpoint(self.head, checkpoint(self.first, x, use_reentrant=False), use_reentrant=self.reentrant)
+        return Output((x - y).square().mean(), {"parts": [x]})
+
+
+def checkpointed_output(rank, world_size):
+    found = []
+    for reentrant in (True, False):
+        model = WithOutput(reentrant)
+        model.blocks = nn.ModuleList()
+        handle = compress(model, "topk:density=0.05+ef")
+        optimizer = sgd(model, 0.1)
+        for step in range(3):
+            model(*data(step, rank)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((flat(model).tolist(), handle.step, handle.stats().total.sent_bytes))
+    return found
+
+
+def test_a_backward_inside_of_backward_is_one_step_whatever_a_model_returns():
+    for reentrant, plain in run_ranks(checkpointed_output, 2):
+        assert plain[1] == 3
+        assert reentrant == plain
 
 
 def checkpointed(rank, world_size, reentrant):

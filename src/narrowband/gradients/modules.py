@@ -19,6 +19,7 @@ where one comes after the parameter was sent, that is an error.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -288,11 +289,21 @@ class Outputs(Left):
         """The model was called."""
         if torch.is_grad_enabled() and (own := self.handle) is not None:
             own.called()
-            for x in torch.utils._pytree.tree_leaves(outputs):
-                if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
+            for x in _tensors_in(outputs):
+                if x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
                     cast("Any", x).register_hook(self._began)
 
     @unseen
     def _began(self, _: Tensor) -> None:
         if (own := self.handle) is not None:
             own.begin()
+
+
+def _tensors_in(outputs: object) -> Iterator[Tensor]:
+    """All tensors of what a model returns: in lists, tuples, dictionaries, dataclasses, as DDP looks for them."""
+    for x in torch.utils._pytree.tree_leaves(outputs):
+        if isinstance(x, Tensor):
+            yield x
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+            for field in dataclasses.fields(x):
+                yield from _tensors_in(getattr(x, field.name, None))
