@@ -276,6 +276,8 @@ def refused(rank, world_size, folder):
     with launched(rank, world_size):
         trainer = trainer_of(rank, folder, STEPS)
         early = refusal(lambda: compress_gradients(trainer, SPEC).handle)
+        trainer.evaluate()
+        alone = refusal(trainer.train)
     train(rank, world_size, folder, steps=STEPS // 2)
     dist.barrier()
     for path in Path(folder).glob("checkpoint-2/narrowband*"):
@@ -283,17 +285,18 @@ def refused(rank, world_size, folder):
     dist.barrier()
     without = refusal(lambda: train(rank, world_size, folder, resume=f"{folder}/checkpoint-2"))
     lenient = train(rank, world_size, folder, resume=f"{folder}/checkpoint-2", strict=False)
-    return late, later, sums, twice, early, without, lenient["steps"]
+    return late, later, sums, twice, early, alone, without, lenient["steps"]
 
 
 def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
-    for late, later, sums, twice, early, without, steps in on_two_ranks(refused, str(tmp_path)):
-        assert [each[0] for each in (late, later, sums, twice, early, without)] == [
+    for late, later, sums, twice, early, alone, without, steps in on_two_ranks(refused, str(tmp_path)):
+        assert [each[0] for each in (late, later, sums, twice, early, alone, without)] == [
             "RuntimeError",
             "RuntimeError",
             "UnsupportedError",
             "ValueError",
             "RuntimeError",
+            "UnsupportedError",
             "ValueError",
         ]
         assert "has begun to train: call compress_gradients before trainer.train()" in late[1]
@@ -301,6 +304,8 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
         assert "max_grad_norm=0.05 clips what arrives, and with dgc these are sums" in sums[1]
         assert "momentum" in twice[1]
         assert "no handle before trainer.train()" in early[1]
+        assert "has a WithLoss without one" in alone[1]
+        assert "Call evaluate() and predict() after train(), or pass eval_on_start=True" in alone[1]
         assert "checkpoint-2 has no state of compression; strict=False begins with empty residuals" in without[1]
         assert steps == STEPS // 2
 

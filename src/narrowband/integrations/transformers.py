@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CompressGradients", "compress_gradients"]
 
-_ADVICE = "start two processes or more with torchrun, without FSDP; without GPUs with TrainingArguments(use_cpu=True)"
+_ADVICE = (
+    "start two processes or more with torchrun, without FSDP; without GPUs with TrainingArguments(use_cpu=True). Call "
+    "evaluate() and predict() after train(), or pass eval_on_start=True: a model that was evaluated before stays "
+    "without, and every rank trains alone"
+)
 
 
 def compress_gradients(
