@@ -155,17 +155,20 @@ def what_is_said(rank, world_size):
         ("one vector", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 10**6, "small": "fused"}),
         ("too dense", mlp, {"spec": "topk:density=1.0", "min_numel": 64}),
         ("worth it", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 64}),
+        ("as they are", lambda: mlp(torch.bfloat16), {"spec": "none", "min_numel": 64}),
     ):
         with heard() as messages:
-            compress(wrap(make()), **arguments)
+            handle = compress(wrap(make()), **arguments)
         said[name] = messages
+    for layer in handle.layer_stats().values():
+        assert layer.sent_bytes == layer.raw_bytes == 2 * layer.numel
     return said
 
 
 def test_what_makes_no_sense_is_said_by_one_rank():
     said, others = run_ranks(what_is_said, 2)
     assert not any(others.values())
-    assert said["worth it"] == said["one vector"] == []
+    assert said["worth it"] == said["one vector"] == said["as they are"] == []
     assert len(said["nothing to compress"]) == 1
     assert "nothing to compress" in said["nothing to compress"][0]
     assert "nothing to compress" in said["only vectors"][0]

@@ -199,7 +199,10 @@ class Layers:
 
     def sent_nbytes(self, name: str) -> int:
         """Bytes that a rank sends in a step for a layer as it is now, but for the few that a message has of its own."""
-        return self._collectives.sent_nbytes(self.spec_for(name), self.parameters.shapes[name])
+        own = self.parameters.by_name[name]
+        if self.exact:  # gradients travel as they are, in their own dtype
+            return all_reduce_nbytes(own.shape.numel() * own.vector.dtype.itemsize, self._size)
+        return self._collectives.sent_nbytes(self.spec_for(name), own.shape)
 
     @property
     def collectives(self) -> set[type[Exchange]]:
@@ -285,7 +288,7 @@ class Layers:
         """Log where more would be sent than without compression."""
         size = self._size
         layers = [(p, parameter.shape) for p, parameter in self.parameters.by_tensor.items() if parameter.compressed]
-        if size == 1 or not layers or not self.default.codec.fixed_size:
+        if size == 1 or not layers or self.exact or not self.default.codec.fixed_size:
             return
         nbytes = sum(self.default.layer_nbytes(shape) for _, shape in layers)
         sent = self.collective_for(self.default).traffic_nbytes(nbytes, size)
