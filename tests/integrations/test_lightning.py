@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.training import loss_of, mlp, refusal, sgd
+from tests.gradients.training import heard, loss_of, mlp, refusal, sgd
 from tests.integrations.direct import (
     ACCUMULATE,
     CLIP,
@@ -27,6 +27,7 @@ from tests.integrations.direct import (
     on_two_ranks,
     outcome,
 )
+from tests.ranks import run_ranks
 from tests.thorough import thorough
 
 pytestmark = needs("lightning")
@@ -275,6 +276,32 @@ def test_steps_of_a_trial_leave_nothing_in_the_residuals(tmp_path):
     for without, before, between in on_two_ranks(with_and_without_trials, str(tmp_path)):
         assert agree(without, before, but=("losses",)) == []
         assert agree(without, between, but=("losses", "bytes")) == []
+
+
+def broken_in_backward(rank, world_size, folder):
+    from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Breaks(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                module.net[0].weight.register_hook(self.fail)
+
+        def fail(self, gradient):
+            raise ValueError("the first layer's gradient")
+
+    callbacks, buckets = [Breaks(), OnExceptionCheckpoint(folder, "broken")], DDPStrategy(bucket_cap_mb=1e-6)
+    with heard() as messages:
+        error = refusal(lambda: fit(rank, world_size, folder, callbacks=callbacks, strategy=buckets, accumulate=1))
+    saved = torch.load(f"{folder}/broken.ckpt", weights_only=False)
+    said = [message for message in messages if "without a state of compression, after an exception" in message]
+    return error, saved["global_step"], "narrowband" in saved, len(said)
+
+
+def test_after_an_exception_in_the_middle_of_a_step_parameters_are_saved_without_residuals(tmp_path):
+    for error, step, has_state, said in run_ranks(broken_in_backward, 2, str(tmp_path), fresh=True, timeout_s=240.0):
+        assert error == ("ValueError", "the first layer's gradient")
+        assert (step, has_state, said) == (EPOCH, False, 1)
 
 
 def removed(rank, world_size, folder):

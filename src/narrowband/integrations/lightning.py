@@ -10,6 +10,7 @@ the size of the model in float32, and every rank reads all of it when it resumes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from narrowband.gradients import GradientCompression
 
 __all__ = ["CompressGradients", "Stateful", "compress_gradients"]
+
+log = logging.getLogger(__name__)
 
 #: What the states of all ranks are called in a checkpoint.
 KEY = "narrowband"
@@ -128,8 +131,18 @@ class CompressGradients(Callback):
             raise RuntimeError("CompressGradients was added when training had begun: give it to Trainer(callbacks=…)")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the states of all ranks into what rank 0 writes."""
-        states = None if self._handle is None else gather(self._handle)  # a Trainer may save what it has not fitted
+        """Put the states of all ranks into what rank 0 writes. After an exception in the middle of a step there is none
+        to be had, and what is saved then has the parameters and the optimizer alone.
+        """
+        if self._handle is None:  # a Trainer may save what it has not fitted
+            return
+        try:
+            states = gather(self._handle)
+        except RuntimeError as error:
+            if trainer.state.status != "interrupted":
+                raise
+            log.warning("this checkpoint is saved without a state of compression, after an exception: %s", error)
+            return
         if states:
             checkpoint[KEY] = states
 
