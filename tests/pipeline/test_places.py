@@ -159,6 +159,66 @@ def test_sharded_replicas_of_a_stage_are_averaged_once_in_a_step():
         assert steps == STEPS
 
 
+def sharded_in_stages(rank, world_size, schedule, between):
+    """Two stages on each of two ranks, each shared by two; FSDP2 shards its layers again after forward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "stages"))
+    at, alone = mesh["stages"].get_local_rank(), [dist.new_group([each]) for each in range(world_size)][rank]
+    cut = [parts(4)[at], parts(4)[at + 2]]
+    for part in cut:
+        for module in (*part.children(), part):
+            if list(module.parameters()):
+                fully_shard(module, mesh=mesh["shards"])
+        if between:
+            nb.compress_gradients(part, "none", **SMALL, process_group=alone)
+        else:
+            nb.compress_shards(part, "none", "none", **SMALL)
+    stages = [
+        nb.CompressedStage(part, at + 2 * turn, 4, CPU, group=mesh["stages"].get_group())
+        for turn, part in enumerate(cut)
+    ]
+    schedule = schedule_of(schedule, stages)
+    optimizer = torch.optim.AdamW([p for part in cut for p in part.parameters()], lr=0.01)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        run_step(schedule, stages, *batch(2 * number + mesh["shards"].get_local_rank()))
+        optimizer.step()
+    return torch.cat([whole(part) for part in cut])
+
+
+@pytest.mark.parametrize("between", [False, *thorough(True)])
+def test_shards_get_their_gradients_under_a_zero_bubble_schedule(between):
+    """Its passes look for parameters in the graph, where FSDP2's are the whole ones."""
+    found = [
+        run_ranks(sharded_in_stages, 4, schedule, between) for schedule in ("InterleavedZeroBubble", "Interleaved1F1B")
+    ]
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def unseen_by_pytorch(rank, world_size, what):
+    """A stage whose module PyTorch's own does not know for what it is."""
+    shards = init_device_mesh("cpu", (world_size,))
+    groups = [dist.new_group([each]) for each in range(world_size)]
+    part = nn.Sequential(parts(2)[1])
+    if what == "compiled":
+        part = torch.compile(DDP(part), backend="aot_eager")
+    else:
+        fully_shard(part[0], mesh=shards)
+        nb.compress_gradients(part, "none", process_group=groups[rank])
+    stage = nb.CompressedStage(part, 0, 1, CPU, group=groups[rank])
+    schedule_of("1F1B", [stage]).step(torch.randn(BATCH, 24), target=torch.randn(BATCH, 24))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("compiled", r"DistributedDataParallel\(torch.compile\(part\)\)"), ("shards", r"call fully_shard\(part\), too")],
+)
+def test_what_pytorchs_stage_does_not_see_is_an_error(what, words):
+    """Wrapped so, replicas parted; and where layers alone are sharded, the error spoke of no_sync."""
+    with pytest.raises(RankError, match=words):
+        run_ranks(unseen_by_pytorch, 2, what)
+
+
 # ---- saved activations -----------------------------------------------------------------------------------------------
 
 

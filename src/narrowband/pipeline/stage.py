@@ -98,8 +98,8 @@ class CompressedStage(PipelineStage):
 
     Raises:
         ValueError: a spec that is none, or not one for each boundary; at the first step, stages that do not agree.
-        UnsupportedError: a spec that cannot work between stages, or a schedule that sends micro-batches in different
-            orders where feedback needs one.
+        UnsupportedError: a spec that cannot work between stages, a schedule that sends micro-batches in different
+            orders where feedback needs one, or a submodule of which PyTorch's stage does not see what averages it.
 
     Example:
         >>> stage = nb.CompressedStage(part, rank, 4, device, forward="uniform:bits=8", backward="qsgd:bits=4")
@@ -123,6 +123,12 @@ class CompressedStage(PipelineStage):
         compress_in_eval: bool = True,
         **options: Any,
     ) -> None:
+        if isinstance(getattr(submodule, "_orig_mod", None), DistributedDataParallel):
+            raise UnsupportedError(
+                "this is the torch.compile wrapper of a DistributedDataParallel, which PyTorch's stage does not take "
+                "for one: it would average after single micro-batches, and replicas would part. Compile first: "
+                "DistributedDataParallel(torch.compile(part))"
+            )
         super().__init__(submodule, stage_index, num_stages, device, **options)
         there, back = (
             _each(specs, num_stages - 1, name) for name, specs in (("forward", forward), ("backward", backward))
@@ -202,11 +208,16 @@ class CompressedStage(PipelineStage):
             self._wait_for_sends(_FORWARD)  # gradients came back: activations have long arrived
         return result
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """Run backward, and average nothing yet where gradients are averaged by a handle of their own."""
+        if backward_type == "input":
+            # PyTorch looks for the parameters in the graph before it runs it, and there they are whole. Where FSDP2 has
+            # sharded them again after forward, it would find none, and they would get no gradients.
+            for each in self._units:
+                each.unshard()
         handle = averaging_of(self.submod)
         with contextlib.nullcontext() if handle is None else handle.no_sync():
-            return super().backward_maybe_with_nosync(*args, **kwargs)
+            return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of a micro-batch's parameters, where a zero bubble schedule does so by itself."""
@@ -217,6 +228,7 @@ class CompressedStage(PipelineStage):
                 "average the part itself: compress_gradients(part, spec, process_group=…), with 'none' as the spec if "
                 "nothing is to be compressed"
             )
+        self._check_units("a zero bubble schedule")
         return super().backward_weight_one_chunk(*args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -225,11 +237,32 @@ class CompressedStage(PipelineStage):
         if handle is None:
             super().perform_reduce_grad(grad_scale_factor)
             return
+        self._check_units("compress_gradients")
         with handle.no_sync():  # FSDP2 reduces among the ranks of a replica
             super().perform_reduce_grad(1)
         handle.average()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
+
+    @property
+    def _units(self) -> list[Any]:
+        """The modules that fully_shard was called with."""
+        return [each for each in self.submod.modules() if hasattr(each, "set_requires_gradient_sync")]
+
+    def _check_units(self, who: str) -> None:
+        """PyTorch's stage tells FSDP2 to reduce gradients after the last micro-batch, if its module is FSDP2's.
+
+        Raises:
+            UnsupportedError: it is not, and holds modules that are.
+        """
+        units = self._units
+        if units and self.submod not in units:
+            raise UnsupportedError(
+                f"{who} needs FSDP2 to reduce gradients after the last micro-batch, which a stage has it do where "
+                f"fully_shard was called with the stage's module itself; it was called with modules inside of this "
+                f"{type(self.submod).__name__} alone: call fully_shard(part), too, and compile its layers and not the "
+                "part, or compile in place, part.compile()"
+            )
 
     def clear_runtime_states(self) -> None:
         """A new step begins."""
