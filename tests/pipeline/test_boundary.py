@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
 
@@ -91,16 +94,30 @@ def test_evaluation_with_and_without():
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
+def by_file(first, second, folder):
+    torch.save(first.state_dict(), folder / "state.pt")
+    second.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+
+
+def by_dcp(first, second, folder):
+    """It loads into a state that a new model has, in which there are no buffers yet."""
+    dcp.save(get_model_state_dict(first), checkpoint_id=folder, no_dist=True)
+    state = get_model_state_dict(second)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(second, state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("moved", [by_file, by_dcp])
 @pytest.mark.parametrize("spec", ["topk:density=0.2+ef", "topk:density=0.2+ef21", "qsgd:bits=3+aq-sgd", "qsgd:bits=3"])
-def test_a_model_resumes_to_the_bit_from_its_state_dict(spec, tmp_path):
+def test_a_model_resumes_to_the_bit_from_its_state_dict(spec, moved, tmp_path):
     ids = [torch.arange(8) + 8 * (k % 2) for k in range(8)]
     whole, first = (model(nb.Boundary(spec, "qsgd:bits=4", microbatches=2)) for _ in range(2))
     expected = [step(whole, k, ids[k]) for k in range(8)]
     for k in range(5):
         step(first, k, ids[k])
-    torch.save(first.state_dict(), tmp_path / "state.pt")
     second = model(nb.Boundary(spec, "qsgd:bits=4", microbatches=2))
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    moved(first, second, tmp_path)
     for k in range(5, 8):
         loss, gradients = step(second, k, ids[k])
         assert torch.equal(loss, expected[k][0])
@@ -255,6 +272,17 @@ def test_a_compiled_model_has_the_same_bits(forward, backward, compiled):
     assert graphs[1:] == graphs[1:2] * 3, "nothing is compiled anew from step to step"
     assert graphs[0] >= 2, "layers in front of the boundary, and those behind it"
     assert ours[2].stats() == theirs[2].stats()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_runs_a_boundary_again_is_an_error(reentrant):
+    """It sent a second message, and gradients were those of that one."""
+    x = torch.randn(8, 20, requires_grad=True)
+    uncompressed, net = model(nb.Boundary()), model(nb.Boundary("topk:density=0.2+ef", "none"))
+    checkpoint(uncompressed, x, use_reentrant=reentrant).sum().backward()
+    y = checkpoint(net, x, use_reentrant=reentrant)
+    with pytest.raises(nb.UnsupportedError, match="let parts end at the boundary"):
+        y.sum().backward()
 
 
 def test_double_backward_is_refused():

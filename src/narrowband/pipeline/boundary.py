@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from narrowband.averaging.core import is_in_backward
 from narrowband.compiler import unseen
+from narrowband.errors import UnsupportedError
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.pairs import ChannelPairs, compressible
 from narrowband.pipeline.warmup import warm_up
@@ -54,17 +56,19 @@ class Boundary(nn.Module):
 
     Raises:
         ValueError: a spec that is none.
-        UnsupportedError: one that cannot work between stages.
+        UnsupportedError: one that cannot work between stages; or, in backward, a checkpoint that runs it again.
 
     Example:
         >>> model = nn.Sequential(*layers[:4], nb.Boundary("topk:density=0.1", "topk:density=0.1"), *layers[4:])
         >>> loss(model(x), y).backward()
         >>> print(model[4].stats())
 
-    Buffers are in the module's ``state_dict``. Under ``torch.compile`` a graph ends in front of a boundary, and another
-    one begins behind it. Dynamo makes no graphs of a loop that is interrupted so, such as that of ``nn.Sequential``:
-    compile the parts in front and behind instead. Do not put a boundary inside a part that activation checkpointing
-    runs twice. A boundary that compresses in neither direction logs a warning, once.
+    Buffers are in the module's ``state_dict``. Of ranks that train one model ``torch.distributed.checkpoint`` keeps the
+    buffers of one alone; for those of all, save one file per rank. Under ``torch.compile`` a graph ends in front of a
+    boundary, and another one begins behind it. Dynamo makes no graphs of a loop that is interrupted so, such as that of
+    ``nn.Sequential``: compile the parts in front and behind instead. A part that activation checkpointing runs twice
+    must not have a boundary in it: the second run is an error, since it would send another message. A boundary that
+    compresses in neither direction logs a warning, once.
     """
 
     def __init__(
@@ -103,6 +107,12 @@ class Boundary(nn.Module):
     @unseen
     def forward(self, *tensors: Tensor) -> Any:
         """What arrives on the other side: a tensor for a tensor, a tuple for several."""
+        if self.training and is_in_backward() and not self._channels.exact:
+            raise UnsupportedError(
+                "a boundary runs again inside backward, so activation checkpointing computes a part again that has it "
+                "in it. What it sends then is another message, and gradients would be those of that one: let parts end "
+                "at the boundary, and checkpoint those in front and behind"
+            )
         at = At(*divmod(self._passes, self._microbatches))
         samples, self.samples = self.samples, None
         if self.training:

@@ -110,9 +110,13 @@ class ChannelPairs:
         """What went in a direction so far: 0 forward, 1 backward."""
         return ChannelStats.total(pair[direction].stats for pair in self._pairs)
 
-    def state_dict(self) -> list[list[dict[str, Any]]]:
-        """What the channels keep between two steps."""
-        return [[channel.state_dict() for channel in pair] for pair in self._pairs]
+    def state_dict(self) -> tuple[list[dict[str, Any]], ...]:
+        """What the channels keep between two steps.
+
+        ``torch.distributed.checkpoint`` looks into lists, and loads of them what the state of a new model has already,
+        which are no buffers. A tuple it takes for one value.
+        """
+        return tuple([channel.state_dict() for channel in pair] for pair in self._pairs)
 
     def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Go on from a state. Channels of tensors that had not come yet when it was taken begin anew.
