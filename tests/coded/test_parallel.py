@@ -16,7 +16,7 @@ import narrowband as nb
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.header import header_nbytes
 from tests.coded.training import INPUTS, OUTPUTS, batch, computed_in_one_place, flat, gradient, loss_of, mlp
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 def all_equal(tensors):
@@ -450,3 +450,31 @@ def test_autocast_and_checkpoints_inside_change_nothing():
     results = run_ranks(checkpointed_under_autocast, 3)
     assert all_equal([gradient for result in results for gradient in result])
     assert results[0][0].norm() > 0
+
+
+def compressed_inside(rank, world_size, policy, spec):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(INPUTS, 64), nn.GELU(), nb.Boundary(spec, spec), nn.Linear(64, OUTPUTS))
+    model = nb.CodedDataParallel(net, 2)
+    saving = nb.compress_activations(model, policy=nb.ActivationPolicy(**policy, min_numel=256))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        x, y = model.split(*batch(step, 60))
+        optimizer.zero_grad()
+        with saving:
+            loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return flat(net), saving.stats().total.ratio
+
+
+def test_what_is_compressed_inside_has_the_same_bits_if_nothing_is_drawn_and_nothing_kept():
+    found, ratios = zip(
+        *run_ranks(compressed_inside, 3, {"granularity": 256, "rounding": "nearest"}, "uniform:bits=8"), strict=True
+    )
+    assert all_equal(found)
+    assert min(ratios) > 2
+    with pytest.raises(RankError, match="compress_activations takes granularity=256 and rounding='nearest'"):
+        run_ranks(compressed_inside, 3, {}, "none")
+    with pytest.raises(RankError, match="a Boundary a codec that draws nothing"):
+        run_ranks(compressed_inside, 3, {"bits": "off"}, "qsgd:bits=4")

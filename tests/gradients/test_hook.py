@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+import narrowband as nb
 from narrowband.gradients.hook import _watches
 from tests.gradients.training import HUGE, TINY, compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
@@ -309,6 +310,7 @@ def others(rank, world_size):
         "compiled": torch.compile(wrap(mlp())),
         "fsdp1": FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")),
         "replicated": replicate(mlp()),
+        "coded": nb.CodedDataParallel(mlp(), 1),
         "class": nn.Linear,
         "number": 42,
         "data parallel": nn.DataParallel(mlp()),
@@ -323,6 +325,7 @@ def test_what_averages_by_itself_is_named_with_what_to_do():
         "compiled": "compress_gradients(model._orig_mod, …)",
         "fsdp1": "Shard with fully_shard (FSDP2) instead",
         "replicated": "Leave replicate() out: compress_gradients(model, …) averages a plain module",
+        "coded": "leaves nothing to compress. Its bits=16 and bits=8",
         "class": "not Linear, a class",
         "number": "not int",
         "data parallel": "Start one process per device with torchrun",

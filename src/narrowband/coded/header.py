@@ -102,7 +102,8 @@ def what_differs(trouble: int, headers: Mapping[int, Header], assignment: Assign
         "BCEWithLogitsLoss, depend on where in the batch the element is, which is not the same on all ranks. Then "
         "compute the loss of each sample inside of the model, and outside only .mean(). Or ranks differ: it takes the "
         "same samples, weights, versions, threads and kind of processor on all of them, a loss that is a mean over "
-        "rows, and no randomness but that of torch's own generators"
+        "rows, and no randomness but that of torch's own generators: compress_activations takes granularity=256 and "
+        "rounding='nearest', and a Boundary a codec that draws nothing and has no feedback"
     )
 
 

@@ -29,6 +29,11 @@ def what_it_is(model: object) -> str:
             "a model of replicate(), which averages by itself and has no communication hook of its own. Leave "
             "replicate() out: compress_gradients(model, …) averages a plain module"
         )
+    if "CodedDataParallel" in kinds:
+        return (
+            "CodedDataParallel, which averages by packets of its own and leaves nothing to compress. Its bits=16 and "
+            "bits=8 send fewer bytes"
+        )
     if isinstance(model, torch.nn.DataParallel):
         return (
             "DataParallel, which is one process. Start one process per device with torchrun, and write: "
