@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import os
 import signal
 from dataclasses import dataclass
@@ -713,6 +714,38 @@ def test_a_sharded_run_goes_on_to_the_bit_and_on_another_number_of_nodes(ranks):
             now = sum(answers[other][1][name].double() for other in range(at % 2, ranks, 2)) / (ranks // 2)
             torch.testing.assert_close(now, was, rtol=1e-5, atol=1e-7)
             assert loaded[name].any()
+
+
+def broken_in_one_shard(rank, world_size, spec):
+    """Four steps; in the third a gradient of one rank is inf in the first row of a matrix. Averages, and states."""
+    mesh = mesh_of(2, world_size // 2)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
+    model[0].requires_grad_(False)
+    shard(model, mesh["shards"])
+    handle = compress(model, spec, process_group=mesh["nodes"].get_group())
+    optimizer, kept, finite = sgd(model), [], []
+    for step in range(4):
+        x, _ = data(step, rank)
+        y = model(x)
+        loss = y.square().mean() + (math.inf * y[0, 0] if step == 2 and rank == 0 else 0)
+        optimizer.zero_grad()
+        loss.backward()
+        finite.append(all(bool(local(p.grad).isfinite().all()) for p in model.parameters() if p.requires_grad))
+        kept.append(copy.deepcopy(handle.state_dict()["feedback"]))
+        if finite[-1]:
+            optimizer.step()
+    handle.remove()
+    return finite, kept
+
+
+@pytest.mark.parametrize(("ranks", "spec"), [(4, "topk:density=0.1+ef"), *thorough((6, "topk:density=0.1+ef"))])
+def test_where_one_shard_is_not_finite_the_feedback_of_all_stays(ranks, spec):
+    """A scaler skips the step on all of them."""
+    for finite, (_, before, after, later) in run_ranks(broken_in_one_shard, ranks, spec):
+        assert finite == [True, True, False, True]
+        assert before.keys() == after.keys() == later.keys() != set()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not all(torch.equal(before[name], later[name]) for name in before)
 
 
 def refused(rank, world_size):

@@ -11,6 +11,10 @@ of them are, and :meth:`ModuleCompression.average` follows. A pipeline's stage d
 schedules set ``grad`` themselves, and no hook hears of it. Of a sharded model the last pass is outside, or somebody
 lets FSDP2 reduce what has added up, as a stage does: there is nothing to average before.
 
+Where ranks have parts of one replica, a gradient that is not finite in one part would leave the feedback of the others
+committed, and a scaler skips the step on all. So with feedback the ranks of a replica tell each other, when all of a
+step has arrived, and where one has seen inf or NaN, all have NaN in the last group that they have a part of.
+
 The end of backward is that of the outermost one, which the model's outputs tell of. A checkpoint with
 ``use_reentrant=True`` runs backward inside of backward. A parameter that it uses may get its gradient in several parts;
 where one comes after the parameter was sent, that is an error.
@@ -20,10 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowband.averaging.averager import deliver, end_to_end
@@ -32,6 +38,7 @@ from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.several import averaging_of, forget, remember
+from narrowband.collectives import borrow
 from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
@@ -41,10 +48,10 @@ from narrowband.gradients.steps import Steps
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
     from narrowband.averaging.settings import Settings
+    from narrowband.collectives import Loan
 
 __all__ = ["ModuleCompression"]
 
@@ -81,6 +88,12 @@ class ModuleCompression(GradientCompression):
         self._sparse = sparse_of(module)
         alone = {p for each in module.modules() if getattr(each, "sparse", False) for p in each.parameters(False)}
         self._groups = list(groups_of(by_tensor, alone=alone.__contains__))
+        parts = [sum(by_tensor[p].shape.numel() for p in group) for group in self._groups]
+        self._tells_at = max((at for at, numel in enumerate(parts) if numel), default=0)
+        self._replica: Loan | None = None
+        if inside is not None and dist.get_world_size(inside) > 1 and self.layers.stateful:
+            self._replica = borrow(inside, self.device)
+            self._return = weakref.finalize(self, self._replica.give_back)
         self._group_of = {p: at for at, group in enumerate(self._groups) for p in group}
         self._buckets = [
             names for group in self._groups if (names := [by_tensor[p].name for p in group if by_tensor[p].compressed])
@@ -105,6 +118,7 @@ class ModuleCompression(GradientCompression):
         self._backward: int | None = None  # the outermost one, whose end is the step's
         self._lacking = [set(group) for group in self._groups]
         self._futures: list[torch.futures.Future[Tensor]] = []
+        self._seen = torch.zeros((), dtype=torch.float32, device=self.device)  # NaN where a gradient was not finite
         self._any = False
 
     def called(self) -> None:
@@ -150,8 +164,15 @@ class ModuleCompression(GradientCompression):
                 "backward pass; checkpoint with use_reentrant=False"
             )
         self._lacking[at].discard(p)
-        while len(self._futures) < len(self._groups) and not self._lacking[len(self._futures)]:
+        while len(self._futures) < len(self._groups) and self._is_ready(len(self._futures)):
             self._send()
+
+    def _is_ready(self, at: int) -> bool:
+        """Whether a group can be sent. With the one that waits for other ranks of the replica all have arrived: FSDP2
+        may need this rank until then.
+        """
+        waits = self._replica is not None and at >= self._tells_at
+        return not any(self._lacking[at:]) if waits else not self._lacking[at]
 
     def _send(self) -> None:
         """Feed the next group."""
@@ -161,8 +182,25 @@ class ModuleCompression(GradientCompression):
         group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
         with torch.no_grad():
             buffer = end_to_end(group, [by_tensor[p].form for p in group], self._sparse)
+            if self._replica is not None:
+                self._tell(buffer, at)
         names = [by_tensor[p].name for p in group]
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
+
+    def _tell(self, buffer: Tensor, at: int) -> None:
+        """Have NaN in a step in which any rank of the replica has seen something that is not finite."""
+        assert self._replica is not None
+        if buffer.numel():
+            low, high = buffer.aminmax()  # in one pass, and no sum that overflows
+            self._seen += low * 0 + high * 0
+        if at == self._tells_at:
+            bad = self._seen  # 0, or NaN
+            try:
+                dist.all_reduce(bad, group=self._replica.group)
+            except RuntimeError:
+                self._replica.broken = True
+                raise
+            buffer.masked_fill_(bad.isnan(), math.nan)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -247,6 +285,9 @@ class ModuleCompression(GradientCompression):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._replica is not None:
+            self._replica.broken |= self._loan.broken
+            self._return()
         module = self._module()
         if module is not None:
             forget(module, self)

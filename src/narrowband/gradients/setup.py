@@ -166,7 +166,8 @@ def _check_shards(model: nn.Module, where: str) -> None:
 
 
 def _inside(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
-    """The ranks that shard a model together; None where it is not sharded.
+    """The ranks that shard a model together, where feedback has to know of all parts; None where it has not, or where
+    they are not the same for all parameters.
 
     Raises:
         UnsupportedError: norms are wanted of whole gradients, and not all parameters are sharded among the same ranks.
@@ -175,13 +176,13 @@ def _inside(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
     meshes = {name: getattr(p, "device_mesh", None) for name, p in trained.items()}
     found = [mesh for mesh in dict.fromkeys(meshes.values()) if mesh is not None]
     method = settings.compression.feedback
-    if not found or method is None or not math.isfinite(method.clip):
+    if not found or method is None:
         return None
     odd = [name for name, mesh in meshes.items() if mesh is None or mesh != found[0]]
-    if odd or found[0].ndim != 1:
+    if math.isfinite(method.clip) and (odd or found[0].ndim != 1):
         raise UnsupportedError(
             f"{method.name} with a clip needs the norm of a whole gradient, of which each rank of a node has one part: "
             f"shard all parameters among the same ranks; others are {', '.join(odd) or 'sharded in several dimensions'}"
         )
-    group: dist.ProcessGroup = found[0].get_group()
+    group: dist.ProcessGroup | None = found[0].get_group() if len(found) == 1 and found[0].ndim == 1 else None
     return group
