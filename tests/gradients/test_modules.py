@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -673,6 +674,40 @@ def test_policies_plan_for_shards_by_parameter_name():
         assert set(names) <= set(matrices)
         assert len(names) >= 3
         assert torch.equal(parameters, answers[0][1])
+
+
+def in_tensor_parallel(rank, world_size, spec):
+    """Replicas of two ranks that split two matrices by rows and columns, and have a third one as a whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 8))
+    begun = copy.deepcopy(model.state_dict())
+    parallelize_module(model, mesh["parts"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    compress(model, spec, process_group=mesh["replicas"].get_group())
+    train(model, rank // 2, range(8), sgd(model))
+    plain = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 8))
+    plain.load_state_dict(begun)
+    optimizer = sgd(plain)
+    for step in range(8):
+        optimizer.zero_grad()
+        (sum(loss_of(plain, step, replica) for replica in (0, 1)) / 2).backward()
+        optimizer.step()
+    own = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return own, [p.detach() for p in plain.parameters()]
+
+
+def test_replicas_that_split_single_matrices_are_averaged_part_by_part():
+    for spec, rtol in (("none", 1e-5), ("qsgd:bits=8", 0.05)):
+        answers = run_ranks(in_tensor_parallel, 4, spec)
+        for own, plain in answers:
+            assert all(map(torch.equal, own, answers[0][0]))
+            for ours, theirs in zip(own, plain, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 100)
+
+
+def test_a_policy_is_refused_where_ranks_of_a_replica_have_the_same_layer():
+    """Each would choose by its own parts; the layer parted."""
+    with pytest.raises(RankError, match=r"a policy chooses specs on each rank .* have 0.weight as a whole"):
+        run_ranks(in_tensor_parallel, 4, nb.LGreCo("topk:density=0.1+ef", every=2))
 
 
 def saved(rank, world_size, steps):

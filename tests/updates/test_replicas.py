@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
@@ -192,3 +193,25 @@ def test_a_group_with_two_ranks_of_one_replica_is_refused():
         for kind, text in errors:
             assert kind == "UnsupportedError"
             assert f"ranks [{rank ^ 1}] of process_group train the same replica" in text
+
+
+def partly_whole(rank, world_size):
+    mesh = mesh_of(2, 2)
+    model = parallelize_module(mlp(), mesh["ranks"], {"3": ColwiseParallel(), "5": RowwiseParallel()})
+    options = {"process_group": mesh["replicas"].get_group(), "min_numel": 64}
+    policy = nb.LGreCo("topk:density=0.1+ef", every=2)
+    return (
+        refusal(lambda: nb.compress_updates(model, adamw(model), policy, **options)),
+        refusal(lambda: nb.compress_updates(model, adamw(model), "none", outer="auto", **options)),
+        refusal(lambda: nb.compress_updates(model, adamw(model), "none", outer=1.5, **options)),
+    )
+
+
+def test_what_each_rank_decides_by_its_parts_is_refused_where_all_have_the_same_layer():
+    """It would get other specs on each, or go another way."""
+    for policy, outer, fixed in run_ranks(partly_whole, 4):
+        assert policy[0] == outer[0] == "UnsupportedError"
+        assert "all of them have 0.weight, 6.weight as a whole" in policy[1]
+        assert "outer='auto' measures how far to go on each rank" in outer[1]
+        assert "5.bias" in outer[1]
+        assert fixed is None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["begin_with_the_first", "check_replica"]
+__all__ = ["begin_with_the_first", "check_parts", "check_replica"]
 
 #: Bytes that travel or not as one.
 _PIECE_NBYTES = 1 << 20
@@ -52,6 +52,32 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
             f"ranks {both} of process_group train the same replica as this rank, and average with it already; pass the "
             'group of the ranks that hold the same part of each replica, such as mesh["replicas"].get_group(), and let '
             "the model's own mesh have the ranks of one replica alone"
+        )
+
+
+def check_parts(model: nn.Module, what: str, *, min_numel: int = 0) -> None:
+    """What ranks of a replica decide each by the parts that it has is not about a parameter that all of them have.
+
+    Args:
+        model: this rank's.
+        what: is decided, as a sentence.
+        min_numel: it is decided for matrices of so many elements; 0: for all parameters.
+
+    Raises:
+        UnsupportedError: it is, so these parameters would part.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    placements = {name: getattr(p, "placements", ()) for name, p in trained.items()}
+    whole = [
+        name
+        for name, p in trained.items()
+        if not any(each.is_shard() for each in placements[name])
+        and (not min_numel or (p.dim() > 1 and p.numel() >= min_numel))
+    ]
+    if whole and any(placements.values()):
+        raise UnsupportedError(
+            f"{what} on each rank of a replica by the parts that it has, and all of them have {', '.join(whole)} as a "
+            "whole, which would part: shard these parameters, too, or leave that out"
         )
 
 

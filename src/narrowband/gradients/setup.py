@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging.replicas import check_replica
+from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
@@ -146,6 +146,8 @@ def compress_gradients(
     check_replica(model, group)
     if any(hasattr(p, "to_local") for p in model.parameters()):
         _check_shards(model, "of a sharded model")
+        if settings.policy is not None:
+            check_parts(model, "a policy chooses specs", min_numel=settings.min_numel)
     parameters = list(model.named_parameters())
     settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
     return ModuleCompression(model, settings, group, _inside(model, settings))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from narrowband.averaging.flat import local
-from narrowband.averaging.replicas import check_replica
+from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
@@ -204,6 +204,10 @@ def compress_updates(
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
+    if settings.policy is not None:
+        check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
+    if outer == "auto":
+        check_parts(net, "outer='auto' measures how far to go")
     return UpdateCompression(net, optimizers, settings, group, rounds)
 
 
