@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -90,6 +91,9 @@ def uses_that_are_none_of_that(rank, world_size):
         found["local steps through the model"] = steps_with(model, rank, [sgd(net)], 5)
     other = mlp()
     found["another model"] = steps_with(other, rank, [sgd(other)], 5)
+    optimizer = sgd(net)  # has no state, so PyTorch steps it to make one
+    optimizer.zero_grad()
+    found["for a checkpoint"] = refusal(lambda: [get_optimizer_state_dict(model, optimizer) for _ in range(5)])
     handle.pause()
     found["paused"] = steps_with(net, rank, [sgd(net)], 5)
     handle.resume()

@@ -9,7 +9,9 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
@@ -677,6 +679,30 @@ def resumed(rank, world_size, stop, outer):
 @pytest.mark.parametrize("stop", [4, 6])
 def test_a_run_that_was_stopped_goes_on_to_the_bit(stop, outer):
     assert run_ranks(resumed, 2, stop, outer) == [(True, stop % 3 != 0, 2)] * 2
+
+
+def resumed_by_dcp(rank, world_size, folder, spec, with_handle):
+    """SGD keeps no state, so DCP steps it to make one, before it saves, and before and after it loads the model."""
+    model, optimizer, handle = begin(spec, optimizer=sgd, every=3)
+    train(model, rank, range(6), optimizer)
+    optimizer.zero_grad()
+    own, steps = get_state_dict(model, optimizer)
+    dcp.save({"model": own, "optimizer": steps, "handle": handle.stateful}, checkpoint_id=folder)
+    train(model, rank, range(6, 12), optimizer)
+    again, optimizer, handle = begin(spec, optimizer=sgd, every=3)
+    own, steps = get_state_dict(again, optimizer)
+    saved = {"model": own, "optimizer": steps, **({"handle": handle.stateful} if with_handle else {})}
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(again, optimizer, model_state_dict=own, optim_state_dict=steps)
+    left = handle.steps
+    train(again, rank, range(6, 12), optimizer)
+    return torch.equal(flat(model), flat(again)), left
+
+
+@pytest.mark.parametrize(("spec", "with_handle"), [("topk:density=0.1+ef", True), ("none", False)])
+def test_the_steps_by_which_dcp_makes_states_are_no_steps_of_a_round(spec, with_handle, tmp_path):
+    """They made a round of the parameters before loading and after."""
+    assert run_ranks(resumed_by_dcp, 2, tmp_path, spec, with_handle) == [(True, 0)] * 2
 
 
 def saved_by(rank, world_size, steps):

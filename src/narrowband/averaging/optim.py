@@ -1,4 +1,4 @@
-"""What an optimizer may still do when momentum comes before the wire."""
+"""Optimizers: what they may still do when momentum comes before the wire, and which of their steps is none."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from narrowband.feedback import State
 
-__all__ = ["DGCSGD", "check_momentum"]
+__all__ = ["DGCSGD", "check_momentum", "only_makes_state"]
 
 
 class DGCSGD(torch.optim.Optimizer):
@@ -111,3 +111,20 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: 
                 f"{method.momentum} before the wire. Take nb.DGCSGD, which has momentum for weight decay only, set the "
                 "optimizer's to 0, or leave it to the optimizer with momentum=0 in the spec"
             )
+
+
+def only_makes_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+    """Whether a step is none of training: ``torch.distributed.checkpoint.state_dict`` has an optimizer without a state
+    make one, by ``step(closure=None)`` at a learning rate of 0, before it saves or loads it.
+
+    Args:
+        optimizer: that steps.
+        options: what its ``step`` was given by name, as hooks of optimizers are told.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.0)
+        >>> only_makes_state(optimizer, {"closure": None}), only_makes_state(optimizer, {})
+        (True, False)
+    """
+    asked = "closure" in options and options["closure"] is None
+    return asked and all("lr" not in group or float(group["lr"]) == 0 for group in optimizer.param_groups)

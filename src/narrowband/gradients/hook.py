@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, for type checkers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from narrowband.averaging.optim import only_makes_state
 from narrowband.averaging.parameters import refuse_unaveraged
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.left import Left
@@ -249,8 +250,9 @@ def _listen() -> None:
     it is gone through, and what is garbage may be collected at any time.
     """
 
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for watch in tuple(_watches):
-            watch.before_step(optimizer)
+    def before_step(optimizer: torch.optim.Optimizer, _: Any, options: dict[str, Any]) -> None:
+        if not only_makes_state(optimizer, options):
+            for watch in tuple(_watches):
+                watch.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

@@ -45,7 +45,7 @@ from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
-from narrowband.updates.stepping import facts_of
+from narrowband.updates.stepping import facts_of, in_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +125,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 model, optimizers, settings, group, replace(rounds, every=steps)
             )
             if rounds.weigh != "steps":
-                self._hooks.append(optimizers[0].register_step_pre_hook(lambda *_: self._check_counted()))
+                self._hooks.append(optimizers[0].register_step_pre_hook(in_training(self._check_counted)))
             self._share(view)
 
         moves = self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)

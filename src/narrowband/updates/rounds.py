@@ -41,7 +41,7 @@ from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
 from narrowband.updates.state import Expected, check_updates, moment_of
-from narrowband.updates.stepping import facts_of, watch
+from narrowband.updates.stepping import facts_of, in_training, watch
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
@@ -147,8 +147,8 @@ class UpdateCompression(Handle):
         self._begin_with_the_first()
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
-        self._hooks = [each.register_step_pre_hook(lambda *_: self._before_step()) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(lambda *_: self._after_step()))
+        self._hooks = [each.register_step_pre_hook(in_training(self._before_step)) for each in optimizers]
+        self._hooks.append(optimizers[-1].register_step_post_hook(in_training(self._after_step)))
         self._stepped = False
         self._unwatch = watch(rounds.grad_scaler, optimizers[-1], self._after_update)
         taken.update(optimizers)

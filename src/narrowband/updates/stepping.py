@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowband.averaging.optim import only_makes_state
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["facts_of", "watch"]
+__all__ = ["facts_of", "in_training", "watch"]
 
 #: What is compared, by the names that torch.optim and its kin have for it. Not all that a group has: optimizers of
 #: others keep there what they estimate as they go.
@@ -82,6 +84,16 @@ def _plain(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return repr(float(value))
     return repr(value)
+
+
+def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], None]:
+    """A hook of an optimizer's steps, but for those that are none of training."""
+
+    def called(optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
+        if not only_makes_state(optimizer, options):
+            hook()
+
+    return called
 
 
 def watch(
