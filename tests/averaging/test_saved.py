@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -52,6 +54,20 @@ def saves(rank, world_size, kind, folder):
     return parameters(model), residuals, isinstance(handle.stateful, Stateful)
 
 
+def with_more_shards(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("nodes", "shards"))
+    model = fully_shard(mlp(), mesh=mesh["shards"])
+    handle = nb.compress_gradients(model, SPEC, min_numel=64, process_group=mesh["nodes"].get_group())
+    return refusal(lambda: handle.load_saved(folder))
+
+
+def test_shards_of_another_number_are_named(tmp_path):
+    run_ranks(saves, 4, "fsdp", str(tmp_path / "saved"))
+    for rank, (kind, text) in enumerate(run_ranks(with_more_shards, 4, str(tmp_path / "saved"))):
+        assert kind == "ValueError"
+        assert f"for shard0, shard1, and none for shard{rank}" in text or rank < 2  # of another size
+
+
 def loads(rank, world_size, kind, folder, any_number):
     model, optimizer, handle = made(kind, world_size)
     train(model, rank, range(20, 22), optimizer)  # what was before does not matter
@@ -60,7 +76,9 @@ def loads(rank, world_size, kind, folder, any_number):
     dcp.load(state if any_number else state | {"handle": handle.stateful}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=other)
     if any_number:
-        handle.load_saved(folder)
+        with warnings.catch_warnings():  # PyTorch's, that nothing is distributed, would be one
+            warnings.simplefilter("error")
+            handle.load_saved(folder)
     residuals = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
     train(model, rank, range(4, 6), optimizer)
     missing = refusal(lambda: handle.load_saved(folder, "another"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -65,15 +66,24 @@ def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dic
     """
     reader = dcp.FileSystemReader(folder)  # type: ignore[attr-defined]
     shard = _name(handle).partition("-")[0]
-    found = {}
+    found, others = {}, set()
     for name in reader.read_metadata().state_dict_metadata:
-        place = re.fullmatch(rf"{re.escape(key)}\.{shard}-rank(\d+)", name)
-        if place is not None:
-            found[int(place[1])] = name
+        place = re.fullmatch(rf"{re.escape(key)}\.(shard\d+)-rank(\d+)", name)
+        if place is not None and place[1] == shard:
+            found[int(place[2])] = name
+        elif place is not None:
+            others.add(place[1])
+    if not found and others:
+        raise ValueError(
+            f"{folder} holds states of {key!r} for {', '.join(sorted(others))}, and none for {shard}, which is this "
+            "rank's: the ranks that hold one replica, or that are in one machine, have to be as many as there were"
+        )
     if not found:
-        raise ValueError(f"{folder} holds no state of {key!r} for {shard}: save handle.stateful under that name")
+        raise ValueError(f"{folder} holds no state of {key!r}: save handle.stateful under that name")
     states: dict[str, Any] = dict.fromkeys(found.values(), b"")
-    dcp.load(states, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():  # that it is not distributed
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(states, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
     return [_read(states[found[rank]]) for rank in sorted(found)]
 
 
