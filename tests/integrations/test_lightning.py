@@ -246,6 +246,7 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
             "ValueError",
         ]
         assert "no handle before trainer.fit" in early[1]
+        assert "strategies that fork or spawn do so in processes that end with the fit" in early[1]
         assert "added when training had begun: give it to Trainer(callbacks=…)" in late[1]
         assert "has a Module without one; use Trainer(strategy='ddp', devices=…)" in one[1]
         assert "gradient_clip_val=0.05 clips what arrives, and with dgc these are sums" in sums[1]

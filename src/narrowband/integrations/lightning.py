@@ -77,10 +77,13 @@ class CompressGradients(Callback):
         """The handle of the model that is fitted, or was last.
 
         Raises:
-            RuntimeError: nothing has been fitted.
+            RuntimeError: nothing has been fitted in this process.
         """
         if self._handle is None:
-            raise RuntimeError("there is no handle before trainer.fit has put the model into DistributedDataParallel")
+            raise RuntimeError(
+                "there is no handle before trainer.fit has put the model into DistributedDataParallel in this process: "
+                "strategies that fork or spawn do so in processes that end with the fit; use strategy='ddp'"
+            )
         return self._handle
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
