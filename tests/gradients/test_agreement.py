@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.averaging.agreement import _differences
+from narrowband.averaging import agreement
+from narrowband.averaging.agreement import Agreement, _differences
+from narrowband.collectives import Peers
 from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
 from tests.ranks import run_ranks
 
@@ -147,3 +151,27 @@ def test_differences_name_what_few_have_and_count_the_rest():
     assert len(found) == 5
     assert found[-1] == "and 5 more differences"
     assert _differences([facts, facts]) == []
+
+
+def still_held(rank, world_size):
+    """How often a thread of gloo's held what was sent in a comparison after that had ended."""
+    sent, all_gather, times = [], agreement.all_gather, 0
+
+    def noted(out, x, peers):
+        sent[:] = weakref.ref(out), weakref.ref(x)
+        return all_gather(out, x, peers)
+
+    comparing = Agreement(Peers.of(dist.group.WORLD), torch.device("cpu"))
+    agreement.all_gather = noted
+    try:
+        for at in range(150):
+            comparing.now({"at": str(at)}, "")
+            times += any(x() is not None for x in sent)
+    finally:
+        agreement.all_gather = all_gather
+    return times
+
+
+def test_nothing_of_a_comparison_is_left_to_threads_when_the_program_may_end():
+    """A thread that lets go of a tensor while the interpreter ends would abort the process: after ``remove()``."""
+    assert run_ranks(still_held, 2) == [0, 0]

@@ -14,6 +14,8 @@ on one rank meets the step of another, and is reported by name, too.
 from __future__ import annotations
 
 import hashlib
+import time
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from narrowband.collectives import Job, Peers
 
@@ -52,6 +56,7 @@ class Agreement:
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers = peers
         self._device = device
+        self._sent: list[weakref.ref[Tensor]] = []  # in the last comparison
 
     @property
     def nbytes(self) -> int:
@@ -68,13 +73,19 @@ class Agreement:
             return
         mine = torch.tensor([_fingerprint(facts)], dtype=torch.int64, device=self._device)
         of_all = torch.empty(self._peers.size, dtype=torch.int64, device=self._device)
+        if mine.is_cpu:
+            self._sent = [weakref.ref(mine), weakref.ref(of_all)]
         # Whatever comes after it in either queue waits until this job has ended.
         yield Transfer(lambda: all_gather(of_all, mine, self._peers), later=("group", "pairs"))
         if len(set(of_all.tolist())) > 1:
             raise DisagreementError(f"{self._differences(facts)}. {advice}")
 
     def now(self, facts: Facts, advice: str) -> None:
-        """Compare, and return when that is done. Only where no job is on its way.
+        """Compare, and return when that is done, and when gloo's threads have let go of what was sent. Only where no
+        job is on its way.
+
+        A thread that still has to let go of a tensor when the interpreter ends takes the process down with it, and
+        ``remove`` is the last that many programs do.
 
         Raises:
             DisagreementError: the facts differ; on all ranks.
@@ -83,6 +94,10 @@ class Agreement:
             work = transfer.issue()
             if work is not None:
                 work.wait()
+            del transfer, work
+        deadline = time.monotonic() + 5.0
+        while any(sent() is not None for sent in self._sent) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _differences(self, facts: Facts) -> str:
         """In words; a collective."""
