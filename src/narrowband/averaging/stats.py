@@ -47,7 +47,8 @@ class StepStats(StepRecord):
         exchange_s: seconds between the first bucket and the last average.
         decide_s: seconds that a policy took to decide; on rank 0 also those in which averages were added up for it.
         skipped: steps in which a compressed gradient was inf or NaN on some rank. They changed no residual. Their
-            averages are not finite, so that a gradient scaler skips the step on all ranks.
+            averages are not finite, so that a gradient scaler skips the step on all ranks. Not counted for ``none``,
+            ``fp16`` and ``bf16`` without feedback, whose averages are not finite, either.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: the residual
             included), of the latest step that measured it (the first, and every 50th); None before.
     """
