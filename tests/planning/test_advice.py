@@ -90,7 +90,7 @@ def test_sixteen_bits_are_to_be_beaten_also_where_they_save_too_little_to_be_adv
 def test_sixteen_bits_are_the_baseline_whatever_may_be_lost(optimizer):
     _, found = advice(optimizer, 0.0, ddp=1.0, fp16=0.6, qsgd=0.59)
     assert (found.row.option.spec, found.compress) == ("fp16", False)
-    assert found.sentence.endswith("is known to stay within 0% would save 5% of it.")
+    assert found.sentence.endswith("was measured within 0% would save 5% of it.")
 
 
 @pytest.mark.parametrize(

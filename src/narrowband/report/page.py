@@ -504,7 +504,7 @@ def _step_time(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
     for row in rows:
         row["value"] *= 1000
     if rows:
-        says = "What a step took, and how long training waited after backward's own work: what compression costs you."
+        says = "What a step took, and how long training waited for averages when backward's own work was done."
         yield _Chart("time", "Step time", says, _lines(alt, rows, "milliseconds"))
     parts = {"encode_s": "encode", "wire_s": "on the wire", "decode_s": "decode", "decide_s": "policy"}
     rows = _points(run, {name: said for name, said in parts.items() if (run.mean(name) or 0.0) > 0})
