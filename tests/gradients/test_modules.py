@@ -676,6 +676,30 @@ def test_policies_plan_for_shards_by_parameter_name():
         assert torch.equal(parameters, answers[0][1])
 
 
+def with_a_plan(rank, world_size, spec):
+    """Parameters with a plan for whole parameters, with the part of it that is about this rank, and with its spec."""
+    mesh = mesh_of(2, world_size // 2)
+    shapes = {name: tuple(p.shape) for name, p in mlp().named_parameters() if p.dim() > 1 and p.numel() >= 64}
+    plan = nb.Plan(tuple(nb.adapt.LayerPlan(name, shape, spec, 1.0, None) for name, shape in shapes.items()), "", 2)
+    found, own = [], None
+    for chosen in (plan, "own", spec):
+        model = shard(mlp(), mesh["shards"])
+        handle = compress(model, own if chosen == "own" else chosen, process_group=mesh["nodes"].get_group())
+        train(model, rank, range(4), sgd(model))
+        found.append(whole(model))
+        own = handle.plan or own
+    return found, {layer.name: layer.shape for layer in own.layers}
+
+
+@pytest.mark.parametrize("ranks", [4, *thorough(6)])
+def test_a_plan_is_for_whole_parameters_or_for_shards(ranks):
+    """Of three shards of the last matrix two have few elements."""
+    for (planned, owned, plain), shapes in run_ranks(with_a_plan, ranks, "topk:density=0.05+ef"):
+        assert torch.equal(planned, plain)
+        assert torch.equal(owned, plain)
+        assert shapes["3.weight"] in ((16, 40), (11, 40), (10, 40))
+
+
 def in_tensor_parallel(rank, world_size, spec):
     """Replicas of two ranks that split two matrices by rows and columns, and have a third one as a whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))

@@ -195,6 +195,18 @@ def test_a_group_with_two_ranks_of_one_replica_is_refused():
             assert f"ranks [{rank ^ 1}] of process_group train the same replica" in text
 
 
+def with_a_plan(rank, world_size):
+    shapes = {name: tuple(p.shape) for name, p in mlp().named_parameters() if p.dim() > 1 and p.numel() >= 64}
+    spec = "topk:density=0.05+ef"
+    plan = nb.Plan(tuple(nb.adapt.LayerPlan(name, shape, spec, 1.0, None) for name, shape in shapes.items()), "", 2)
+    return [trained(rank, world_size, "fsdp", chosen, {}, {})[0][-1] for chosen in (plan, spec)]
+
+
+def test_a_plan_is_for_whole_parameters():
+    for planned, plain in run_ranks(with_a_plan, 4):
+        assert torch.equal(planned, plain)
+
+
 def partly_whole(rank, world_size):
     mesh = mesh_of(2, 2)
     model = parallelize_module(mlp(), mesh["ranks"], {"3": ColwiseParallel(), "5": RowwiseParallel()})

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.averaging.core import is_in_backward
-from narrowband.averaging.parameters import Parameters, norms_of
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.plans import plan_of_shards
 from narrowband.averaging.step import ADVICE, fill_with_nan
 from narrowband.collectives import SerialExecutor, borrow, group_of
 from narrowband.errors import UnsupportedError
@@ -46,12 +47,10 @@ from narrowband.gradients.node import Node
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
     from torch._C._distributed_c10d import GradBucket
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
-    from narrowband.adapt import Plan
     from narrowband.averaging.settings import Settings
     from narrowband.collectives import Loan
     from narrowband.gradients.hook import Hook
@@ -166,35 +165,6 @@ def own_shards(trained: Sequence[Tensor], ranks: int, rank: int) -> dict[Tensor,
     return found
 
 
-def _plan_of_shards(
-    plan: Plan, model: nn.Module, shards: Sequence[tuple[str, Tensor]], norms: Sequence[Tensor], settings: Settings
-) -> Plan | None:
-    """The part of a plan for whole parameters that is about this rank's shards.
-
-    Args:
-        plan: of the model.
-        model: it.
-        shards: name and tensor of each.
-        norms: those of them that belong to normalization layers.
-        settings: which of them are compressed.
-
-    Returns:
-        None where all shards are small, and have no plan.
-
-    Raises:
-        ValueError: the plan of another model.
-    """
-
-    def compressed(named: Sequence[tuple[str, Tensor]], norms: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
-        numbers = {"min_numel": settings.min_numel, "early_nbytes": settings.early_nbytes}
-        return Parameters(named, norms, fuse_small=settings.small != "uncompressed", **numbers).shapes
-
-    plan.check(compressed(list(model.named_parameters()), norms_of(model)))
-    shapes = compressed(shards, norms)
-    layers = tuple(replace(layer, shape=shapes[layer.name]) for layer in plan.layers if layer.name in shapes)
-    return replace(plan, layers=layers) if layers else None
-
-
 @dataclass(eq=False)
 class _Bucket:
     """A bucket on its way.
@@ -237,7 +207,9 @@ class TwoLevelCompression(DDPCompression):
             raise UnsupportedError(f"a node of {size} ranks has more of them than this model has rows to share")
         self._size, self._rank = size, rank
         if settings.plan is not None:
-            settings = replace(settings, plan=_plan_of_shards(settings.plan, model.module, named, small, settings))
+            whole, norms = list(model.module.named_parameters()), norms_of(model.module)
+            plan = plan_of_shards(settings.plan, whole, named, [*norms, *small], settings)
+            settings = replace(settings, plan=plan)
         device = trained[0][1].device
         self._inside: Loan = borrow(levels.inside, device)
         self._node = Node(self._inside.group, device)

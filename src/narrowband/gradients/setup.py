@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
@@ -148,6 +150,8 @@ def compress_gradients(
         _check_shards(model, "of a sharded model")
         if settings.policy is not None:
             check_parts(model, "a policy chooses specs", min_numel=settings.min_numel)
+        if settings.plan is not None:
+            settings = replace(settings, plan=plan_of_sharded(settings.plan, model, settings))
     parameters = list(model.named_parameters())
     settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
     return ModuleCompression(model, settings, group, _inside(model, settings))

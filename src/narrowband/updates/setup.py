@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from narrowband.averaging.flat import local
+from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
@@ -208,6 +210,8 @@ def compress_updates(
         check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
     if outer == "auto":
         check_parts(net, "outer='auto' measures how far to go")
+    if settings.plan is not None:
+        settings = replace(settings, plan=plan_of_sharded(settings.plan, net, settings))
     return UpdateCompression(net, optimizers, settings, group, rounds)
 
 
