@@ -236,6 +236,10 @@ BROKEN = {
         lambda state: state.update(others={"powersgd": {"residual/0.weight": torch.zeros(960)}}),
         "residuals of powersgd, and no layer here has that feedback",
     ),
+    "a sum of another size": (
+        lambda state: state.update(controller={"sums": {"0.weight": torch.zeros(3)}}),
+        "a sum of gradients of '0.weight' with 3 elements, and that has 960 here",
+    ),
     "a broken plan": (lambda state: state.update(controller={"plan": "{"}), "this is no plan"),
 }
 

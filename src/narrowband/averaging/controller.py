@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,13 +145,19 @@ class Controller:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless :meth:`load_state_dict` can take this state; nothing changes."""
+        shapes = self._layers.parameters.shapes
         try:
             if state.get("plan") is not None:
                 Plan.from_json(state["plan"])
             for name, value in state.get("sums", {}).items():
                 check_saved("the policy", name, value)
-                if name not in self._layers.parameters.shapes:
+                if name not in shapes:
                     raise ValueError(f"the state holds a sum of gradients of {name!r}, which is no layer here")
+                if value.numel() != (numel := math.prod(shapes[name])):
+                    raise ValueError(
+                        f"the state holds a sum of gradients of {name!r} with {value.numel()} elements, and that has "
+                        f"{numel} here; it is the state of another model"
+                    )
             if self.policy is not None:
                 before = copy.deepcopy(self.policy.state_dict())
                 try:
