@@ -19,6 +19,8 @@ even.
     fold(seed)   = mix(low 32 bits of seed) + 0x9e3779b9 * mix(high 32 bits of seed) + 0x85ebca6b   (uint32, wrapping)
     hash(i,seed) = mix(i + fold(seed))                                                              (uint32, wrapping)
     uniform(i)   = (hash(i, seed) >> 8) * 2**-24                                                    (float32 in [0, 1))
+
+A uniform number of b bits is (hash(i, seed) >> 32 − b) * 2**-b.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ bits per element, and a header per group:
 ===========  ==========================  =================================  ==========================  ==============
 
 ``inv`` is 1/step in float32, or 0 where step is below 2**-126. ``u`` is ½ (nearest) or uniform(element index)
-(stochastic). Codes are clamped to [0, 2**bits − 1] (minmax) or [0, 2s]. All elementwise arithmetic is float32, without
-fused multiply-add; sums (l2, mean) are taken in float64. A group that holds inf or NaN gets lo = step = NaN and
-codes 0, so everything decoded from it is NaN: a broken gradient stays visible.
+(stochastic): of 24 bits, and of 25 − ``bits`` in the symmetric scales. So s + u is exact there, and never rounded up to
+s + 1: zero is kept as zero, whatever the seed. Codes are clamped to [0, 2**bits − 1] (minmax) or [0, 2s]. All
+elementwise arithmetic is float32, without fused multiply-add; sums (l2, mean) are taken in float64. A group that holds
+inf or NaN gets lo = step = NaN and codes 0, so everything decoded from it is NaN: a broken gradient stays visible.
 
 Codes are packed group by group. ``bits`` is split into planes whose widths are the powers of two that sum to it,
 largest first (7 = 4 + 2 + 1); the first plane holds the code's lowest bits. In a plane of width w over a group of m

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.kernels import cpu, reference
+from narrowband.kernels.reference.common import uniform
 from tests.kernels.backends.common import BACKENDS, KINDS, assert_all_same, back, on_all, place
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ from tests.kernels.backends.common import (
     SIZES,
     assert_same,
     assert_same_payload,
+    codes,
     dequantize,
     groups,
     header_nbytes,
@@ -51,6 +53,21 @@ def test_group_minmax(x: Tensor, group: int) -> None:
 def test_quantize_groups(x: Tensor, group: int, quantizer: tuple[str, int], stochastic: bool, seed: int) -> None:
     scale, bits = quantizer
     assert_same_payload(x, bits, group, scale, stochastic=stochastic, seed=seed)
+
+
+@pytest.mark.parametrize("group", [128, 100])
+@pytest.mark.parametrize(("scale", "bits"), [("absmax", 8), ("absmax", 7), ("l2", 8)])
+def test_zero_is_kept_as_zero_where_the_random_number_is_nearly_one(scale: str, bits: int, group: int) -> None:
+    """On every backend: in whole vectors, and in what is left of a group."""
+    x = torch.zeros(4096)
+    x[::group] = 1.0
+    highest = torch.stack([uniform(0, x.numel(), seed, x.device) for seed in range(512)]).mul_(x == 0).max(1)
+    seeds = (highest.values > 1 - 2.0**-18).nonzero().view(-1).tolist()
+    assert len(seeds) > 3
+    for seed in seeds:
+        assert_same_payload(x, bits, group, scale, stochastic=True, seed=seed)
+        payload = quantize(reference, x, bits, group, scale, stochastic=True, seed=seed)
+        assert not codes(payload, x.numel(), bits, group, scale)[x == 0].any()
 
 
 @given(n=st.sampled_from(SIZES), group=groups, quantizer=quantizers, seed=seeds,

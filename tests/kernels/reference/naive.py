@@ -115,7 +115,7 @@ def naive_code(
         return 1 if value >= 0 else 0
     s = 2 ** (bits - 1) - 1
     inv = f32(1) / step if step >= 2.0**-126 else f32(0)
-    u = naive_uniform(i, seed, random_bits) if stochastic else f32(0.5)
+    u = naive_uniform(i, seed, random_bits if scale == "minmax" else 25 - bits) if stochastic else f32(0.5)
     scaled = f32(value - lo) * inv + u if scale == "minmax" else f32(value * inv) + f32(f32(s) + u)
     return int(np.clip(np.floor(scaled), 0, 2**bits - 1 if scale == "minmax" else 2 * s))
 

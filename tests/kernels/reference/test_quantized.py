@@ -142,6 +142,17 @@ def test_the_extremes_never_round_beyond_the_last_code(scale: str, bits: int) ->
     assert np.abs(out - x).max() <= step + 1e-6
 
 
+@pytest.mark.parametrize(("scale", "bits"), [("absmax", 4), ("absmax", 7), ("absmax", 8), ("l2", 8)])
+def test_zero_is_kept_as_zero_whatever_the_seed(scale: str, bits: int) -> None:
+    """Where u is nearly 1: s + u must not be rounded to s + 1."""
+    n, group = 1 << 20, 1 << 12
+    x = np.zeros(n, f32)
+    x[::group] = 1
+    for seed in range(4):
+        out = decode(encode(x, bits, group, scale, stochastic=True, seed=seed), n, bits, group, scale)
+        assert not out[x == 0].any()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("scale", "bits"), [("minmax", 4), ("absmax", 5), ("l2", 3), ("mean", 1)])
 def test_a_broken_group_decodes_to_nan_and_no_other_does(scale: str, bits: int, bad: float) -> None:

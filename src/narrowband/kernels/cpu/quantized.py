@@ -104,15 +104,18 @@ def _code(x, low, inverse, offset, top):
 
 
 @inlined
-def _uniform(i):
-    return F32(F32(I32(mix(i) >> U32(8))) * F32(2.0**-24))
+def _uniform(i, offset):
+    """Of as many bits as leave room for ``offset``: by one less for each that offset + 1, a power of two, has."""
+    power = F32(offset + F32(1)).view(np.int32)
+    unit = I32(power - I32(24 << 23)).view(np.float32)
+    return F32(F32(I32(mix(i) >> U32(I32(power >> I32(23)) - I32(127 - 8)))) * unit)
 
 
 @inlined
 def _shift(offset, stochastic, start, j):
     """What is added to element j of a group before it is rounded down. Nearest: ``offset`` holds the ½."""
     if stochastic:
-        return F32(offset + _uniform(U32(start + U32(j))))
+        return F32(offset + _uniform(U32(start + U32(j)), offset))
     else:
         return offset
 
@@ -138,8 +141,12 @@ def _vector_of_codes(context: Any, builder: Any, array: Any, value: Any, place: 
         h = builder.add(splat(builder, index), ir.Constant(ints, list(range(LANES))))
         for down, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             h = builder.mul(builder.xor(h, builder.lshr(h, number(down))), number(factor))
-        h = builder.lshr(builder.xor(h, builder.lshr(h, number(16))), number(8))
-        uniform = builder.fmul(builder.sitofp(h, floats), ir.Constant(floats, [2.0**-24] * LANES))
+        # As ``_uniform`` has it.
+        power = builder.bitcast(builder.fadd(shift, ir.Constant(floats, [1.0] * LANES)), ints)
+        unit = builder.bitcast(builder.sub(power, number(24 << 23)), floats)
+        down = builder.sub(builder.lshr(power, number(23)), number(127 - 8))
+        h = builder.lshr(builder.xor(h, builder.lshr(h, number(16))), down)
+        uniform = builder.fmul(builder.sitofp(h, floats), unit)
         shift = builder.fadd(shift, uniform)
     v = builder.fadd(builder.fmul(builder.fsub(x, low), inverse), shift)
     zero = ir.Constant(floats, [0.0] * LANES)

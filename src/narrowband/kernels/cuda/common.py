@@ -117,10 +117,10 @@ def mix(h):
 
 
 @kernel
-def uniform(i, folded):
-    """In [0, 1), of 24 bits, for an element with this index."""
+def uniform(i, folded, BITS: tl.constexpr):
+    """In [0, 1), of so many bits, up to 24, for an element with this index."""
     h = mix(i.to(tl.uint32) + folded.to(tl.uint32))
-    return (h >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
+    return (h >> (32 - BITS)).to(tl.int32).to(tl.float32) * (1.0 / (1 << BITS))
 
 
 @kernel

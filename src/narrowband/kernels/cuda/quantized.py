@@ -115,7 +115,7 @@ def _write_plane(
         else:
             own = tl.zeros_like(v) + shift
             if STOCHASTIC:
-                own = own + uniform(element, folded)
+                own = own + uniform(element, folded, 24 if SCALE == _MINMAX else 25 - BITS)
             code = code_of(v, low[:, None], inverse[:, None], own, top)
         byte |= tl.where(ok, ((code >> down) & ((1 << PLANE) - 1)) << (part * PLANE), 0)
     tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
@@ -188,7 +188,7 @@ def _write_codes(
         own = tl.zeros_like(v) + shift
         if STOCHASTIC:
             i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-            own = own + uniform(part * (ROWS * WIDTH) + i, folded)
+            own = own + uniform(part * (ROWS * WIDTH) + i, folded, 24 if SCALE == _MINMAX else 25 - BITS)
         code = code_of(v, low[:, None], inverse[:, None], own, top)
     out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
     for plane in tl.static_range(4):

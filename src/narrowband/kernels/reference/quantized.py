@@ -87,7 +87,7 @@ def quantize_groups(
             centre, top = (0, (1 << bits) - 1) if scale == "minmax" else (_centre(bits), 2 * _centre(bits))
             value_GM = (x_GM - low_G[:, None]).mul_(inverse_G[:, None])
             if stochastic:
-                value_GM.add_(uniform(begin, end, seed, x.device).add_(centre).view(-1, m))
+                value_GM.add_(uniform(begin, end, seed, x.device, 25 - bits if centre else 24).add_(centre).view(-1, m))
             else:
                 value_GM.add_(centre + 0.5)
             # NaN becomes code 0: all of a group whose header is NaN, or lo + inf · 0 where max − min overflows
