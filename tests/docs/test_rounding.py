@@ -89,10 +89,12 @@ def test_fused_attention_with_large_scores():
     said = PAGE.replace("\n", " ")
     first, *others = re.findall(r"deviation (\d+) gradients are off by (\d+) %|of (\d+) by (\d+) %", said)
     told = {int(first[0]): int(first[1])} | {int(each[2]): int(each[3]) for each in others}
-    assert [*told] == [1, 3, 6, 12]
+    assert [*told] == [1, 3, 6, 12, 25]
     for deviation, per_cent in told.items():
         assert of_attention(deviation) == pytest.approx(per_cent, rel=0.15, abs=0.5), deviation
-    (written_out,) = re.findall(r"softmax written out stays below (\d+) %", said)
+    ((beyond, times),) = re.findall(r"deviation (\d+) it is (\d+) times the gradient", said)
+    assert of_attention(int(beyond)) == pytest.approx(100 * int(times), rel=0.15)
+    (written_out,) = re.findall(r"[Ss]oftmax written out stays below (\d+) %", said)
     assert all(of_attention(deviation, fused=False) < int(written_out) for deviation in told)
 
 
