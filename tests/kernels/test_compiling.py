@@ -80,6 +80,8 @@ def test_a_loop_is_compiled_once_for_all_processes_and_installations(tmp_path):
     files[0].write_bytes(files[0].read_bytes()[:100])  # which is compiled anew
     assert outcome(start(tmp_path, package=copy))[0] == 1
     assert outcome(start(tmp_path, package=copy)) == (0, "")
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", copy.parent)
+    assert outcome(start(tmp_path, package=Path(archive) / "narrowband")) == (0, "")
     assert sorted(tmp_path.glob("narrowband/loops-*/*.loop")) == files
 
 
@@ -119,6 +121,13 @@ def test_where_no_cache_folder_is_writable_the_next_is_taken(tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/no-folder")
     assert cache.folder.__wrapped__().parent == PACKAGE / "kernels" / "cpu" / "__pycache__" / "narrowband"
     monkeypatch.setattr(cache, "_parents", lambda: [Path("/dev/null/no-folder")])
+    assert cache.folder.__wrapped__() is None
+
+
+def test_loops_whose_sources_nobody_knows_are_not_kept(tmp_path, monkeypatch):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "loops.pyc").touch()
+    monkeypatch.setattr(cache, "files", lambda _: tmp_path)
     assert cache.folder.__wrapped__() is None
 
 

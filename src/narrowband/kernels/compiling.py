@@ -75,7 +75,7 @@ class _Announcement:
 def _how(folder: Path | None, refused: Path | None) -> str:
     """How often, and where they are kept."""
     if folder is None:
-        return "in every process, as no folder is writable: set NUMBA_CACHE_DIR"
+        return "in every process, as no folder is writable (set NUMBA_CACHE_DIR), or the sources are not installed"
     instead = "" if refused is None else f", as {_short(refused)} cannot be written"
     return f"once per machine (kept in {_short(folder.parent)}{instead})"
 

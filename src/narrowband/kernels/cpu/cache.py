@@ -21,6 +21,7 @@ import platform
 import sys
 import tempfile
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +97,10 @@ class LoopCache(NullCache):
 
 @functools.cache
 def folder() -> Path | None:
-    """Where loops of these sources are kept; None where nothing can be written."""
+    """Where loops of these sources are kept; None where nothing can be written, or nobody knows what they are of."""
     name = _fingerprint()
+    if name is None:
+        return None
     for parent in _parents():
         path = parent / name
         try:
@@ -127,14 +130,19 @@ def _parents() -> Iterator[Path]:
     yield _SOURCES / "__pycache__" / "narrowband"
 
 
-def _fingerprint() -> str:
-    """Of all that code depends on but for the processor: equal for equal sources, wherever they are installed."""
+def _fingerprint() -> str | None:
+    """Of all that code depends on but for the processor: equal for equal sources, wherever they are installed, in a zip
+    archive too. None where the sources are left out: code of another version would have the same name.
+    """
     parts = [sys.implementation.cache_tag or "", platform.python_version(), numba.__version__, llvmlite.__version__]
     digest = hashlib.sha256(repr(parts).encode())
-    package = _SOURCES.parent  # its own files hold constants that loops take in when they are compiled
-    for file in sorted([*_SOURCES.glob("*.py"), *package.glob("*.py")]):
-        digest.update(f"\0{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
-    return f"loops-{digest.hexdigest()[:24]}"
+    package = files("narrowband.kernels")  # its own files hold constants that loops take in when they are compiled
+    found = {f"cpu/{file.name}": file for file in (package / "cpu").iterdir()}
+    found |= {file.name: file for file in package.iterdir()}
+    sources = {name: file for name, file in found.items() if name.endswith(".py")}
+    for name in sorted(sources):
+        digest.update(f"\0{name}\0".encode() + sources[name].read_bytes())
+    return None if not sources else f"loops-{digest.hexdigest()[:24]}"
 
 
 def _forget_others(parent: Path, mine: Path) -> None:
