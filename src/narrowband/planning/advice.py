@@ -129,7 +129,8 @@ def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, 
     alone = plain.predicted.outcome.compute_s
     of = "it" if best is baseline else f"the {format_seconds(baseline.step_s)} that {baseline.name} would take"
     nothing = (
-        f"nothing whose mean loss with {optimizer} was measured within {tolerance:.0%} would save {WORTH_IT:.0%} of {of}"
+        f"nothing whose mean loss with {optimizer} was measured within {tolerance:.0%} would save {WORTH_IT:.0%} of "
+        f"{of}"
     )
     if best is not plain:
         return (
