@@ -197,6 +197,7 @@ WRONG = [
       for command in ("bench ddp", "bench pipeline") for rate in ("0", "0mbit", "nonsense", "nan")),
     *((f"{command} --nodes {nodes}", f"nodes={nodes} must be at least")
       for command in ("bench ddp", "bench pipeline", "demo") for nodes in (0, -1)),
+    ("demo --nodes 257", "nodes=257 must be at most 256"),
     *((f"lab {option} -- true", said) for option, said in (
         ("--nodes 0", "nodes is 0; expected 1 to 256"), ("--nodes -1", "nodes is -1"), ("--rate 0", "rate '0'"),
         ("--timeout nan", "timeout_s is nan"), ("--delay soon", "delay 'soon'"), ("--loss 100%", "loss '100%'"))),
@@ -362,6 +363,14 @@ def test_a_terminal_that_lacks_characters_gets_question_marks(narrow, monkeypatc
     said = shown.getvalue().decode(encoding)
     assert "5,000 × 5,000 float32" in said.replace("?", "×")
     assert ("×" in said) == (encoding != "ascii")
+
+
+def test_a_terminal_that_does_not_know_its_width_has_80_columns(narrow, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    code, out, _ = narrow("codecs")
+    assert code == 0
+    assert "qsgd" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_what_can_be_written_is_not_refused(tmp_path):

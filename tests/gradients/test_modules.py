@@ -659,6 +659,40 @@ def test_shards_learn_are_equal_on_all_nodes_and_send_their_part(spec, options):
         assert residual <= 0.6 * whole_residual
 
 
+def with_an_uneven_layer(rank, world_size):
+    """Nine rows: five on some ranks, which are enough to be compressed, and four on others, which are not."""
+    torch.manual_seed(0)
+    mesh = mesh_of(2, 2)
+    model = fully_shard(nn.Linear(8, 9, bias=False), mesh=mesh["shards"])
+    handle = compress(model, "uniform:bits=8", min_numel=40, process_group=mesh["nodes"].get_group())
+    handle.set_layers({"weight": "uniform:bits=2"})
+    model(torch.randn(4, 8)).square().sum().backward()
+    said = refusal(lambda: handle.set_layers({"heavy": "uniform:bits=2"}))
+    return len(model.weight.to_local()), {name: own.spec for name, own in handle.layer_stats().items()}, said
+
+
+def test_layers_are_set_where_a_shard_is_large_enough():
+    for rows, specs, said in run_ranks(with_an_uneven_layer, 4):
+        assert specs == ({"weight": "uniform:bits=2"} if rows == 5 else {})
+        assert said[0] == "ValueError"
+
+
+def partly_sharded(rank, world_size):
+    mesh = mesh_of(2, 2)
+    model = mlp()
+    fully_shard(model[0], mesh=mesh["shards"])
+    with heard() as said:
+        compress(model, "uniform:bits=8", process_group=mesh["nodes"].get_group())
+    return [each for each in said if "fully_shard" in each]
+
+
+def test_what_fsdp2_does_not_shard_is_named_by_one_rank_of_each_group():
+    answers = run_ranks(partly_sharded, 4)
+    assert [len(said) for said in answers] == [1, 1, 0, 0]
+    assert "lie in no module that fully_shard was called with" in answers[0][0]
+    assert "0.weight" not in answers[0][0]
+
+
 def with_a_policy(rank, world_size):
     mesh = mesh_of(2, 2)
     model = shard(mlp(), mesh["shards"])

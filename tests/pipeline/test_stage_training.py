@@ -255,6 +255,32 @@ def test_schedules_with_different_numbers_of_microbatches_share_a_stage(name):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
+def of_another_stage(rank, world_size, folder):
+    """What is said where the states of two inner stages change places, and of what is no state."""
+
+    def build():
+        return nb.CompressedStage(parts(world_size)[rank], rank, world_size, CPU, forward="sign+ef", backward="sign+ef")
+
+    stage = build()
+    run_step(schedule_of("1F1B", [stage]), [stage], *batch(0))
+    torch.save(stage.state_dict(), folder / str(rank))
+    dist.barrier()
+    said = []
+    for state in (torch.load(folder / str((0, 2, 1, 3)[rank])), torch.load(folder / str(rank)), {"step": 3}):
+        try:
+            build().load_state_dict(state)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_state_is_that_of_one_stage(tmp_path):
+    first, *inner, last = run_ranks(of_another_stage, 4, tmp_path)
+    lacks = "this is no state of a CompressedStage: it lacks before, behind"
+    assert (first, last) == ([lacks], [lacks])
+    assert inner == [[f"this is the state of stage {3 - at}, and not of stage {at}", lacks] for at in (1, 2)]
+
+
 def wrong(rank, world_size, what):
     specs = {"forward": "qsgd:bits=4", "backward": "qsgd:bits=4"}
     if what == "specs" and rank == 1:

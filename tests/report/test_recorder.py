@@ -6,6 +6,8 @@ import contextlib
 import copy
 import json
 import math
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -234,6 +236,34 @@ def test_whoever_goes_on_after_an_exception_is_recorded(tmp_path):
     run = read_run(path)
     assert {step: values["loss"] for step, values in run.steps.items()} == {1: 1.0, 2: 0.5}
     assert run.ended
+
+
+def test_a_full_disk_does_not_end_training_and_lines_wait_for_room(tmp_path, caplog, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing on then fails as on a full disk
+    try:
+        with nb.Recorder(Still(), path) as recorder:
+            recorder.step(loss=1.0)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, hard))
+            for loss in (0.5, 0.25):
+                recorder.step(loss=loss)
+            said = [record.getMessage() for record in caplog.records]
+            assert len(said) == 1
+            assert f"{path} cannot be written (File too large). Training goes on" in said[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            recorder.step(loss=0.125)
+        recorder = nb.Recorder(Still(), tmp_path / "lost.jsonl")
+        recorder.step(loss=1.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "lost.jsonl").stat().st_size, hard))
+        with pytest.raises(OSError, match="File too large"):
+            recorder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    run = read_run(path)
+    assert [values["loss"] for values in run.steps.values()] == [1.0, 0.5, 0.25, 0.125]
+    assert (run.ended, run.torn) == (True, False)
 
 
 class Still:

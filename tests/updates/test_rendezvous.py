@@ -208,6 +208,19 @@ def test_peers_that_are_behind_wait_for_one_that_is_not():
     assert views[1].some_are_behind
 
 
+def test_where_all_that_had_the_last_round_died_who_waits_says_so_once(caplog):
+    store = dist.HashStore()
+    a, b, _ = begun(store, "a", "b", "c", grace_s=0.1)
+    views = together(lambda: a.arrive(1, 1.0), lambda: b.arrive(1, 1.0))
+    assert together(lambda: a.vote(views[0], good=True), lambda: b.vote(views[1], good=True)) == [True, True]
+    late = meeting(store, "c", grace_s=0.1, patience_s=0.5)
+    with pytest.raises(RendezvousError, match="no round was held"):
+        late.arrive(1, 1.0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "no peer that is here has the parameters of round 2" in said
+    assert f"have not left: {a.peer}, {b.peer}. They may have died" in said
+
+
 def test_who_is_late_for_the_last_round_is_told_that_the_run_is_over():
     """It would wait for hours otherwise. Whoever has the last round's parameters, say from a checkpoint, goes on."""
     store = dist.HashStore()

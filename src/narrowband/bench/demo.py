@@ -34,6 +34,7 @@ from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks
 from narrowband.bench.text import Text, batch_of, standard_library
 from narrowband.feedback import compression
+from narrowband.lab.config import MAX_NODES
 from narrowband.report.estimate import FORMULA, Row, estimates, verdict
 from narrowband.report.record import read_json, versions, write_json
 
@@ -96,6 +97,8 @@ class Config:
         for name in ("nodes", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.nodes > MAX_NODES:
+            raise ValueError(f"nodes={self.nodes} must be at most {MAX_NODES}: they are processes of this machine")
         if self.model not in MODELS or MODELS[self.model].vocab != 256:
             fit = ", ".join(name for name, shape in MODELS.items() if shape.vocab == 256)
             raise ValueError(f"model {self.model!r} is not one that reads bytes; there are: {fit}")

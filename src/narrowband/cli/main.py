@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, behind = words[:cut], words[cut + 1 :] if cut < len(words) else None
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    console, errors = (Console(stderr=stderr, emoji=False) for stderr in (False, True))  # `a:ok` is a path
+    width = 80 if os.environ.get("COLUMNS") == "0" else None  # some systems know no width, and Rich would print nothing
+    console, errors = (Console(stderr=stderr, emoji=False, width=width) for stderr in (False, True))  # `a:ok` is a path
     return finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
 
 

@@ -46,12 +46,15 @@ from narrowband.gradients.left import Left
 from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.fsdp import FSDPModule
 
+    from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
+    from narrowband.codecs import Codec
     from narrowband.collectives import Loan
+    from narrowband.feedback import Compression, Method
 
 __all__ = ["ModuleCompression"]
 
@@ -103,6 +106,12 @@ class ModuleCompression(GradientCompression):
         self._torn = False  # whether a step was left in its middle
         self._sharded = any(hasattr(p, "device_mesh") for p in by_tensor)
         self._unreduced = False  # whether FSDP2 keeps whole gradients of passes in no_sync
+        self._small = _small_shards(module, self.layers.parameters.by_name, settings.min_numel)
+        if whole := _outside_of_units(module):
+            self.layers.warn_once(
+                f"{', '.join(whole)} lie in no module that fully_shard was called with. The ranks that share a "
+                "replica do not average them, so they part: call fully_shard(model) too"
+            )
         self._reset()
         self._steps = Steps(self, by_tensor) if self.size > 1 else None
         own = weakref.ref(self)
@@ -220,6 +229,12 @@ class ModuleCompression(GradientCompression):
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
+    def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
+        """See :meth:`GradientCompression.set_layers`. Nothing changes for a layer of which this rank has so small a
+        shard that it is not compressed, while others have larger ones.
+        """
+        super().set_layers({name: spec for name, spec in specs.items() if name not in self._small})
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """See :meth:`GradientCompression.no_sync`. Inside, FSDP2 does not reduce gradients, either: it does so in a
@@ -301,6 +316,26 @@ def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
             own.arrived(p)
 
     return unseen(arrived)
+
+
+def _small_shards(module: nn.Module, by_name: Mapping[str, Parameter], min_numel: int) -> set[str]:
+    """Matrices that are compressed where a rank has enough of them, and here there is less."""
+    return {
+        name
+        for name, p in module.named_parameters()
+        if name in by_name
+        and not by_name[name].compressed
+        and hasattr(p, "device_mesh")
+        and p.dim() > 1
+        and p.numel() >= min_numel
+    }
+
+
+def _outside_of_units(module: nn.Module) -> list[str]:
+    """Trained parameters that FSDP2 does not shard, of a module that has some that it does."""
+    if not any(hasattr(each, "set_requires_gradient_sync") for each in module.modules()):
+        return []
+    return [name for name, p in module.named_parameters() if p.requires_grad and not hasattr(p, "device_mesh")]
 
 
 class Outputs(Left):

@@ -512,6 +512,7 @@ class CompressedStage(PipelineStage):
     def state_dict(self) -> dict[str, Any]:
         """What this stage's channels keep between two steps; the module's own state is not part of it."""
         return {
+            "stage": self.stage_index,
             "step": self._step,
             "before": None if self._before is None else self._before.state_dict(),
             "behind": None if self._behind is None else self._behind.state_dict(),
@@ -525,9 +526,15 @@ class CompressedStage(PipelineStage):
         """
         if self._agreed:
             raise ValueError("the state of a stage is loaded before its first step: make a new CompressedStage")
-        for name, side in (("before", self._before), ("behind", self._behind)):
-            if (side is None) != (state[name] is None):
-                raise ValueError("this is the state of another stage: one has neighbours that the other has not")
+        sides = {"before": self._before, "behind": self._behind}
+        missing = {"step", *sides} - state.keys()
+        if missing:
+            raise ValueError(f"this is no state of a CompressedStage: it lacks {', '.join(sorted(missing))}")
+        if state.get("stage", self.stage_index) != self.stage_index:  # earlier states do not say
+            raise ValueError(f"this is the state of stage {state['stage']}, and not of stage {self.stage_index}")
+        if any((side is None) != (state[name] is None) for name, side in sides.items()):
+            raise ValueError("this is the state of another stage: one has neighbours that the other has not")
+        for name, side in sides.items():
             if side is not None:
                 side.load_state_dict(state[name])
         self._step = state["step"]

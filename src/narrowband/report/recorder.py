@@ -8,6 +8,7 @@ steps that were taken twice the later ones count.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["LayerRecord", "Recorder", "Run", "is_run", "read_run"]
+
+log = logging.getLogger(__name__)
 
 #: Of the file's format.
 _VERSION = 1
@@ -106,6 +109,7 @@ class Recorder:
                 self._most = earlier.last + (0 if earlier.ended else every - 1)
         self._taken_before = _taken(handle) or 0
         self._file: Any = None
+        self._waits = False  # whether lines wait in memory for room on the disk
         self._number: int | None = None
         self._before = self._sums()
         self._since = self._count = 0
@@ -152,7 +156,11 @@ class Recorder:
         self._before, self._since, self._began = sums, 0, time.perf_counter()
 
     def close(self) -> None:
-        """Write the end. The handle stays."""
+        """Write the end. The handle stays.
+
+        Raises:
+            OSError: there is no room on the disk for lines that waited for it, which are lost.
+        """
         if self._file is not None:
             self._write({"kind": "end", "step": self._number or 0})
             self._file.close()
@@ -213,8 +221,19 @@ class Recorder:
             if torn and self._path.stat().st_size:
                 self._file.write("\n")  # of an earlier process that died
             self._file.write(json.dumps(self._start()) + "\n")
-        self._file.write(json.dumps(_finite(record)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_finite(record)) + "\n")
+            self._file.flush()
+        except OSError as error:  # training is worth more than its record
+            if not self._waits:
+                log.warning(
+                    "%s cannot be written (%s). Training goes on; what it lacks waits in memory until there is room",
+                    self._path,
+                    error.strerror or error,
+                )
+            self._waits = True
+        else:
+            self._waits = False
 
     def _start(self) -> dict[str, Any]:
         own = self._handle

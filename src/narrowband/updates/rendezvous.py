@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import socket
 import time
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
+
+log = logging.getLogger(__name__)
 
 #: Its stubs hide the stores.
 dist: Any = distributed
@@ -236,7 +239,7 @@ class Meeting:
         """Wait until the turn has a view, and propose one where that is due."""
         before = self._decided(turn - 1)
         expected = set() if before is None else {entry.peer for entry in before.entries}
-        began = time.monotonic()
+        began, told = time.monotonic(), False
         for now in self._looks(f"{turn}/view"):
             here = self._records(turn)
             round_number = self._current_round(turn - 1, now - began)
@@ -265,12 +268,28 @@ class Meeting:
                     f"{f'those of round {own.round}' if own.round >= 0 else 'none of them'}. To begin anew, give "
                     "another run= or start the store again"
                 )
+            if not told and before is not None and now - began >= self._rules.grace_s:
+                told = self._tell_who_is_missing(before, round_number, here.values())
             if now > end:
                 self.leave()
                 raise RendezvousError(
                     f"no round was held for {self._rules.patience_s:g} s: {len(here)} peers are here "
                     f"(least={self._rules.least}), and none of them may have the parameters of the last round"
                 )
+
+    def _tell_who_is_missing(self, last: View, round_number: int | None, here: Iterable[Entry]) -> bool:
+        """Say it where nobody who is here has the parameters of the last round: who had them may come back."""
+        if last.beginning or round_number is None or any(entry.round >= round_number for entry in here):
+            return False
+        log.warning(
+            "no peer that is here has the parameters of round %d. Those that were in it have not left: %s. They may "
+            "have died, and rounds go on when one of them comes back from a checkpoint; this peer waits for %g s. To "
+            "begin anew without them, stop all peers and give another run=",
+            round_number,
+            ", ".join(sorted(entry.peer for entry in last.entries)),
+            self._rules.patience_s,
+        )
+        return True
 
     def _is_over(self, last: View | None, here: Iterable[Entry]) -> bool:
         """Whether nobody has the parameters of the last round: those who were in it left, and who is here is behind."""
