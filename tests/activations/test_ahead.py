@@ -56,7 +56,7 @@ def test_nothing_is_asked_of_the_device_but_once(monkeypatch):
     """Every step after the first one makes codes with one call, and reads no value of a tensor."""
     layers, x = model(), torch.randn(64, 64)
     saving = nb.compress_activations(layers, bits=8)
-    monkeypatch.setattr(packed, "_by_chance", lambda _: False)
+    monkeypatch.setattr(packed, "by_chance", lambda _: False)
     gradients(layers, x, saving)
     for name in ("learn_ranges", "row_extremes", "quantize_rows_learning"):
         monkeypatch.setattr(kernels, name, lambda *_, **__: pytest.fail("the host waits"))

@@ -12,6 +12,7 @@ A forward pass goes through these files from bottom to top; each imports only fr
 :mod:`.calls`          which operator is at work, and where its groups are
 :mod:`.storages`       the memory that tensors share
 :mod:`.recompute`      results that are computed again from a packed input
+:mod:`.scores`         attention whose scores are too large for codes
 :mod:`.packed`         one packed tensor: its codes, and the way back
 :mod:`.ranges`         running estimates of ranges
 :mod:`.outliers`       tensors that codes would not represent

@@ -180,15 +180,19 @@ class Call:
         operator: None: no operator of PyTorch, or one of its backward.
         args: what it was given.
         kwargs: by name.
+
+    Attributes:
+        exact: whether what it saves is kept as it is; None: nobody has asked yet.
     """
 
-    __slots__ = ("_operands", "args", "kwargs", "operator")
+    __slots__ = ("_operands", "args", "exact", "kwargs", "operator")
 
     def __init__(
         self, operator: Operator | None = None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE
     ) -> None:
         self.operator, self.args, self.kwargs = operator, args, kwargs
         self._operands: list[Tensor] | None = None
+        self.exact: bool | None = None
 
     def operands(self) -> list[Tensor]:
         """The tensors that the operator is given."""

@@ -224,7 +224,8 @@ class ActivationCompression(contextlib.ContextDecorator):
 
         A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2,
         whether or not the first two are computed again instead. Of layer normalization's input in its normalized form
-        it is ``module:layer_norm:place:normalized``.
+        it is ``module:layer_norm:place:normalized``. ``module:attention:place:scores`` has the error of scores in the
+        place of a width.
         """
         return {
             "estimates": self.estimates.state_dict(),
@@ -331,7 +332,8 @@ def _check_arguments(model: Any, policy: Any) -> None:
 
 def _module_of(name: Any) -> str | None:
     """The module in the name of an estimate; None where it is no such name."""
-    match = re.fullmatch(r"(.*):([a-z_]+):\d+(:normalized)?", name, re.DOTALL) if isinstance(name, str) else None
+    own = r"(.*):([a-z_]+):\d+(:normalized|:scores)?"
+    match = re.fullmatch(own, name, re.DOTALL) if isinstance(name, str) else None
     return match[1] if match is not None and match[2] in OPERATORS else None
 
 

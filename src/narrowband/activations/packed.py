@@ -237,7 +237,7 @@ def quantized(
         payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw())
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
-    far, looks = drift(estimates.decay), _by_chance(seed)
+    far, looks = drift(estimates.decay), by_chance(seed)
     finite, moved = payload.encode_learning(
         x, estimate, estimates.decay, symmetric=policy.symmetric, stochastic=stochastic, seed=seed, apart=apart,
         drift=-1.0 if looks else far,
@@ -329,7 +329,7 @@ def _adapt(
     learned = payload.encode_adapting(
         x, estimate, estimates.decay, note, stochastic=stochastic, seed=seed, apart=apart, standard=standard
     )
-    if _by_chance(seed):
+    if by_chance(seed):
         if standard is not None:
             x = payload.decode()
         elif apart is not None:
@@ -344,7 +344,7 @@ def ahead(device: torch.device) -> bool:
     return device.type in AHEAD
 
 
-def _by_chance(seed: int) -> bool:
+def by_chance(seed: int) -> bool:
     """Whether this draw is one of those, one in 64, whose tensors are looked at for outliers anyway: a hash, so that a
     resumed run looks at the same.
     """

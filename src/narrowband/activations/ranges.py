@@ -205,6 +205,19 @@ class Estimates:
                 self._ranges[name] = learned
         return there
 
+    def seen(self, name: str) -> float | None:
+        """A number that was seen of a tensor, if it was; see :meth:`see`."""
+        with self._lock:
+            found = self._ranges.get(name)
+        return None if found is None else float(found[0, 0])
+
+    def see(self, name: str, value: float) -> None:
+        """Note a number, at least 0, under a name that no range has. It goes with these, as a width."""
+        most = torch.finfo(torch.float32).max
+        number = torch.tensor([[value if value < most else most], [0.0]], dtype=torch.float32, device="cpu")
+        with self._lock:
+            self._ranges[name] = number
+
     def state_dict(self) -> dict[str, Tensor]:
         """Name → (2, groups) float32: α, then β. Copies, since estimates may lie in larger tensors."""
         with self._lock:

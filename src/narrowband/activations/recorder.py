@@ -40,6 +40,7 @@ from narrowband.activations.packed import Exact, Packed, Payload, Place, Source,
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
+from narrowband.activations.scores import is_value, scores_are_too_large
 from narrowband.activations.stats import Saved, SavedBytes
 from narrowband.activations.storages import (
     Storage,
@@ -364,7 +365,7 @@ class Recorder:
             or self.call.is_statistic(x, operator)
         ):
             return None, 0
-        if self._extreme:
+        if self._extreme or (operator.name == "attention" and self._is_delicate(x, module, nth, bits)):
             self.saved.add(operator.name, module, 0, 0, outliers=1)
             return None, 0
         values = values_of(x, arrangement)
@@ -401,6 +402,13 @@ class Recorder:
             return None, 0
         storage.has_payload(values, payload)
         return payload, payload.nbytes
+
+    def _is_delicate(self, x: Tensor, module: str, nth: int, bits: int) -> bool:
+        """Whether fused attention computes something else from codes of this tensor; of values it does not."""
+        call = self.call
+        if call.exact is None:
+            call.exact = scores_are_too_large(call, bits, self.estimates, f"{module}:attention:{nth}:scores")
+        return call.exact and not is_value(x, call)
 
     def _quantized(
         self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2], *, of: Tensor
