@@ -428,5 +428,6 @@ class Layers:
             if not state.fits(key, value, layers, others):
                 raise ValueError(
                     f"the state holds {value.numel()} elements for {key!r}, which is not what this model compresses "
-                    "there; it is the state of another model, or was saved with another feedback or min_numel"
+                    "there; it is the state of another model, or was saved with another feedback or min_numel, or with "
+                    "other parameters frozen"
                 )
