@@ -216,7 +216,7 @@ def test_names_of_estimates_do_not_change_with_the_batch():
     assert before.keys() == between.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], between[name])]
     assert 0 < len(changed) < len(before)
-    assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert not any(torch.equal(before[name], after[name]) for name in before if not name.endswith(":scores"))
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):

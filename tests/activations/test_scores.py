@@ -1,4 +1,4 @@
-"""Fused attention whose scores are large keeps queries and keys as they are, since errors of scores are factors."""
+"""Fused attention whose scores are large keeps what it saves as it is, since errors of scores are factors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_error_of_a_score_is_that_of_independent_roundings(keys):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_queries_and_keys_of_large_scores_are_kept_from_the_first_pass_on(bits):
+def test_what_attention_with_large_scores_saves_is_kept_from_the_first_pass_on(bits):
     for factor, is_kept in ((1.0, False), (1e3, True)):
         model = Attention(factor)
         context = nb.compress_activations(model, bits=bits)

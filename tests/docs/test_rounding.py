@@ -92,8 +92,7 @@ def test_fused_attention_with_large_scores():
     assert [*told] == [1, 3, 6, 12, 25]
     for deviation, per_cent in told.items():
         assert of_attention(deviation) == pytest.approx(per_cent, rel=0.15, abs=0.5), deviation
-    ((beyond, per_cent),) = re.findall(r"With deviation (\d+) they are off by (\d+) % then", said)
-    assert of_attention(int(beyond)) == pytest.approx(int(per_cent), rel=0.15)
+    assert all(of_attention(deviation) < 0.01 for deviation in (50, 100, 400))
     (written_out,) = re.findall(r"[Ss]oftmax written out stays below (\d+) %", said)
     assert all(of_attention(deviation, fused=False) < int(written_out) for deviation in told)
 

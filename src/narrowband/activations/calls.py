@@ -182,17 +182,17 @@ class Call:
         kwargs: by name.
 
     Attributes:
-        exact: whether what it saves is kept as it is; None: nobody has asked yet.
+        bits: of what fused attention saves, 0 where that is kept as it is; None: nobody has asked yet.
     """
 
-    __slots__ = ("_operands", "args", "exact", "kwargs", "operator")
+    __slots__ = ("_operands", "args", "bits", "kwargs", "operator")
 
     def __init__(
         self, operator: Operator | None = None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE
     ) -> None:
         self.operator, self.args, self.kwargs = operator, args, kwargs
         self._operands: list[Tensor] | None = None
-        self.exact: bool | None = None
+        self.bits: Literal[8, 4, 2, 0] | None = None
 
     def operands(self) -> list[Tensor]:
         """The tensors that the operator is given."""

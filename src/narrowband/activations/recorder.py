@@ -40,7 +40,7 @@ from narrowband.activations.packed import Exact, Packed, Payload, Place, Source,
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
-from narrowband.activations.scores import is_value, scores_are_too_large
+from narrowband.activations.scores import bits_of_scores
 from narrowband.activations.stats import Saved, SavedBytes
 from narrowband.activations.storages import (
     Storage,
@@ -365,9 +365,11 @@ class Recorder:
             or self.call.is_statistic(x, operator)
         ):
             return None, 0
-        if self._extreme or (operator.name == "attention" and self._is_delicate(x, module, nth, bits)):
+        needed = self._bits_of_scores(module, nth, bits) if operator.name == "attention" else bits
+        if self._extreme or not needed:
             self.saved.add(operator.name, module, 0, 0, outliers=1)
             return None, 0
+        bits = needed
         values = values_of(x, arrangement)
         payload = storage.payload(values)
         if payload is not None and payload.bits >= bits:
@@ -403,12 +405,12 @@ class Recorder:
         storage.has_payload(values, payload)
         return payload, payload.nbytes
 
-    def _is_delicate(self, x: Tensor, module: str, nth: int, bits: int) -> bool:
-        """Whether fused attention computes something else from codes of this tensor; of values it does not."""
+    def _bits_of_scores(self, module: str, nth: int, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:
+        """Of what fused attention saves; more, or 0, where scores are too large for so few."""
         call = self.call
-        if call.exact is None:
-            call.exact = scores_are_too_large(call, bits, self.estimates, f"{module}:attention:{nth}:scores")
-        return call.exact and not is_value(x, call)
+        if call.bits is None:
+            call.bits = bits_of_scores(call, bits, self.estimates, f"{module}:attention:{nth}:scores")
+        return call.bits
 
     def _quantized(
         self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2], *, of: Tensor

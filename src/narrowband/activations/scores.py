@@ -1,4 +1,4 @@
-"""Attention whose scores are too large for queries and keys in few bits.
+"""Attention whose scores are too large for few bits.
 
 Fused attention keeps the logarithm of each row's sum of exponentials, and backward computes the probabilities again:
 exp(score − logarithm). An error of a score is then a factor of a probability. In independent roundings, whose variance
@@ -7,13 +7,14 @@ is step² / 12, that error has over a head's d features a variance of
     scale² · d / 12 · (step_q² · mean(k²) + step_k² · mean(q²)).
 
 Where its root is a half, gradients are off by about as much as they are long; from there on the error grows as the
-exponential does. So queries and keys of such a call are kept as they are.
+exponential does. Probabilities are nearly 0 or 1 then, and gradients of scores are small differences of what values
+and results say. So all that such a call saves has more bits, or is kept as it is.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from narrowband.activations.calls import Call
     from narrowband.activations.ranges import Estimates
 
-__all__ = ["is_value", "score_error", "scores_are_too_large"]
+__all__ = ["bits_of_scores", "score_error"]
 
-#: Of a score's error, from which on queries and keys are kept.
+#: Of a score's error, from which on what a call saves is kept.
 _LIMIT = 0.5
 #: Levels between the extremes of a head that errors are noted for, whatever the bits.
 _LEVELS = 255
@@ -64,39 +65,34 @@ def _spread(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.amax(dims) - x.amin(dims)).float() / _LEVELS, x.float().square().mean(dims)
 
 
-def scores_are_too_large(call: Call, bits: int, estimates: Estimates, name: str) -> bool:
-    """Whether queries and keys of a call of fused attention are to be kept as they are.
+def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, name: str) -> Literal[8, 4, 2, 0]:
+    """Of what a call of fused attention saves: as many as asked for if that is enough for its queries and keys, or else
+    8, or else 0, for which all is kept as it is.
 
-    That is looked at in the first pass, in one call of 64 of those where they are small, and in every call of those
-    where they are not. On a GPU the host waits for the answer where they are large, and in the first pass.
+    That is looked at in the first pass, and then in one call of 64, and in every call while all is kept. On a GPU the
+    host waits for the answer in the first pass, and while all is kept.
 
     Args:
         call: of ``F.scaled_dot_product_attention``.
-        bits: of codes.
+        bits: of codes, as asked for.
         estimates: of the model. What was seen last is among them, so that a resumed run looks when this one does.
         name: of what was seen.
     """
-    query, key = (_argument(call, at, name) for at, name in enumerate(("query", "key")))
-    limit = _LIMIT * ((1 << bits) - 1) / _LEVELS
+    query, key = _argument(call, 0, "query"), _argument(call, 1, "key")
     arrived = estimates.notes.read(name)
     if arrived:
         estimates.see(name, arrived)
     seen = estimates.seen(name)
-    if seen is not None and seen <= limit and not by_chance(estimates.draws):
-        return False
-    error = score_error(query, key, _argument(call, 6, "scale"))
-    if seen is not None and seen <= limit and ahead(query.device):
-        estimates.notes.place(name, query.device).copy_(error.view(1))
-        return False
-    seen = float(error)
-    estimates.see(name, seen)
-    return not seen <= limit  # where it is NaN, too
-
-
-def is_value(x: Tensor, call: Call) -> bool:
-    """Whether a saved tensor is what fused attention averages, and neither queries nor keys."""
-    query, key, value = (_argument(call, at, name).data_ptr() for at, name in enumerate(("query", "key", "value")))
-    return x.data_ptr() == value and value not in (query, key)
+    if seen is None or seen > _LIMIT or by_chance(estimates.draws):
+        error = score_error(query, key, _argument(call, 6, "scale"))
+        if seen is not None and seen <= _LIMIT and ahead(query.device):
+            estimates.notes.place(name, query.device).copy_(error.view(1))
+        else:
+            seen = float(error)
+            estimates.see(name, seen)
+    if seen <= _LIMIT * ((1 << bits) - 1) / _LEVELS:
+        return bits
+    return 8 if seen <= _LIMIT else 0  # also where it is NaN
 
 
 def _argument(call: Call, at: int, name: str) -> Any:
