@@ -109,7 +109,7 @@ class Recorder:
                 self._most = earlier.last + (0 if earlier.ended else every - 1)
         self._taken_before = _taken(handle) or 0
         self._file: Any = None
-        self._waits = False  # whether lines wait in memory for room on the disk
+        self._waiting = bytearray()  # lines for which there was no room on the disk
         self._number: int | None = None
         self._before = self._sums()
         self._since = self._count = 0
@@ -163,8 +163,9 @@ class Recorder:
         """
         if self._file is not None:
             self._write({"kind": "end", "step": self._number or 0})
-            self._file.close()
-            self._file = self._path = None
+            file, self._file, self._path = self._file, None, None
+            with file:
+                self._put(file)
 
     def __enter__(self) -> Self:
         return self
@@ -177,6 +178,7 @@ class Recorder:
         elif self._file is not None:  # whoever goes on has it opened again
             self._file.close()
             self._file = None
+            self._waiting.clear()
 
     def _earlier_steps(self) -> int:
         """How many steps were taken before the one that just was, by this process or earlier ones."""
@@ -217,23 +219,31 @@ class Recorder:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab", buffering=0)
             if torn and self._path.stat().st_size:
-                self._file.write("\n")  # of an earlier process that died
-            self._file.write(json.dumps(self._start()) + "\n")
+                self._waiting += b"\n"  # of an earlier process that died
+            self._waiting += _line(self._start())
+            self._put(self._file)
+        waited = bool(self._waiting)
+        self._waiting += _line(_finite(record))
         try:
-            self._file.write(json.dumps(_finite(record)) + "\n")
-            self._file.flush()
+            self._put(self._file)
         except OSError as error:  # training is worth more than its record
-            if not self._waits:
+            if not waited:
                 log.warning(
                     "%s cannot be written (%s). Training goes on; what it lacks waits in memory until there is room",
                     self._path,
                     error.strerror or error,
                 )
-            self._waits = True
-        else:
-            self._waits = False
+
+    def _put(self, file: Any) -> None:
+        """Write what waits, as far as there is room; the buffers of Python's own files lose lines then.
+
+        Raises:
+            OSError: there is too little.
+        """
+        while self._waiting:
+            del self._waiting[: file.write(self._waiting)]
 
     def _start(self) -> dict[str, Any]:
         own = self._handle
@@ -251,6 +261,10 @@ def _taken(handle: _Handle) -> int | None:
     """Optimizer steps, of a handle that counts rounds maybe more than there were; None: it does not say."""
     step, every = getattr(handle, "step", None), getattr(handle, "every", 1)
     return None if step is None or every >= _BY_TIME else int(step) * int(every) + int(getattr(handle, "steps", 0))
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record) + "\n").encode()
 
 
 def _float(x: SupportsFloat | Tensor) -> float:
