@@ -61,7 +61,9 @@ def test_averages_that_no_optimizer_uses_are_a_warning_of_one_rank(kind):
 
 
 def what_takes_no_turns_by_right(rank, world_size, kind):
-    """A step that is skipped, those that run backward themselves, once or often, and a loop without an optimizer."""
+    """A step that is skipped, those that run backward themselves, once or often, a loop without an optimizer, and steps
+    that are local on purpose, of which only backward is in no_sync.
+    """
     with heard() as messages:
         model, scaler = model_of(kind), torch.amp.GradScaler("cpu", init_scale=4.0)
         compress(model, SPEC, min_numel=64, grad_scaler=scaler)
@@ -98,6 +100,16 @@ def what_takes_no_turns_by_right(rank, world_size, kind):
                 for p in model.parameters():
                     p.sub_(p.grad, alpha=0.05)
                     p.grad = None
+
+        if kind == "module":  # DDP averages whatever was called outside of no_sync
+            model = mlp()
+            handle = compress(model, SPEC, min_numel=64)
+            optimizer = sgd(model)
+            for step in range(5):
+                loss = loss_of(model, step, rank)
+                with handle.no_sync():
+                    loss.backward()
+                optimizer.step()
     return messages, passes > 5
 
 

@@ -141,6 +141,8 @@ class ModuleCompression(GradientCompression):
             return
         if not self._syncing:
             self._unreduced = self._sharded
+            if self._steps is not None:
+                self._steps.stays_local()
             return
         refuse_compiled_autograd()
         running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does

@@ -85,6 +85,10 @@ class Steps:
         """The model was called, and the gradients of that will be averaged."""
         self._called = True
 
+    def stays_local(self) -> None:
+        """They will not: the model was called outside of ``no_sync``, and backward runs in it."""
+        self._called = False
+
     def averaging(self) -> None:
         """A step's gradients are about to be averaged."""
         if self._unused and self._ever and self._inside is None:
