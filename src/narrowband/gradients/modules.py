@@ -377,11 +377,18 @@ class Outputs(Left):
             own.begin()
 
 
-def _tensors_in(outputs: object) -> Iterator[Tensor]:
-    """All tensors of what a model returns: in lists, tuples, dictionaries, dataclasses, as DDP looks for them."""
+def _tensors_in(outputs: object, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors of what a model returns: in lists, tuples, dictionaries, dataclasses, as DDP looks for them.
+
+    Args:
+        outputs: of the model, or a part of them.
+        seen: dataclasses in which that was looked for: one may hold another that holds it.
+    """
+    seen = set() if seen is None else seen
     for x in torch.utils._pytree.tree_leaves(outputs):
         if isinstance(x, Tensor):
             yield x
-        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type) and id(x) not in seen:
+            seen.add(id(x))
             for field in dataclasses.fields(x):
-                yield from _tensors_in(getattr(x, field.name, None))
+                yield from _tensors_in(getattr(x, field.name, None), seen)
