@@ -130,6 +130,32 @@ def test_ddp_under_a_zero_bubble_schedule_is_refused():
         run_ranks(compressed, 4, "ddp", "InterleavedZeroBubble", timeout_s=30.0)
 
 
+def with_evaluation(rank, world_size, schedule, evaluates):
+    """Two replicas of a pipeline of one stage, averaged with feedback."""
+    part = parts(2)[1]
+    handle = nb.compress_gradients(part, "topk:density=0.1+ef", **SMALL)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    stages = [nb.CompressedStage(part, 0, 1, CPU, group=[dist.new_group([each]) for each in range(world_size)][rank])]
+    own = schedule_of(schedule, stages)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x, y = torch.randn(BATCH, 24, generator=generator), torch.randn(BATCH, 24, generator=generator)
+        optimizer.zero_grad()
+        run_step(own, stages, x, y)
+        optimizer.step()
+        if evaluates:
+            run_step(own, stages, x, y, train=False)
+    return whole(part), handle.step
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", *thorough("GPipe", "InterleavedZeroBubble")])
+def test_evaluation_averages_nothing(schedule):
+    """Or the gradients of the last step would come into the residuals once more."""
+    (without, *_), (evaluated, *_) = (run_ranks(with_evaluation, 2, schedule, way) for way in (False, True))
+    assert torch.equal(without[0], evaluated[0])
+    assert without[1] == evaluated[1] == STEPS
+
+
 # ---- a stage of which a replica is sharded ---------------------------------------------------------------------------
 
 

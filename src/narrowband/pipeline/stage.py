@@ -232,7 +232,12 @@ class CompressedStage(PipelineStage):
         return super().backward_weight_one_chunk(*args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All micro-batches went backward: once in a step, gradients are averaged, and then scaled."""
+        """All micro-batches went backward: once in a step, gradients are averaged, and then scaled.
+
+        Schedules call it in ``eval``, too, where parameters have the gradients of the last step, or none.
+        """
+        if not self.has_backward:
+            return
         handle = averaging_of(self.submod)
         if handle is None:
             super().perform_reduce_grad(grad_scale_factor)
