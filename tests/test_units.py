@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from narrowband.units import (
@@ -12,6 +13,7 @@ from narrowband.units import (
     format_or_dash,
     format_rate,
     format_seconds,
+    whole_number,
 )
 
 
@@ -54,3 +56,9 @@ def test_what_was_not_measured_is_a_dash():
 def test_a_loss_that_is_no_number_has_diverged():
     assert [format_loss(loss) for loss in (2.4294, None, math.nan, math.inf)] == ["2.429", *["diverged"] * 3]
     assert format_loss(2.4294, digits=1) == "2.4"
+
+
+def test_whole_numbers_are_pythons_own():
+    assert type(whole_number("seed", np.int64(3))) is int
+    with pytest.raises(TypeError, match=r"seed=1.5 is not a whole number"):
+        whole_number("seed", 1.5)

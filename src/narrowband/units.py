@@ -6,11 +6,40 @@ What was not measured, or is no number, is a dash: "nan" says nothing to anybody
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from typing import SupportsIndex
 
-__all__ = ["NOTHING", "format_bytes", "format_count", "format_loss", "format_or_dash", "format_rate", "format_seconds"]
+__all__ = [
+    "NOTHING",
+    "format_bytes",
+    "format_count",
+    "format_loss",
+    "format_or_dash",
+    "format_rate",
+    "format_seconds",
+    "whole_number",
+]
 
 NOTHING = "–"
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """Python's own number of what may be NumPy's: that overflows in the arithmetic of seeds, and ``torch.load`` reads
+    no state that holds one.
+
+    Raises:
+        TypeError: it is not whole; the message has the name.
+
+    Example:
+        >>> import numpy as np
+        >>> whole_number("seed", np.int64(3))
+        3
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is not a whole number") from None
 
 
 def format_or_dash(form: Callable[[float], str], value: float | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -478,3 +479,15 @@ def test_what_is_compressed_inside_has_the_same_bits_if_nothing_is_drawn_and_not
         run_ranks(compressed_inside, 3, {}, "none")
     with pytest.raises(RankError, match="a Boundary a codec that draws nothing"):
         run_ranks(compressed_inside, 3, {"bits": "off"}, "qsgd:bits=4")
+
+
+def in_numpys_numbers(rank, world_size, kind):
+    model = nb.CodedDataParallel(mlp(dropout=0.5), kind(2), group=kind(3), bits=kind(16), seed=kind(3))
+    x, y = model.split(*batch(0, 6))
+    loss_of(model(x), y).backward()
+    return gradient(model)
+
+
+def test_numpys_numbers_are_those_of_python():
+    own, expected = (run_ranks(in_numpys_numbers, 3, kind)[0] for kind in (np.int64, int))
+    assert torch.equal(own, expected)

@@ -6,6 +6,7 @@ import copy
 import io
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -436,3 +437,24 @@ def test_what_another_feedback_kept_is_refused_also_where_its_sizes_fit():
             assert error is not None, (old, new)
             assert error[0] == "ValueError", (old, new, error)
             assert kept, (old, new)
+
+
+def in_numpys_numbers(rank, world_size, kind):
+    results = []
+    for spec, options in (("qsgd:bits=4", {"nodes": kind(2)}), ("dgc:density=0.05,warmup_epochs=2", {})):
+        model = wrap(mlp())
+        handle = compress(model, spec, min_numel=64, seed=kind(3), **options)
+        handle.set_epoch(kind(1))
+        train(model, rank, range(2))
+        file = io.BytesIO()
+        torch.save(handle.state_dict(), file)
+        file.seek(0)
+        handle.load_state_dict(torch.load(file))
+        results.append(flat(model))
+    return results, refusal(lambda: handle.set_epoch(0.5))
+
+
+def test_seeds_epochs_and_nodes_in_numpys_numbers_are_those_of_python_and_states_can_be_read():
+    (own, error), (expected, _) = (run_ranks(in_numpys_numbers, 2, kind)[0] for kind in (np.int64, int))
+    assert all(map(torch.equal, own, expected))
+    assert error == ("TypeError", "epoch=0.5 is not a whole number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -160,6 +161,15 @@ def test_warm_up_is_counted_in_epochs():
         nb.Boundary(warmup_epochs=1, warmup_steps=1)
     with pytest.raises(ValueError, match="epoch=-1"):
         boundary.set_epoch(-1)
+
+
+def test_seeds_and_epochs_in_numpys_numbers_are_those_of_python():
+    found = []
+    for kind in (np.int64, int):
+        boundary = nb.Boundary("qsgd:bits=4", "qsgd:bits=4", seed=kind(3), warmup_epochs=1)
+        boundary.set_epoch(kind(1))
+        found.append(step(model(boundary), 0)[0])
+    assert torch.equal(*found)
 
 
 def test_samples_are_used_once():

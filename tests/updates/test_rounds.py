@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -1083,3 +1085,18 @@ def test_without_its_handle_an_optimizer_steps_alone_and_can_have_another():
     assert torch.equal(mine, its)
     assert (rounds, later) == (1, 2)
     assert "removed" in error[1]
+
+
+def in_numpys_numbers(rank, world_size, kind):
+    model, optimizer, handle = begin("qsgd:bits=4+ef", every=kind(2), seed=kind(3))
+    train(model, rank, range(4), optimizer)
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    handle.load_state_dict(torch.load(file))
+    return flat(model)
+
+
+def test_steps_and_seeds_in_numpys_numbers_are_those_of_python_and_states_can_be_read():
+    (own, _), (expected, _) = (run_ranks(in_numpys_numbers, 2, kind) for kind in (np.int64, int))
+    assert torch.equal(own, expected)

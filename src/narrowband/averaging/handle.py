@@ -17,7 +17,7 @@ from narrowband.averaging.step import ADVICE
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.stats import Stats
-from narrowband.units import format_bytes, format_count
+from narrowband.units import format_bytes, format_count, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,6 +192,7 @@ class Handle(Averaging):
         """Tell a warm-up that counts epochs which one begins, from 0 on, as a DistributedSampler is told. Call on all
         ranks.
         """
+        epoch = whole_number("epoch", epoch)
         if epoch < 0:
             raise ValueError(f"epoch={epoch} must not be negative")
         self._epoch = epoch

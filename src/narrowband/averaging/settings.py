@@ -15,6 +15,7 @@ from narrowband.averaging.optim import check_momentum
 from narrowband.collectives import COLLECTIVES, check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +81,7 @@ class Settings:
             connected: whether there has to be a process group by now.
 
         Raises:
+            TypeError: a seed that is not a whole number.
             ValueError: a spec, a number or a collective that does not exist.
             UnsupportedError: a spec that is not for gradients, or a combination that cannot work.
         """
@@ -114,7 +116,7 @@ class Settings:
             plan=plan,
             min_numel=min_numel,
             warmup_steps=warmup_steps,
-            seed=seed,
+            seed=whole_number("seed", seed),
             collective=collective,
             small=small,
             message_nbytes=message_nbytes,

@@ -40,6 +40,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.stats import Stats
 from narrowband.transport import Transport, connect
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,6 +126,10 @@ class CodedDataParallel(nn.Module):
         if not dist.is_available() or not dist.is_initialized():
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
         users = process_group or dist.group.WORLD
+        redundancy, bits, seed = (
+            whole_number(name, value) for name, value in (("redundancy", redundancy), ("bits", bits), ("seed", seed))
+        )
+        group = None if group is None else whole_number("group", group)
         arguments = {
             "redundancy": redundancy,
             "transport": transport if isinstance(transport, str) else transport.name,

@@ -28,7 +28,7 @@ import socket
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from narrowband.collectives import SerialExecutor, borrow, group_of
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression, at_the_end_of_backward
 from narrowband.gradients.node import Node
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +90,8 @@ def levels_of(
         UnsupportedError: nodes with different numbers of ranks, or ranks of one node on two hosts.
     """
     ranks = dist.get_process_group_ranks(group)
+    if isinstance(nodes, SupportsIndex):  # NumPy's numbers, too
+        nodes = whole_number("nodes", nodes)
     if not isinstance(nodes, (int, str)):
         if nodes.ndim != 2 or sorted(nodes.mesh.flatten().tolist()) != sorted(ranks):
             raise ValueError(f"nodes={nodes}: give a mesh of nodes × ranks with the ranks that average, {ranks}")

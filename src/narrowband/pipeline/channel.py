@@ -23,6 +23,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression, Feedback, SampleState, compression
 from narrowband.pipeline.carriers import At, AtPlaces, BySample, Carrier, Compensated, Message
 from narrowband.stats import StepRecord, latest
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -117,7 +118,7 @@ class Channel:
         self.codec = chosen.codec
         self._state = chosen.new_feedback()
         self.stats = ChannelStats()
-        self._seed = seed * 0x9E3779B97F4A7C15 + index * 0xD6E8FEB86659FD93
+        self._seed = whole_number("seed", seed) * 0x9E3779B97F4A7C15 + index * 0xD6E8FEB86659FD93
         self._name = name
         self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
         self._epoch: int | None = None
@@ -197,6 +198,7 @@ class Channel:
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, from 0 on; on both ends."""
+        epoch = whole_number("epoch", epoch)
         if epoch < 0:
             raise ValueError(f"epoch={epoch} must not be negative")
         self._epoch = epoch

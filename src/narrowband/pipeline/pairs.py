@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowband.pipeline.channel import Channel, ChannelStats
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ class ChannelPairs:
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, from 0 on."""
-        self._epoch = epoch
+        self._epoch = epoch = whole_number("epoch", epoch)
         for channel in self:
             channel.set_epoch(epoch)
 

@@ -18,6 +18,7 @@ from narrowband.feedback import Compression, compression
 from narrowband.kernels.compiling import announced
 from narrowband.sharding.handle import ShardCompression
 from narrowband.sharding.layout import is_sharded, layouts_of
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +96,7 @@ def compress_shards(
     if not any(shard.compressed for _, layout in modules for shard in layout.shards):
         log.warning("nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel)
     _warm_up([codec for codec in chosen if codec is not None], module)
-    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed)
+    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=whole_number("seed", seed))
     _handles[module] = weakref.ref(handle)
     return handle
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
+from narrowband.units import whole_number
 from narrowband.updates.averaged import floating_buffers, some
 from narrowband.updates.elastic import ElasticUpdateCompression
 from narrowband.updates.rounds import Rounds, UpdateCompression, check_in_place, taken
@@ -149,6 +150,8 @@ def compress_updates(
             raise ValueError(
                 f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
             )
+    if isinstance(every, SupportsIndex):  # NumPy's numbers, too
+        every = whole_number("every", every)
     steps_or_seconds = _seconds(every) if isinstance(every, str) else every
     if isinstance(steps_or_seconds, float) and peers is None:
         raise ValueError(f"every={every!r} is a time, which rounds with peers=... go by; give a number of steps")
