@@ -11,7 +11,18 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.adapt import Accordion, Constant, GlobalTopK, KMeans, LGreCo, Plan, Traffic, error_table, search_space
+from narrowband.adapt import (
+    Accordion,
+    Constant,
+    GlobalTopK,
+    HardThreshold,
+    KMeans,
+    LGreCo,
+    Plan,
+    Traffic,
+    error_table,
+    search_space,
+)
 
 METRICS = {"l2": 1, "l2_squared": 2}
 TRAFFIC = Traffic(4)
@@ -218,6 +229,15 @@ def test_global_topk_takes_the_largest_of_all():
     for layer in plan.layers:
         expected = max(1, int((gradients[layer.name].abs() >= threshold).sum()))
         assert nb.compression(layer.spec).codec.kept(layer.shape) == expected
+
+
+def test_densities_and_thresholds_may_be_numpys_or_large():
+    for number in (np.float64(0.02), np.float32(0.02)):
+        assert GlobalTopK(number).start == GlobalTopK(float(number)).start
+        assert HardThreshold(number).start == HardThreshold(float(number)).start
+    assert HardThreshold(1e20).start.codec.value == 1e20
+    plan = HardThreshold(np.float64(0.5)).decide(spread(), step=0, traffic=TRAFFIC)
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
-from narrowband.codecs import TopK
+from narrowband.codecs import Threshold, TopK
 from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class GlobalTopK(Policy):
 
     @property
     def start(self) -> Compression:
-        return compression(f"topk:density={self.density!r}+{self.feedback}")
+        return compression(f"{TopK(density=self.density)}+{self.feedback}")
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         flat = torch.cat([x.detach().reshape(-1).float() for x in gradients.values()])
@@ -180,7 +180,7 @@ class HardThreshold(Policy):
 
     @property
     def start(self) -> Compression:
-        return compression(f"threshold:value={self.value!r}+ef")
+        return compression(f"{Threshold(value=self.value)}+ef")
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         payloads = [self.start.codec.encode(x.float() / self.steps).numel() for x in gradients.values()]
