@@ -166,6 +166,31 @@ def test_the_relative_error_is_the_share_of_the_gradient_the_residual():
         assert measured == pytest.approx(expected, rel=1e-4)
 
 
+def by_layer_and_really(rank, world_size, spec):
+    model = wrap(mlp())
+    handle = compress(model, spec, min_numel=64)
+    seen = []
+    for step in range(3):
+        train(model, rank, [step])
+        layers = handle.layer_stats().values()
+        seen.append(
+            ({own.spec for own in layers}, sum(own.sent_bytes for own in layers), handle.stats().last.sent_bytes)
+        )
+    return seen
+
+
+@pytest.mark.parametrize("spec", ["dgc:density=0.05,warmup_steps=2", "threshold:value=0.01+ef"])
+def test_bytes_of_layers_are_those_after_a_warm_up_and_of_a_threshold_the_most(spec):
+    seen = run_ranks(by_layer_and_really, 2, spec)[0]
+    assert len({nbytes for _, nbytes, _ in seen}) == 1
+    assert all(specs == {spec} for specs, _, _ in seen)
+    rest = REST + FINGERPRINT + 2 * TRAILER
+    if spec.startswith("dgc"):
+        assert seen[0][2] > seen[0][1] + rest >= seen[2][2]
+    else:
+        assert all(sent < nbytes for _, nbytes, sent in seen)
+
+
 def by_layer(rank, world_size, spec, collective):
     model = wrap(mlp())
     handle = compress(model, spec, min_numel=64, collective=collective)
