@@ -246,6 +246,11 @@ def test_mistakes_behind_the_plus(spec, words):
         assert word in str(caught.value)
 
 
+def test_a_plus_in_a_number_is_named_where_no_feedback_can_be():
+    with pytest.raises(ValueError, match=r"write numbers without it: 'threshold:value=1e30'"):
+        nb.codec("threshold:value=1e+30")
+
+
 def test_a_compression_is_its_string():
     for spec in SPECS:
         for text in (spec, f"{spec}+ef"):

@@ -12,7 +12,7 @@ from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.registry import Registry
 from narrowband.codecs.sparse import RandomK, Threshold, TopK
-from narrowband.codecs.spec import format_term, name_of, parse_term
+from narrowband.codecs.spec import check_plus, format_term, name_of, parse_term
 
 __all__ = [
     "ALIGNMENT",
@@ -98,6 +98,7 @@ def codec(spec: str | Codec) -> Codec:
     if isinstance(spec, Codec):
         return spec
     if "+" in str(spec):
+        check_plus(str(spec))
         raise ValueError(
             f"{spec!r} names a feedback after '+'; a codec is what stands before it. "
             "Where feedback is possible, as in nb.compress_gradients, pass the whole string"

@@ -7,6 +7,7 @@ back.
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_keys", "format_term", "keys_of", "name_of", "parse_term"]
+__all__ = ["check_keys", "check_plus", "format_term", "keys_of", "name_of", "parse_term"]
 
 T = TypeVar("T")
 
@@ -31,6 +32,21 @@ def _hints(kind: type) -> dict[str, Any]:
 def name_of(text: object) -> str:
     """The name that a term begins with; empty for what is no string."""
     return text.strip().partition(":")[0] if isinstance(text, str) else ""
+
+
+def check_plus(spec: str) -> None:
+    """A plus sign begins a feedback, and is none of a number such as ``1e+3``.
+
+    Raises:
+        ValueError: it is; the message has the spec without it.
+    """
+    text, _, feedback = spec.partition("+")
+    power = re.match(r"\d+", feedback)
+    if power is not None and re.search(r"\d\.?[eE]$", text):
+        raise ValueError(
+            f"behind '+' in {spec!r} a feedback is expected, and not {power[0]!r}; write numbers without it: "
+            f"{(text + feedback)!r}"
+        )
 
 
 def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
 from narrowband.codecs.registry import Registry
+from narrowband.codecs.spec import check_plus
 from narrowband.feedback.aqsgd import AQSGD
 from narrowband.feedback.base import State
 from narrowband.feedback.dgc import DGC
@@ -139,13 +139,8 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
         return Compression(spec.codec, spec)
     if not isinstance(spec, str):
         return Compression(codecs.codec(spec))
+    check_plus(spec)
     text, plus, feedback = spec.partition("+")
-    power = re.match(r"\d+", feedback)
-    if power is not None and re.search(r"\d\.?[eE]$", text):
-        raise ValueError(
-            f"behind '+' in {spec!r} a feedback is expected, and not {power[0]!r}; write numbers without it: "
-            f"{(text + feedback)!r}"
-        )
     behind = _feedback(feedback) if plus else None
     name = codecs.name_of(text)
     if codecs.find(name) is not None:
