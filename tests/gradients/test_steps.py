@@ -61,8 +61,9 @@ def test_averages_that_no_optimizer_uses_are_a_warning_of_one_rank(kind):
 
 
 def what_takes_no_turns_by_right(rank, world_size, kind):
-    """A step that is skipped, those that run backward themselves, once or often, a loop without an optimizer, and steps
-    that are local on purpose, of which only backward is in no_sync.
+    """A step that is skipped, those that run backward themselves, once or often, a loop without an optimizer, steps
+    that are local on purpose, of which only backward is in no_sync, and those of an optimizer of two models, of which
+    one does not learn.
     """
     with heard() as messages:
         model, scaler = model_of(kind), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -109,6 +110,16 @@ def what_takes_no_turns_by_right(rank, world_size, kind):
                 loss = loss_of(model, step, rank)
                 with handle.no_sync():
                     loss.backward()
+                optimizer.step()
+
+            first, second = mlp(), mlp()
+            for each in (first, second):
+                compress(each, SPEC, min_numel=64)
+            optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.05)
+            for step in range(8):
+                optimizer.zero_grad(set_to_none=False)
+                told = loss_of(second, step, rank)
+                (loss_of(first, step, rank) + (told if step == 0 else told.detach())).backward()
                 optimizer.step()
     return messages, passes > 5
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowband.averaging.core import is_in_backward
+from narrowband.averaging.flat import local
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
@@ -144,6 +145,11 @@ class Steps:
         self._local[optimizer] = steps = self._local.get(optimizer, 0) + 1
         if steps < STEPS_WITHOUT_AVERAGE:
             return
+        if not any(_says_something(p) for group in optimizer.param_groups for p in group["params"] if self._is_ours(p)):
+            self._local[optimizer] = (
+                0  # zeros, as zero_grad(set_to_none=False) leaves them: this model does not learn now
+            )
+            return
         raise RuntimeError(
             f"nothing is averaged: {name} is about to make step {steps} in a row with gradients of the compressed "
             "model, which was called, but no backward pass through it was averaged. Convert a model (half(), to()) "
@@ -160,6 +166,14 @@ class Steps:
     def _is_ours(self, p: Tensor) -> bool:
         reference = self._ours.get(id(p))
         return reference is not None and reference() is p
+
+
+def _says_something(p: Tensor) -> bool:
+    """Whether a gradient is there and not all zeros."""
+    if p.grad is None:
+        return False
+    x = local(p.grad)
+    return bool((x._values() if x.is_sparse else x).any())
 
 
 _all: weakref.WeakSet[Steps] = weakref.WeakSet()
