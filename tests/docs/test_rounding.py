@@ -67,6 +67,18 @@ def of_vocabulary(deviation):
     return probability, loss, off_by(model, lambda: model(x, logits.argmax(-1)))
 
 
+def bits_of_attention(deviation, bits):
+    """What a pass decides for scores of a deviation, by what it keeps beside one whose bits are given."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 64)
+    model, kept = Attention(x, deviation, fused=True), {}
+    for own in (bits, 8):
+        with nb.compress_activations(model, bits=own) as saved:
+            model(x)
+        kept[own] = saved.by_operator["attention"].kept_bytes
+    return 8 if kept[bits] == kept[8] else bits
+
+
 def of_attention(deviation, *, fused=True):
     torch.manual_seed(0)
     x, weights = torch.randn(4, 64, 64), torch.randn(4, 4, 64, 16)
@@ -93,6 +105,9 @@ def test_fused_attention_with_large_scores():
     for deviation, per_cent in told.items():
         assert of_attention(deviation) == pytest.approx(per_cent, rel=0.15, abs=0.5), deviation
     assert all(of_attention(deviation) < 0.01 for deviation in (50, 100, 400))
+    ((first,),) = [re.findall(r"the call has 8: with 4, from deviation (\d+) on", said)]
+    needs_8 = [deviation for deviation in range(1, 6) if bits_of_attention(deviation, bits=4) == 8]
+    assert needs_8 == list(range(int(first), 6))
     (written_out,) = re.findall(r"[Ss]oftmax written out stays below (\d+) %", said)
     assert all(of_attention(deviation, fused=False) < int(written_out) for deviation in told)
 
