@@ -272,7 +272,7 @@ def _other_lengths() -> Iterator[Recipe]:
     rounds = [kind.format(ROUNDS[0]) for kind in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH)]
     for recipe in _AVERAGED:
         if recipe.row.name in rounds:
-            yield Recipe(_at_other_length(recipe.row), turn=3, ablation=True, long=True)
+            yield Recipe(_at_other_length(recipe.row), turn=3, long=True)
     for recipe in _AVERAGED:
         if recipe.row.name in (DENSE, ALONE, GRADIENT_4, UPDATES, *rounds):
             yield Recipe(_at_other_length(_on_other_text(recipe.row)), turn=7, ablation=True, long=True)
