@@ -4,7 +4,8 @@ A method that sends less may need more steps. What counts is the product: steps 
 seconds of a step. The two are measured apart, as what ranks compute does not depend on how fast they send it:
 
 * *steps* come from the record of ``reproduce.local``: the model's held-out loss after every epoch, on the way to the
-  loss that DDP without compression ends with, plus one per cent. Between two epochs the loss is interpolated;
+  loss that DDP without compression ends with, plus one per cent, for each seed that both have. Between two epochs the
+  loss is interpolated;
 * *seconds* come from the same training, some steps of it, behind emulated links: four ranks on this machine, each with
   a link of its own. What a step takes that sends nothing says how much of the time is computing.
 
@@ -15,6 +16,7 @@ root), ``--rates none --quick`` (seconds, anywhere), ``--help``.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +31,7 @@ from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
 from reproduce.groups import DENSE, NOTHING
 from reproduce.local_rows import at_other_length
+from reproduce.pairs import student
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import pictures_of, ran_on, source
 from reproduce.row import Row
@@ -104,8 +107,9 @@ class Line:
         step_s: mean seconds of a step, rounds included.
         computing: a step that sends nothing, as a share of this one.
         sent_bytes: of a rank, per step.
-        steps: until the loss is reached; None where it is not, or the record lacks the row.
-        seconds: the product; None as above.
+        steps: until the loss is reached, seed by seed: that of DDP's row with the same seed. Empty where one seed does
+            not reach it, or the record lacks the row.
+        faster: than DDP in 32 bits, seed by seed; empty as above.
         trained: steps after which the loss was looked at last; 0: the record lacks the row.
     """
 
@@ -114,9 +118,26 @@ class Line:
     step_s: float
     computing: float
     sent_bytes: float
-    steps: float | None
-    seconds: float | None
+    steps: Mapping[int, float]
+    faster: Mapping[int, float]
     trained: int = 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Until the loss is reached: the mean over seeds of steps, times the seconds of one."""
+        return self.step_s * statistics.mean(self.steps.values()) if self.steps else None
+
+    @property
+    def factor(self) -> str:
+        """How many times faster than DDP in 32 bits: the mean over seeds, ± half of its interval at 95 %."""
+        values = list(self.faster.values())
+        if not values:
+            return NOTHING
+        said = f"{statistics.mean(values):.1f}"
+        if len(values) == 1:
+            return said
+        margin = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        return f"{said} ± {margin:.1f}"
 
 
 def timed(quick: bool = False) -> list[Row]:
@@ -164,21 +185,23 @@ def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapp
         rows: rate → what :func:`reproduce.training.run` returned of :func:`timed`.
         losses: the rows of ``reproduce.local``'s record.
     """
-    known: dict[tuple[str, int], Mapping[str, Any]] = {}
+    known: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in losses:
         if row["task"] == _TASK:
-            known.setdefault((row["name"], row["seed"]), row)
-    dense = known.get((DENSE, 0))
-    target = None if dense is None or dense["score"] is None else (1 + _MORE) * math.log(dense["score"])
+            known.setdefault(row["name"], {}).setdefault(row["seed"], row)
+    targets = {
+        seed: (1 + _MORE) * math.log(row["score"])
+        for seed, row in known.get(DENSE, {}).items()
+        if row["score"] is not None
+    }
     found = []
     for rate, own in rows.items():
         alone = next(_mean_step(row) for row in own if row["name"] == COMPUTING)
+        first_s, first_steps = _mean_step(own[0]), _reached(known, METHODS[own[0]["name"]], targets)
         for row in own:
-            of = METHODS.get(row["name"], "")
-            tried = [known[name, 0] for name in (of, at_other_length(_TASK, of)) if (name, 0) in known]
-            reached = [] if target is None else [steps_to(target, told["scores"], told["steps"]) for told in tried]
-            steps = next((each for each in reached if each is not None), None)
-            step_s = _mean_step(row)
+            of, step_s = METHODS.get(row["name"], ""), _mean_step(row)
+            steps = _reached(known, of, targets)
+            tried = [told for name in _lengths(of) for told in known.get(name, {}).values()]
             found.append(
                 Line(
                     rate=rate,
@@ -187,11 +210,33 @@ def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapp
                     computing=alone / step_s,
                     sent_bytes=row["sent_bytes_per_step"],
                     steps=steps,
-                    seconds=None if steps is None else steps * step_s,
+                    faster={
+                        seed: first_steps[seed] * first_s / (each * step_s)
+                        for seed, each in steps.items()
+                        if seed in first_steps
+                    },
                     trained=max((told["steps"] for told in tried), default=0),
                 )
             )
     return found
+
+
+def _lengths(name: str) -> tuple[str, str]:
+    """A row, and the same trained for another number of epochs."""
+    return name, at_other_length(_TASK, name)
+
+
+def _reached(
+    known: Mapping[str, Mapping[int, Mapping[str, Any]]], of: str, targets: Mapping[int, float]
+) -> dict[int, float]:
+    """Seed → steps until the loss is reached, of the shortest training that reaches it with every seed it has."""
+    for name in _lengths(of):
+        paired = {seed: told for seed, told in known.get(name, {}).items() if seed in targets}
+        steps = {seed: steps_to(targets[seed], told["scores"], told["steps"]) for seed, told in sorted(paired.items())}
+        reached = {seed: each for seed, each in steps.items() if each is not None}
+        if reached and len(reached) == len(steps):
+            return reached
+    return {}
 
 
 def _mean_step(row: Mapping[str, Any]) -> float:
@@ -205,20 +250,23 @@ def _mean_step(row: Mapping[str, Any]) -> float:
 _HEADINGS = ("method", "step", "computing", "sent", "steps", "time", "× faster")
 
 
-def _cells(line: Line, first: Line) -> tuple[str, ...]:
-    faster = NOTHING
-    if line.seconds is not None and first.seconds is not None:
-        faster = f"{first.seconds / line.seconds:.1f}"
+def _cells(line: Line) -> tuple[str, ...]:
     unreached = f"not in {line.trained:,}" if line.trained else NOTHING
     return (
         line.method,
         format_seconds(line.step_s),
         f"{min(1.0, line.computing):.0%}",
         format_bytes(line.sent_bytes) if line.method != COMPUTING else NOTHING,
-        unreached if line.steps is None else f"{line.steps:,.0f}",
+        _steps(line.steps) if line.steps else unreached,
         NOTHING if line.seconds is None else format_seconds(line.seconds),
-        faster,
+        line.factor,
     )
+
+
+def _steps(by_seed: Mapping[int, float]) -> str:
+    values = list(by_seed.values())
+    spread = f" ± {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.0f}{spread}"
 
 
 def _links(rate: str) -> str:
@@ -272,8 +320,8 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         if reached:
             first, least = own[0], min(reached, key=lambda line: line.seconds or math.inf)
             said = f"behind {_links(rate)} `{least.method}` was first, in {format_seconds(least.seconds or 0.0)}"
-            if first.seconds is not None and least is not first:
-                said += f" and {first.seconds / (least.seconds or 1.0):.1f} times as fast as DDP in 32 bits"
+            if least.faster and least is not first:
+                said += f" and {least.factor} times as fast as DDP in 32 bits"
             best.append(said)
     out = ["# Time to a loss", ""]
     out += [
@@ -300,15 +348,18 @@ def page(record: Mapping[str, Any], path: Path) -> None:
             f"| {' | '.join(_HEADINGS)} |",
             "| --- |" + " ---: |" * (len(_HEADINGS) - 1),
         ]
-        out += [f"| {' | '.join(_cells(line, own[0]))} |" for line in own] + [""]
+        out += [f"| {' | '.join(_cells(line))} |" for line in own] + [""]
     out += [
         (
             "Step: the mean, with rounds. Computing: a step that sends nothing, as a share of it. Sent: per step and "
-            "rank. Steps: of one seed, interpolated between epochs; of rounds that do not reach the loss in as many "
-            "epochs as gradients have, those of rounds trained longer. Learning rates fall until training ends, so "
-            "that each might reach it sooner in a shorter training. Steps and time: until the loss is reached; not in "
-            "so many steps: it was not, when training ended; –: that row was not trained yet. × faster: than DDP in "
-            "32 bits. 16 bits are given the steps of 32. Ranks share two cores, so that they compute more slowly than "
+            "rank. Steps: until the loss is reached that DDP's row of the same seed ends with; the mean ± standard "
+            "deviation over seeds (without ±: of one seed), interpolated between epochs; of rounds that do not reach "
+            "it with every seed in as many epochs as gradients have, those of rounds trained longer. Not in so many "
+            "steps: with one seed or more it was not reached when training ended; –: that row was not trained yet. "
+            "Learning rates fall until training ends, so that each might reach it sooner in a shorter training. Time: "
+            "the mean of steps times that of a step. × faster: than DDP in 32 bits, paired by seed; the mean ± half of "
+            "its 95 % interval by Student's t, in which the noise of a step's time is not. "
+            "16 bits are given the steps of 32. Ranks share two cores, so that they compute more slowly than "
             "machines of their own "
             "would; on these, sending is a larger share of a step."
         ),
@@ -367,11 +418,16 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         for at, heading in enumerate(_HEADINGS):
             drawn.add_column(heading, justify="right" if at else "left")
         for line in own:
-            drawn.add_row(*_cells(line, own[0]))
+            drawn.add_row(*_cells(line))
         console.print(drawn)
     commits = sorted({str(row["commit"]) for own in found.values() for row in own} | {str(r["commit"]) for r in losses})
     written = output / "summary.json"
-    record |= {"commits": commits, "rows": found, "losses": losses, "lines": [asdict(line) for line in made]}
+    record |= {
+        "commits": commits,
+        "rows": found,
+        "losses": losses,
+        "lines": [asdict(line) | {"seconds": line.seconds} for line in made],
+    }
     record["cpus"] = ran_on((row for own in found.values() for row in own), written)
     write_json(written, record)
     if options.markdown is not None:

@@ -58,12 +58,19 @@ def recorded():
         for name in (*METHODS, COMPUTING)
     ]
     rows[0]["step_seconds"] = [9.0] * local_times._FIRST + [1.0] * local_times._STEPS
-    losses = [
-        {"task": "shakespeare", "name": name, "seed": 0, "scores": perplexities(3.0, loss), "steps": 200,
-         "score": math.exp(loss), "commit": "a" * 40}
-        for name, loss in ((DENSE, 2.0), ("updates, sign, in place", 2.01), ("updates, top 1%", 2.5))
-    ]  # fmt: skip
-    return {"20mbit": rows}, losses
+    return {"20mbit": rows}, [
+        told(DENSE, 2.0),
+        told("updates, sign, in place", 2.01),
+        told("updates, top 1%", 2.5),
+    ]
+
+
+def told(name, loss, seed=0, before=3.0, steps=200):
+    """A row of the record of losses."""
+    return {
+        "task": "shakespeare", "name": name, "seed": seed, "scores": perplexities(before, loss), "steps": steps,
+        "score": math.exp(loss), "commit": "a" * 40,
+    }  # fmt: skip
 
 
 def test_time_is_steps_times_seconds():
@@ -75,14 +82,44 @@ def test_time_is_steps_times_seconds():
     target = 1.01 * 2.0
     assert first.step_s == pytest.approx(1.0)
     assert first.computing == pytest.approx(0.1)
-    assert first.steps == pytest.approx(100 * (1 + (3.0 - target) / 1.0))
-    assert first.seconds == pytest.approx(first.steps)
+    assert first.steps == {0: pytest.approx(100 * (1 + (3.0 - target) / 1.0))}
+    assert first.seconds == pytest.approx(first.steps[0])
     assert sixteen.steps == first.steps
-    assert sixteen.seconds == pytest.approx(0.2 * first.steps)
-    assert sign.steps == pytest.approx(100 * (1 + (3.0 - target) / 0.99))
-    assert top.steps is top.seconds is None  # its loss is too high
+    assert sixteen.seconds == pytest.approx(0.2 * first.steps[0])
+    assert sign.steps == {0: pytest.approx(100 * (1 + (3.0 - target) / 0.99))}
+    assert not top.steps
+    assert top.seconds is None  # its loss is too high
     assert found["every 15, DiLoCo"].seconds is None  # the record lacks the row
     assert found[COMPUTING].computing == pytest.approx(1.0)
+
+
+def test_seeds_are_paired_and_all_of_them_have_to_reach_the_loss():
+    rows, _losses = recorded()
+    rounds = "every 15, DiLoCo"
+    losses = [
+        *(told(DENSE, loss, seed, before=4.0) for seed, loss in ((0, 2.0), (1, 2.2))),
+        *(told(rounds, loss, seed) for seed, loss in ((0, 1.9), (1, 2.5))),  # one of two is not enough
+        *(told(f"{rounds}, longer", loss, seed, steps=300) for seed, loss in ((0, 1.8), (1, 2.0), (2, 2.0))),
+        *(told("updates, top 1%", loss, seed) for seed, loss in ((0, 1.9), (1, 2.5))),
+    ]
+    found = {line.method: line for line in lines(rows, losses)}
+    first, own, top = (found[name] for name in ("gradients, 32 bits", rounds, "updates, top 1%"))
+    targets = {0: 1.01 * 2.0, 1: 1.01 * 2.2}  # each by the seed's own
+    assert first.steps == {
+        0: pytest.approx(100 * (1 + (4.0 - targets[0]) / 2.0)),
+        1: pytest.approx(100 * (1 + (4.0 - targets[1]) / 1.8)),
+    }
+    assert own.steps == {
+        0: pytest.approx(150 * (1 + (3.0 - targets[0]) / 1.2)),
+        1: pytest.approx(150 * (1 + (3.0 - targets[1]) / 1.0)),
+    }  # a third seed has no partner
+    assert own.seconds == pytest.approx(0.2 * (own.steps[0] + own.steps[1]) / 2)
+    ratios = [first.steps[seed] / (0.2 * own.steps[seed]) for seed in (0, 1)]
+    assert own.faster == {seed: pytest.approx(ratio) for seed, ratio in enumerate(ratios)}
+    half = 12.706 * abs(ratios[0] - ratios[1]) / 2  # t · s / √2, where s = |a − b| / √2
+    assert own.factor == f"{sum(ratios) / 2:.1f} ± {half:.1f}"
+    assert not top.steps
+    assert top.trained == 200
 
 
 def test_the_page_says_who_is_first(tmp_path):
