@@ -134,7 +134,7 @@ class Line:
         if not values:
             return NOTHING
         said = f"{statistics.mean(values):.1f}"
-        if len(values) == 1:
+        if len(set(values)) == 1:  # of one seed, or the same steps by definition
             return said
         margin = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
         return f"{said} ± {margin:.1f}"
