@@ -136,8 +136,7 @@ class Line:
         said = f"{statistics.mean(values):.1f}"
         if len(set(values)) == 1:  # of one seed, or the same steps by definition
             return said
-        margin = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-        return f"{said} ± {margin:.1f}"
+        return f"{said} ± {_half(values):.1f}"
 
 
 def timed(quick: bool = False) -> list[Row]:
@@ -263,6 +262,21 @@ def _cells(line: Line) -> tuple[str, ...]:
     )
 
 
+def _resolved(line: Line, least: Line) -> bool:
+    """Whether seeds tell apart the times of a method and of the one that was first."""
+    apart = [
+        least.step_s * steps / (line.step_s * line.steps[seed])
+        for seed, steps in least.steps.items()
+        if seed in line.steps
+    ]
+    return len(apart) > 1 and statistics.mean(apart) + _half(apart) < 1.0
+
+
+def _half(values: Sequence[float]) -> float:
+    """Half of the interval of a mean, at 95 %."""
+    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def _steps(by_seed: Mapping[int, float]) -> str:
     values = list(by_seed.values())
     spread = f" ± {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
@@ -322,6 +336,11 @@ def page(record: Mapping[str, Any], path: Path) -> None:
             said = f"behind {_links(rate)} `{least.method}` was first, in {format_seconds(least.seconds or 0.0)}"
             if least.faster and least is not first:
                 said += f" and {least.factor} times as fast as DDP in 32 bits"
+            near = [f"`{line.method}`" for line in reached if line is not least and not _resolved(line, least)]
+            if len(least.steps) == 1:
+                said += " (of one seed)"
+            elif near:
+                said += f" (not resolved from it: {', '.join(near)})"
             best.append(said)
     out = ["# Time to a loss", ""]
     out += [
