@@ -325,11 +325,13 @@ def ran_on(rows: Iterable[Mapping[str, Any]], summary: Path) -> list[str]:
     Args:
         rows: each says its ``cpu``; those of a time when they did not are taken to be of the processors that an earlier
             summary tells of.
-        summary: that summary, if it is there.
+        summary: that summary, if it is there. It is about to be written over, so these processors are also kept if such
+            a row lies beside it and is not among ``rows`` this time.
     """
     own = [row.get("cpu") for row in rows]
     found = {cpu for cpu in own if cpu is not None}
-    if None in own and summary.exists():
+    beside = (file for pattern in ("rows/*.json", "*/rows/*.json") for file in summary.parent.glob(pattern))
+    if summary.exists() and (None in own or any("cpu" not in read_json(file, ()) for file in beside)):
         found.update(cpus_of(read_json(summary, ("machine",))))
     return sorted(found)
 

@@ -420,6 +420,9 @@ def test_rows_are_of_the_processors_that_they_say_or_else_of_those_that_a_summar
     assert ran_on([{"cpu": "A"}], summary) == ["A"]
     summary.write_text(json.dumps({"machine": {"cpu": "C"}, "cpus": ["B", "D"]}))
     assert ran_on([{}], summary) == ["B", "D"]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "left-out.json").write_text("{}")  # a run of some rows does not lose what others ran on
+    assert ran_on([{"cpu": "A"}], summary) == ["A", "B", "D"]
 
 
 def test_tables_fit_a_terminal():
