@@ -197,7 +197,7 @@ def _others() -> Iterator[Recipe]:
     for dense, outer in ((muon, "auto"), (sgd, "1")):
         name = dense.name.replace(DENSE, TWO_BITS)
         own = replace(dense, name=name, spec="qsgd:bits=2+ef", small="fused", updates=1, outer=outer)
-        yield from (Recipe(row, turn=3, ablation=True, long=True) for row in (dense, own))
+        yield from (Recipe(row, turn=3, long=True) for row in (dense, own))
     sharded = replace(_updates(SHARDED, "qsgd:bits=2+ef"), shards=2)
     yield Recipe(sharded, turn=3, ablation=True, long=True)
 
