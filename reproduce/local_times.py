@@ -355,7 +355,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
             "emulated links, with the rounds that fall into them."
         ),
         "",
-        f"**What held.** {_sentence('; '.join(best)) if best else 'No row reached the loss'}.",
+        f"**What came out.** {_sentence('; '.join(best)) if best else 'No row reached the loss'}.",
         "",
         embedded(panels, f"pictures/{path.stem}/opening"),
         "",
